@@ -7,7 +7,7 @@ import pytest
 from command_line import Cli, Server, served
 from tiny_jobs import make_chatty_model, own_job
 
-from gcore_llm.demo.tiny_model import make_tiny_model
+from gcore_llm.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")

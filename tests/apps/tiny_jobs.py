@@ -15,7 +15,7 @@ def reward(prompt, completion, row):
 
 def make_chatty_model(path: Path, *, tiny: Path) -> None:
     """Copy the embedded model to one that ends its responses at any digit: their lengths have a long tail."""
-    from gcore_llm.demo.tiny_model import tiny_tokenizer
+    from gcore_llm.tiny_model import tiny_tokenizer
 
     shutil.copytree(tiny, path)
     digits = tiny_tokenizer()("0123456789")["input_ids"]

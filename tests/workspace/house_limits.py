@@ -8,12 +8,12 @@ DIALECT: dict[str, int] = {
     "repository": 0,
     "gcore-bench": 0,
     "gcore-diffusion": 0,
-    "gcore-llm": 27,
+    "gcore-llm": 25,
     "gcore-runs": 0,
     "gcore-ckpt": 5,
     "gcore-controller": 0,
     "gcore-placement": 5,
-    "gcore-rollout": 5,
+    "gcore-rollout": 7,
     "gcore-trainer": 1,
 }
 FRAGMENTS: dict[str, int] = {

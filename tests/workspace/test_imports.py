@@ -40,7 +40,7 @@ ADAPTERS = {
         "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/",
         "packages/gcore-trainer/src/gcore_trainer/diffusion/",
         "apps/gcore-diffusion/src/gcore_diffusion/demo/",
-        "apps/gcore-diffusion/src/gcore_diffusion/learning/trainer_worker.py",
+        "apps/gcore-diffusion/src/gcore_diffusion/trainer_worker.py",
     ],
     "peft": ["packages/gcore-trainer/src/gcore_trainer/lora.py"],
     "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
@@ -51,7 +51,7 @@ ADAPTERS = {
         "apps/gcore-bench/src/gcore_bench/controller/",
         "apps/gcore-runs/src/gcore_runs/on_ray/",
     ],
-    "prometheus_client": ["apps/gcore-runs/src/gcore_runs/metrics/prometheus.py"],
+    "prometheus_client": ["apps/gcore-runs/src/gcore_runs/prometheus.py"],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
 

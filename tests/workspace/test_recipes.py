@@ -4,10 +4,10 @@ import tomllib
 
 import pytest
 
+from gcore_llm.cli import RECIPES
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.command import FINE_TUNING_RECIPES
-from gcore_llm.recipes import RECIPES
-from gcore_runs.settings.values import merge, to_toml
+from gcore_runs.settings.parsing import merge, to_toml
 
 
 @pytest.mark.parametrize("name", RECIPES)

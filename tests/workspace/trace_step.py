@@ -83,7 +83,7 @@ def trace() -> StepTrace:
     from tiny_jobs import own_job
 
     from gcore_llm.cli import main
-    from gcore_llm.demo.tiny_model import make_tiny_model
+    from gcore_llm.tiny_model import make_tiny_model
 
     found = StepTrace()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):

@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 
 from gcore_bench.diffusion import plain_loop
-from gcore_bench.diffusion.bench import run
+from gcore_bench.diffusion.bench import GCORE, LIMIT, PLAIN, run
 from gcore_bench.diffusion.options import DiffusionBenchOptions
 from gcore_bench.diffusion.plain_loop import Loop, LoopConfig
-from gcore_bench.diffusion.report import GCORE, LIMIT, PLAIN
 from gcore_bench.harness.options import BenchError
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import pretrained_pipeline

@@ -20,12 +20,11 @@ from tiny_vision_model import save_vision_model
 
 from gcore_ckpt import Checkpointer
 from gcore_diffusion.cli import parse_train
-from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.config import RECIPES, DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward, load
-from gcore_diffusion.recipes import RECIPES
 from gcore_diffusion.sampling.grids import grid
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings.values import merge, resolve, to_toml
+from gcore_runs.settings.parsing import merge, resolve, to_toml
 
 REWARD = """
 import numpy as np

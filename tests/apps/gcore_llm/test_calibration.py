@@ -16,7 +16,7 @@ from gcore_llm.simulate.command import parse_simulate
 from gcore_llm.simulate.measured import read_run
 from gcore_llm.simulate.run import coarse_workload, simulate, train_config
 from gcore_runs.errors import UserError
-from gcore_runs.settings.values import to_toml
+from gcore_runs.settings.parsing import to_toml
 from gcore_runs.simulation.command import parse_calibrate
 from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
 from gcore_runs.simulation.fit import (

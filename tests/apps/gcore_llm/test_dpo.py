@@ -9,9 +9,9 @@ from command_line import Cli, metrics_of, write_rows
 from finetune_cases import causal_lm, finished, interrupt_and_resume, log_prob, pairs
 from transformers import AutoTokenizer
 
-from gcore_llm.demo.tiny_model import tiny_tokenizer
 from gcore_llm.finetune.data import pair_tokens
 from gcore_llm.finetune.tokens import Encoder
+from gcore_llm.tiny_model import tiny_tokenizer
 
 
 @pytest.fixture

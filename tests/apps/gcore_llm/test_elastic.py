@@ -12,11 +12,9 @@ from ray.cluster_utils import Cluster
 from gcore_controller import Sizes
 from gcore_controller.errors import ClusterError
 from gcore_controller.runtimes.ray.cluster import has_capacity, largest
-from gcore_llm.config import TrainConfig
+from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
 from gcore_llm.settings.reward_config import JudgeConfig, RewardModelConfig
-from gcore_llm.settings.rollout_config import RolloutConfig
-from gcore_llm.settings.trainer_config import TrainerConfig
-from gcore_runs.settings.cluster import RayConfig
+from gcore_runs.settings.run_config import RayConfig
 from gcore_trainer import ParallelConfig
 
 # Scores wait while there is a file of this name.

@@ -10,8 +10,8 @@ import pytest
 from command_line import Cli, option_set, read_rows, reproducible, step_rows, val_rows, write_rows
 from tiny_vision_model import Reference, png, save_vision_model
 
-from gcore_llm.data.images import PromptImages
 from gcore_llm.learning.preparation import sample_flops, workload_of
+from gcore_rollout import PromptImages
 from gcore_trainer import Images, Sample
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}

@@ -19,9 +19,8 @@ from ray.cluster_utils import Cluster
 from gcore_ckpt import Checkpointer
 from gcore_controller import Announced, Announcer, RankError, RayTrainerGroup
 from gcore_controller.runtimes.events import Event
-from gcore_llm.config import TrainConfig
+from gcore_llm.config import TrainConfig, TrainerConfig
 from gcore_llm.learning.trainer_worker import ray_trainer_spec
-from gcore_llm.settings.trainer_config import TrainerConfig
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gcore_controller.runtimes.inline import run_inline
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
 from gcore_llm.learning.preparation import kl_controller, prepare
-from gcore_llm.sampling.groups import Group, Response
+from gcore_rollout import Group, Response
 from gcore_trainer import BatchError, RolloutCorrectionConfig, Sample, advantage_estimators
 
 ESTIMATORS = advantage_estimators()

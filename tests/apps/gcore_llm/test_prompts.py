@@ -12,15 +12,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, GPT2Config, Qwen3Config
 
 from gcore_llm import inspect_run
-from gcore_llm.config import AlgorithmConfig, CriticConfig, DataConfig, TaskConfig, TrainConfig
-from gcore_llm.data.model_limits import check_lengths, longest_sequence
-from gcore_llm.data.prompts import Prompt, PromptSets, load_files
+from gcore_llm.config import AlgorithmConfig, CriticConfig, DataConfig, RolloutConfig, TaskConfig, TrainConfig
+from gcore_llm.data.prompts import PromptSets, check_lengths, load_files, longest_sequence
 from gcore_llm.data.tasks import load_task
-from gcore_llm.demo.tiny_model import tiny_tokenizer
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.sampling.engines import engine_factory
-from gcore_llm.settings.rollout_config import RolloutConfig
-from gcore_rollout import Completion, Request
+from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_rollout import Completion, Prompt, Request
 from gcore_runs.errors import UserError
 
 TEMPLATE = (

@@ -15,10 +15,10 @@ from command_line import Cli, option_set, step_rows, val_rows, write_rows
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from gcore_llm.cli import parse_train
-from gcore_llm.demo.tiny_model import tiny_tokenizer
 from gcore_llm.sampling.rewards import Rewards
+from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Scored
-from gcore_runs.settings.values import resolve
+from gcore_runs.settings.parsing import resolve
 
 # A random model writes any character: its last digit is its verdict, and if it writes none, that is one, too.
 JUDGE = [

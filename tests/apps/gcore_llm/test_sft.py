@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from server_processes import free_port  # pyright: ignore[reportMissingImports]
 
-from gcore_llm.demo.tiny_model import tiny_tokenizer
 from gcore_llm.finetune.data import sft_tokens
 from gcore_llm.finetune.tokens import Encoder
+from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs.errors import UserError
 
 EOS = 1
@@ -231,7 +231,7 @@ def test_run_is_served_for_prometheus_and_logged(cli: Cli, job: list[str]) -> No
     assert served["gcore_sft_loss"] == losses[int(served["gcore_step"])]
     assert served["gcore_step_seconds_count"] == served["gcore_step"]
     lines = cli.ok("logs", "runs/sft", "--role", "main").splitlines()
-    assert "main INFO gcore_runs.logs.writing: process" in lines[0]
+    assert "main INFO gcore_runs.logs: process" in lines[0]
     steps = [line for line in lines if "main INFO gcore_llm.finetune.run: step " in line]
     assert len(steps) == len(losses)
 

@@ -11,10 +11,10 @@ import tomli_w
 
 from gcore_llm.cli import parse_train
 from gcore_llm.config import TaskConfig, TrainConfig
-from gcore_llm.data.task_params import make_dataset, make_settings
+from gcore_llm.data.tasks import make_dataset, make_settings
 from gcore_rollout import import_reasoning_gym
 from gcore_runs.errors import UserError
-from gcore_runs.settings.values import merge, to_toml
+from gcore_runs.settings.parsing import merge, to_toml
 
 DATASETS: dict[str, Any] = import_reasoning_gym().factory.DATASETS
 NEEDS_PARAMS = {"composite": {"datasets": [{"name": "chain_sum", "weight": 1.0, "config": {"min_terms": 2}}]}}

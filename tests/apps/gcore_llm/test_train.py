@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from gcore_ckpt import Checkpointer
 from gcore_llm.cli import parse_train
 from gcore_llm.config import TrainConfig
-from gcore_llm.demo.tiny_model import tiny_tokenizer
+from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings.values import resolve
+from gcore_runs.settings.parsing import resolve
 
 EMBEDDED = [
     *("train", "--threads", "1", "--device", "cpu", "--seed", "3"),

@@ -32,22 +32,20 @@ from rich.text import Text
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
-import gcore_runs.logs.merging as merging
 from gcore_controller import Context, DeviceTimers, SharedTrainerClient, Span, merge_spans, on_wall_clock, run_inline
-from gcore_llm.cli import main
-from gcore_llm.recipes import own_data
-from gcore_llm.report import write_report
+from gcore_llm.cli import main, own_data
+from gcore_llm.recorder import RunRecorder
+from gcore_llm.report import KINDS
 from gcore_llm.sampling.engines import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
+from gcore_runs import render_report
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError
-from gcore_runs.logs.merging import merged_lines
-from gcore_runs.logs.writing import log_to
+from gcore_runs.logs import log_to, merged_lines
 from gcore_runs.loop.instrumented_engine import Instrumentation
-from gcore_runs.metrics.prometheus import PrometheusExporter
-from gcore_runs.metrics.writer import MetricsWriter
-from gcore_runs.run_folder import RunFolder, read_jsonl
-from gcore_runs.spans import SpanWriter, StepSpans
+from gcore_runs.loop.recorder import shown_cells
+from gcore_runs.prometheus import PrometheusExporter
+from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, read_jsonl
 
 
 def span(stage: str, start_s: float, end_s: float) -> Span:
@@ -355,7 +353,7 @@ def test_run_can_be_scraped_while_it_goes_on(tmp_path: Path) -> None:
     assert value(seconds, "_sum") == pytest.approx(sum(row["timing_s/step"] for row in rows))
 
     assert [len(row["controllers"]) for row in read_jsonl(run.path / "spans.jsonl")] == [2, 2, 2]
-    page = write_report(run.path).read_text()
+    page = render_report(run.path, KINDS).read_text()
     assert "Steps 1 to 3." in page
     assert '"controller 1"' in page
 
@@ -398,7 +396,7 @@ def shown(stages: list[str | None], metrics: dict[str, float]) -> str:
     with Display(console) as display:
         display.phase("training", total=4)
         display.watch(lambda: stages)
-        display.stepped(2, metrics)
+        display.progressed(2, shown_cells(RunRecorder.cells, metrics))
     assert isinstance(console.file, io.StringIO)
     return Text.from_ansi(console.file.getvalue()).plain
 
@@ -418,7 +416,7 @@ def test_display_shows_the_busiest_controller_where_loads_are_known() -> None:
 WORKER = """
 import ctypes, logging, os, signal, sys, warnings
 from pathlib import Path
-from gcore_runs.logs.writing import log_to
+from gcore_runs.logs import log_to
 
 log_to(Path(sys.argv[1]), "engine", int(sys.argv[2]), redirect=True)
 logging.getLogger("a.b").info("first\\nsecond")
@@ -481,7 +479,7 @@ def test_all_that_a_dying_process_wrote_is_in_its_log(tmp_path: Path, end: str, 
     assert work(tmp_path, 3, end) == code
     assert [path.name for path in tmp_path.iterdir()] == ["engine-3.log"]
     lines = texts(merged_lines(tmp_path))
-    assert re.fullmatch(r"engine-3 INFO gcore_runs.logs.writing: process \d+ on \S+ begins", lines[0])
+    assert re.fullmatch(r"engine-3 INFO gcore_runs.logs: process \d+ on \S+ begins", lines[0])
     assert lines[1:3] == ["engine-3 INFO a.b: first", "engine-3 INFO second"]
     assert lines[3] == "engine-3 WARNING py.warnings: <string>:8: UserWarning: careful"
     assert lines[lines.index("engine-3 ERROR root: caught") + 1] == "engine-3 ERROR Traceback (most recent call last):"
@@ -506,8 +504,8 @@ def test_process_in_the_place_of_a_killed_one_goes_on_in_its_file(tmp_path: Path
 
 
 def test_output_is_dated_while_the_process_is_silent(tmp_path: Path) -> None:
-    code = "import time, sys; from pathlib import Path; from gcore_runs.logs import writing\n"
-    code += "writing.log_to(Path(sys.argv[1]), 'main', redirect=True); print('quiet'); sys.stdin.read()"
+    code = "import time, sys; from pathlib import Path; from gcore_runs.logs import log_to\n"
+    code += "log_to(Path(sys.argv[1]), 'main', redirect=True); print('quiet'); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE) as process:
         file = tmp_path / "main.log"
         while not file.exists() or "MARK" not in file.read_text():
@@ -565,7 +563,7 @@ def test_role_that_no_file_can_be_named_after_is_refused(tmp_path: Path, role: s
 
 
 def test_files_begin_anew_when_they_are_full_and_output_goes_along(tmp_path: Path) -> None:
-    code = "import logging, os, sys; from pathlib import Path; from gcore_runs.logs.writing import log_to\n"
+    code = "import logging, os, sys; from pathlib import Path; from gcore_runs.logs import log_to\n"
     code += "log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True, max_file_bytes=2000)\n"
     code += "for i in range(30): logging.info('record %d', i); os.write(1, b'output %d\\n' % i)"
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=600)
@@ -628,7 +626,7 @@ def test_run_without_logs(tmp_path: Path) -> None:
 
 
 def test_following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "_POLL_S", 0.01)
+    monkeypatch.setattr("gcore_runs.logs._POLL_S", 0.01)
     file = tmp_path / "engine-0.log"
     file.write_text(f"{stamp(1)} engine-0 INFO a: 1\n{stamp(2)} engine-0 INFO a: 2\n{stamp(3)} engine-0 INFO a: ha")
     with closing(merged_lines(tmp_path, last=1, follow=True)) as lines:
@@ -677,6 +675,6 @@ def test_reader_that_has_seen_enough_is_no_error(run_dir: Path) -> None:
 
 
 def test_importing_the_reader_is_cheap() -> None:
-    code = "import json, sys, gcore_runs.logs.writing, gcore_runs.logs.merging; print(json.dumps([*sys.modules]))"
+    code = "import json, sys, gcore_runs.logs; print(json.dumps([*sys.modules]))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"numpy", "torch", "rich", "prometheus_client"} & set(json.loads(result.stdout))

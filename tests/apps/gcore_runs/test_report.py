@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gcore_llm.report import write_report
+from gcore_llm.report import KINDS
+from gcore_runs import render_report
 
 CONFIG = '[data]\ntask = "chain_sum"\n\n[trainer]\ntotal_training_steps = 40\n'
 HOSTILE = "</pre><script>alert('x')</script>"
@@ -109,7 +110,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_finished_run_shows_everything(run_dir: Path) -> None:
-    path = write_report(run_dir)
+    path = render_report(run_dir, KINDS)
     page = Page(path)
     assert path == run_dir / "report.html"
     assert "chain-sum ✓ Finished, 40 of 40 steps" in page.text
@@ -126,7 +127,7 @@ def test_finished_run_shows_everything(run_dir: Path) -> None:
 
 
 def test_reward_chart_holds_steps_their_mean_and_evaluations(run_dir: Path) -> None:
-    raw, mean, greedy, sampled = Page(write_report(run_dir)).figures["reward"]["data"]
+    raw, mean, greedy, sampled = Page(render_report(run_dir, KINDS)).figures["reward"]["data"]
     assert raw["x"] == list(range(1, 41))
     assert raw["y"] == [step / 50 for step in range(1, 41)]
     assert mean["y"] == pytest.approx(raw["y"])
@@ -135,7 +136,7 @@ def test_reward_chart_holds_steps_their_mean_and_evaluations(run_dir: Path) -> N
 
 
 def test_stages_without_a_name_of_ours_are_summed(run_dir: Path) -> None:
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert [trace["name"] for trace in page.figures["stages"]["data"]] == ["gen", "train", "other", "whole step"]
     assert "gen 40% train 40% other 4% whole step" in page.text
 
@@ -155,7 +156,7 @@ def bars_of(page: Page) -> dict[str, list[tuple[str, int, float, float]]]:
 
 def test_timeline_shows_every_span_and_the_gaps_between(run_dir: Path) -> None:
     write_lines(run_dir / "spans.jsonl", [step_spans(39), step_spans(40, devices={"trainer 0": [["train", 6.5, 8.5]]})])
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     bars = bars_of(page)
     assert bars.keys() == {"gen", "train", "no stage"}
     assert bars["gen"] == [
@@ -176,14 +177,14 @@ def test_timeline_shows_every_span_and_the_gaps_between(run_dir: Path) -> None:
 
 def test_timeline_hovers_tell_seconds(run_dir: Path) -> None:
     write_lines(run_dir / "spans.jsonl", [step_spans(1)])
-    gen = Page(write_report(run_dir)).figures["timeline"]["data"][0]
+    gen = Page(render_report(run_dir, KINDS)).figures["timeline"]["data"][0]
     assert gen["hovertemplate"] == "<b>gen</b> %{customdata[1]}<br>%{y}, step %{customdata[0]}<extra></extra>"
     assert gen["customdata"] == [[1, "2.0 s"], [1, "3.0 s"]]
 
 
 def test_timeline_begins_with_the_last_steps(run_dir: Path) -> None:
     write_lines(run_dir / "spans.jsonl", map(step_spans, range(1, 41)))
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     views = [attrs for tag, attrs in page.tags if tag == "button"]
     ranges = [(float(a["data-start"] or ""), float(a["data-end"] or ""), a["aria-pressed"]) for a in views]
     assert ranges == [(390.0, 399.0, "false"), (350.0, 399.0, "true"), (0.0, 399.0, "false")]
@@ -196,7 +197,7 @@ def test_timeline_begins_with_the_last_steps(run_dir: Path) -> None:
 def test_timeline_of_a_run_that_went_back(run_dir: Path) -> None:
     again = step_spans(2) | {"start_s": 200.0, "controllers": [[["gen", 0.0, 1.0]]]}
     write_lines(run_dir / "spans.jsonl", [step_spans(1), step_spans(2), step_spans(3), again], end='\n{"step": 3, "con')
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "Steps 1 to 2." in page.text
     assert bars_of(page)["gen"] == [("controller 0", 1, 0, 2), ("controller 0", 2, 90, 91), ("controller 1", 1, 0, 3)]
     assert "unreadable" not in page.text
@@ -205,14 +206,14 @@ def test_timeline_of_a_run_that_went_back(run_dir: Path) -> None:
 def test_stages_without_a_name_of_ours_are_other_in_the_timeline(run_dir: Path) -> None:
     row = step_spans(1) | {"controllers": [[[HOSTILE, 0.0, 1.0], ["eval", 1.0, 2.0]]]}
     write_lines(run_dir / "spans.jsonl", [row])
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert bars_of(page) == {"other": [("controller 0", 1, 0, 1), ("controller 0", 1, 1, 2)]}
 
 
 def test_timeline_of_many_controllers_shows_some(run_dir: Path) -> None:
     devices = {f"engine {i}": [["gen", 0.0, 1.0]] for i in range(100)}
     write_lines(run_dir / "spans.jsonl", [step_spans(i, num_controllers=512, devices=devices) for i in range(1, 101)])
-    path = write_report(run_dir)
+    path = render_report(run_dir, KINDS)
     page = Page(path)
     rows = {row for bars in bars_of(page).values() for row, *_ in bars}
     assert rows == {f"controller {i}" for i in range(0, 512, 22)} | {f"engine {i}" for i in range(0, 100, 5)}
@@ -225,7 +226,7 @@ def test_timeline_rows_stand_by_kind_and_number(run_dir: Path) -> None:
     names = ["trainer 10", "engine 2", "sampling 0", "trainer 9", "cluster", "engine 10"]
     rows = [step_spans(i, devices={name: [["gen", 0.0, 1.0]]}) for i, name in enumerate(names)]
     write_lines(run_dir / "spans.jsonl", rows)
-    axis: Any = Page(write_report(run_dir)).figures["timeline"]["y"]
+    axis: Any = Page(render_report(run_dir, KINDS)).figures["timeline"]["y"]
     assert axis["categoryarray"][::-1] == [
         *("controller 0", "controller 1", "cluster", "engine 2", "engine 10", "sampling 0", "trainer 9", "trainer 10")
     ]
@@ -234,15 +235,15 @@ def test_timeline_rows_stand_by_kind_and_number(run_dir: Path) -> None:
 def test_timeline_of_more_spans_than_a_page_bears_shows_fewer_steps(run_dir: Path) -> None:
     busy = [["gen" if i % 2 else "reward", float(i), i + 1.0] for i in range(900)]
     write_lines(run_dir / "spans.jsonl", [step_spans(i) | {"controllers": [busy, busy]} for i in range(1, 5)])
-    assert "Steps 3 to 4." in Page(write_report(run_dir)).text
+    assert "Steps 3 to 4." in Page(render_report(run_dir, KINDS)).text
     write_lines(run_dir / "spans.jsonl", [step_spans(i) | {"controllers": [busy * 5]} for i in range(1, 5)])
-    assert "Step 4." in Page(write_report(run_dir)).text
+    assert "Step 4." in Page(render_report(run_dir, KINDS)).text
 
 
 def test_controller_load_is_shown_where_it_is_recorded(run_dir: Path) -> None:
     loads = [{"controller/load/max": step / 1000, "controller/load/mean": step / 2000} for step in range(1, 11)]
     write_lines(run_dir / "metrics.jsonl", [step_row(step) | loads[step - 1] for step in range(1, 11)])
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     busiest, mean = page.figures["signal-10"]["data"]
     assert (busiest["name"], busiest["y"]) == ("busiest", [load["controller/load/max"] for load in loads])
     assert (mean["name"], mean["y"]) == ("mean", [load["controller/load/mean"] for load in loads])
@@ -250,7 +251,7 @@ def test_controller_load_is_shown_where_it_is_recorded(run_dir: Path) -> None:
 
 
 def test_samples_stand_side_by_side_with_a_verdict_in_words(run_dir: Path) -> None:
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "1 of 2 right before training, 2 of 2 right after training." in page.text
     assert page.cells == [
         *("0+2= expected 2", "✗ wrong before-0", "✓ right after-0"),
@@ -260,7 +261,7 @@ def test_samples_stand_side_by_side_with_a_verdict_in_words(run_dir: Path) -> No
 
 def test_scores_of_a_reward_model_are_numbers_not_verdicts(run_dir: Path) -> None:
     write_lines(run_dir / "samples" / "after.jsonl", [{"prompt": "0+2=", "completion": "2", "score": 3.75}])
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "score 3.75" in page.cells[2]
     assert "right" not in page.text
     assert "wrong" not in page.text
@@ -268,7 +269,7 @@ def test_scores_of_a_reward_model_are_numbers_not_verdicts(run_dir: Path) -> Non
 
 def test_samples_of_different_prompts_are_not_paired(run_dir: Path) -> None:
     write_lines(run_dir / "samples" / "after.jsonl", [{"prompt": "9+9=", "completion": "18", "score": 1.0}])
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "different prompts" in page.text
     assert page.cells[-3:] == ["9+9=", "not sampled", "✓ right 18"]
 
@@ -276,7 +277,7 @@ def test_samples_of_different_prompts_are_not_paired(run_dir: Path) -> None:
 def test_run_in_progress(run_dir: Path) -> None:
     write_lines(run_dir / "metrics.jsonl", [{"step": 0, "val/greedy/score/mean": 0.3}, step_row(1), step_row(2)])
     (run_dir / "samples" / "after.jsonl").unlink()
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "2 of 40 steps done" in page.text
     assert "Held-out accuracy, greedy 30% step 0; not evaluated again yet" in page.text
     assert "Too few steps for a trend yet: 2." in page.text
@@ -285,7 +286,7 @@ def test_run_in_progress(run_dir: Path) -> None:
 
 def test_what_was_not_recorded_is_named(run_dir: Path) -> None:
     write_lines(run_dir / "metrics.jsonl", [{"step": 1, "critic/score/mean": 0.5, "actor/entropy": 0.4}])
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "Not recorded in this run: Policy loss, Gradient norm, KL to the sampling policy" in page.text
     assert set(page.figures) == {"reward", "warmup", "signal-1"}
 
@@ -297,7 +298,7 @@ def test_run_just_started(tmp_path: Path, is_empty: bool) -> None:
         (tmp_path / "samples").mkdir()
         for name in ("metrics.jsonl", "warmup.jsonl", "samples/before.jsonl", "samples/after.jsonl"):
             (tmp_path / name).touch()
-    page = Page(write_report(tmp_path))
+    page = Page(render_report(tmp_path, KINDS))
     assert "Just started, no training step yet" in page.text
     assert "metrics.jsonl is missing or empty" in page.text
     assert "samples/before.jsonl and samples/after.jsonl are missing or empty" in page.text
@@ -306,14 +307,14 @@ def test_run_just_started(tmp_path: Path, is_empty: bool) -> None:
 
 def test_run_in_warmup(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").unlink()
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "In warm-up, no training step yet" in page.text
     assert set(page.figures) == {"warmup"}
 
 
 def test_run_evaluated_but_not_trained(run_dir: Path) -> None:
     write_lines(run_dir / "metrics.jsonl", [{"step": 0, "val/greedy/score/mean": 0.3}])
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "Just started, no training step yet" in page.text
     assert "missing or empty" not in page.text
     assert [trace["y"] for trace in page.figures["reward"]["data"]] == [[0.3]]
@@ -322,7 +323,7 @@ def test_run_evaluated_but_not_trained(run_dir: Path) -> None:
 def test_torn_last_line_is_ignored(run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 41, "critic/sc')
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "40 of 40 steps" in page.text
     assert "unreadable" not in page.text
 
@@ -330,20 +331,20 @@ def test_torn_last_line_is_ignored(run_dir: Path) -> None:
 def test_unreadable_line_elsewhere_is_noted(run_dir: Path) -> None:
     lines = (run_dir / "metrics.jsonl").read_bytes().split(b"\n")
     (run_dir / "metrics.jsonl").write_bytes(b"\n".join([*lines[:7], b'{"step": \xe2\x82', *lines[7:]]))
-    assert "metrics.jsonl: 1 unreadable line(s) left out (line 8)." in Page(write_report(run_dir)).text
+    assert "metrics.jsonl: 1 unreadable line(s) left out (line 8)." in Page(render_report(run_dir, KINDS)).text
 
 
 def test_resumed_run_drops_the_steps_that_were_rolled_back(run_dir: Path) -> None:
     again = [step_row(step) | {"critic/score/mean": 1.0} for step in (11, 12)]
     write_lines(run_dir / "metrics.jsonl", [*map(step_row, range(1, 16)), *again])
-    raw = Page(write_report(run_dir)).figures["reward"]["data"][0]
+    raw = Page(render_report(run_dir, KINDS)).figures["reward"]["data"][0]
     assert raw["x"] == list(range(1, 13))
     assert raw["y"][9:] == [0.2, 1.0, 1.0]
 
 
 def test_values_that_are_not_finite_leave_gaps(run_dir: Path) -> None:
     write_lines(run_dir / "metrics.jsonl", [step_row(1), step_row(2) | {"actor/grad_norm": float("nan")}, step_row(3)])
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert page.figures["signal-2"]["data"][0]["x"] == [1, 3]
 
 
@@ -355,7 +356,7 @@ def test_total_steps_unknown(run_dir: Path, config: str | None, said: str | None
     (run_dir / "config.toml").unlink()
     if config is not None:
         (run_dir / "config.toml").write_text(config, encoding="utf-8")
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     assert "chain-sum 40 steps done" in page.text
     assert (said or "Drawn") in page.text
 
@@ -366,7 +367,7 @@ def test_data_cannot_become_markup(run_dir: Path) -> None:
     write_lines(run_dir / "samples" / "after.jsonl", [hostile])
     write_lines(run_dir / "metrics.jsonl", [step_row(1) | {f"timing_s/{HOSTILE}": 0.1, HOSTILE: 1}])
     (run_dir / "config.toml").write_text(f"# {HOSTILE}\n", encoding="utf-8")
-    path = write_report(run_dir)
+    path = render_report(run_dir, KINDS)
     assert "<script>alert" not in path.read_text(encoding="utf-8")
     page = Page(path)
     assert page.text.count(HOSTILE) == 5
@@ -374,7 +375,7 @@ def test_data_cannot_become_markup(run_dir: Path) -> None:
 
 
 def test_page_needs_no_network(run_dir: Path) -> None:
-    path = write_report(run_dir)
+    path = render_report(run_dir, KINDS)
     page = Page(path)
     references = {"src", "href", "srcset", "action", "data", "poster"}
     assert not [(tag, attrs) for tag, attrs in page.tags if references & set(attrs)]
@@ -388,7 +389,7 @@ def test_long_run_stays_small(run_dir: Path) -> None:
     for name in ("before", "after"):
         rows = [{"prompt": f"{i} " + "p" * 5000, "completion": "c" * 20000, "score": 1.0} for i in range(40)]
         write_lines(run_dir / "samples" / f"{name}.jsonl", rows)
-    path = write_report(run_dir)
+    path = render_report(run_dir, KINDS)
     page = Page(path)
     assert path.stat().st_size < 5_500_000
     assert "mean of 417 steps. In a run this long a point is the mean of neighbouring steps." in page.text
@@ -399,14 +400,14 @@ def test_long_run_stays_small(run_dir: Path) -> None:
 def test_earlier_report_is_replaced_and_nothing_else_is_left(run_dir: Path) -> None:
     before = {path.name for path in run_dir.iterdir()}
     (run_dir / "report.html").write_text("earlier", encoding="utf-8")
-    assert "Finished" in write_report(run_dir).read_text(encoding="utf-8")
+    assert "Finished" in render_report(run_dir, KINDS).read_text(encoding="utf-8")
     assert {path.name for path in run_dir.iterdir()} == before | {"report.html"}
 
 
 @pytest.mark.parametrize("name", ["", "not-there"], ids=["empty folder", "no folder"])
 def test_folder_that_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"is not a run's folder: expected one of config\.toml, metrics\.jsonl"):
-        write_report(tmp_path / name)
+        render_report(tmp_path / name, KINDS)
     assert not list(tmp_path.iterdir())
 
 
@@ -423,7 +424,7 @@ def test_ledger_has_a_bar_for_each_role(run_dir: Path) -> None:
         "trainer 0": [["train", 6.0, 9.0]],
     }
     write_lines(run_dir / "spans.jsonl", [step_spans(1, devices=devices), step_spans(2, devices=devices)])
-    page = Page(write_report(run_dir))
+    page = Page(render_report(run_dir, KINDS))
     bars = page.figures["ledger"]["data"]
     shares = {(bar["name"], role): share for bar in bars for role, share in zip(bar["y"], bar["x"], strict=True)}
     assert {role for _, role in shares} == {"engine", "trainer"}

@@ -14,16 +14,13 @@ from hypothesis import given, settings, strategies as st
 from gcore_diffusion.cli import parse_train as parse_diffusion
 from gcore_diffusion.config import DiffusionConfig
 from gcore_llm.cli import parse_train
-from gcore_llm.config import TrainConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
-from gcore_llm.settings.rollout_config import RolloutConfig
 from gcore_llm.simulate.command import parse_simulate
-from gcore_runs.errors import UserError, check_at_least
-from gcore_runs.settings.arguments import as_option, setting_types
-from gcore_runs.settings.options import parse
+from gcore_runs import UserError, check_at_least
 from gcore_runs.settings.other_names import NOT_HERE, OTHER_NAMES, hint
-from gcore_runs.settings.values import merge
+from gcore_runs.settings.parsing import as_option, merge, parse, setting_types
 from gcore_runs.simulation.config import SimulateConfig
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], type]] = {

@@ -141,7 +141,7 @@ def execute(name: str, cli: Cli) -> dict[str, Any]:
 
 def _long_tailed_job(folder: Path) -> list[str]:
     """Return a command on a random model whose responses differ much in length."""
-    from gcore_llm.demo.tiny_model import make_tiny_model
+    from gcore_llm.tiny_model import make_tiny_model
 
     make_tiny_model(folder / "tiny", seed=0)
     make_chatty_model(folder / "model", tiny=folder / "tiny")

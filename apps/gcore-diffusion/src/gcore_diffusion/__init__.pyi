@@ -6,7 +6,8 @@ from .config import (
     DiffusionConfig as DiffusionConfig,
     RolloutConfig as RolloutConfig,
     TrainerConfig as TrainerConfig,
+    embedded as embedded,
+    embedded_nft as embedded_nft,
 )
-from .recipes import embedded as embedded, embedded_nft as embedded_nft
 from .sampling.reward_config import JudgeConfig as JudgeConfig, RewardConfig as RewardConfig
 from .training import train as train

@@ -1,17 +1,16 @@
 """The `gcore-diffusion` command."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import tyro
 
-from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.recipes import RECIPES
+from gcore_diffusion.config import RECIPES, DiffusionConfig
+from gcore_runs import UserError, check_lowest
 from gcore_runs.command_line import Command, logs_command, report_command, run_command, run_training
-from gcore_runs.errors import UserError, check_at_least
-from gcore_runs.settings.options import parse, parse_arguments
+from gcore_runs.settings.parsing import parse, parse_arguments
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
 
@@ -47,8 +46,7 @@ class SampleArgs:
     """The PNG file to write."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("n", 1), ("num_inference_steps", 0), ("guidance_scale", 0), ("seed", 0)):
-            check_at_least(name, getattr(self, name), lowest)
+        check_lowest("", self, n=1, num_inference_steps=0, guidance_scale=0, seed=0)
         if self.out.suffix.lower() != ".png":
             raise UserError(f"out is {str(self.out)!r}; expected a file that ends in .png")
         if not self.out.absolute().parent.is_dir():
@@ -61,11 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
-    """Return settings from a recipe, a TOML file and the command line, each over the one before.
-
-    Raises:
-        UserError: see `merge`.
-    """
+    """Return settings from a recipe, a TOML file and the command line, each over the one before; see `parse`."""
     description = "Train a diffusion or flow-matching model on a reward."
     return parse(args, prog="gcore-diffusion train", recipes=RECIPES, description=description)
 
@@ -75,38 +69,27 @@ def _train(args: Sequence[str]) -> None:
     from gcore_diffusion.training import train
 
     labels = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
-    run_training(
-        config,
-        train,
-        title="held-out prompts",
-        rows=lambda found: [(label, name) for name, label in labels.items() if name in found],
-    )
+
+    def rows(found: Mapping[str, float]) -> list[tuple[str, str]]:
+        return [(label, name) for name, label in labels.items() if name in found]
+
+    run_training(config, train, title="held-out prompts", rows=rows)
 
 
 def _sample(args: Sequence[str]) -> None:
     parsed = parse_arguments(SampleArgs, args, prog="gcore-diffusion sample")
     import asyncio
 
-    from gcore_diffusion.inspect_run import sample_run
+    from gcore_diffusion.backend import sample_run
 
-    asyncio.run(
-        sample_run(
-            parsed.run,
-            parsed.prompt,
-            n=parsed.n,
-            num_inference_steps=parsed.num_inference_steps,
-            guidance_scale=parsed.guidance_scale,
-            seed=parsed.seed,
-            out=parsed.out,
-        )
-    )
+    asyncio.run(sample_run(**vars(parsed)))
     print(parsed.out)
 
 
 def _report(args: Sequence[str]) -> None:
-    from gcore_diffusion.report import write_report
+    from gcore_diffusion.training import KINDS
 
-    report_command("gcore-diffusion", write_report, args)
+    report_command("gcore-diffusion", KINDS, args)
 
 
 _COMMANDS: dict[str, Command] = {

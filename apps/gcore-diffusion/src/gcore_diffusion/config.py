@@ -1,16 +1,20 @@
-"""Every setting of `gcore-diffusion train`, under verl's or Flow-GRPO's name where they have it."""
+"""Every setting of `gcore-diffusion train`, under verl's or Flow-GRPO's name, and recipes: settings to start from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from gcore_diffusion.sampling.reward_config import JudgeConfig, RewardConfig
-from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
-from gcore_runs.settings.run_config import (
+from gcore_runs import (
     BaseActorConfig,
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
     BaseTrainerConfig,
+    UserError,
+    check_finite,
+    check_fraction,
+    check_lowest,
 )
 from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig, OptimizerConfig
 
@@ -33,8 +37,7 @@ class DemoConfig:
     """Folder where a pretrained model is kept for later runs; empty: gcore-diffusion in the user's cache folder."""
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "batch_size"):
-            check_at_least(f"demo.{name}", getattr(self, name), 1)
+        check_lowest("demo", self, num_steps=1, batch_size=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +98,9 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.n < 2:
             raise UserError(f"rollout.n is {self.n}; expected at least 2: images of a prompt are compared")
-        for name in ("num_inference_steps", "window_steps", "max_num_images", "eval_n"):
-            check_at_least(f"rollout.{name}", getattr(self, name), 1)
-        for name in (
-            "window_size",
-            "num_processes",
-            "eval_num_inference_steps",
-            "max_sequence_length",
-            "guidance_scale",
-            "eval_guidance_scale",
-        ):
-            check_at_least(f"rollout.{name}", getattr(self, name), 0)
+        check_lowest("rollout", self, num_inference_steps=1, window_steps=1, max_num_images=1, eval_n=1)
+        check_lowest("rollout", self, window_size=0, num_processes=0, eval_num_inference_steps=0, max_sequence_length=0)
+        check_lowest("rollout", self, guidance_scale=0, eval_guidance_scale=0)
         check_finite("rollout.noise_level", self.noise_level, above_zero=True)
         if self.window_size > self.num_inference_steps:
             raise UserError(
@@ -118,6 +113,11 @@ class RolloutConfig:
                 f"rollout.window_range is {self.window_range}; expected steps from 0 to {self.num_inference_steps}, at "
                 f"least rollout.window_size={self.window_size} of them"
             )
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """Height and width in pixels; None: the pipeline's own."""
+        return self.size if self.size != (0, 0) else None
 
     @property
     def pipeline_options(self) -> dict[str, int]:
@@ -151,7 +151,7 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("algorithm.reward_gradient_steps", self.reward_gradient_steps, 1)
+        check_lowest("algorithm", self, reward_gradient_steps=1)
         check_fraction("algorithm.timestep_fraction", self.timestep_fraction, above_zero=True)
         check_finite("algorithm.adv_clip_max", self.adv_clip_max, above_zero=True)
 
@@ -175,8 +175,7 @@ class ActorConfig(BaseActorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_updates", "micro_batch_size"):
-            check_at_least(f"actor.{name}", getattr(self, name), 1)
+        check_lowest("actor", self, num_updates=1, micro_batch_size=1)
         check_fraction("actor.ema_decay", self.ema_decay, below_one=True)
 
 
@@ -230,17 +229,7 @@ class DiffusionConfig(BaseRLConfig):
 
     @property
     def judge(self) -> tuple[str, JudgeConfig | None]:
-        """See `BaseRLConfig.judge`."""
         return "reward.judge", self.reward.judge if self.reward.is_judged else None
-
-    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        """See `BaseRLConfig.process_sections`."""
-        judge = replace(self.reward.judge, num_processes=judges)
-        return {
-            "rollout": replace(self.rollout, num_processes=engines),
-            "reward": replace(self.reward, judge=judge) if judges else self.reward,
-            "trainer": replace(self.trainer, num_processes=ranks),
-        }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,3 +256,38 @@ class DiffusionConfig(BaseRLConfig):
             raise UserError(
                 f"reward.kind is {self.reward.kind!r}; expected a reward that is not the embedded model's with model"
             )
+
+
+def embedded() -> DiffusionConfig:
+    """Under four minutes on two cores: Flow-GRPO-Fast teaches a tiny model to draw legible digits."""
+    return DiffusionConfig(
+        threads=1,
+        data=DataConfig(train_batch_size=16),
+        reward=RewardConfig(kind="digit", held_out="colour"),
+        rollout=RolloutConfig(
+            n=16, num_inference_steps=10, window_size=2, max_sequence_length=1, max_num_images=256, eval_n=8
+        ),
+        actor=ActorConfig(
+            optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
+            # Too small to restrain the policy; the report shows its divergence.
+            loss=DenoisingPolicyConfig(clip_ratio=5e-3, kl_loss_coef=1e-4),
+        ),
+    )
+
+
+def embedded_nft() -> DiffusionConfig:
+    """The same by DiffusionNFT, which needs no noise in sampling."""
+    base = embedded()
+    return replace(
+        base,
+        algorithm=AlgorithmConfig(name="nft", filter_groups=False),
+        rollout=replace(base.rollout, kernel="ode", window_size=0),
+        actor=replace(base.actor, num_updates=1, loss=DenoisingPolicyConfig()),
+    )
+
+
+RECIPES: dict[str, Callable[[], DiffusionConfig]] = {
+    "embedded": embedded,
+    "embedded_nft": embedded_nft,
+    "own_data": DiffusionConfig,
+}

@@ -3,32 +3,22 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller import (
-    Context,
-    Generated,
-    Modality,
-    Prepared,
-    Program,
-    Recorder,
-    RLHFConfig,
-    RLHFLoop,
-    State,
-    TrainingBatch,
-    Wave,
-)
-from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.learning.preparation import prepared, training_sample, updates
+from gcore_controller import Context, Generated, Modality, Prepared, State, TrainingBatch, Wave
+from gcore_diffusion.config import ActorConfig, DiffusionConfig
 from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling.evaluate import Evaluation, evaluate
 from gcore_diffusion.sampling.image_sampling import Group, has_reference_pass, image_sampling, scored
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_rollout import ImageRequest, ImageSample
-from gcore_runs.loop.job import RunJob
-from gcore_trainer import DiffusionMicroBatch
+from gcore_runs import RunJob
+from gcore_trainer import DiffusionMicroBatch, DiffusionSample, grpo_advantages
+
+_EPSILON = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +27,8 @@ class Job(RunJob[DiffusionConfig]):
 
     prompts: PromptSets
 
-
-def loop_config(config: DiffusionConfig) -> RLHFConfig:
-    """Return the settings of the loop."""
-    return RLHFConfig(
-        total_steps=config.trainer.total_training_steps,
-        train_batch_size=config.data.train_batch_size,
-        test_freq=config.trainer.test_freq,
-        filter_groups=config.algorithm.filter_groups,
-        max_num_gen_batches=config.algorithm.max_num_gen_batches,
-        shuffle_seed=config.data.shuffle_seed,
-    )
-
-
-def diffusion_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles, None]:
-    """Return the program of one job, to be run by a runtime on every controller."""
-
-    async def program(ctx: Context[Roles]) -> None:
-        await RLHFLoop(ctx, Images(job), loop_config(job.config), job, recorder).run()
-
-    return program
+    def modality(self) -> "Images":
+        return Images(self)
 
 
 class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluation]):
@@ -73,7 +45,6 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """See `Modality.prompts`."""
         return self._job.prompts.train
 
     async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
@@ -104,29 +75,22 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
                 task.cancel()
 
     def group_from_state(self, state: State) -> Group:
-        """See `Modality.group_from_state`."""
         return Group.from_state(state)
 
     async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> tuple[list[float], list[float]]:
         """Return the scores, and those of one group by the held-out reward."""
         own = [float(score) for g in groups for score in g.scores]
         held_out = ctx.roles.rewards.held_out
-        others: list[float] = []
-        if held_out is not None:
-            for g in groups[:1]:
-                others += await scored(ctx, held_out, g.samples, [g.prompt] * len(g.samples))
-        return own, others
+        if held_out is None or not groups:
+            return own, []
+        return own, await scored(ctx, held_out, groups[0].samples, [groups[0].prompt] * len(groups[0].samples))
 
     def sampled_metrics(self, parts: Sequence[tuple[list[float], list[float]]]) -> dict[str, float]:
-        """See `Modality.sampled_metrics`."""
         scores = np.array([score for own, _ in parts for score in own])
         metrics = {"perf/num_images": float(len(scores))}
         if len(scores):
             metrics |= {
-                "critic/score/mean": float(scores.mean()),
-                "critic/score/max": float(scores.max()),
-                "critic/score/min": float(scores.min()),
-                "critic/score/std": float(scores.std()),
+                f"critic/score/{name}": float(getattr(scores, name)()) for name in ("mean", "max", "min", "std")
             }
         if seen := [score for _, own in parts for score in own]:
             metrics["held_out/score/mean"] = float(np.mean(seen))
@@ -135,23 +99,20 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     async def prepare(
         self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
     ) -> Prepared[list[DiffusionMicroBatch]]:
-        """See `Modality.prepare`."""
         config, groups = self._config, batch.groups
         scores = [s for part in await ctx.group.all_gather([g.scores for g in groups]) for s in part]
         # Advantages and pairs compare the scores of a group; a differentiable reward needs no differences.
         has_signal = any(np.ptp(s) > 0 for s in scores) or config.algorithm.name == "reward_gradient"
         return Prepared(
-            updates=updates(
-                prepared(groups, config, step=step, std=float(np.concatenate(scores).std())),
-                num_updates=config.actor.num_updates,
-                micro_batch_size=config.actor.micro_batch_size,
-                num_parts=ctx.roles.learner.num_replicas,
+            updates=_updates(
+                _prepared(groups, config, step, float(np.concatenate(scores).std())),
+                config.actor,
+                ctx.roles.learner.num_replicas,
             ),
             metrics={self.HAS_SIGNAL: float(has_signal)},
         )
 
     async def update(self, ctx: Context[Roles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
-        """See `Modality.update`."""
         del step
         return await ctx.roles.learner.train_step("actor", update)
 
@@ -165,7 +126,6 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         return means
 
     async def update_policy(self, ctx: Context[Roles], step: int) -> None:
-        """See `Modality.update_policy`."""
         del step
         await self._update_policy(ctx, averaged=False)
 
@@ -195,8 +155,93 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     async def _ref_means(self, ctx: Context[Roles], samples: Sequence[ImageSample]) -> list[NDArray[np.float32]] | None:
         if not has_reference_pass(self._config):
             return None
-        inputs, size = [training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
+        inputs, size = [_training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
         found: list[NDArray[np.float32]] = []
         for start in range(0, len(inputs), size):
             found += await ctx.roles.learner.score_alone("reference", inputs[start : start + size])
         return found
+
+
+def _prepared(groups: Sequence[Group], config: DiffusionConfig, step: int, std: float) -> list[list[DiffusionSample]]:
+    """Return each group's images with their advantages; for dpo, pairs with the better image first.
+
+    With norm_adv_by "global", ``std``, the standard deviation of all scores of the batch, divides them.
+    """
+    bound, is_global = config.algorithm.adv_clip_max, config.algorithm.norm_adv_by == "global"
+    found: list[list[DiffusionSample]] = []
+    for group in groups:
+        advantages = grpo_advantages(group.scores, norm_adv_by_std_in_grpo=not is_global)
+        if is_global:
+            advantages = advantages / (std + _EPSILON)
+        samples = _samples(group, np.clip(advantages, -bound, bound).tolist(), config, step)
+        if config.algorithm.name == "dpo":
+            # The best image with the worst, the second best with the second worst, and so on.
+            order = sorted(range(len(samples)), key=lambda i: -group.scores[i])
+            samples = [samples[i] for k in range(len(order) // 2) for i in (order[k], order[-1 - k])]
+        found.append(samples)
+    return found
+
+
+def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig, step: int) -> list[DiffusionSample]:
+    is_of_steps = config.algorithm.name not in ("nft", "dpo")
+    ref_means = group.ref_means if is_of_steps and group.ref_means else [None] * len(group.samples)
+    samples = [
+        _training_sample(
+            made,
+            has_steps=is_of_steps,
+            advantage=float(advantage),
+            ref_means=means,
+            noise_seed=(config.seed * 1_000_003 + group.prompt_index) * 4096 + made.index,
+            prompt=group.prompt.text,
+        )
+        for made, advantage, means in zip(group.samples, advantages, ref_means, strict=True)
+    ]
+    fraction = config.algorithm.timestep_fraction
+    if not is_of_steps or fraction == 1 or config.algorithm.name == "reward_gradient":
+        return samples
+    num_steps = samples[0].num_steps
+    count = max(1, round(fraction * num_steps))
+    # The same for all images of a batch, so that each pass is over one number of steps.
+    chosen = np.random.default_rng([config.seed, step]).permutation(num_steps)[:count]
+    return [sample.at_steps(chosen.tolist()) for sample in samples]
+
+
+def _training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
+    """Return an engine's image as the trainer takes it, with the recorded steps if it needs them."""
+    t = made.trajectory
+    steps = {
+        "latents": t.latents,
+        "next_latents": t.next_latents,
+        "old_means": t.means,
+        "old_log_probs": t.log_probs,
+        "levels": t.levels,
+        "next_levels": t.next_levels,
+        "timesteps": t.timesteps,
+    }
+    return DiffusionSample(
+        clean_latents=made.latents,
+        conditions=made.conditions,
+        shared_conditions=made.shared_conditions,
+        guidance_scale=made.guidance_scale,
+        **(steps if has_steps else {}),
+        **fields,
+    )
+
+
+def _updates(
+    groups: Sequence[Sequence[DiffusionSample]], config: ActorConfig, num_parts: int
+) -> list[list[list[DiffusionSample]]]:
+    """Return the micro-batches of each update of a step: at least ``num_parts``, if there are enough pairs.
+
+    Pairs of images go to updates in turn, which spreads groups.
+    """
+    shares: list[list[DiffusionSample]] = [[] for _ in range(config.num_updates)]
+    pairs = [group[i : i + 2] for group in groups for i in range(0, len(group), 2)]
+    for place, pair in enumerate(pairs):
+        shares[place % config.num_updates] += pair
+    found: list[list[list[DiffusionSample]]] = []
+    for share in shares:
+        most = min(config.micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
+        size = max(2, most - most % 2)
+        found.append([share[i : i + size] for i in range(0, len(share), size)])
+    return found

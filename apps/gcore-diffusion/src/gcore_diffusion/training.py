@@ -1,30 +1,45 @@
-"""`gcore-diffusion train`: from settings to a finished run."""
+"""`gcore-diffusion train`: from settings to a finished run and its report."""
 
-import shutil
-from functools import partial
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
-from gcore_diffusion.pipeline_files import check_pipeline
-from gcore_diffusion.report import write_report
-from gcore_diffusion.sampling.prompts import PromptSets, load_prompts
-from gcore_runs.errors import UserError
-from gcore_runs.loop.supervisor import Supervisor
-from gcore_runs.run_folder import Result
-from gcore_runs.settings.values import resolve
+from gcore_diffusion.sampling.prompts import load_prompts
+from gcore_runs import Kind, Result, Supervisor, UserError, check_safetensors, resolve
 
 if TYPE_CHECKING:
-    from gcore_controller import Backend, TrainerGroup
-    from gcore_diffusion.modality import Job
-    from gcore_diffusion.recorder import RunRecorder
-    from gcore_diffusion.roles import SamplingRoles
-    from gcore_diffusion.sampling.evaluate import Evaluation
-    from gcore_diffusion.sampling.rewards import Rewards
-    from gcore_runs.display import Display
-    from gcore_runs.metrics.writer import MetricsWriter
-    from gcore_runs.spans import SpanWriter
+    from gcore_runs import Display
+
+_KIND = Kind(
+    title="Reward per step",
+    unit="mean score of the step's images; marks: images of held-out prompts, made without noise",
+    name="reward",
+    key="critic/score/mean",
+    measure="reward",
+    evaluations={"trained on": "val/score/mean", "not trained on": "val/held_out/mean"},
+    signals=(
+        ("Reward not trained on", "held_out/score/mean", "mean score of some of the step's images"),
+        ("Held-out accuracy", "val/accuracy", "share, by a classifier that is not trained on"),
+        ("KL to the reference", "actor/kl_loss", "nats per dimension"),
+        ("Policy loss", "actor/pg_loss", "clipped objective, no unit"),
+        ("Preference loss", "actor/dpo_loss", "mean of pairs, no unit"),
+        ("Clipped", "actor/pg_clipfrac", "share of steps whose ratio the clip cuts"),
+        ("KL to the sampling policy", "actor/ppo_kl", "nats per dimension"),
+        ("Engine-trainer mismatch", "training/rollout_ratio_dev", "mean distance of the ratio from 1 before an update"),
+        ("Gradient norm", "actor/grad_norm", "L2 norm"),
+        ("Spread of scores", "critic/score/std", "standard deviation"),
+        ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),
+        ("Throughput", "perf/throughput", "images/s"),
+    ),
+    throughput_unit="images/s",
+    has_pictures=True,
+    after_warmup="",
+)
+
+KINDS = {"diffusion": _KIND, "train": _KIND}
+"""What the report shows of a run, by command."""
 
 
 def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
@@ -41,145 +56,51 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         UserError: wrong settings or data, found before anything is trained.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
+    from gcore_diffusion.backend import RunRecorder, checked_rewards, export, start
+    from gcore_diffusion.modality import Job
+
     config = resolve(config)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
         if config.model:
             check_pipeline(Path(config.model))
         prompts = load_prompts(config.data, PROMPTS)
-        rewards = _checked_rewards(config)
-        _check_cluster(config)
+        rewards = checked_rewards(config)
         run = supervisor.open_run()
-        first_step = supervisor.resume(config.trainer.total_training_steps)
-        if first_step is not None:
-            model = Path(config.model) if config.model else _embedded_model(config, supervisor.display)
+        if supervisor.resume(config.trainer.total_training_steps) is not None:
+            if config.model:
+                model = Path(config.model)
+            else:
+                from gcore_diffusion.demo.pretraining import pretrained_pipeline
+
+                model = pretrained_pipeline(config.demo, seed=0, display=supervisor.display)
             supervisor.display.say("trying the pipeline and the reward on an image")
-            starting = _start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
+            starting = start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
             with supervisor.started(starting) as services:
-                _train(services, prompts, first_step, supervisor)
-                supervisor.export(partial(_export, services.learner, model))
-        return supervisor.finish(write_report)
+                supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
+                supervisor.export(lambda path: export(services.learner, model, path))
+        return supervisor.finish(KINDS)
 
 
-def _checked_rewards(config: DiffusionConfig) -> "Rewards | None":
-    """Return the rewards; None: they need a judge, which is started with the engines."""
-    from gcore_diffusion.sampling.engines import judge_factory
-    from gcore_diffusion.sampling.rewards import build_rewards
+def check_pipeline(model: Path) -> None:
+    """Check before a run that a pipeline's folder is complete.
 
-    if config.reward.is_judged:
-        judge_factory(config)
-        return None
-    return build_rewards(config, judge=None)
-
-
-def _check_cluster(config: DiffusionConfig) -> None:
-    if config.runtime == "ray":
-        from gcore_runs.on_ray.start import check_cluster
-
-        check_cluster(config)
-
-
-def _embedded_model(config: DiffusionConfig, display: "Display") -> Path:
-    from gcore_diffusion.demo.pretraining import pretrained_pipeline
-
-    return pretrained_pipeline(config.demo, seed=0, display=display)
-
-
-async def _start(
-    config: DiffusionConfig,
-    model: Path,
-    prompts: PromptSets,
-    rewards: "Rewards | None",
-    checkpoints: Path,
-    display: "Display",
-) -> "Backend[Job, DiffusionConfig, Evaluation]":
-    """Make and score an image in this process, then start the services.
-
-    Args:
-        rewards: None: they need a judge, which is started here.
+    Raises:
+        UserError: not a folder of a diffusers pipeline, one that lacks a component, or has damaged weights.
     """
-    from gcore_controller import DeviceTimers
-    from gcore_diffusion.roles import SamplingRoles
-    from gcore_diffusion.sampling.engines import start_engines
-    from gcore_diffusion.sampling.rewards import build_rewards
-    from gcore_diffusion.services import inline_backend
-    from gcore_runs.logs.writing import logs_of
-    from gcore_runs.loop.instrumented_engine import Instrumentation
-
-    devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
-    instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
-    engines = await start_engines(config, model, instrumentation, is_trial=is_on_ray)
+    index = model / "model_index.json"
+    if not index.is_file():
+        raise UserError(f"model is {str(model)!r}; expected a folder of a diffusers pipeline, with model_index.json")
     try:
-        rewards = rewards or build_rewards(config, judge=engines.judge)
-        sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
-        await _try(config, sampler, prompts)
-        if not is_on_ray:
-            return inline_backend(config, sampler, engines, model, checkpoints)
-    except BaseException:
-        await engines.close()
-        raise
-    await engines.close()
-    from gcore_diffusion.on_ray import start_on_ray
-
-    return await start_on_ray(config, model, checkpoints, announce=display.say)
-
-
-async def _try(config: DiffusionConfig, sampler: "SamplingRoles", prompts: PromptSets) -> None:
-    """Make an image and score one, so that an error is found before anything is trained."""
-    from gcore_diffusion.sampling.image_sampling import images, kernel_of
-    from gcore_diffusion.sampling.rewards import try_reward
-    from gcore_rollout import ImageRequest, ImageSampling, RolloutError
-
-    sampling = ImageSampling(
-        num_inference_steps=1,
-        guidance_scale=config.rollout.guidance_scale,
-        kernel=kernel_of(config),
-        size=config.rollout.size if config.rollout.size != (0, 0) else None,
-    )
-    first = prompts.train[0]
-    try:
-        (made,) = await images(sampler.policy, [ImageRequest(request_id="try", prompt=first.text, sampling=sampling)])
-    except (ValueError, TypeError, RuntimeError) as error:
-        # Pipelines raise errors of these kinds for settings that they do not support.
-        if isinstance(error, RolloutError):
-            raise
-        raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
-    height, width, _ = made.image.shape
-    for reward in (sampler.rewards.trained, sampler.rewards.held_out):
-        if reward is not None:
-            await try_reward(reward, first, height=height, width=width)
-
-
-def _train(
-    services: "Backend[Job, DiffusionConfig, Evaluation]",
-    prompts: PromptSets,
-    first_step: int,
-    supervisor: Supervisor,
-) -> None:
-    """Run the controllers' program on its services."""
-    from gcore_diffusion.modality import Job
-    from gcore_diffusion.recorder import RunRecorder
-    from gcore_runs.loop.run_loop import RunLoop
-
-    def recorder(job: Job, writer: "MetricsWriter", spans: "SpanWriter") -> "RunRecorder":
-        return RunRecorder(
-            job, supervisor.run, services.learner, writer=writer, spans=spans, display=supervisor.display
-        )
-
-    config = services.config
-    job = Job(
-        config=config,
-        prompts=prompts,
-        first_step=first_step,
-        is_evaluated=supervisor.is_evaluated(first_step, config.trainer.total_training_steps),
-        is_policy_behind=first_step > 0,
-    )
-    RunLoop(supervisor=supervisor, services=services, recorder=recorder).to_the_end(job)
-
-
-def _export(learner: "TrainerGroup", model: Path, path: Path) -> None:
-    """Write the pipeline's folder with the trained denoiser in it."""
-    from gcore_trainer import pipeline_component
-
-    name, _ = pipeline_component(model)
-    shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
-    learner.save_pretrained(path / name)
+        components: Any = json.loads(index.read_text())
+    except ValueError as error:
+        raise UserError(f"{index} is not JSON: {error}") from None
+    if not isinstance(components, dict):
+        raise UserError(f"{index} is {type(components).__name__}; expected a JSON object")
+    for name, value in components.items():
+        # A library and a class; the pipeline does without components that are null.
+        if name.startswith("_") or not isinstance(value, list) or None in value:
+            continue
+        if not (model / name).is_dir():
+            # diffusers would look for its files in the pipeline's own folder, and make an empty tokenizer without any.
+            raise UserError(f"model folder {model} lacks the folder {name}, which model_index.json names")
+        check_safetensors(model / name)

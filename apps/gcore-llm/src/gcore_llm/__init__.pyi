@@ -1,12 +1,16 @@
+from .cli import embedded as embedded, own_data as own_data
 from .config import (
     ActorConfig as ActorConfig,
     AlgorithmConfig as AlgorithmConfig,
     CriticConfig as CriticConfig,
     DataConfig as DataConfig,
     KLControlConfig as KLControlConfig,
+    MultiTurnConfig as MultiTurnConfig,
     OverlongConfig as OverlongConfig,
+    RolloutConfig as RolloutConfig,
     TaskConfig as TaskConfig,
     TrainConfig as TrainConfig,
+    TrainerConfig as TrainerConfig,
     WarmupConfig as WarmupConfig,
 )
 from .finetune.config import (
@@ -18,12 +22,9 @@ from .finetune.config import (
     SFTRunConfig as SFTRunConfig,
 )
 from .finetune.run import fine_tune as fine_tune
-from .recipes import embedded as embedded, own_data as own_data
 from .settings.reward_config import (
     JudgeConfig as JudgeConfig,
     RewardCallsConfig as RewardCallsConfig,
     RewardModelConfig as RewardModelConfig,
 )
-from .settings.rollout_config import MultiTurnConfig as MultiTurnConfig, RolloutConfig as RolloutConfig
-from .settings.trainer_config import TrainerConfig as TrainerConfig
 from .training import train as train

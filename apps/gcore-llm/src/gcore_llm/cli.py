@@ -1,19 +1,35 @@
-"""The `gcore-llm` command."""
+"""The `gcore-llm` command, and the recipes that it starts from."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import tyro
 
-from gcore_llm.config import TrainConfig
+from gcore_llm.config import (
+    ActorConfig,
+    DataConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
 from gcore_llm.finetune.command import run_fine_tuning
-from gcore_llm.recipes import RECIPES
-from gcore_runs.command_line import Command, RunArgs, logs_command, report_command, run_command, run_training
-from gcore_runs.errors import check_at_least
-from gcore_runs.settings.options import parse, parse_arguments
+from gcore_runs import (
+    Command,
+    RunArgs,
+    check_lowest,
+    logs_command,
+    parse,
+    parse_arguments,
+    report_command,
+    run_command,
+    run_training,
+)
+from gcore_trainer import OptimizerConfig
 
 _USAGE = """usage: gcore-llm COMMAND [options]
 
@@ -34,6 +50,30 @@ gcore-llm COMMAND --help documents every option.
 """
 
 
+def embedded() -> TrainConfig:
+    """Minutes on two cores, no GPU, no network: a tiny model learns to work out one-digit sums."""
+    return TrainConfig(
+        task=TaskConfig(name="chain_sum", params={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}),
+        answer_after="=",
+        # Products of this size gain nothing from a second thread, and one gives the same numbers on every machine.
+        threads=1,
+        data=DataConfig(train_batch_size=32, max_prompt_length=16, max_response_length=32),
+        warmup=WarmupConfig(max_steps=500),
+        rollout=RolloutConfig(n=8, max_num_seqs=512),
+        actor=ActorConfig(optim=OptimizerConfig(lr=2e-4), ppo_max_token_len=16_384),
+        trainer=TrainerConfig(total_training_steps=300),
+    )
+
+
+def own_data() -> TrainConfig:
+    """Your model, your prompts, your reward: set model, data.train_files and reward."""
+    return TrainConfig()
+
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"embedded": embedded, "own_data": own_data}
+"""Recipes of `gcore-llm train`: functions that return settings to start from."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleArgs:
     """Complete a prompt with a run's latest policy."""
@@ -52,8 +92,7 @@ class SampleArgs:
     """Seed of the samples."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("n", 1), ("temperature", 0), ("max_tokens", 0), ("seed", 0)):
-            check_at_least(name, getattr(self, name), lowest)
+        check_lowest("", self, n=1, temperature=0, max_tokens=0, seed=0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,11 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
-    """Return settings from a recipe, a TOML file and the command line, each over the one before.
-
-    Raises:
-        UserError: see `merge`.
-    """
+    """Return settings from a recipe, a TOML file and the command line, each over the one before; see `parse`."""
     return parse(args, prog="gcore-llm train", recipes=RECIPES, description="Train by GRPO with dynamic sampling.")
 
 
@@ -82,16 +117,7 @@ def _sample(args: Sequence[str]) -> None:
     parsed = parse_arguments(SampleArgs, args, prog="gcore-llm sample")
     from gcore_llm.inspect_run import sample_run
 
-    for text in asyncio.run(
-        sample_run(
-            parsed.run,
-            parsed.prompt,
-            n=parsed.n,
-            temperature=parsed.temperature,
-            max_tokens=parsed.max_tokens,
-            seed=parsed.seed,
-        )
-    ):
+    for text in asyncio.run(sample_run(**vars(parsed))):
         print(text)
 
 
@@ -104,9 +130,9 @@ def _eval(args: Sequence[str]) -> None:
 
 
 def _report(args: Sequence[str]) -> None:
-    from gcore_llm.report import write_report
+    from gcore_llm.report import KINDS
 
-    report_command("gcore-llm", write_report, args)
+    report_command("gcore-llm", KINDS, args)
 
 
 def _simulate(args: Sequence[str]) -> None:

@@ -4,24 +4,30 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+from gcore_controller import RLHFConfig
 from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
-from gcore_llm.settings.rollout_config import RolloutConfig
-from gcore_llm.settings.trainer_config import TrainerConfig
-from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
-from gcore_runs.settings.engine_config import EngineConfig
-from gcore_runs.settings.run_config import (
+from gcore_rollout import MultiTurnConfig as MultiTurnConfig
+from gcore_runs import (
     BaseActorConfig,
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
+    BaseTrainerConfig,
+    UserError,
+    check_finite,
+    check_fraction,
+    check_lowest,
     check_one_source,
 )
+from gcore_runs.settings.engine_config import EngineConfig, SpeculativeConfig
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
+    KLControlConfig as KLControlConfig,
     OptimizerConfig,
+    OverlongConfig as OverlongConfig,
+    ParallelConfig,
     PolicyLossConfig,
-    RewardKL,
     RolloutCorrectionConfig,
     ValueLossConfig,
     advantage_estimators,
@@ -44,8 +50,7 @@ class TaskConfig:
     """Held-out problems to generate."""
 
     def __post_init__(self) -> None:
-        for name in ("num_train", "num_val"):
-            check_at_least(f"task.{name}", getattr(self, name), 1)
+        check_lowest("task", self, num_train=1, num_val=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +77,7 @@ class DataConfig(BaseDataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, lowest in (("max_prompt_length", 1), ("max_response_length", 1), ("num_workers", 0)):
-            check_at_least(f"data.{name}", getattr(self, name), lowest)
+        check_lowest("data", self, max_prompt_length=1, max_response_length=1, num_workers=0)
 
     @property
     def max_length(self) -> int:
@@ -97,50 +101,53 @@ class WarmupConfig:
     """Updates between two such checks."""
 
     def __post_init__(self) -> None:
-        check_at_least("warmup.max_steps", self.max_steps, 0)
-        for name in ("batch_size", "test_freq"):
-            check_at_least(f"warmup.{name}", getattr(self, name), 1)
+        check_lowest("warmup", self, max_steps=0, batch_size=1, test_freq=1, target_accuracy=0)
         check_finite("warmup.lr", self.lr, above_zero=True)
-        check_at_least("warmup.target_accuracy", self.target_accuracy, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlongConfig:
-    """Scoring and training of responses that reach or come close to data.max-response-length."""
+class RolloutConfig(EngineConfig):
+    """Generation."""
 
-    buffer_len: int = 0
-    """Number of last tokens over which a response's score falls linearly (DAPO's soft punishment); 0: none."""
-    penalty_factor: float = 1.0
-    """How far the score has fallen at the limit."""
-    filter: bool = False
-    """Do not train on responses that were cut off."""
-
-    def __post_init__(self) -> None:
-        check_at_least("algorithm.overlong.buffer_len", self.buffer_len, 0)
-        check_finite("algorithm.overlong.penalty_factor", self.penalty_factor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLControlConfig:
-    """The KL penalty in the reward."""
-
-    kl_coef: float = 0.0
-    """Weight of the divergence from the initial policy in every token's reward; 0: none."""
-    kl_penalty: RewardKL = "k1"
-    """Estimator of that divergence."""
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive: the weight follows the divergence."""
-    target_kl: float = 0.1
-    """Mean divergence per token to reach, in adaptive."""
-    horizon: int = 10_000
-    """Responses over which the weight adapts, in adaptive."""
+    weights_dir: str = ""
+    """Existing folder that this machine and the servers see under the same path: new weights go through it."""
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    n: int = 8
+    """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
+    temperature: float = 1.0
+    """Divides the logits when sampling, and when the trainer scores."""
+    max_num_seqs: int = 256
+    """Most responses generated at once, by each replica."""
+    partial_rollout: bool = False
+    """Start more prompts than are needed, stop when enough groups are complete, and continue the others in the next
+    step, under its weights: no step waits for the longest responses."""
+    over_sample_rate: float = 0.5
+    """In partial rollout, how many more prompts are started, as a share of those that are needed."""
+    max_staleness: int = 8
+    """Responses with a token by weights of more than this many steps before are generated again from scratch."""
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
     def __post_init__(self) -> None:
-        check_finite("algorithm.kl_ctrl.kl_coef", self.kl_coef)
-        check_finite("algorithm.kl_ctrl.target_kl", self.target_kl, above_zero=True)
-        check_at_least("algorithm.kl_ctrl.horizon", self.horizon, 1)
-        if self.type == "adaptive" and not self.kl_coef:
-            raise UserError("algorithm.kl_ctrl.kl_coef is 0; expected above 0 with algorithm.kl_ctrl.type 'adaptive'")
+        self.check_engine("rollout")
+        if self.is_on_servers != bool(self.weights_dir):
+            raise UserError(
+                f"rollout.weights_dir is {self.weights_dir!r}; expected a folder with rollout.engine vllm_server or "
+                f"sglang_server, and none with others (now {self.engine!r})"
+            )
+        if self.speculative.num_speculative_tokens and not self.takes_speculation:
+            raise UserError(
+                f"rollout.engine is {self.engine!r}; expected 'vllm' with rollout.speculative.num_speculative_tokens "
+                f"{self.speculative.num_speculative_tokens}; a server has an option of its own for it"
+            )
+        check_lowest("rollout", self, n=1, max_staleness=1, max_num_seqs=1)
+        check_finite("rollout.over_sample_rate", self.over_sample_rate)
+        if self.partial_rollout and self.multi_turn.is_used:
+            raise UserError(
+                "rollout.partial_rollout is true; expected false with several turns (rollout.multi_turn): an "
+                "environment cannot wait for the next step"
+            )
+        if not self.temperature > 0:
+            raise UserError(f"rollout.temperature is {self.temperature}; expected above 0: greedy samples never differ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +223,7 @@ class ActorConfig(BaseActorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, lowest in (("ppo_mini_batch_size", 0), ("ppo_epochs", 1), ("ppo_max_token_len", 1)):
-            check_at_least(f"actor.{name}", getattr(self, name), lowest)
+        check_lowest("actor", self, ppo_mini_batch_size=0, ppo_epochs=1, ppo_max_token_len=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +238,31 @@ class CriticConfig:
     """First steps that train the critic alone."""
 
     def __post_init__(self) -> None:
-        check_at_least("critic.warmup_steps", self.warmup_steps, 0)
+        check_lowest("critic", self, warmup_steps=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(BaseTrainerConfig):
+    """Settings of training, of the run's length and of its output."""
+
+    backend: Literal["torch", "megatron"] = "torch"
+    """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
+    num_processes: int = 1
+    """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    schedule: Literal["sync", "one_step_off", "async"] = "sync"
+    """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
+    by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
+    new weights come in the middle of responses."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            if self.backend == "torch":
+                self.parallel.check_torch()
+            self.parallel.data_parallel_size(self.num_processes)
+        except ConfigError as error:
+            raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,21 +327,8 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:
-        """See `BaseRLConfig.judge`."""
-        model = self.reward_model
-        is_own = self.reward_model.is_judge and not model.judge.is_on_servers
-        return "reward_model.judge", model.judge if is_own else None
-
-    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        """See `BaseRLConfig.process_sections`."""
-        reward_model = self.reward_model
-        if judges:
-            reward_model = replace(reward_model, judge=replace(reward_model.judge, num_processes=judges))
-        return {
-            "rollout": replace(self.rollout, num_processes=engines),
-            "reward_model": reward_model,
-            "trainer": replace(self.trainer, num_processes=ranks),
-        }
+        judge = self.reward_model.judge
+        return "reward_model.judge", judge if self.reward_model.is_judge and not judge.is_on_servers else None
 
     @property
     def rank_unit(self) -> int:
@@ -321,19 +338,31 @@ class TrainConfig(BaseRLConfig):
             parallel.model_parallel_size, parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size
         )
 
+    @property
+    def loop(self) -> RLHFConfig:
+        return replace(
+            super().loop,
+            schedule=self.trainer.schedule,
+            partial_rollout=self.rollout.partial_rollout,
+            over_sample_rate=self.rollout.over_sample_rate,
+            max_staleness=self.rollout.max_staleness,
+            num_workers=self.data.num_workers,
+            max_failed_share=self.reward_calls.max_failed_share,
+        )
+
     def _check_group(self) -> None:
-        n, name, fewest = self.rollout.n, self.algorithm.adv_estimator, self.algorithm.estimator.min_group_size
-        compared_by = {
-            f"at least {fewest} for algorithm.adv_estimator {name!r}, which compares the responses of a group": n
-            < fewest,
-            "at least 2 with algorithm.filter_groups, which drops groups whose responses all score alike, or "
-            "algorithm.filter_groups False": n < 2 and self.algorithm.filter_groups,
-            "at least 2 with reward_model.judge.pairwise, which compares the responses of a group": (
-                n < 2 and self.reward_model.is_pairwise
+        algorithm, model = self.algorithm, self.reward_model
+        needed_by = {
+            f"for algorithm.adv_estimator {algorithm.adv_estimator!r}, which compares the responses of a group": (
+                algorithm.estimator.min_group_size
             ),
+            "with algorithm.filter_groups, which drops groups whose responses all score alike, or "
+            "algorithm.filter_groups False": 2 * algorithm.filter_groups,
+            "with reward_model.judge.pairwise, which compares the responses of a group": 2 * model.is_pairwise,
         }
-        if found := [expected for expected, is_too_small in compared_by.items() if is_too_small]:
-            raise UserError(f"rollout.n is {n}; expected {found[0]}")
+        for reason, fewest in needed_by.items():
+            if self.rollout.n < fewest:
+                raise UserError(f"rollout.n is {self.rollout.n}; expected at least {fewest} {reason}")
 
     def _check_lengths(self) -> None:
         longest, overlong = self.data.max_length, self.algorithm.overlong.buffer_len
@@ -349,15 +378,13 @@ class TrainConfig(BaseRLConfig):
             )
 
     def _check_images(self) -> None:
-        sizes = self.trainer.parallel
+        trainer, num_cp = self.trainer, self.trainer.parallel.context_parallel_size
         unfit = {
             "model is ''": not self.model,
-            f"trainer.backend is {self.trainer.backend!r}": self.trainer.backend != "torch",
-            f"trainer.parallel.context_parallel_size is {sizes.context_parallel_size}": sizes.context_parallel_size > 1,
+            f"trainer.backend is {trainer.backend!r}": trainer.backend != "torch",
+            f"trainer.parallel.context_parallel_size is {num_cp}": num_cp > 1,
             f"rollout.engine is {self.rollout.engine!r}": not self.rollout.takes_images,
-            "rollout.multi_turn makes several turns": bool(
-                self.rollout.multi_turn.environment or self.rollout.multi_turn.max_revisions
-            ),
+            "rollout.multi_turn makes several turns": self.rollout.multi_turn.is_used,
             f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}": self.algorithm.estimator.needs_critic,
         }
         if found := [name for name, is_unfit in unfit.items() if is_unfit]:

@@ -5,17 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from gcore_ckpt import Checkpointer, load
-from gcore_controller import InlineCollectives, InlineGroup, StageTimer
+from gcore_llm.backend import build_engine, build_environment
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import Problem, make_prompts
-from gcore_llm.roles import SamplingRoles, build_engine, build_environment, build_tokenizer, check_model
 from gcore_llm.sampling.evaluate import Evaluation, evaluate
 from gcore_llm.sampling.rewards import Rewards
 from gcore_llm.training import load_prompts
-from gcore_rollout import Engine, Request, SamplingParams
-from gcore_runs.errors import UserError
-from gcore_runs.run_folder import RunFolder
-from gcore_runs.settings.values import resolve
+from gcore_rollout import Engine, Request, RolloutRoles, SamplingParams
+from gcore_runs import RunFolder, UserError, build_tokenizer, check_model
 from gcore_trainer import merge_lora
 
 
@@ -23,8 +20,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     """Return a run's config, tokenizer, engine with the weights of its last checkpoint, and that step; 0: none yet."""
     import torch
 
-    run = RunFolder.existing(path)
-    config = resolve(run.load_config(TrainConfig))
+    run, config = RunFolder.opened(path, TrainConfig)
     torch.set_num_threads(config.threads)
     model = Path(config.model) if config.model else run.model
     if not config.model and not model.is_dir():
@@ -48,9 +44,9 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     return config, tokenizer, engine, saved["step"]
 
 
-async def sample_run(path: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
+async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
-    config, tokenizer, engine, _ = await _latest_policy(path)
+    config, tokenizer, engine, _ = await _latest_policy(run)
     [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
     request = Request(
         request_id="sample",
@@ -65,30 +61,24 @@ async def sample_run(path: Path, prompt: str, *, n: int, temperature: float, max
     return [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
 
 
-async def evaluate_run(path: Path) -> tuple[int, Evaluation]:
+async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
     """Return the step of a run's last checkpoint, and its scores on the held-out prompts.
 
     Raises:
         UserError: the run has no held-out prompts.
     """
-    config, tokenizer, engine, step = await _latest_policy(path)
+    config, tokenizer, engine, step = await _latest_policy(run)
     prompts = load_prompts(config, tokenizer)
     if not prompts.val:
-        raise UserError(f"{path} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
+        raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)
-    result = await evaluate(
-        SamplingRoles(
-            policy=engine,
-            reward=rewards.runner,
-            tokenizer=tokenizer,
-            environment=build_environment(config, tokenizer, rewards.runner),
-        ),
-        prompts.val,
-        group=InlineCollectives(InlineGroup(1), 0),
-        timer=StageTimer(),
-        max_tokens=config.data.max_response_length,
-        temperature=config.rollout.temperature,
+    roles = RolloutRoles(
+        policy=engine,
+        reward=rewards.runner,
+        tokenizer=tokenizer,
+        environment=build_environment(config, tokenizer, rewards.runner),
     )
+    result = await evaluate(roles, prompts.val, config)
     await rewards.close()
     await engine.close()
     return step, result

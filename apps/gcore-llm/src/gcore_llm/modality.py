@@ -1,29 +1,26 @@
 """Language models as a modality of the RLHF loop: responses and their rewards, and updates of policy and critic."""
 
-import dataclasses
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import (
     Context,
+    DeviceTimers,
     Generated,
     Modality,
     Prepared,
-    Program,
-    Recorder,
-    RLHFConfig,
-    RLHFLoop,
     State,
+    TrainerClient,
     TrainingBatch,
     Wave,
 )
-from gcore_llm.config import TrainConfig
-from gcore_llm.data.prompts import Prompt, PromptSets
+from gcore_llm.config import AlgorithmConfig, TrainConfig
+from gcore_llm.data.prompts import PromptSets
 from gcore_llm.learning.preparation import (
     choose,
     group_costs,
@@ -37,18 +34,37 @@ from gcore_llm.learning.preparation import (
     split_in_micro_batches,
 )
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
-from gcore_llm.roles import Roles
-from gcore_llm.sampling.evaluate import Evaluation, evaluate
-from gcore_llm.sampling.generate import Generation
-from gcore_llm.sampling.groups import Group, UnfinishedGroup
+from gcore_llm.sampling.evaluate import Evaluation, evaluate, sampling_params
 from gcore_placement import TransformerWorkload, balance
-from gcore_rollout import EpisodeEnd, SamplingParams, part_means
-from gcore_runs.loop.job import RunJob
-from gcore_trainer import MicroBatch, Sample
+from gcore_rollout import (
+    Generation,
+    Group,
+    Prompt,
+    RolloutRoles,
+    SampledPart,
+    UnfinishedGroup,
+    sampled_metrics,
+    sampled_part,
+)
+from gcore_runs import RunJob
+from gcore_trainer import Images, MicroBatch, Sample
 
-_SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]
-"""[N, 4] score, length, whether it was cut off, and prompt length of each response; parts of the scores; ends of
-episodes."""
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRoles(RolloutRoles):
+    """The roles that sample and score."""
+
+    devices: DeviceTimers = field(default_factory=DeviceTimers)
+    """Times the work of the policy's engines and of the training ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles(SamplingRoles):
+    """The roles that a controller holds."""
+
+    learner: TrainerClient[MicroBatch]
+    owns_process: bool = False
+    """Whether only the controller computes in its process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,38 +74,8 @@ class Job(RunJob[TrainConfig]):
     prompts: PromptSets
     workload: TransformerWorkload
 
-
-def loop_config(config: TrainConfig) -> RLHFConfig:
-    """Return the settings of the loop."""
-    trainer, rollout, algorithm, data = config.trainer, config.rollout, config.algorithm, config.data
-    return RLHFConfig(
-        total_steps=trainer.total_training_steps,
-        train_batch_size=data.train_batch_size,
-        test_freq=trainer.test_freq,
-        schedule=trainer.schedule,
-        filter_groups=algorithm.filter_groups,
-        max_num_gen_batches=algorithm.max_num_gen_batches,
-        partial_rollout=rollout.partial_rollout,
-        over_sample_rate=rollout.over_sample_rate,
-        max_staleness=rollout.max_staleness,
-        shuffle_seed=data.shuffle_seed,
-        num_workers=data.num_workers,
-        max_failed_share=config.reward_calls.max_failed_share,
-    )
-
-
-def is_evaluation_due(config: TrainConfig, step: int) -> bool:
-    """Return whether the policy is evaluated after this step."""
-    return loop_config(config).is_evaluation_due(step)
-
-
-def rlhf_program(job: Job, recorder: Recorder[Evaluation]) -> Program[Roles, None]:
-    """Return the program of one job, to be run by a runtime on every controller."""
-
-    async def program(ctx: Context[Roles]) -> None:
-        await RLHFLoop(ctx, LLM(job), loop_config(job.config), job, recorder).run()
-
-    return program
+    def modality(self) -> "LLM":
+        return LLM(self)
 
 
 class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
@@ -98,80 +84,52 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
     throughput_of = "perf/total_num_tokens"
 
     def __init__(self, job: Job) -> None:
+        config = self._config = job.config
         self._job = job
-        self._config = job.config
         self._workload = job.workload
-        self._kl = kl_controller(job.config.algorithm.kl_ctrl)
-        self._sampling = SamplingParams(
-            max_tokens=job.config.data.max_response_length, temperature=job.config.rollout.temperature
-        )
+        self._kl = kl_controller(config.algorithm.kl_ctrl)
+        self._sampling = sampling_params(config)
+        self._with_greedy = config.algorithm.estimator.needs_greedy
+        self._has_critic, self._has_reference = has_critic(config), has_reference(config)
+        self._keeps_cache = config.trainer.schedule == "async"
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """See `Modality.prompts`."""
         return self._job.prompts.train
 
     def failure_logs(self, ctx: Context[Roles]) -> Sequence[Any]:
-        """See `Modality.failure_logs`."""
-        roles = ctx.roles
-        callers = (roles.reward, roles.comparison and roles.comparison.runner, roles.environment)
-        return [caller.failures for caller in callers if caller is not None]
+        return ctx.roles.failure_logs()
 
     def takes_prompts(self, ctx: Context[Roles]) -> bool:
         """Return whether the engine is the controller's own; a shared one needs no prompts from other controllers."""
         return ctx.roles.policy_slots is not None
 
     async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
-        """See `Modality.generate`."""
         generation = Generation(
-            sampler=ctx.roles,
+            roles=ctx.roles,
             sampling=self._sampling,
             n=self._config.rollout.n,
             seed=self._config.seed,
             timer=ctx.timer,
-            with_greedy=self._config.algorithm.estimator.needs_greedy,
-            comparison=ctx.roles.comparison,
+            with_greedy=self._with_greedy,
+            compares=True,
+            quota=wave.quota,
         )
-        return await generation.run(wave.prompts, unfinished=wave.unfinished, quota=wave.quota, take=wave.take)
+        groups, unfinished = await generation.run(wave.prompts, unfinished=wave.unfinished, take=wave.take)
+        return Generated(groups=groups, unfinished=unfinished)
 
     def group_from_state(self, state: State) -> Group:
-        """See `Modality.group_from_state`."""
         return Group.from_state(state)
 
     def unfinished_from_state(self, state: State) -> UnfinishedGroup:
-        """See `Modality.unfinished_from_state`."""
         return UnfinishedGroup.from_state(state)
 
-    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> _SampledPart:
-        """See `Modality.sampled_part`."""
+    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> SampledPart:
         del ctx
-        rows = np.array(
-            [(r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g in groups for r in g.responses],
-            np.float64,
-        ).reshape(-1, 4)
-        parts = [r.parts for g in groups for r in g.responses if r.parts]
-        ends = Counter[str](r.end for g in groups for r in g.responses if r.end is not None)
-        return rows, parts, ends
+        return sampled_part(groups)
 
-    def sampled_metrics(self, parts: Sequence[_SampledPart]) -> dict[str, float]:
-        """See `Modality.sampled_metrics`; names are verl's."""
-        rows = np.concatenate([own for own, *_ in parts])
-        metrics: dict[str, float] = {}
-        if len(rows):
-            scores, lengths, truncated, prompts = rows.T
-            metrics |= {
-                "critic/score/mean": scores.mean(),
-                "critic/score/max": scores.max(),
-                "critic/score/min": scores.min(),
-                "response_length/mean": lengths.mean(),
-                "response_length/max": lengths.max(),
-                "response_length/clip_ratio": truncated.mean(),
-                "prompt_length/mean": prompts.mean(),
-                "perf/total_num_tokens": lengths.sum() + prompts.sum(),
-            }
-        metrics |= part_means(part for _, own, _ in parts for part in own)
-        metrics |= _episode_ends(sum((own for *_, own in parts), start=Counter[str]()))
-        return {name: float(value) for name, value in metrics.items()}
+    def sampled_metrics(self, parts: Sequence[SampledPart]) -> dict[str, float]:
+        return sampled_metrics(parts)
 
     def costs(self, groups: Sequence[Group]) -> list[float]:
         """Return the simulated FLOPs of training on each group."""
@@ -185,12 +143,16 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         """See `Modality.prepare`: score by the models in training, compute advantages, split in micro-batches."""
         config, groups = self._config, batch.groups
         num_updates = -(-batch.num_groups // (config.actor.ppo_mini_batch_size or batch.num_groups))
-        # A batch is on-policy if the weights that generated it are those that its one update changes.
+        # A batch is on-policy if the weights that generated it are those that its one update changes. A single update
+        # of on-policy samples has ratios of 1, whatever the log-probs are.
         is_on_policy = num_updates * config.actor.ppo_epochs == 1 and config.trainer.schedule == "sync"
+        needs_old = config.algorithm.old_log_probs == "trainer" and (not is_on_policy or needs_old_log_probs(config))
         indices = sorted(i for part in await ctx.group.all_gather([g.prompt_index for g in groups]) for i in part)
         update_of = {index: place % num_updates for place, index in enumerate(indices)}
-        scored = await self._scored(ctx, groups, is_on_policy=is_on_policy)
-        compared = await self._mismatch(ctx, step, groups, scored, is_on_policy=is_on_policy)
+        scored = await self._scored(ctx, groups, needs_old=needs_old)
+        compared: dict[str, float] = {}
+        if config.algorithm.max_rollout_kl:
+            compared = await self._mismatch(ctx, step, groups, scored if needs_old else None)
         samples, metrics = await prepare(
             groups,
             scored,
@@ -201,31 +163,26 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         )
         metrics |= compared
         metrics[self.HAS_SIGNAL] = float(_has_signal(batch.metrics | metrics))
-        prepared = list(zip(groups, samples, strict=True))
-        updates = [
-            self._micro_batches(ctx, [(g, s) for g, s in prepared if update_of[g.prompt_index] == update])
-            for update in range(num_updates)
-        ]
+        updates: list[list[MicroBatch]] = []
+        for update in range(num_updates):
+            own = [place for place, group in enumerate(groups) if update_of[group.prompt_index] == update]
+            split = self._split(ctx, [groups[place] for place in own])
+            updates.append([[samples[own[g]][i] for g, i in pairs] for pairs in split])
         return Prepared(updates=updates * config.actor.ppo_epochs, metrics=metrics)
 
     async def update(self, ctx: Context[Roles], step: int, update: list[MicroBatch]) -> dict[str, float]:
         """See `Modality.update`; the critic, if there is one, is updated first."""
         learner, config = ctx.roles.learner, self._config
         metrics: dict[str, float] = {}
-        if has_critic(config):
+        if self._has_critic:
             metrics |= await learner.train_step("critic", update)
-        if not has_critic(config) or step > config.critic.warmup_steps:
-            own_flops = sum(sample_flops(self._workload, batch) for batch in update)
-            flops = await ctx.group.all_reduce(own_flops)
-            start_s = ctx.clock()
-            metrics |= await learner.train_step("actor", update)
-            metrics |= speed(
-                flops,
-                ctx.clock() - start_s,
-                num_devices=config.trainer.num_processes,
-                device=config.device,
-            )
-        return metrics
+            if step <= config.critic.warmup_steps:
+                return metrics
+        flops = await ctx.group.all_reduce(sum(sample_flops(self._workload, batch) for batch in update))
+        start_s = ctx.clock()
+        metrics |= await learner.train_step("actor", update)
+        train_s = ctx.clock() - start_s
+        return metrics | speed(flops, train_s, num_devices=config.trainer.num_processes, device=config.device)
 
     async def synced_metrics(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]) -> dict[str, float]:
         """Compare engine and trainer on a response generated now, where batches are never by the present weights."""
@@ -237,89 +194,61 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         return await mismatch(probed, known, policy.weight_version, keeps_cache=False, group=ctx.group)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
-        """See `Modality.evaluate`."""
         del step
         if not self._job.prompts.val:
             return None
-        return await evaluate(
-            ctx.roles,
-            self._job.prompts.val,
-            group=ctx.group,
-            timer=ctx.timer,
-            max_tokens=self._sampling.max_tokens,
-            temperature=self._sampling.temperature,
-        )
+        return await evaluate(ctx.roles, self._job.prompts.val, self._config, group=ctx.group, timer=ctx.timer)
 
     def state(self) -> State:
         """Return the state of the KL penalty."""
         return {"kl": self._kl.state()}
 
     def load_state(self, state: State) -> None:
-        """See `Modality.load_state`."""
         self._kl.load_state(state["kl"])
 
-    async def _scored(self, ctx: Context[Roles], groups: list[Group], *, is_on_policy: bool) -> list[list[Sample]]:
+    async def _scored(self, ctx: Context[Roles], groups: list[Group], *, needs_old: bool) -> list[list[Sample]]:
         """Return each group's samples, scored as the algorithm needs by the models before their first update."""
-        learner, config = ctx.roles.learner, self._config
-        samples = [g.samples(config.algorithm) for g in groups]
-        # A single update of on-policy samples has ratios of 1, whatever the log-probs are.
-        needs_old = _needs_old(config, is_on_policy=is_on_policy)
-        if not (needs_old or has_reference(config) or has_critic(config)):
+        learner = ctx.roles.learner
+        samples = [_samples(group, self._config.algorithm) for group in groups]
+        if not (needs_old or self._has_reference or self._has_critic):
             return samples
         pairs = self._split(ctx, groups)
         micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
-        found: dict[str, list[list[NDArray[Any]]]] = {}
-        if needs_old and config.actor.router_replay == "R2":
-            routed = await learner.score_and_route(micro_batches)
-            found["old_log_probs"] = [[log_probs for log_probs, _ in batch] for batch in routed]
-            found["routed_experts"] = [[experts for _, experts in batch] for batch in routed]
+        found: dict[str, Sequence[Any]] = {}
+        if needs_old and self._config.actor.router_replay == "R2":
+            routed = list(chain(*await learner.score_and_route(micro_batches)))
+            found["old_log_probs"] = [log_probs for log_probs, _ in routed]
+            found["routed_experts"] = [experts for _, experts in routed]
         elif needs_old:
-            found["old_log_probs"] = await learner.score("actor", micro_batches)
-        if has_reference(config):
-            found["ref_log_probs"] = await learner.score("reference", micro_batches)
-        if has_critic(config):
-            found["values"] = await learner.score("critic", micro_batches)
-        for b, batch in enumerate(pairs):
-            for n, (g, i) in enumerate(batch):
-                samples[g][i] = dataclasses.replace(samples[g][i], **{f: values[b][n] for f, values in found.items()})
+            found["old_log_probs"] = list(chain(*await learner.score("actor", micro_batches)))
+        if self._has_reference:
+            found["ref_log_probs"] = list(chain(*await learner.score("reference", micro_batches)))
+        if self._has_critic:
+            found["values"] = list(chain(*await learner.score("critic", micro_batches)))
+        for place, (g, i) in enumerate(chain(*pairs)):
+            samples[g][i] = replace(samples[g][i], **{name: values[place] for name, values in found.items()})
         return samples
 
     async def _mismatch(
-        self,
-        ctx: Context[Roles],
-        step: int,
-        groups: list[Group],
-        scored: list[list[Sample]],
-        *,
-        is_on_policy: bool,
+        self, ctx: Context[Roles], step: int, groups: list[Group], scored: list[list[Sample]] | None
     ) -> dict[str, float]:
-        """Return metrics of the engine's log-probs against the trainer's, which scores some responses if needed."""
-        config = self._config
-        if not config.algorithm.max_rollout_kl:
-            return {}
-        version, keeps_cache = ctx.roles.policy.weight_version, config.trainer.schedule == "async"
-        if _needs_old(config, is_on_policy=is_on_policy):
+        """Return metrics of the engine's log-probs against the trainer's, which scores some responses if none is."""
+        version = ctx.roles.policy.weight_version
+        if scored is not None:
             places = [(g, i) for g, samples in enumerate(scored) for i in range(len(samples))]
             known = {(g, i): old for g, i in places if (old := scored[g][i].old_log_probs) is not None}
         else:
-            chosen = choose(groups, version, keeps_cache=keeps_cache, seed=self._seed(ctx, step))
+            chosen = choose(groups, version, keeps_cache=self._keeps_cache, seed=self._seed(ctx, step))
             known = dict(zip(chosen, await self._log_probs(ctx, single_responses(groups, chosen)), strict=True))
-        return await mismatch(groups, known, version, keeps_cache=keeps_cache, group=ctx.group)
+        return await mismatch(groups, known, version, keeps_cache=self._keeps_cache, group=ctx.group)
 
     async def _log_probs(self, ctx: Context[Roles], groups: list[Group]) -> list[NDArray[np.float32]]:
         """Return the trainer's log-probs, [R], of each group's first response."""
         pairs = self._split(ctx, groups)
-        samples = [group.samples(self._config.algorithm)[0] for group in groups]
+        samples = [_samples(group, self._config.algorithm)[0] for group in groups]
         found = await ctx.roles.learner.score("actor", [[samples[g] for g, _ in batch] for batch in pairs])
-        of_group = {
-            g: values
-            for batch, of_batch in zip(pairs, found, strict=True)
-            for (g, _), values in zip(batch, of_batch, strict=True)
-        }
+        of_group = dict(zip((g for g, _ in chain(*pairs)), chain(*found), strict=True))
         return [of_group[g] for g in range(len(groups))]
-
-    def _micro_batches(self, ctx: Context[Roles], groups: list[tuple[Group, list[Sample]]]) -> list[MicroBatch]:
-        return [[groups[g][1][i] for g, i in batch] for batch in self._split(ctx, [group for group, _ in groups])]
 
     def _split(self, ctx: Context[Roles], groups: list[Group]) -> list[list[tuple[int, int]]]:
         """Return micro-batches of (group index, response index)."""
@@ -335,9 +264,25 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         return hash((self._config.seed, step, ctx.rank)) % 2**63
 
 
-def _needs_old(config: TrainConfig, *, is_on_policy: bool) -> bool:
-    """Return whether the trainer scores every response before its first update of a step."""
-    return config.algorithm.old_log_probs == "trainer" and (not is_on_policy or needs_old_log_probs(config))
+def _samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
+    """Return the samples to train on, without advantages yet; no token of a filtered response counts."""
+    images = None
+    if group.images is not None:
+        pixels = group.images.pixels()
+        images = Images(pixel_values=pixels.pixel_values, grid_thw=pixels.grid_thw)
+    return [
+        Sample(
+            prompt_ids=group.prompt_ids,
+            response_ids=r.token_ids,
+            response_mask=np.zeros(r.token_ids.shape, np.bool_)
+            if r.truncated and algorithm.overlong.filter
+            else r.mask,
+            old_log_probs=r.log_probs if algorithm.old_log_probs == "rollout" else None,
+            rollout_log_probs=r.log_probs,
+            images=images,
+        )
+        for r in group.responses
+    ]
 
 
 def _has_signal(metrics: dict[str, float]) -> bool:
@@ -345,9 +290,3 @@ def _has_signal(metrics: dict[str, float]) -> bool:
     advantages = [abs(metrics.get(f"critic/advantages/{name}", 0.0)) for name in ("min", "max")]
     low, high = metrics.get("critic/score/min", 0.0), metrics.get("critic/score/max", 1.0)
     return low < high and max(advantages) > 1e-6
-
-
-def _episode_ends(ends: Counter[str]) -> dict[str, float]:
-    """Return the fraction of episodes that ended in each way; nothing for responses of one turn."""
-    total = ends.total()
-    return {f"multi_turn/end/{end}": ends[end] / total for end in get_args(EpisodeEnd)} if total else {}

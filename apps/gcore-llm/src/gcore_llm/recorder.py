@@ -1,6 +1,7 @@
 """Recording of a language model's run: its predicted steps, its mismatch, and the samples of evaluations."""
 
 import logging
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -8,8 +9,7 @@ from gcore_llm.learning.preparation import warning
 from gcore_llm.modality import Job
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_placement import Forecast, PlacementError
-from gcore_runs.loop.recorder import BaseRunRecorder
-from gcore_runs.run_folder import write_jsonl
+from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, write_jsonl
 
 _logger = logging.getLogger(__name__)
 
@@ -27,11 +27,20 @@ _CUT_OFF = {
 class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     """See `BaseRunRecorder`."""
 
+    cells = (
+        Cell("reward", "critic/score/mean", "{:.3f}", "none"),
+        Cell("held-out", "val/greedy/score/mean", "{:.3f}", "-"),
+        Cell("accepted", "sampling/acceptance", "{:.0%}", "0%"),
+        Cell("length", "response_length/mean", "{:.1f}", "0.0"),
+        Cell("tokens/s", "perf/throughput", "{:,.0f}", "0"),
+        *STAGE_CELLS,
+        Cell("busiest controller", "controller/load/max", "{:.1%}"),
+    )
     _has_warned = False
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        """See `RunRecorder.show_evaluation`."""
-        self.display.evaluated(step, greedy=evaluation.greedy, sampled=evaluation.sampled)
+        greedy, sampled = evaluation.greedy, evaluation.sampled
+        self.display.say(f"step {step}: held-out score {greedy:.3f} greedy, {sampled:.3f} sampled")
         name = "before" if step == 0 else "after"
         write_jsonl(self.run.samples / f"{name}.jsonl", evaluation.samples)
         return evaluation.metrics()
@@ -40,9 +49,9 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         """Return how long the step was predicted to take."""
         return self._forecast.stepped(metrics) if self._forecast else {}
 
-    def show_step(self, step: int, metrics: dict[str, float]) -> None:
-        """See `RunRecorder.show_step`; warns about a mismatch and about episodes that were cut off."""
-        self.display.stepped(step, metrics)
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `BaseRunRecorder.show_step`; warns about a mismatch and about episodes that were cut off."""
+        super().show_step(step, metrics)
         bound = self.job.config.algorithm.max_rollout_kl
         if not self._has_warned and bound and (line := warning(step, metrics, bound)):
             self._has_warned = True

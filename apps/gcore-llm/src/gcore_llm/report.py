@@ -1,8 +1,6 @@
 """`report.html` of the runs of `gcore-llm`, whose charts depend on the command that made the run."""
 
-from pathlib import Path
-
-from gcore_runs.report import Kind, Signal, render_report
+from gcore_runs import Kind, Signal
 
 _UPDATE: tuple[Signal, ...] = (
     ("Gradient norm", "actor/grad_norm", "L2 norm"),
@@ -71,8 +69,3 @@ KINDS: dict[str, Kind] = {
     "dpo": _of_pairs("dpo", "implicit reward"),
 }
 """Kinds of runs by command."""
-
-
-def write_report(run_dir: Path) -> Path:
-    """Write a run's ``report.html``; see `render_report`."""
-    return render_report(run_dir, KINDS)

@@ -4,27 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.model_limits import check_lengths
-from gcore_llm.data.prompts import PromptSets, load_files
-from gcore_llm.data.tasks import load_task
-from gcore_llm.demo.tiny_model import tiny_tokenizer
-from gcore_llm.demo.warmup import make_warm_model, require_worked_examples
-from gcore_llm.report import write_report
-from gcore_runs.errors import UserError
-from gcore_runs.loop.supervisor import Supervisor
-from gcore_runs.run_folder import Result
-from gcore_runs.settings.values import resolve
+from gcore_llm.data.prompts import PromptSets, check_lengths, load_files
+from gcore_llm.data.tasks import load_task, require_worked_examples
+from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_runs import Result, Supervisor, UserError, build_tokenizer, check_model, resolve
 
 if TYPE_CHECKING:
-    from gcore_controller import Backend, TrainerGroup
-    from gcore_llm.modality import Job
-    from gcore_llm.recorder import RunRecorder
-    from gcore_llm.sampling.evaluate import Evaluation
     from gcore_llm.sampling.rewards import Rewards
-    from gcore_llm.services import Inputs
-    from gcore_runs.display import Display
-    from gcore_runs.metrics.writer import MetricsWriter
-    from gcore_runs.spans import SpanWriter
+    from gcore_runs import Display
 
 
 def train(config: TrainConfig, display: "Display | None" = None) -> Result:
@@ -42,9 +29,11 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
     from gcore_controller import DeviceTimers
-    from gcore_llm.roles import build_environment
+    from gcore_llm.backend import build_environment, start_backend
+    from gcore_llm.learning.preparation import workload_of
+    from gcore_llm.modality import Job
+    from gcore_llm.recorder import RunRecorder
     from gcore_llm.sampling.rewards import Rewards
-    from gcore_llm.services import Inputs
     from gcore_runs.loop.instrumented_engine import Instrumentation
 
     config = resolve(config)
@@ -53,30 +42,41 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         tokenizer = _checked_tokenizer(config)
         prompts = load_prompts(config, tokenizer)
         check_lengths(config, prompts)
-        _check_cluster(config)
-        with supervisor.started(
-            Rewards.start(config, instrumentation=Instrumentation(devices=devices, announce=say))
-        ) as rewards:
+        instrumentation = Instrumentation(devices=devices, announce=say)
+        with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, supervisor))
-            inputs = Inputs(
-                config=config,
-                tokenizer=tokenizer,
-                prompts=prompts,
-                rewards=rewards,
-                environment=build_environment(config, tokenizer, rewards.runner),
-                devices=devices,
-                announce=say,
-            )
+            environment = build_environment(config, tokenizer, rewards.runner)
             run = supervisor.open_run(*_notices(config, prompts))
             if not config.model and not run.model.is_dir():
-                supervisor.run_async(
-                    make_warm_model(config, run, prompts, tokenizer, rewards.runner, supervisor.display)
+                from gcore_llm.finetune.warmup import make_warm_model
+
+                making = make_warm_model(config, run, prompts, tokenizer, rewards.runner, supervisor.display)
+                supervisor.run_async(making)
+            if supervisor.resume(config.trainer.total_training_steps) is not None:
+                model = Path(config.model) if config.model else run.model
+                starting = start_backend(
+                    config,
+                    model,
+                    run.checkpoints,
+                    tokenizer=tokenizer,
+                    rewards=rewards,
+                    environment=environment,
+                    devices=devices,
+                    announce=say,
                 )
-            first_step = supervisor.resume(config.trainer.total_training_steps)
-            if first_step is not None:
-                _train(inputs, Path(config.model) if config.model else run.model, first_step, supervisor)
-        return supervisor.finish(write_report)
+                with supervisor.started(starting) as backend:
+                    job = Job(config=config, prompts=prompts, workload=workload_of(model))
+                    supervisor.train(backend, job, RunRecorder)
+
+                    def export(path: Path) -> None:
+                        backend.learner.save_pretrained(path)
+                        tokenizer.save_pretrained(path)
+
+                    supervisor.export(export)
+        from gcore_llm.report import KINDS
+
+        return supervisor.finish(KINDS)
 
 
 def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
@@ -90,7 +90,6 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
 
 def _checked_tokenizer(config: TrainConfig) -> Any:
     """Check the models and engine that the config names, and return the policy's tokenizer."""
-    from gcore_llm.roles import build_tokenizer, check_model
     from gcore_llm.sampling.engines import check_engine
 
     rollout, model = config.rollout, Path(config.model)
@@ -122,13 +121,6 @@ def _notices(config: TrainConfig, prompts: PromptSets) -> list[str]:
     return [left_out, sizes] if prompts.num_too_long else [sizes]
 
 
-def _check_cluster(config: TrainConfig) -> None:
-    if config.runtime == "ray":
-        from gcore_runs.on_ray.start import check_cluster
-
-        check_cluster(config)
-
-
 async def _try_rewards(rewards: "Rewards", prompts: PromptSets, supervisor: Supervisor) -> None:
     """Call each reward once, so that a broken one is found before the model is loaded."""
     from gcore_rollout import Failed
@@ -139,43 +131,3 @@ async def _try_rewards(rewards: "Rewards", prompts: PromptSets, supervisor: Supe
         supervisor.display.say(f"warning: the trial gave no score: {scored.error}")
     if rewards.comparison is not None:
         await rewards.comparison.try_on(first)
-
-
-def _train(inputs: "Inputs", model: Path, first_step: int, supervisor: Supervisor) -> None:
-    """Run the controllers' program on its services, and export the policy."""
-    from gcore_llm.learning.preparation import workload_of
-    from gcore_llm.modality import Job
-    from gcore_llm.recorder import RunRecorder
-    from gcore_runs.loop.run_loop import RunLoop
-
-    run, total = supervisor.run, inputs.config.trainer.total_training_steps
-    with supervisor.started(_start(inputs, model, run.checkpoints)) as services:
-
-        def recorder(job: Job, writer: "MetricsWriter", spans: "SpanWriter") -> "RunRecorder":
-            return RunRecorder(job, run, services.learner, writer=writer, spans=spans, display=supervisor.display)
-
-        job = Job(
-            config=services.config,
-            prompts=inputs.prompts,
-            workload=workload_of(model),
-            first_step=first_step,
-            is_evaluated=supervisor.is_evaluated(first_step, total),
-            is_policy_behind=first_step > 0,
-        )
-        RunLoop(supervisor=supervisor, services=services, recorder=recorder).to_the_end(job)
-        supervisor.export(lambda path: _export(services.learner, inputs.tokenizer, path))
-
-
-async def _start(inputs: "Inputs", model: Path, checkpoints: Path) -> "Backend[Job, TrainConfig, Evaluation]":
-    if inputs.config.runtime == "ray":
-        from gcore_llm.on_ray import start_on_ray
-
-        return await start_on_ray(inputs, model, checkpoints)
-    from gcore_llm.services import start_inline
-
-    return await start_inline(inputs, model, checkpoints)
-
-
-def _export(learner: "TrainerGroup", tokenizer: Any, path: Path) -> None:
-    learner.save_pretrained(path)
-    tokenizer.save_pretrained(path)

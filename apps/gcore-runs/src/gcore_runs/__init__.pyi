@@ -6,31 +6,50 @@ from .command_line import (
     run_command as run_command,
     run_training as run_training,
 )
-from .display import Display as Display
-from .errors import (
-    UserError as UserError,
-    check_at_least as check_at_least,
-    check_finite as check_finite,
-    check_fraction as check_fraction,
-    one_line as one_line,
+from .display import STAGES as STAGES, Display as Display
+from .errors import UserError as UserError, one_line as one_line, said as said
+from .logs import log_to as log_to, logged as logged, logs_of as logs_of
+from .loop.recorder import (
+    STAGE_CELLS as STAGE_CELLS,
+    BaseRunRecorder as BaseRunRecorder,
+    Cell as Cell,
+    RunJob as RunJob,
+    Stop as Stop,
 )
-from .logs.writing import log_to as log_to, logged as logged, logs_of as logs_of
-from .loop.run_loop import RunLoop as RunLoop
-from .loop.supervisor import Supervisor as Supervisor
-from .metrics.writer import MetricsWriter as MetricsWriter
-from .report import STAGES as STAGES, Kind as Kind, Signal as Signal, render_report as render_report
+from .loop.supervisor import Supervisor as Supervisor, inline_backend as inline_backend
+from .model_folder import (
+    build_tokenizer as build_tokenizer,
+    check_model as check_model,
+    eos_token_ids as eos_token_ids,
+    max_sequence_length as max_sequence_length,
+)
+from .report.page import render_report as render_report
+from .report.run import Kind as Kind, Signal as Signal
+from .rows import columns as columns, hold_out as hold_out, read_rows as read_rows
 from .run_folder import (
+    MetricsWriter as MetricsWriter,
     Result as Result,
     RunFolder as RunFolder,
     append_json as append_json,
+    check_safetensors as check_safetensors,
     open_run as open_run,
     read_jsonl as read_jsonl,
     write_atomically as write_atomically,
     write_jsonl as write_jsonl,
 )
-from .settings.arguments import as_option as as_option, setting_types as setting_types
-from .settings.cluster import PlacementConfig as PlacementConfig, RayConfig as RayConfig
-from .settings.options import parse as parse, parse_arguments as parse_arguments, parse_over as parse_over
+from .settings.parsing import (
+    as_option as as_option,
+    converted as converted,
+    merge as merge,
+    parse as parse,
+    parse_arguments as parse_arguments,
+    parse_over as parse_over,
+    read_toml as read_toml,
+    resolve as resolve,
+    setting_types as setting_types,
+    to_toml as to_toml,
+    validated as validated,
+)
 from .settings.run_config import (
     BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
@@ -38,15 +57,13 @@ from .settings.run_config import (
     BaseRLConfig as BaseRLConfig,
     BaseRunConfig as BaseRunConfig,
     BaseTrainerConfig as BaseTrainerConfig,
+    PlacementConfig as PlacementConfig,
+    RayConfig as RayConfig,
     ScheduleConfig as ScheduleConfig,
+    check_at_least as check_at_least,
+    check_finite as check_finite,
+    check_fraction as check_fraction,
+    check_lowest as check_lowest,
     check_one_source as check_one_source,
 )
-from .settings.values import (
-    converted as converted,
-    merge as merge,
-    read_toml as read_toml,
-    resolve as resolve,
-    to_toml as to_toml,
-    validated as validated,
-)
-from .weights_files import check_safetensors as check_safetensors
+from .training_ranks import rank_spec as rank_spec

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 import tyro
 
 from gcore_controller import RankError
-from gcore_runs.errors import UserError, check_at_least, one_line, said
-from gcore_runs.settings.options import parse_arguments
+from gcore_runs.errors import UserError, one_line, said
+from gcore_runs.settings.parsing import parse_arguments
+from gcore_runs.settings.run_config import check_at_least
 
 if TYPE_CHECKING:
     from gcore_runs.display import Display
+    from gcore_runs.report.run import Kind
     from gcore_runs.run_folder import Result
 
 ConfigT = TypeVar("ConfigT")
@@ -24,6 +26,17 @@ Command = Callable[[Sequence[str]], None]
 
 NOTHING_LEARNED = 3
 """Exit code of a completed run without any step that had a learning signal."""
+
+_ENVIRONMENT = {
+    # Idle OpenMP threads spin by default, which makes a step ten times as long on shared cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+}
+"""Variables that torch, transformers and diffusers read when they are imported."""
 
 EXIT_CODES = """exit codes:
   0    success
@@ -67,20 +80,18 @@ def run_command(
     if command not in commands:
         print(f"{app}: error: unknown command {command!r}; expected one of {', '.join(commands)}", file=sys.stderr)
         raise SystemExit(2)
-    _set_environment()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         commands[command](rest)
     except KeyboardInterrupt:
         how_to_resume = "" if command in not_resumed else "; the same command continues from the last finished step"
         print(f"{app}: interrupted{how_to_resume}", file=sys.stderr)
         raise SystemExit(130) from None
-    except OSError as error:
-        print(f"{app}: error: {said(error)}", file=sys.stderr)
-        raise SystemExit(2) from None
     except Exception as error:
-        if not isinstance(error, _expected_errors()):
+        if not isinstance(error, OSError) and not isinstance(error, _expected_errors()):
             raise
-        print(f"{app}: error: {one_line(error)}", file=sys.stderr)
+        print(f"{app}: error: {said(error) if isinstance(error, OSError) else one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -127,23 +138,13 @@ def run_training(
         raise SystemExit(NOTHING_LEARNED)
 
 
-def report_command(app: str, write_report: Callable[[Path], Path], args: Sequence[str]) -> None:
-    """Write a run's report again, and print its path."""
+def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -> None:
+    """Write a run's report again, and print its path; see `render_report`."""
     parsed = parse_arguments(RunArgs, args, prog=f"{app} report", description="Write a run's report.html again.")
+    from gcore_runs.report.page import render_report
     from gcore_runs.run_folder import RunFolder
 
-    print(write_report(RunFolder.existing(parsed.run).path))
-
-
-def _set_environment() -> None:
-    """Set what torch, transformers and diffusers read when they are imported."""
-    # Idle OpenMP threads spin by default, which makes a step ten times as long on shared cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    print(render_report(RunFolder.existing(parsed.run).path, kinds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +166,7 @@ class LogsArgs:
 def logs_command(app: str, args: Sequence[str]) -> None:
     """Print what the processes of a run have logged, by time."""
     parsed = parse_arguments(LogsArgs, args, prog=f"{app} logs")
-    from gcore_runs.logs.merging import merged_lines
+    from gcore_runs.logs import merged_lines
     from gcore_runs.run_folder import RunFolder
 
     check_at_least("lines", parsed.lines, 0)

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -12,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from gcore_runs.report import STAGES
+STAGES = ("gen", "reward", "prepare", "train", "sync")
+"""Stages of a training step, in their order."""
 
 _PLAIN_EVERY_S = 10.0
 
@@ -39,30 +39,27 @@ class Display:
         self._stages: Callable[[], Sequence[str | None]] = tuple
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
         self._last_line_s = 0.0
-        self._held_out = "-"
+        self.latest: dict[str, float] = {}
+        """Metrics of the last evaluation, which the steps after it show, too."""
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.console.is_terminal:
             self._live.stop()
 
     def say(self, message: str) -> None:
         """Print a line that stays on the screen, and log it."""
         _logger.info("%s", message)
-        self._print(message)
+        self.console.print(message, soft_wrap=True)
 
     def watch(self, stages: Callable[[], Sequence[str | None]]) -> None:
-        """Show which stage each of several controllers is in, on a terminal.
+        """Show on a terminal in which of the present ``stages``, by rank, each of several controllers is.
 
-        Args:
-            stages: returns the present ones by rank. It is called several times a second, from another thread, and must
-                not block.
+        The function is called several times a second, from another thread, and must not block.
         """
         self._stages = stages
 
@@ -77,26 +74,6 @@ class Display:
         self._progress.update(self._task, completed=step)
         self._table = f"loss {loss:.3f}   held-out accuracy {accuracy:.3f}"
         self._line(f"warm-up {step}: loss {loss:.3f}, held-out accuracy {accuracy:.3f}")
-
-    def evaluated(self, step: int, *, greedy: float, sampled: float) -> None:
-        """Show scores on held-out prompts."""
-        self._held_out = f"{greedy:.3f}"
-        self.say(f"step {step}: held-out score {greedy:.3f} greedy, {sampled:.3f} sampled")
-
-    def stepped(self, step: int, metrics: dict[str, float]) -> None:
-        """Show a training step, by its metrics' names in metrics.jsonl."""
-        cells = [
-            ("reward", f"{metrics['critic/score/mean']:.3f}" if "critic/score/mean" in metrics else "none"),
-            ("held-out", self._held_out),
-            ("accepted", f"{metrics.get('sampling/acceptance', 0.0):.0%}"),
-            ("length", f"{metrics.get('response_length/mean', 0.0):.1f}"),
-            ("tokens/s", f"{metrics.get('perf/throughput', 0.0):,.0f}"),
-            ("step", f"{metrics.get('timing_s/step', 0.0):.2f} s"),
-            *((stage, f"{metrics.get(f'timing_s/{stage}', 0.0):.2f} s") for stage in STAGES),
-        ]
-        if "controller/load/max" in metrics:
-            cells.append(("busiest controller", f"{metrics['controller/load/max']:.1%}"))
-        self.progressed(step, cells)
 
     def progressed(self, step: int, cells: Sequence[tuple[str, str]] = ()) -> None:
         """Advance the progress bar to ``step``, and show ``cells``, pairs of a name and a value."""
@@ -113,10 +90,7 @@ class Display:
         now_s = time.monotonic()
         if not self.console.is_terminal and now_s - self._last_line_s >= _PLAIN_EVERY_S:
             self._last_line_s = now_s
-            self._print(text)
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+            self.console.print(text, soft_wrap=True)
 
     def _render(self) -> RenderableType:
         stages = self._stages()

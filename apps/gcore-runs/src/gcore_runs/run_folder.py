@@ -1,18 +1,29 @@
-"""A run's folder: its files, its lock, and how a run is started or resumed."""
+"""A run's folder: its files and who writes them, its lock, and how a run is started or resumed."""
 
 import fcntl
 import json
+import math
 import shutil
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+from safetensors import SafetensorError, safe_open
 
 from gcore_ckpt import Checkpointer
-from gcore_runs.errors import UserError, said
+from gcore_controller import Span
+from gcore_placement import StepIntervals
+from gcore_runs.errors import UserError, one_line, said
+from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
 from gcore_runs.settings.run_config import BaseRunConfig
-from gcore_runs.settings.values import ConfigT, differences, merge, read_toml, to_toml
+
+if TYPE_CHECKING:
+    from gcore_runs.prometheus import PrometheusExporter
+
+_JOINED_BELOW_S = 1e-3
+_DIGITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +60,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":
-        """Return the folder of an existing run.
-
-        Raises:
-            UserError: there is no run.
-        """
+        """Return the folder of an existing run; `UserError` if there is none."""
         folder = cls(Path(path))
         if not folder.config.is_file():
             raise UserError(
@@ -62,17 +69,19 @@ class RunFolder:
         return folder
 
     def load_config(self, kind: type[ConfigT]) -> ConfigT:
-        """Return the settings of the run, as the config class ``kind``.
-
-        Raises:
-            UserError: another command made the run.
-        """
+        """Return the settings of the run, as the config class ``kind``; `UserError` if another command made it."""
         values = read_toml(self.config)
         base = kind()
         made_by, wanted = values.get("command", "train"), getattr(base, "command", "train")
         if made_by != wanted:
             raise UserError(f"{self.path} is a run of the command {made_by}; expected one of {wanted}")
         return merge(base, values, source=str(self.config))
+
+    @classmethod
+    def opened(cls, path: str | Path, kind: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":
+        """Return the folder of an existing run, and its settings on this machine; see `load_config`."""
+        folder = cls.existing(path)
+        return folder, resolve(folder.load_config(kind))
 
     def lock(self) -> None:
         """Keep other processes from writing this run until this object is gone, or the process has ended in any way.
@@ -180,3 +189,176 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     """Replace a JSONL file in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda partial: partial.write_text("".join(json.dumps(row) + "\n" for row in rows)))
+
+
+def check_safetensors(folder: Path) -> None:
+    """Raise `UserError` if a safetensors file of the folder is damaged, or one that an index names is missing."""
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
+        if missing := [name for name in shards if not (folder / name).is_file()]:
+            raise UserError(f"model folder {folder} lacks {', '.join(missing)}, which {index.name} names")
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            # Only the header is read, which has the file's length.
+            with safe_open(file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is damaged, or was not copied to its end: {one_line(error)}") from None
+
+
+class MetricsWriter:
+    """Appends a row for each step after ``last_step``; rows of later steps, which are run again, are removed."""
+
+    def __init__(
+        self, run: RunFolder, *, last_step: int, tensorboard: bool, prometheus: "PrometheusExporter | None" = None
+    ) -> None:
+        self._path = run.metrics
+        rows = [row for row in read_jsonl(run.metrics) if row["step"] <= last_step] if last_step else []
+        write_jsonl(run.metrics, rows)
+        self._prometheus = prometheus
+        self._board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run.tensorboard), purge_step=last_step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a row."""
+        append_json(self._path, {"step": step, **metrics})
+        if self._prometheus is not None:
+            self._prometheus.update(step, metrics)
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpans:
+    """The spans of one step, in seconds since its start."""
+
+    step: int
+    start_s: float
+    """Seconds since the run's first step. The time between two processes of a run is left out."""
+    controllers: list[list[Span]]
+    """By rank."""
+    devices: dict[str, list[Span]] = field(default_factory=dict)
+    """By name."""
+
+    @property
+    def end_s(self) -> float:
+        """Seconds since the run's first step."""
+        rows = [*self.controllers, *self.devices.values()]
+        return self.start_s + max((span.end_s for spans in rows for span in spans), default=0.0)
+
+    def intervals(self) -> StepIntervals:
+        """Return the spans for a `Ledger` of where the devices' time went."""
+        devices = {name: list(map(_triple, spans)) for name, spans in self.devices.items()}
+        return StepIntervals.of(self.step, [list(map(_triple, spans)) for spans in self.controllers], devices)
+
+    def to_row(self) -> dict[str, Any]:
+        """Return a line of the file; a span is ``[stage, start_s, end_s]``, rounded to tenths of milliseconds."""
+        row: dict[str, Any] = {"step": self.step, "start_s": round(self.start_s, _DIGITS)}
+        row["controllers"] = [_to_lists(spans) for spans in self.controllers]
+        if self.devices:
+            row["devices"] = {name: _to_lists(spans) for name, spans in self.devices.items()}
+        return row
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any]) -> "StepSpans":
+        """Return the step that `to_row` gave this row for."""
+        return cls(
+            step=row["step"],
+            start_s=row["start_s"],
+            controllers=[_from_lists(spans) for spans in row["controllers"]],
+            devices={name: _from_lists(spans) for name, spans in row.get("devices", {}).items()},
+        )
+
+
+class SpanWriter:
+    """Append one row per step after ``last_step``; rows of later steps, which are repeated, are removed."""
+
+    def __init__(self, path: Path, *, last_step: int = 0) -> None:
+        self._path = path
+        self._zero_s: float | None = None
+        self._waits: list[Span] = []
+        """Waits of all controllers since the last step."""
+        self._truncate(last_step)
+
+    def resume(self, *, last_step: int, cause: str) -> None:
+        """Continue after ``last_step``; the time from its end to the start of the next step has this cause."""
+        self._truncate(last_step)
+        if self._zero_s is not None:
+            self._waits = [Span(stage=cause, start_s=self._zero_s + self._end_s, end_s=math.inf)]
+
+    def waited(self, span: Span) -> None:
+        """Record what all controllers waited for, in seconds of UTC; the next step starts with it."""
+        self._waits.append(span)
+
+    def write(
+        self,
+        step: int,
+        spans_by_controller: Sequence[Sequence[Span]],
+        *,
+        spans_by_device: Mapping[str, Sequence[Span]] | None = None,
+    ) -> None:
+        """Record a step, whose spans, by rank and by device name, are in seconds of one clock; see `on_wall_clock`."""
+        devices = spans_by_device or {}
+        starts_s = [s.start_s for spans in (*spans_by_controller, *devices.values()) for s in spans]
+        if self._zero_s is not None and starts_s:
+            waits = [replace(wait, end_s=min(wait.end_s, *starts_s)) for wait in self._waits]
+            spans_by_controller = [[*waits, *own] for own in spans_by_controller]
+            starts_s += [wait.start_s for wait in waits]
+        self._waits = []
+        if self._zero_s is None and starts_s:
+            # A resumed run continues where the process before it ended.
+            self._zero_s = min(starts_s) - self._end_s
+        zero_s = self._zero_s or 0.0
+        start_s = min(starts_s, default=zero_s + self._end_s)
+        spans = StepSpans(
+            step=step,
+            start_s=start_s - zero_s,
+            controllers=[_relative(spans, start_s) for spans in spans_by_controller],
+            devices={name: _relative(spans, start_s) for name, spans in devices.items()},
+        )
+        self._end_s = spans.end_s
+        append_json(self._path, spans.to_row())
+
+    def _truncate(self, last_step: int) -> None:
+        rows = [row for row in read_jsonl(self._path) if row["step"] <= last_step]
+        write_jsonl(self._path, rows)
+        self._end_s = StepSpans.from_row(rows[-1]).end_s if rows else 0.0
+
+
+def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:
+    """Return the spans in seconds since ``zero_s``; neighbours of one stage are joined."""
+    joined: list[Span] = []
+    for span in sorted(spans, key=lambda s: s.start_s):
+        start_s, end_s = span.start_s - zero_s, span.end_s - zero_s
+        last = joined[-1] if joined else None
+        if last is not None and last.stage == span.stage and start_s - last.end_s < _JOINED_BELOW_S:
+            joined[-1] = Span(stage=span.stage, start_s=last.start_s, end_s=max(last.end_s, end_s))
+        else:
+            joined.append(Span(stage=span.stage, start_s=start_s, end_s=end_s))
+    return joined
+
+
+def _triple(span: Span) -> tuple[str, float, float]:
+    return span.stage, span.start_s, span.end_s
+
+
+def _to_lists(spans: Iterable[Span]) -> list[list[str | float]]:
+    return [[s.stage, round(s.start_s, _DIGITS), round(s.end_s, _DIGITS)] for s in spans]
+
+
+def _from_lists(spans: Iterable[Sequence[Any]]) -> list[Span]:
+    return [Span(stage=stage, start_s=start_s, end_s=end_s) for stage, start_s, end_s in spans]

@@ -1,6 +1,6 @@
-"""The processes of a run's training ranks: their logs, their errors, and the way of their weights to the engines."""
+"""The start of a run's training ranks: their logs, their errors, and the way of their weights to the engines."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,33 +8,24 @@ from typing import Any
 from gcore_ckpt import CheckpointError
 from gcore_controller import TrainerSpec, TrainerWorker
 from gcore_runs.errors import UserError
-from gcore_runs.logs.writing import log_to, logs_of
+from gcore_runs.logs import log_to, logs_of
 from gcore_trainer import TrainerError
 
 
-def rank_spec(
-    make_worker: Callable[[str], TrainerWorker[Any]],
-    *,
-    num_ranks: int,
-    device: str,
-    num_threads: int,
-    checkpoints: Path,
-    preload: Sequence[str] = (),
-) -> TrainerSpec:
-    """Return how the training ranks of a run are started; see `TrainerSpec` for the arguments.
+def rank_spec(make_worker: Callable[[str], TrainerWorker[Any]], *, checkpoints: Path, **options: Any) -> TrainerSpec:
+    """Return how the training ranks of a run are started.
 
     Args:
+        make_worker: builds the models of a rank on a device.
         checkpoints: folder of the run's checkpoints.
+        options: the other fields of `TrainerSpec`.
     """
     return TrainerSpec(
         make_worker=make_worker,
-        num_ranks=num_ranks,
-        device=device,
-        num_threads=num_threads,
         enter_process=partial(_log, logs_of(checkpoints)),
         put_weights=_put_weights,
         expected_errors=(CheckpointError, TrainerError, UserError),
-        preload=preload,
+        **options,
     )
 
 

@@ -81,6 +81,18 @@ from .errors import (
     WrongBaseError as WrongBaseError,
     WrongWeightsError as WrongWeightsError,
 )
+from .generation import Generation as Generation, GroupComparison as GroupComparison, RolloutRoles as RolloutRoles
+from .groups import (
+    Group as Group,
+    Prompt as Prompt,
+    PromptImages as PromptImages,
+    Response as Response,
+    SampledPart as SampledPart,
+    UnfinishedGroup as UnfinishedGroup,
+    sampled_metrics as sampled_metrics,
+    sampled_part as sampled_part,
+    vision_processor as vision_processor,
+)
 from .images.models import (
     AestheticReward as AestheticReward,
     CLIPReward as CLIPReward,
@@ -94,6 +106,7 @@ from .images.reward import (
 )
 from .images.vision_processor import VisionProcessor as VisionProcessor
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
+from .multi_turn.config import EnvironmentRole as EnvironmentRole, MultiTurnConfig as MultiTurnConfig
 from .multi_turn.environment import (
     Environment as Environment,
     Opening as Opening,

@@ -31,6 +31,7 @@ from .advantages.rollout_correction import (
     weight_moments as weight_moments,
     with_rollout_correction as with_rollout_correction,
 )
+from .advantages.shaping_config import KLControlConfig as KLControlConfig, OverlongConfig as OverlongConfig
 from .config import (
     AdvantageConfig as AdvantageConfig,
     DPOConfig as DPOConfig,

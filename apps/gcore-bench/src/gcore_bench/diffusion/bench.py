@@ -4,22 +4,53 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
+from rich.table import Table
 
 from gcore_bench.diffusion.options import DiffusionBenchOptions
-from gcore_bench.diffusion.report import GCORE, LIMIT, PLAIN, STAGES, LoopRow, loop_aims, loop_table, simulation_table
 from gcore_bench.diffusion.simulation import run_simulation
 from gcore_bench.harness.processes import Program, Spec, child_program, run_program
-from gcore_bench.harness.report import Figures, Rounds, Session
+from gcore_bench.harness.report import Figures, Rounds, Session, figures_table, verdict
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import pretrained_pipeline
-from gcore_runs.display import Display
-from gcore_runs.run_folder import read_jsonl
+from gcore_placement import Comparison
+from gcore_runs import STAGES, Display, read_jsonl
+
+PLAIN = ("plain loop, 1 thread", "plain loop, 2 threads")
+LIMIT = "two plain loops at once"
+"""Two independent loops of one thread each: the most that two cores can do."""
+GCORE: dict[str, tuple[str, ...]] = {
+    "gcore, 1 controller": ("--threads", "1"),
+    "gcore, 2 controllers, 2 engines": ("--threads", "1", "--controllers", "2", "--rollout.num-processes", "2"),
+    "gcore on Ray, 2 controllers, 2 engines, 2 ranks": (
+        *("--runtime", "ray", "--threads", "2", "--controllers", "2", "--trainer.num-processes", "2"),
+    ),
+}
+"""Options in addition to those of the embedded run."""
+AIM = 1.5
+
+
+@dataclass(kw_only=True)
+class LoopRow:
+    """A contender: medians over all its measured steps."""
+
+    name: str
+    step_s: float = 0.0
+    images_per_s: float = 0.0
+    stage_s: dict[str, float] = field(default_factory=dict[str, float])
+    load: float = 0.0
+    """Highest load of the machine as its runs started."""
+
+    def update(self, steps: Sequence[Figures], options: DiffusionBenchOptions) -> None:
+        """Compute the figures from all measured steps."""
+        self.step_s = _median(steps, "step")
+        self.images_per_s = options.prompts * options.n / self.step_s * (2 if self.name == LIMIT else 1)
+        self.stage_s = {stage: _median(steps, stage) for stage in STAGES}
 
 
 def run(options: DiffusionBenchOptions, console: Console) -> None:
@@ -33,7 +64,7 @@ def run(options: DiffusionBenchOptions, console: Console) -> None:
         for part in dict.fromkeys(options.parts):
             if part == "loop":
                 rows = _run_loop(options, say=session.say)
-                session.add(part, tables=[loop_table(rows)], lines=loop_aims(rows), rows=rows, aims=loop_aims(rows))
+                session.add(part, tables=[_loop_table(rows)], lines=_loop_aims(rows), rows=rows, aims=_loop_aims(rows))
                 continue
             found = run_simulation(options)
             figures = [
@@ -47,15 +78,7 @@ def run(options: DiffusionBenchOptions, console: Console) -> None:
                 for comparison in found
                 for simulated in comparison.runs
             ]
-            session.add(part, tables=[simulation_table(found)], rows=figures)
-
-
-@dataclass(kw_only=True)
-class _Steps:
-    """Measured steps of a contender, over all rounds."""
-
-    figures: list[Figures]
-    load: float = 0.0
+            session.add(part, tables=[_simulation_table(found)], rows=figures)
 
 
 def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -> list[LoopRow]:
@@ -65,8 +88,9 @@ def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -
     demo = DemoConfig(num_steps=1, cache_dir=str(folder))
     with Display(Console(quiet=True)) as display:
         model = pretrained_pipeline(demo, seed=0, display=display)
-    found: dict[str, _Steps] = {}
-    for turn in Rounds("loop", options.rounds, say=say).turns((*PLAIN, LIMIT, *GCORE)):
+    rows = {name: LoopRow(name=name) for name in (*PLAIN, LIMIT, *GCORE)}
+    measured: dict[str, list[Figures]] = {name: [] for name in rows}
+    for turn in Rounds("loop", options.rounds, say=say).turns(rows):
         name = turn.contender
         if name == LIMIT:
             with ThreadPoolExecutor() as pool:
@@ -76,11 +100,12 @@ def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -
         else:
             runs = [_gcore(name, model, options, turn.round)]
         steps = [step for figures in runs for step in figures[options.warmup :]]
-        of_all = found.setdefault(name, _Steps(figures=[]))
-        of_all.figures += steps
-        of_all.load = max(of_all.load, turn.load)
+        measured[name] += steps
+        rows[name].load = max(rows[name].load, turn.load)
         say(f"{turn.where}: {_median(steps, 'step'):.3f} s, load {turn.load:.1f}")
-    return [_row(name, steps, options) for name, steps in found.items()]
+    for name, row in rows.items():
+        row.update(measured[name], options)
+    return list(rows.values())
 
 
 def _plain(name: str, model: Path, options: DiffusionBenchOptions, which: str) -> list[Figures]:
@@ -124,16 +149,46 @@ def _gcore(name: str, model: Path, options: DiffusionBenchOptions, number: int) 
     ]
 
 
-def _row(name: str, steps: _Steps, options: DiffusionBenchOptions) -> LoopRow:
-    step_s = _median(steps.figures, "step")
-    return LoopRow(
-        name=name,
-        step_s=step_s,
-        images_per_s=options.prompts * options.n / step_s * (2 if name == LIMIT else 1),
-        stage_s={stage: _median(steps.figures, stage) for stage in STAGES},
-        load=steps.load,
-    )
-
-
 def _median(steps: Sequence[Figures], name: str) -> float:
     return median(step.get(name, 0.0) for step in steps)
+
+
+def _loop_table(rows: Sequence[LoopRow]) -> Table:
+    shown = figures_table("Flow-GRPO-Fast, seconds of a step", "images/s", "step s", *(f"{s} s" for s in STAGES))
+    for row in rows:
+        stages = (f"{row.stage_s[stage]:.3f}" if row.stage_s[stage] else "-" for stage in STAGES)
+        shown.add_row(row.name, f"{row.images_per_s:.1f}", f"{row.step_s:.3f}", *stages)
+    return shown
+
+
+def _loop_aims(rows: Sequence[LoopRow]) -> list[str]:
+    """Return the limit of the machine, and whether gcore's aim is met."""
+    plain, gcore = (
+        max((row for row in rows if row.name in names), key=lambda row: row.images_per_s)
+        for names in (PLAIN, tuple(GCORE)[1:])
+    )
+    [limit] = [row for row in rows if row.name == LIMIT]
+    ratio = gcore.images_per_s / plain.images_per_s
+    return [
+        f"two plain loops at once make {limit.images_per_s / plain.images_per_s:.2f} times the images of one: the most "
+        "that the cores can do",
+        f"aim: with 2 controllers at least {AIM} times the images of a plain loop: {ratio:.2f} times "
+        f"({gcore.name}, against {plain.name}; {verdict(ratio >= AIM)})",
+    ]
+
+
+def _simulation_table(comparisons: Sequence[Comparison]) -> Table:
+    """Return a table with a line for each strategy on each trace."""
+    title = f"simulated: {comparisons[0].num_devices} devices, samplers and a judge"
+    shown = figures_table(title, "step s", "x colocated", "x best split", "moves", "idle %")
+    for comparison in comparisons:
+        for run in comparison.runs:
+            shown.add_row(
+                f"{comparison.name}: {run.strategy}",
+                f"{run.step_s:.1f}",
+                f"{comparison['colocated'].seconds / run.seconds:.2f}",
+                f"{comparison['split'].seconds / run.seconds:.2f}",
+                str(run.num_moves),
+                f"{100 * run.idle_share:.1f}",
+            )
+    return shown

@@ -6,15 +6,15 @@ evaluation, checkpoints or recovery.
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from gcore_bench.harness.processes import Spec
 from gcore_bench.harness.report import Figures
+from gcore_diffusion.config import embedded
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward
-from gcore_diffusion.recipes import embedded
 from gcore_rollout import load_pipeline
 
 _RECIPE = embedded()
@@ -47,8 +47,7 @@ def run(spec: Spec) -> list[Figures]:
     return [loop.step() for _ in range(config.steps)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Images:
+class _Images(NamedTuple):
     """A batch of images, and the noisy steps that made it."""
 
     pixels: np.ndarray[Any, np.dtype[np.uint8]]
@@ -58,12 +57,7 @@ class _Images:
 
 
 class Loop:
-    """Model, optimizer and reward; see `step`.
-
-    Args:
-        pipeline: a Stable Diffusion 3 of diffusers.
-        config: batch and seed.
-    """
+    """Model, optimizer and reward; the pipeline is a Stable Diffusion 3 of diffusers."""
 
     def __init__(self, pipeline: Any, config: LoopConfig) -> None:
         self._config = config
@@ -91,12 +85,8 @@ class Loop:
         advantages = ((groups - groups.mean(1, keepdim=True)) / (scores.std() + 1e-4)).flatten()
         self._update(images, advantages.clamp(-ADV_CLIP_MAX, ADV_CLIP_MAX))
         end_s = time.perf_counter()
-        return {
-            "step": end_s - start_s,
-            "gen": sampled_s - start_s,
-            "reward": scored_s - sampled_s,
-            "train": end_s - scored_s,
-        }
+        gen_s, reward_s, train_s = sampled_s - start_s, scored_s - sampled_s, end_s - scored_s
+        return {"step": end_s - start_s, "gen": gen_s, "reward": reward_s, "train": train_s}
 
     def _sampled(self, prompts: list[str]) -> _Images:
         # All images of a prompt have its embedding.
@@ -123,7 +113,7 @@ class Loop:
             steps.append((i, latents, drawn, _log_prob(drawn, mean, std)))
             latents = drawn
         pixels = ((latents / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-        return _Images(pixels=pixels, conditions=conditions, steps=steps)
+        return _Images(pixels, conditions, steps)
 
     def _update(self, images: _Images, advantages: torch.Tensor) -> None:
         for indices in torch.randperm(len(advantages)).chunk(NUM_UPDATES):

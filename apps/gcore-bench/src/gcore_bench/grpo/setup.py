@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Workload
-from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TaskConfig, TrainConfig, WarmupConfig
+from gcore_llm.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    DataConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
 from gcore_llm.data.prompts import PromptSets
 from gcore_llm.data.tasks import load_task
-from gcore_llm.settings.rollout_config import RolloutConfig
-from gcore_llm.settings.trainer_config import TrainerConfig
+from gcore_runs import resolve
 from gcore_runs.run_folder import RunFolder, write_atomically
-from gcore_runs.settings.values import resolve
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
 
 MEAN_LENGTH = 50
@@ -71,11 +78,11 @@ def make_model(workload: Workload, folder: Path, *, threads: int) -> None:
 
 def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:
     """Fine-tune gcore-llm's tiny model until about four of ten sampled sums are correct."""
-    from gcore_llm.demo.tiny_model import make_tiny_model
-    from gcore_llm.demo.warmup import warm_up
-    from gcore_llm.roles import build_tokenizer
+    from gcore_llm.finetune.warmup import warm_up
     from gcore_llm.sampling.rewards import reward_function
+    from gcore_llm.tiny_model import make_tiny_model
     from gcore_rollout import RewardRunner
+    from gcore_runs import build_tokenizer
     from gcore_runs.display import Display
 
     warmup = WarmupConfig(max_steps=400, target_accuracy=0.4, test_freq=10)
@@ -104,8 +111,8 @@ def _write_long_tailed(workload: Workload, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from gcore_llm.demo.tiny_model import make_tiny_model
-    from gcore_llm.roles import build_tokenizer
+    from gcore_llm.tiny_model import make_tiny_model
+    from gcore_runs import build_tokenizer
 
     make_tiny_model(folder, seed=train_config(workload).seed)
     tokenizer = build_tokenizer(folder)

@@ -17,7 +17,7 @@ from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Program, run_program
 from gcore_bench.harness.report import figures_table, verdict
 from gcore_bench.placement.options import PlacementOptions
-from gcore_llm.demo.tiny_model import make_tiny_model
+from gcore_llm.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
 
 PHASE_TOKENS = (8, 72, 8)

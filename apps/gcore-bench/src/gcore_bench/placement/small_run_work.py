@@ -131,10 +131,8 @@ def _generation_s(run: SmallRun, times: int) -> float:
 
 def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
     """The median but for the first, which touches memory for the first time."""
-    from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TrainConfig
-    from gcore_llm.demo.tiny_model import tiny_tokenizer
-    from gcore_llm.settings.rollout_config import RolloutConfig
-    from gcore_llm.settings.trainer_config import TrainerConfig
+    from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig
+    from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_llm.training import train
     from gcore_runs.display import Display
     from gcore_runs.run_folder import read_jsonl

@@ -20,7 +20,7 @@ from gcore_bench.trainer.workload import (
     save_samples,
     step_workload,
 )
-from gcore_llm.demo.tiny_model import tiny_tokenizer
+from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_trainer import PackedModel, ParallelConfig, Sample, TorchParallel
 
 _WARMUP = [

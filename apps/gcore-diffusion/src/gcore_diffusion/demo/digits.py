@@ -63,10 +63,7 @@ class DigitReward:
         )
 
     def check(self, height: int, width: int) -> None:
-        """
-        Raises:
-            RewardConfigError: the images are not of the digits' size.
-        """
+        """Raise `RewardConfigError` if the images are not of the digits' size."""
         if (height, width) != (SIZE, SIZE):
             raise RewardConfigError(f"reward digit scores {SIZE} x {SIZE} pixels: these images have {height} x {width}")
 
@@ -75,25 +72,22 @@ class DigitReward:
     ) -> NDArray[np.float64]:
         """Return probabilities [B] of the prompts' digits."""
         del rows
-        wanted = np.array([digit_of(prompt) for prompt in prompts])
-        return self._trained.predict_proba(brightness(images))[np.arange(len(wanted)), wanted]
+        wanted = np.array([_digit_of(prompt) for prompt in prompts])
+        return self._trained.predict_proba(_brightness(images))[np.arange(len(wanted)), wanted]
 
     def accuracy(self, images: NDArray[np.uint8], prompts: Sequence[str]) -> NDArray[np.bool_]:
         """Return [B] whether the other classifier reads the prompts' digits."""
-        return self._held_out.predict(brightness(images)) == np.array([digit_of(prompt) for prompt in prompts])
+        return self._held_out.predict(_brightness(images)) == np.array([_digit_of(prompt) for prompt in prompts])
 
 
-def digit_of(prompt: str) -> int:
-    """
-    Raises:
-        RewardConfigError: the prompt names no digit.
-    """
+def _digit_of(prompt: str) -> int:
+    """Return the digit that a prompt names; `RewardConfigError` if it names none."""
     for word in prompt.split():
         if len(word) == 1 and word.isdecimal():
             return int(word)
     raise RewardConfigError(f"prompt is {prompt!r}; expected one that names a digit, such as 'red 7'")
 
 
-def brightness(images: NDArray[np.uint8]) -> NDArray[np.float64]:
+def _brightness(images: NDArray[np.uint8]) -> NDArray[np.float64]:
     """Return the brightest channel [B, 64], from 0 to 1."""
     return images.max(-1).reshape(len(images), -1) / 255

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_rollout import EngineKind, JudgeOptions, RequestError, RewardConfigError, engine_kind, engine_names
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs import UserError, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,35 +1,17 @@
 """Prompts of the user's files: tokenized, filtered, and split into training and held-out prompts."""
 
-import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
-import numpy as np
+from gcore_llm.config import DataConfig, TrainConfig
+from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
+from gcore_rollout import Prompt, PromptImages, RolloutError, vision_processor
+from gcore_runs import UserError, columns, hold_out, max_sequence_length, read_rows
 
-from gcore_llm.config import DataConfig
-from gcore_llm.data.images import PromptImages, images_of, vision_processor, with_parts
-from gcore_rollout import RolloutError
-from gcore_runs.errors import UserError
-
-RowT = TypeVar("RowT")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One prompt, ready for an engine."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    row: Mapping[str, Any]
-    """Every column of the data set, for the reward."""
-    images: PromptImages | None = None
-
-    def encoded_images(self) -> tuple[bytes, ...]:
-        """Return the encoded image files, in the order of their places in the prompt."""
-        return () if self.images is None else self.images.encoded()
+_IMAGE_MARK = "<image>"
+"""Marks the place of an image in a prompt that is plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,55 +34,12 @@ class PromptSets:
     num_too_long: int
     """Number of prompts left out because they exceed data.max_prompt_length."""
 
-
-def read_rows(path: str) -> list[dict[str, Any]]:
-    """Read the rows of a JSONL or Parquet file.
-
-    Raises:
-        UserError: the file is missing, unreadable, malformed or empty, or has another ending.
-    """
-    file = Path(path)
-    if file.is_dir():
-        raise UserError(f"data file {path} is a folder; expected a .jsonl or .parquet file")
-    if not file.is_file():
-        raise UserError(f"data file {path} does not exist")
-    try:
-        rows = _rows_of(file)
-    except OSError as error:
-        raise UserError(f"data file {path} cannot be read: {error.strerror or error}") from None
-    if not rows:
-        raise UserError(f"data file {path} has no rows")
-    return rows
-
-
-def _rows_of(path: Path) -> list[dict[str, Any]]:
-    match path.suffix:
-        case ".jsonl":
-            try:
-                # JSON strings may contain other characters that splitlines takes for line ends.
-                lines = path.read_text("utf-8").split("\n")
-            except UnicodeDecodeError as error:
-                raise UserError(f"data file {path} is not UTF-8: {error}") from None
-            return [_parsed(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
-        case ".parquet":
-            import pyarrow.parquet
-
-            try:
-                return pyarrow.parquet.read_table(path).to_pylist()
-            except pyarrow.ArrowException as error:
-                raise UserError(f"data file {path} is not Parquet: {error}") from None
-        case _:
-            raise UserError(f"data file {path} ends in {path.suffix!r}; expected .jsonl or .parquet")
-
-
-def _parsed(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is {type(row).__name__}; expected a JSON object")
-    return row
+    @classmethod
+    def within(cls, max_length: int, train: Sequence[Prompt], val: Sequence[Prompt]) -> "PromptSets":
+        """Return the prompts of at most so many tokens."""
+        kept_train, kept_val = ([p for p in prompts if len(p.token_ids) <= max_length] for prompts in (train, val))
+        num_kept = len(kept_train) + len(kept_val)
+        return cls(train=kept_train, val=kept_val, num_too_long=len(train) + len(val) - num_kept)
 
 
 def uses_plain_text(value: object, tokenizer: Any, data: DataConfig) -> bool:
@@ -124,11 +63,12 @@ def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
         raise UserError(f"{where} is {value!r:.80}; expected text, or a list of messages with role and content")
     if tokenizer.chat_template is None:
         raise UserError(f"{where} is a list of chat messages: the model's tokenizer has no chat template to render it")
-    messages = with_parts(value) if data.image_key else value
+    if data.image_key:
+        value = [{**message, "content": _with_image_parts(message["content"])} for message in value]
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:
         raise UserError(f"{where}: the model's chat template refuses it: {error}") from None
 
@@ -142,6 +82,20 @@ def are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
     )
 
 
+def _with_image_parts(content: Any) -> Any:
+    """Return a message's content with each mark of an image as a part of its own, as chat templates expect."""
+    if not isinstance(content, str):
+        # Parquet gives every part the keys of all parts, and templates test which keys exist.
+        return [{k: v for k, v in part.items() if v is not None} for part in content]
+    if _IMAGE_MARK not in content:
+        return content
+    parts: list[dict[str, str]] = []
+    for i, text in enumerate(content.split(_IMAGE_MARK)):
+        parts += [{"type": "image"}] if i else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
 def takes_special_tokens(text: str, tokenizer: Any) -> bool:
     """Return whether the tokenizer adds special tokens to plain text, which it does unless the text starts with BOS."""
     return not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
@@ -152,25 +106,20 @@ def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) 
 
     Text rendered by a chat template has only the template's special tokens, other text has the tokenizer's, as with
     ``tokenizer.apply_chat_template`` and ``tokenizer`` of transformers.
-
-    Raises:
-        UserError: see `render`.
     """
-    given = list(problems)
-    texts = [render(p.value, tokenizer, data, p.where) for p in given]
-    adds = [
-        uses_plain_text(p.value, tokenizer, data) and takes_special_tokens(text, tokenizer)
-        for p, text in zip(given, texts, strict=True)
-    ]
+    given = [(p, render(p.value, tokenizer, data, p.where)) for p in problems]
+    adds = [uses_plain_text(p.value, tokenizer, data) and takes_special_tokens(text, tokenizer) for p, text in given]
     encoded = {
         flag: iter(
-            tokenizer([t for t, a in zip(texts, adds, strict=True) if a == flag], add_special_tokens=flag)["input_ids"]
+            tokenizer([text for (_, text), a in zip(given, adds, strict=True) if a == flag], add_special_tokens=flag)[
+                "input_ids"
+            ]
         )
         for flag in set(adds)
     }
     return [
         Prompt(text=text, token_ids=tuple(next(encoded[flag])), row=p.row)
-        for p, text, flag in zip(given, texts, adds, strict=True)
+        for (p, text), flag in zip(given, adds, strict=True)
     ]
 
 
@@ -185,17 +134,17 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
         [prompt for path in paths for prompt in _load_file(path, data, tokenizer)]
         for paths in (data.train_files, data.val_files)
     )
-    kept_train, kept_val = ([p for p in ps if len(p.token_ids) <= data.max_prompt_length] for ps in (train, val))
-    num_too_long = len(train) + len(val) - len(kept_train) - len(kept_val)
+    sets = PromptSets.within(data.max_prompt_length, train, val)
     if not data.val_files:
-        kept_train, kept_val = hold_out(kept_train, size=data.val_size, seed=seed)
-    if not kept_train:
+        kept_train, kept_val = hold_out(sets.train, size=data.val_size, seed=seed)
+        sets = replace(sets, train=kept_train, val=kept_val)
+    if not sets.train:
         shortest = min((len(p.token_ids) for p in train), default=0)
         raise UserError(
             f"data.max_prompt_length is {data.max_prompt_length}: all {len(train)} prompts are longer, "
             f"the shortest has {shortest} tokens"
         )
-    return PromptSets(train=kept_train, val=kept_val, num_too_long=num_too_long)
+    return sets
 
 
 def _load_file(path: str, data: DataConfig, tokenizer: Any) -> list[Prompt]:
@@ -215,24 +164,52 @@ def _load_file(path: str, data: DataConfig, tokenizer: Any) -> list[Prompt]:
     ]
 
 
-def columns(row: Mapping[str, Any]) -> str:
-    """Return the names of a row's columns, for errors."""
-    return ", ".join(map(repr, row)) or "none"
-
-
 def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, where: str) -> Prompt:
-    model: str = tokenizer.name_or_path
-    images = images_of(prompt.row.get(image_key), model=model, folder=folder, where=where)
-    encoded = () if images is None else images.encoded()
+    """Return the prompt with the images of its row: one or several, each a path, a file, or a mapping with either."""
+    found = prompt.row.get(image_key)
+    values: Sequence[object] = found if isinstance(found, list) else [] if found is None else [found]
+    model, sources = tokenizer.name_or_path, tuple(_source(v, folder, where) for v in values)
+    images = PromptImages(model=model, sources=sources) if sources else None
     try:
-        token_ids = vision_processor(model).expand(prompt.token_ids, encoded)
+        token_ids = vision_processor(model).expand(prompt.token_ids, images.encoded() if images else ())
     except RolloutError as error:
         raise UserError(f"{where}: {error}") from None
-    return dataclasses.replace(prompt, token_ids=token_ids, images=images)
+    return replace(prompt, token_ids=token_ids, images=images)
 
 
-def hold_out(rows: Sequence[RowT], *, size: int, seed: int) -> tuple[list[RowT], list[RowT]]:
-    """Return the rows to train on, and ``size`` held-out ones drawn by ``seed`` (at most a tenth), in their order."""
-    order = np.random.default_rng(seed).permutation(len(rows))
-    held_out = set(order[: min(size, len(rows) // 10)].tolist())
-    return [r for i, r in enumerate(rows) if i not in held_out], [rows[i] for i in sorted(held_out)]
+def _source(value: object, folder: Path, where: str) -> bytes | Path:
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path") or value.get("image")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise UserError(f"{where} is {value!r:.80}; expected a path, or the bytes of an image file")
+    path = folder / value
+    if not path.is_file():
+        raise UserError(f"{where} is {value!r}; expected an existing file")
+    return path
+
+
+def longest_sequence(model: Path | None) -> int | None:
+    """Return how many tokens a model folder's model takes, or the embedded one; None: any number."""
+    return MAX_POSITION_EMBEDDINGS if model is None else max_sequence_length(model)
+
+
+def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:
+    """Check before a run that its sequences fit the models' positions.
+
+    Raises:
+        UserError: the longest prompt and the longest response together are more than the policy or the critic takes.
+    """
+    longest = max(len(prompt.token_ids) for prompt in (*prompts.train, *prompts.val))
+    models = {"model": config.model}
+    if config.algorithm.estimator.needs_critic and config.critic.model:
+        models["critic.model"] = config.critic.model
+    for setting, model in models.items():
+        limit = longest_sequence(Path(model) if model else None)
+        if limit is not None and longest + config.data.max_response_length > limit:
+            raise UserError(
+                f"data.max_response_length is {config.data.max_response_length}; expected at most {limit - longest}: "
+                f"the longest prompt has {longest} tokens and the model takes at most {limit} together ({setting} is "
+                f"{model!r}, max_position_embeddings); a lower data.max_prompt_length leaves longer prompts out"
+            )

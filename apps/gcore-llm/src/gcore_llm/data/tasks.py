@@ -1,15 +1,20 @@
-"""reasoning-gym tasks as prompts with worked examples."""
+"""reasoning-gym tasks as prompts with worked examples, from their settings in TOML or on the command line."""
 
+import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gcore_llm.config import DataConfig, TaskConfig
 from gcore_llm.data.prompts import Problem, PromptSets, make_prompts
-from gcore_llm.data.task_params import make_dataset
-from gcore_runs.errors import UserError, one_line
+from gcore_rollout import import_reasoning_gym
+from gcore_runs import UserError, converted, one_line
 
 _VAL_SEED = 1_000_003
+
+_OURS = {"size": "task.num_train and task.num_val", "seed": "seed"}
+"""Settings of every task that gcore gives itself, and ours that say what."""
 
 
 def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
@@ -19,15 +24,14 @@ def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) 
         UserError: see `make_problems`; or all problems are longer than data.max_prompt_length.
     """
     train, val = (make_prompts(problems, tokenizer, data) for problems in make_problems(task, seed=seed))
-    kept_train, kept_val = ([p for p in ps if len(p.token_ids) <= data.max_prompt_length] for ps in (train, val))
-    num_too_long = len(train) + len(val) - len(kept_train) - len(kept_val)
-    if not kept_train or not kept_val:
+    sets = PromptSets.within(data.max_prompt_length, train, val)
+    if not sets.train or not sets.val:
         lengths = [len(p.token_ids) for p in (*train, *val)]
         raise UserError(
             f"data.max_prompt_length is {data.max_prompt_length}: the problems of {task.name} are longer, they have "
             f"{min(lengths)} to {max(lengths)} tokens"
         )
-    return PromptSets(train=kept_train, val=kept_val, num_too_long=num_too_long)
+    return sets
 
 
 def make_problems(task: TaskConfig, *, seed: int) -> tuple[list[Problem], list[Problem]]:
@@ -48,7 +52,6 @@ def make_problems(task: TaskConfig, *, seed: int) -> tuple[list[Problem], list[P
 
 def _problems(task: TaskConfig, *, size: int, seed: int) -> Iterator[Problem]:
     dataset = make_dataset(task, size=size, seed=seed)
-    phrase = _PHRASES.get(task.name, _question)
     for index in range(size):
         try:
             entry = dataset[index]
@@ -56,25 +59,18 @@ def _problems(task: TaskConfig, *, size: int, seed: int) -> Iterator[Problem]:
             # A generator raises whatever its settings lead it to.
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise UserError(f"task.name is {task.name!r}: its problem {index} cannot be made: {reason}") from error
-        row = {"entry": entry, "answer": entry["answer"]}
-        yield Problem(value=phrase(entry), row=row, where=f"task {task.name}")
+        # Without the sentence around a sum, which a tiny model would spend its time reading: 7+8-3=
+        question = f"{_terms(entry)}=" if task.name == "chain_sum" else entry["question"]
+        yield Problem(value=question, row={"entry": entry, "answer": entry["answer"]}, where=f"task {task.name}")
 
 
-def _question(entry: Mapping[str, Any]) -> str:
-    return entry["question"]
-
-
-def _bare_sum(entry: Mapping[str, Any]) -> str:
-    """``7+8-3=``: without the sentence around it, which a tiny model would spend its time reading."""
-    return entry["metadata"]["expression"].replace(" ", "") + "="
-
-
-_PHRASES: dict[str, Callable[[Mapping[str, Any]], str]] = {"chain_sum": _bare_sum}
+def _terms(entry: Mapping[str, Any]) -> str:
+    return entry["metadata"]["expression"].replace(" ", "")
 
 
 def worked_sum(row: Mapping[str, Any]) -> str:
     """``7+8-3`` worked out from the left: ``15-3=12``."""
-    terms: list[str] = re.findall(r"[+-]?\d+", row["entry"]["metadata"]["expression"].replace(" ", ""))
+    terms: list[str] = re.findall(r"[+-]?\d+", _terms(row["entry"]))
     lines: list[str] = []
     while len(terms) > 1:
         terms = [str(int(terms[0]) + int(terms[1])), *terms[2:]]
@@ -84,3 +80,99 @@ def worked_sum(row: Mapping[str, Any]) -> str:
 
 WORKED_EXAMPLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"chain_sum": worked_sum}
 """How a row's answer is worked out, for tasks that a model can be warmed up on."""
+
+
+def require_worked_examples(task: str, *, instead: str) -> None:
+    """Raise a `UserError` if a task has no worked examples; it says what to do with such a task ``instead``."""
+    if task not in WORKED_EXAMPLES:
+        known = ", ".join(WORKED_EXAMPLES)
+        raise UserError(f"task.name is {task!r}; expected a task with worked examples ({known}), {instead}")
+
+
+def make_dataset(task: TaskConfig, *, size: int, seed: int) -> Any:
+    """Make ``size`` problems of the task, to be indexed; raises as `make_settings`."""
+    settings = make_settings(task, size=size, seed=seed)
+    try:
+        return import_reasoning_gym().factory.DATASETS[task.name][0](config=settings)
+    except Exception as error:
+        raise _refused(task, error) from error
+
+
+def make_settings(task: TaskConfig, *, size: int, seed: int) -> Any:
+    """Make the task's own settings, of the class that reasoning-gym has for it.
+
+    Raises:
+        UserError: reasoning-gym does not know the task or one of its settings, or refuses a value.
+    """
+    gym = import_reasoning_gym()
+    params = _params(task.name, task.params, "task.params", gym)
+    try:
+        settings = gym.factory.DATASETS[task.name][1](size=size, seed=seed, **params)
+        if hasattr(settings, "validate"):
+            settings.validate()
+    except Exception as error:
+        raise _refused(task, error) from error
+    return settings
+
+
+def _refused(task: TaskConfig, error: Exception) -> UserError:
+    """A task checks its settings by assertions, and raises anything else that they lead it to."""
+    reason = one_line(error) or type(error).__name__
+    return UserError(f"task.name is {task.name!r} with task.params {task.params}: {reason}")
+
+
+def _params(name: str, params: Mapping[str, Any], where: str, gym: Any) -> dict[str, Any]:
+    """``params`` with the types that the task declares: tuples for lists, enumerations for text, and so on."""
+    tasks = gym.factory.DATASETS
+    if name not in tasks:
+        raise UserError(f"task.name is {name!r}; expected a task of reasoning-gym, {_nearest(name, tasks)}")
+    kind = tasks[name][1]
+    hints = get_type_hints(kind)
+    known = {f.name: f for f in fields(kind) if f.name not in _OURS}
+    found: dict[str, Any] = {}
+    for key, value in params.items():
+        if key in _OURS:
+            raise UserError(f"{where}.{key} is {value!r}: {_OURS[key]} set it")
+        if key not in known:
+            raise UserError(f"{where}.{key} is not a setting of {name!r}; expected {_nearest(key, known)}")
+        found[key] = _value(f"{where}.{key}", value, hints[key], default=_default(known[key]))
+    if name == "composite":
+        for i, spec in enumerate(found.get("datasets", [])):
+            spec.config = _params(spec.name, spec.config, f"{where}.datasets[{i}].config", gym)
+    return found
+
+
+def _value(field: str, value: Any, kind: Any, *, default: Any) -> Any:
+    """``value`` as the type ``kind`` that a task declares, or as that of its default, as some declare another."""
+    if value == "None" and type(None) in get_args(kind):
+        return None
+    if get_origin(kind) is tuple and len(get_args(kind)) == 1:
+        kind = tuple[get_args(kind)[0], ...]  # tuple[str] is written for any number of them
+    if kind is str:
+        value = str(value)
+    elif isinstance(value, list) and get_args(kind)[:1] == (str,):
+        value = [str(v) for v in value]
+    elif isinstance(value, bool) and bool not in (kind, *get_args(kind)):
+        raise UserError(f"{field} is {value}; expected {getattr(kind, '__name__', kind)}")
+    elif _is_sequence(kind) and not isinstance(value, list | tuple | type(default)):
+        value = [value]  # one value on the command line
+    try:
+        return converted(field, value, kind)
+    except UserError:
+        if type(value) is type(default) and get_origin(kind) is not Literal:
+            return value
+        raise
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _is_sequence(kind: Any) -> bool:
+    kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
+    return any((get_origin(k) or k) in (list, tuple) for k in kinds)
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3) or [k for k in known if name in k or k in name][:3]
+    return f"such as {', '.join(near)}" if near else f"one of {', '.join(sorted(known))}"

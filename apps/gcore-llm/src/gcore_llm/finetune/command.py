@@ -13,7 +13,7 @@ from gcore_llm.finetune.config import (
     SFTRunConfig,
 )
 from gcore_runs.command_line import run_training
-from gcore_runs.settings.options import parse
+from gcore_runs.settings.parsing import parse
 
 _WARMUP_STEPS = 150
 

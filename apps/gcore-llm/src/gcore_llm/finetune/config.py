@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
+from gcore_runs import UserError, check_at_least, check_finite, check_fraction
 from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig, ScheduleConfig, check_one_source
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, RewardModelConfig
 

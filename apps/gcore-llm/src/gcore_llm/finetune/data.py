@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from gcore_llm.data.prompts import are_messages, hold_out, read_rows
+from gcore_llm.data.prompts import are_messages
 from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig, RowsConfig
 from gcore_llm.finetune.tokens import Encoder, Messages, Tokens
 from gcore_placement import TransformerWorkload, micro_batches
+from gcore_runs import hold_out, read_rows
 from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch, Sample, scored_at_end
 

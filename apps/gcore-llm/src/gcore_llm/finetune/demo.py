@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from gcore_llm.data.prompts import Problem
-from gcore_llm.data.tasks import WORKED_EXAMPLES, make_problems
-from gcore_llm.demo.tiny_model import make_tiny_model
-from gcore_llm.demo.warmup import require_worked_examples, supervised_trainer, train_on_examples, worked_sample
+from gcore_llm.data.tasks import WORKED_EXAMPLES, make_problems, require_worked_examples
 from gcore_llm.finetune.config import FineTuneConfig, PairsConfig
 from gcore_llm.finetune.data import Row
+from gcore_llm.finetune.warmup import supervised_trainer, train_on_examples, worked_sample
+from gcore_llm.tiny_model import make_tiny_model
 from gcore_runs.display import Display
 from gcore_runs.run_folder import RunFolder, append_json, write_atomically
 from gcore_trainer import OptimizerConfig

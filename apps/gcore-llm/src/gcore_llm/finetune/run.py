@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import PromptLoader
-from gcore_llm.data.model_limits import longest_sequence
-from gcore_llm.demo.tiny_model import tiny_tokenizer
+from gcore_llm.data.prompts import longest_sequence
 from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig
 from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples
 from gcore_llm.finetune.demo import make_model, task_rows
 from gcore_llm.finetune.tokens import Encoder
-from gcore_llm.report import write_report
+from gcore_llm.report import KINDS
+from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_runs import Stop, Supervisor
 from gcore_runs.errors import UserError
-from gcore_runs.loop.interrupt import Stop
-from gcore_runs.loop.supervisor import Supervisor
-from gcore_runs.metrics.writer import MetricsWriter
-from gcore_runs.run_folder import Result
-from gcore_runs.settings.values import resolve
+from gcore_runs.run_folder import MetricsWriter, Result
+from gcore_runs.settings.parsing import resolve
 
 if TYPE_CHECKING:
     from gcore_runs.display import Display
@@ -54,12 +52,12 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Resul
             supervisor.run_async(make_model(config, run, tokenizer, rows[0], supervisor.display))
         model = Path(config.model) if config.model else run.model
         _Loop(config, sets, supervisor).train(model, tokenizer)
-        return supervisor.finish(write_report)
+        return supervisor.finish(KINDS)
 
 
 def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
     """Check that the config names a model and data, and return the model's tokenizer and the encoder of rows."""
-    from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
+    from gcore_runs import build_tokenizer, check_model, eos_token_ids
 
     if not config.task.name and not config.data.train_files:
         raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from gcore_controller import Collectives
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
-from gcore_llm.sampling.groups import Group, Response
 from gcore_placement import TransformerWorkload, micro_batches
-from gcore_rollout import Engine, Request, SamplingParams
+from gcore_rollout import Engine, Group, Request, Response, SamplingParams
 from gcore_trainer import (
     AdaptiveKLController,
     AdvantageConfig,

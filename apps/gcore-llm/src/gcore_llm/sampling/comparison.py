@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gcore_llm.data.prompts import Prompt
-from gcore_llm.sampling.groups import Group
-from gcore_rollout import Failed, GroupRewardRunner
+from gcore_rollout import Failed, Group, GroupRewardRunner, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)

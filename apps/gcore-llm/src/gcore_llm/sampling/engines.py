@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gcore_ckpt import load
-from gcore_llm.config import TrainConfig
-from gcore_llm.data.model_limits import longest_sequence
-from gcore_llm.settings.rollout_config import RolloutConfig
+from gcore_llm.config import RolloutConfig, TrainConfig
+from gcore_llm.data.prompts import longest_sequence
 from gcore_rollout import (
     Engine,
     EngineReplicas,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.roles import build_tokenizer, check_model, eos_token_ids
 from gcore_llm.sampling.comparison import Comparison
 from gcore_llm.sampling.engines import check_engine, start_judge
 from gcore_rollout import (
@@ -27,6 +26,7 @@ from gcore_rollout import (
     build_reward,
     reward_names,
 )
+from gcore_runs import build_tokenizer, check_model, eos_token_ids
 from gcore_runs.errors import UserError
 from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 

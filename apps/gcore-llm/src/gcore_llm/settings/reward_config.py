@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_rollout import JudgeOptions, OnError, RetryPolicy, RewardConfigError, RewardRunnerConfig
-from gcore_runs.errors import UserError, check_fraction
+from gcore_runs import UserError, check_fraction
 from gcore_runs.settings.engine_config import EngineConfig
 
 

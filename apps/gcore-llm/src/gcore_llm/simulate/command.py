@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from gcore_runs.errors import UserError
-from gcore_runs.settings.options import parse_over
+from gcore_runs.settings.parsing import parse_over
 from gcore_runs.simulation.command import parse_calibrate, run_calibrate, run_simulation
 from gcore_runs.simulation.config import SimulateConfig
 

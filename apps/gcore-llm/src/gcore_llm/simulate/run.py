@@ -5,15 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, TrainConfig
-from gcore_llm.data.prompts import Prompt, PromptSets
+from gcore_controller import share_trainer
+from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig
+from gcore_llm.data.prompts import PromptSets
 from gcore_llm.learning.preparation import sample_flops, workload_of
-from gcore_llm.modality import Job, rlhf_program
-from gcore_llm.roles import SamplingRoles
-from gcore_llm.services import sharing
-from gcore_llm.settings.rollout_config import RolloutConfig
-from gcore_llm.settings.trainer_config import TrainerConfig
+from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_placement import uniform
+from gcore_rollout import Prompt
 from gcore_runs.errors import UserError
 from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
 from gcore_runs.simulation.config import SimulateConfig
@@ -63,7 +61,7 @@ def simulate(
         SamplingRoles(policy=engine, policy_slots=slots, reward=cluster.reward, tokenizer=SampleNames())
         for engine, slots in cluster.engines()
     ]
-    return cluster.run(sharing(cluster.learner, rlhf_program(job, cluster)), roles)
+    return cluster.run(share_trainer(cluster.learner, job.program(cluster), roles=Roles), roles)
 
 
 def train_config(config: SimulateConfig) -> TrainConfig:

@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Literal
 
 from gcore_controller import DeviceTimers
-from gcore_rollout import CheckedEngine, Engine, RequestT, SampleT, TimedEngine, WeightRecord, start_replicas
-from gcore_runs.logs.writing import logged
+from gcore_rollout import (
+    CheckedEngine,
+    Engine,
+    RequestT,
+    SampleT,
+    TimedEngine,
+    WeightRecord,
+    start_replicas,
+)
+from gcore_runs.logs import logged
 
 
 @dataclass(frozen=True, kw_only=True)

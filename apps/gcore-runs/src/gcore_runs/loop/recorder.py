@@ -1,51 +1,183 @@
-"""Recording of a run: metrics, spans, warnings, checkpoints, and what the screen shows."""
+"""Recording of a run's job: metrics, spans, warnings, checkpoints, what the screen shows, and Ctrl-C between steps."""
 
 import logging
 import math
+import signal
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from gcore_controller import RankError, Span, TrainerGroup
+from gcore_controller import Context, Modality, Program, RankError, Recorder, Span, TrainerGroup
+from gcore_placement import Ledger
 from gcore_rollout import Failure
-from gcore_runs.display import Display
-from gcore_runs.loop.interrupt import Interrupt
-from gcore_runs.loop.job import RunJob
-from gcore_runs.loop.learning_signal import LearningSignal
-from gcore_runs.metrics.writer import MetricsWriter
-from gcore_runs.report.ledger import ledger
-from gcore_runs.run_folder import RunFolder
-from gcore_runs.run_warnings import RunWarnings
-from gcore_runs.spans import SpanWriter, StepSpans
+from gcore_runs.display import STAGES, Display
+from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, append_json, read_jsonl
+from gcore_runs.settings.run_config import BaseRLConfig
 
 _logger = logging.getLogger(__name__)
+
+_SIGNAL = Modality.HAS_SIGNAL
+_PATIENCE = 5
+"""Number of consecutive steps without a learning signal that is reported."""
 
 Present = tuple[int, list[dict[str, Any]] | None]
 """A step, and the controllers' states at its end."""
 
-JobT = TypeVar("JobT", bound=RunJob[Any])
+ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
 EvaluationT = TypeVar("EvaluationT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJob(ABC, Generic[ConfigT]):
+    """A run of the RLHF program, and the point that it starts or resumes from; apps add their prompts."""
+
+    config: ConfigT
+    first_step: int = 0
+    """Steps completed before."""
+    is_evaluated: bool = False
+    """Whether the evaluation after these steps, if one is due, is recorded already."""
+    controllers: list[dict[str, Any]] | None = None
+    """The controllers' states to resume from, by rank."""
+    is_policy_behind: bool = False
+    """Whether the engines lack the present weights of the models."""
+
+    @abstractmethod
+    def modality(self) -> Modality[Any, Any, Any, Any, Any]:
+        """Return the modality of what is trained, for one controller."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.config.trainer.total_training_steps
+
+    def program(self, recorder: Recorder[Any]) -> Program[Any, None]:
+        """Return the program of the job, to be run by a runtime on every controller."""
+
+        from gcore_controller import RLHFLoop
+
+        async def run(ctx: Context[Any]) -> None:
+            await RLHFLoop(ctx, self.modality(), self.config.loop, self, recorder).run()
+
+        return run
+
+
+JobT = TypeVar("JobT", bound=RunJob[Any])
+
+
+class Cell(NamedTuple):
+    """A number that the screen shows of every step."""
+
+    label: str
+    metric: str
+    form: str
+    """Format of the metric's value: ``{:.2f} s``."""
+    absent: str | None = None
+    """Text without the metric; None: the cell is left out."""
+
+
+STAGE_CELLS = (
+    Cell("step", "timing_s/step", "{:.2f} s", "0.00 s"),
+    *(Cell(stage, f"timing_s/{stage}", "{:.2f} s", "0.00 s") for stage in STAGES),
+)
+"""Times of a step and of its stages."""
+
+
+def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the label and the text of each cell that is shown."""
+    texts = [(c.label, c.form.format(metrics[c.metric]) if c.metric in metrics else c.absent) for c in cells]
+    return [(label, text) for label, text in texts if text is not None]
+
+
+class Stop:
+    """Ctrl-C that ends a loop between two steps, where the last finished one can still be saved.
+
+    The second one raises Python's own `KeyboardInterrupt` immediately. Only the main thread gets signals; in another
+    one, nothing is noted.
+    """
+
+    is_orderly = False
+    """Whether `check` has ended the loop."""
+    _is_requested = False
+    _is_held_back = False
+    _act: Callable[[], object] | None = None
+
+    @contextmanager
+    def noted(self, act: Callable[[], object] | None = None) -> Generator[None]:
+        """Note Ctrl-C inside the block, and call ``act`` unless it is held back."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._act = act
+        before = signal.signal(signal.SIGINT, self._request)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if Ctrl-C was pressed."""
+        if self._is_requested:
+            self.is_orderly = True
+            raise KeyboardInterrupt
+
+    def hold_back(self) -> None:
+        """Delay Ctrl-C until `let_through`."""
+        self._is_held_back = True
+
+    def let_through(self) -> None:
+        """Act on a Ctrl-C that came since `hold_back`."""
+        self._is_held_back = False
+        self._act_if_requested()
+
+    def _act_if_requested(self) -> None:
+        if self._is_requested and not self._is_held_back and self._act is not None:
+            self._act()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._is_requested = True
+        self._act_if_requested()
+
+
+class RunWarnings:
+    """Writes warnings of a run to `warnings.jsonl`, and shows the first one of each key on the screen."""
+
+    def __init__(self, run: RunFolder, display: Display) -> None:
+        self._path = run.warnings
+        self._display = display
+        self._shown: set[str] = set()
+        self._recorded = {(row["step"], row["key"]) for row in read_jsonl(run.warnings)}
+
+    def warn(self, step: int, message: str, *, key: str, count: int = 1) -> None:
+        """Record a warning, one sentence without a full stop, once for each step and key.
+
+        Warnings that are the same have one ``key``; ``count`` of them occurred in the step.
+        """
+        if (step, key) not in self._recorded:
+            self._recorded.add((step, key))
+            append_json(self._path, {"step": step, "key": key, "message": message, "count": count})
+        if key not in self._shown:
+            self._shown.add(key)
+            times = f" ({count} times)" if count > 1 else ""
+            self._display.say(f"warning: step {step}: {message}{times}")
 
 
 class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     """A `Recorder` that writes a run's folder and takes its checkpoints; apps say how to show steps and evaluations.
 
-    Args:
-        job: the point that the run starts or resumes from.
-        run: its folder.
-        learner: the models in training, which are saved.
-        writer: of metrics.
-        spans: writer of the timeline.
-        display: the screen.
-
     Attributes:
-        interrupt: Ctrl-C, which is held back while the models are between two steps.
-        job: See above.
-        run: See above.
-        display: See above.
+        cells: What the screen shows of every step. The values of an evaluation stay until the next one.
+        stop: Ctrl-C, which is held back while the models are between two steps.
         warnings: Where problems are reported.
     """
+
+    cells: ClassVar[tuple[Cell, ...]]
 
     def __init__(
         self,
@@ -61,11 +193,12 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.run = run
         self.display = display
         self.warnings = RunWarnings(run, display)
-        self.interrupt = Interrupt()
-        self._signal = LearningSignal(self.warnings)
+        self.stop = Stop()
         self._learner = learner
         self._writer = writer
         self._spans = spans
+        self._num_idle = 0
+        """Consecutive steps without a learning signal."""
         self._last: Present = (job.first_step, job.controllers)
         self._num_updates = learner.num_updates
         """Updates of the models at the end of the last finished step."""
@@ -75,48 +208,53 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     def show_evaluation(self, step: int, evaluation: EvaluationT) -> Mapping[str, float]:
         """Show an evaluation on the screen and keep its samples; return its metrics."""
 
-    @abstractmethod
-    def show_step(self, step: int, metrics: dict[str, float]) -> None:
-        """Show a step on the screen."""
-
     def step_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return further metrics of a step."""
         del metrics
         return {}
 
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a step on the screen."""
+        self.display.progressed(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
+
     async def evaluated(self, step: int, evaluation: EvaluationT) -> None:
-        """See `Recorder.evaluated`."""
-        self._writer.write(step, dict(self.show_evaluation(step, evaluation)))
+        metrics = self.show_evaluation(step, evaluation)
+        self.display.latest |= metrics
+        self._writer.write(step, metrics)
 
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        """See `Recorder.stepped`."""
-        shares = ledger([StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices)]).shares()
-        metrics = metrics | {f"ledger/{name}": share for name, share in shares.items()}
+        intervals = StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices).intervals()
+        metrics = metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
         metrics |= self.step_metrics(metrics)
         self._writer.write(step, metrics)
         self._spans.write(step, spans, spans_by_device=devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         self.show_step(step, metrics)
-        self._signal.stepped(step, metrics)
+        self._num_idle = 0 if metrics.get(_SIGNAL, 1.0) else self._num_idle + 1
+        if self._num_idle and self._num_idle % _PATIENCE == 0:
+            message = f"the last {_PATIENCE} steps had nothing to learn from: {_reason(metrics)}"
+            self.warnings.warn(step, message, key=_SIGNAL)
         if not all(math.isfinite(v) for v in metrics.values()):
             self.display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
     async def updating(self) -> None:
-        """See `Recorder.updating`."""
-        self.interrupt.hold_back()
+        self.stop.hold_back()
 
     async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
-        """See `Recorder.rewards_failed`."""
-        self.warnings.rewards_failed(step, failures)
+        for failure in failures:
+            message = (
+                f"a reward failed and its group was dropped: {failure.kind}: {failure.message or 'no message'}; "
+                f"the traceback is in {self.run.logs}"
+            )
+            self.warnings.warn(step, message, key=failure.kind, count=failure.count)
 
     async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
-        """See `Recorder.reached`."""
         self._last, self._num_updates = (step, controllers), self._learner.num_updates
         if step % self.job.config.trainer.save_freq == 0 or step == self.job.total_steps:
             self.save_last()
-        self.interrupt.let_through()
+        self.stop.let_through()
 
     @property
     def last_step(self) -> int:
@@ -140,3 +278,28 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self._learner.save(step, {"step": step, "controllers": controllers})
         self._spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step
+
+
+def check_signal(run: RunFolder, display: Display) -> bool:
+    """Return whether any step of a run had a learning signal, and warn if none had.
+
+    A run without recorded steps, or of a release that did not record signals, counts as one that had.
+    """
+    rows: list[dict[str, Any]] = [row for row in read_jsonl(run.metrics) if _SIGNAL in row]
+    if not rows or any(row[_SIGNAL] for row in rows):
+        return True
+    message = f"the run trained nothing: no step had anything to learn from: {_reason(rows[-1])}"
+    RunWarnings(run, display).warn(rows[-1]["step"], message, key="no signal in the run")
+    return False
+
+
+def _reason(metrics: Mapping[str, float]) -> str:
+    look = "look at the reward, at samples/ and at how hard the prompts are"
+    low, high = (metrics.get(f"critic/score/{name}") for name in ("min", "max"))
+    if low is None or high is None:
+        return "no response got a score; look at the reward and at its errors in logs/"
+    if low == high:
+        return f"every response scored {low:.3g}; {look}"
+    if not metrics.get("sampling/groups", 1.0):
+        return f"in every group all responses scored alike, so none was kept; {look}"
+    return f"in every group all responses scored alike; {look}"

@@ -1,34 +1,42 @@
-"""The frame of every training loop: open the run, resume it, take interruptions, export, report and return."""
+"""The frame of every training: open the run, resume it, take interruptions and losses, export, report and return."""
 
 import asyncio
 import shutil
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import ExitStack, contextmanager
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from rich.console import Console
 
 from gcore_ckpt import Checkpointer
+from gcore_controller import Backend, InlineBackend, RankError, SharedTrainerGroup, share_trainer
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError, said
-from gcore_runs.logs.writing import log_to
-from gcore_runs.loop.interrupt import at_once
-from gcore_runs.loop.learning_signal import check_signal
-from gcore_runs.metrics.writer import MetricsWriter, metrics_server
-from gcore_runs.run_folder import Result, RunFolder, open_run, read_jsonl, write_atomically
-from gcore_runs.run_warnings import RunWarnings
-from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.logs import log_to
+from gcore_runs.loop.recorder import BaseRunRecorder, JobT, Present, check_signal
+from gcore_runs.report.page import render_report
+from gcore_runs.report.run import Kind
+from gcore_runs.run_folder import MetricsWriter, Result, RunFolder, SpanWriter, open_run, read_jsonl, write_atomically
+from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+
+if TYPE_CHECKING:
+    from gcore_runs.prometheus import PrometheusExporter
+
+_MAX_LOSSES = 5
+"""How many times in a row services may die without a finished step in between."""
 
 
 class Closable(Protocol):
-    """Services that were started for a run."""
-
     async def close(self) -> None: ...
 
 
 ClosableT = TypeVar("ClosableT", bound=Closable)
+ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
 T = TypeVar("T")
 
 
@@ -40,11 +48,11 @@ class Supervisor:
         with Supervisor(config, app="gcore-llm", display=display) as supervisor:
             prompts = load_prompts(config)
             run = supervisor.open_run(f"{len(prompts):,} prompts")
-            first_step = supervisor.resume(config.trainer.total_training_steps)
-            if first_step is not None:
-                ...
-                supervisor.export(model.save_pretrained)
-            return supervisor.finish(write_report)
+            if supervisor.resume(config.trainer.total_training_steps) is not None:
+                with supervisor.started(start_services(config)) as services:
+                    supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
+                    supervisor.export(services.learner.save_pretrained)
+            return supervisor.finish(KINDS)
 
     Inside the block Ctrl-C raises `KeyboardInterrupt` at any time, until a training loop takes it over.
 
@@ -58,7 +66,7 @@ class Supervisor:
         run: The run's folder, once it is open.
 
     Raises:
-        UserError: the metrics cannot be served where ``trainer.prometheus_port`` says.
+        UserError: the metrics cannot be served where ``trainer.prometheus_port`` says, or no Ray cluster answers.
     """
 
     run: RunFolder
@@ -71,24 +79,30 @@ class Supervisor:
         self._config = config
         self._app = app
         self._stack = ExitStack()
+        self._prometheus: PrometheusExporter | None = None
         self.display = display or Display(Console(quiet=True))
 
     def __enter__(self) -> Self:
         trainer = self._config.trainer
-        server = metrics_server(
-            run=self._config.name, port=trainer.prometheus_port, host=trainer.prometheus_host, app=self._app
-        )
         with ExitStack() as stack:
-            stack.enter_context(at_once())
-            self._prometheus = stack.enter_context(server)
+            stack.enter_context(_interrupted_at_once())
+            if isinstance(self._config, BaseRLConfig) and self._config.runtime == "ray":
+                from gcore_runs.on_ray.start import check_cluster
+
+                check_cluster(self._config)
+            if trainer.prometheus_port:
+                from gcore_runs.prometheus import PrometheusExporter
+
+                server = PrometheusExporter(
+                    run=self._config.name, port=trainer.prometheus_port, host=trainer.prometheus_host, app=self._app
+                )
+                self._prometheus = stack.enter_context(server)
             # One event loop for all of it: an async reward may keep objects that belong to the loop of its first call.
             self._runner = stack.enter_context(asyncio.Runner())
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._stack.__exit__(kind, error, traceback)
 
     def run_async(self, work: Coroutine[Any, Any, T]) -> T:
@@ -105,14 +119,7 @@ class Supervisor:
             self.run_async(services.close())
 
     def open_run(self, *notices: str) -> RunFolder:
-        """Open the run's folder, and log to it until the end.
-
-        Args:
-            notices: lines to show next, about the data.
-
-        Raises:
-            UserError: see `gcore_runs.run_folder.open_run`.
-        """
+        """Open the run's folder (see `gcore_runs.run_folder.open_run`), log to it until the end, and show notices."""
         self.run = open_run(self._config)
         self._stack.enter_context(log_to(self.run.logs, "main"))
         for line in (f"run folder: {self.run.path}", *notices):
@@ -136,6 +143,101 @@ class Supervisor:
         shutil.rmtree(self.run.export, ignore_errors=True)
         return first_step
 
+    def train(
+        self,
+        services: Backend[JobT, Any, Any],
+        job: JobT,
+        recorder: Callable[..., BaseRunRecorder[JobT, Any]],
+    ) -> None:
+        """Run a job to its end, and continue from where its models are whenever something that can be replaced is lost.
+
+        Args:
+            services: what the job runs on; closed by the caller.
+            job: it resumes from the run's last checkpoint, if there is one.
+            recorder: class of the app's recorders.
+
+        Raises:
+            KeyboardInterrupt: after a checkpoint of the last finished step.
+            Exception: what cannot be replaced, or too much was lost without a step in between.
+        """
+        display = self.display
+        if services.shortfall:
+            display.say(services.shortfall)
+        job = self._resumed(services, job, None)
+        job = replace(job, is_policy_behind=job.first_step > 0)
+        display.phase("training", total=job.total_steps, done=job.first_step)
+        display.watch(services.stages)
+        num_losses = 0
+        spans = SpanWriter(self.run.spans, last_step=job.first_step)
+        while (loss := self._attempt(services, job, recorder, spans)) is not None:
+            num_losses = 1 if loss.has_progressed else num_losses + 1
+            while True:
+                if num_losses > _MAX_LOSSES:
+                    raise loss.error
+                try:
+                    recovery = self.run_async(services.recover(loss.error, keeps_models=loss.present is not None))
+                    job = self._resumed(services, job, loss.present if recovery.keeps_models else None)
+                    break
+                except RankError as error:
+                    if error is loss.error:
+                        raise
+                    # A rank was killed while the first loss was being replaced.
+                    display.say(f"{loss.error}; another loss came before everything was replaced")
+                    loss = _Loss(error)
+                    num_losses += 1
+            spans.resume(last_step=job.first_step, cause=recovery.cause)
+            display.say(f"{recovery.message}; continuing after step {job.first_step}")
+
+    def _attempt(
+        self,
+        services: Backend[JobT, Any, Any],
+        job: JobT,
+        make_recorder: Callable[..., BaseRunRecorder[JobT, Any]],
+        spans: SpanWriter,
+    ) -> "_Loss | None":
+        """Run a job once; however it ends, its last step is saved if the models are still there."""
+        with self.metrics_writer(last_step=job.first_step) as writer:
+            try:
+                recorder = make_recorder(
+                    job, self.run, services.learner, writer=writer, spans=spans, display=self.display
+                )
+            except RankError as error:
+                return _Loss(error)
+
+            async def run() -> None:
+                loop, task = asyncio.get_running_loop(), asyncio.current_task()
+                assert task is not None
+                with recorder.stop.noted(lambda: loop.call_soon_threadsafe(task.cancel)):
+                    await services.run(job, recorder)
+
+            try:
+                self.run_async(run())
+            except BaseException as error:
+                with suppress(RankError):
+                    recorder.save_last()
+                if isinstance(error, asyncio.CancelledError):
+                    raise KeyboardInterrupt from None
+                if not isinstance(error, Exception):
+                    raise
+                has_progressed = recorder.last_step > job.first_step
+                return _Loss(error, recorder.present(), has_progressed)
+        return None
+
+    def _resumed(self, services: Backend[JobT, Any, Any], job: JobT, present: Present | None) -> JobT:
+        """Return the job from where its models are: at the last finished step, or at the last checkpoint."""
+        step, controllers = present or (0, None)
+        if present is None and Checkpointer(self.run.checkpoints).steps():
+            saved = services.learner.load()
+            step, controllers = saved["step"], saved["controllers"]
+        return replace(
+            job,
+            config=services.config,
+            first_step=step,
+            is_evaluated=self.is_evaluated(step, job.total_steps),
+            controllers=controllers,
+            is_policy_behind=True,
+        )
+
     def metrics_writer(self, *, last_step: int) -> MetricsWriter:
         """Return a writer of the run's metrics, of the steps after ``last_step``."""
         return MetricsWriter(
@@ -150,31 +252,94 @@ class Supervisor:
         """Return whether the evaluation after ``step`` is recorded already, or not due."""
         if not self.is_evaluation_due(step, total):
             return True
-        return step > 0 and any(row["step"] == step and _is_evaluation(row) for row in read_jsonl(self.run.metrics))
+        return step > 0 and any(row["step"] == step for row in self._evaluations())
 
     def export(self, write: Callable[[Path], object]) -> None:
         """Let ``write`` fill the export's folder, and put it in place in one step."""
         write_atomically(self.run.export, write)
 
-    def finish(self, write_report: Callable[[Path], object]) -> Result:
+    def finish(self, kinds: Mapping[str, Kind]) -> Result:
         """Warn if nothing was learned, write the report, and return the run's result.
+
+        Args:
+            kinds: what the report shows, by command; see `render_report`.
 
         Raises:
             UserError: the report cannot be written; everything else is there.
         """
         run = self.run
-        has_signal = check_signal(run, RunWarnings(run, self.display))
+        has_signal = check_signal(run, self.display)
         try:
-            write_report(run.path)
+            render_report(run.path, kinds)
         except OSError as error:
             raise UserError(
                 f"the run is complete, with its export at {run.export}, but its report cannot be written: "
                 f"{said(error)}; the command report {run.path} writes it"
             ) from error
-        evaluations = [row for row in read_jsonl(run.metrics) if _is_evaluation(row)]
-        before, after = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
-        return Result(run=run.path, before=before, after=after, has_signal=has_signal)
+        evaluations = self._evaluations() or [{}]
+        return Result(run=run.path, before=evaluations[0], after=evaluations[-1], has_signal=has_signal)
+
+    def _evaluations(self) -> list[dict[str, Any]]:
+        """Return the metrics of all evaluations on held-out data."""
+        return [row for row in read_jsonl(self.run.metrics) if any(name.startswith("val/") for name in row)]
 
 
-def _is_evaluation(row: dict[str, Any]) -> bool:
-    return any(name.startswith("val/") for name in row)
+class _Loss(NamedTuple):
+    """The end of an attempt before the last step: its error, the step that the models are at, and if it made one."""
+
+    error: Exception
+    present: Present | None = None
+    has_progressed: bool = False
+
+
+def inline_backend(
+    config: ConfigT,
+    *,
+    shared: Any,
+    roles: Callable[..., Any],
+    learner: SharedTrainerGroup[Any],
+    num_ranks: int,
+    close: Callable[[], Awaitable[Any]],
+) -> InlineBackend[Any, ConfigT, Any, Any]:
+    """Return the backend of a run whose controllers are in this process, and share a trainer group.
+
+    Args:
+        config: the run's.
+        shared: role services that the controllers share.
+        roles: class of a controller's roles: the fields of ``shared``, and ``learner``.
+        learner: the models in training.
+        num_ranks: number of training ranks whose work is recorded.
+        close: ends the services other than the trainer group.
+    """
+    return InlineBackend(
+        config,
+        roles=shared,
+        world_size=config.controllers,
+        learner=learner,
+        program=lambda job, recorder: share_trainer(learner, job.program(recorder), roles=roles, num_ranks=num_ranks),
+        close=close,
+    )
+
+
+@contextmanager
+def _interrupted_at_once() -> Generator[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` at any time inside the block, in coroutines of an `asyncio.Runner`, too.
+
+    The runner's own handler waits until its task awaits something, which a loading model or a blocking reward may do
+    late, or never. Outside the main thread, which alone gets signals, nothing is changed.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    # The runner replaces Python's default handler, and no other.
+    signal.signal(signal.SIGINT, _raise)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise KeyboardInterrupt

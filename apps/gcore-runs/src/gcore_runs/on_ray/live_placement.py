@@ -15,7 +15,7 @@ from gcore_placement import (
     RoleLoad,
     StrategyChoice,
 )
-from gcore_runs.settings.cluster import PlacementConfig
+from gcore_runs.settings.run_config import PlacementConfig
 
 Role = Literal["gen", "reward"]
 """A role, named by its stage."""

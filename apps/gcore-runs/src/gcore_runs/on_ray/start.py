@@ -40,12 +40,13 @@ from gcore_rollout import (
     end_engine_actor,
     start_engine_actor,
 )
+from gcore_runs import log_to
 from gcore_runs.errors import UserError
-from gcore_runs.logs.writing import log_to, logged, logs_of
+from gcore_runs.logs import logged, logs_of
 from gcore_runs.loop.instrumented_engine import Instrumentation
-from gcore_runs.loop.job import RunJob
+from gcore_runs.loop.recorder import RunJob
 from gcore_runs.on_ray.live_placement import LivePlacement
-from gcore_runs.settings.cluster import PlacementConfig
+from gcore_runs.settings.run_config import PlacementConfig
 
 
 class PlacedConfig(SizedConfig, Protocol):

@@ -3,20 +3,33 @@
 How it looks is in `page.html.j2`.
 """
 
+import json
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
-from gcore_runs.report.charts import MAX_POINTS, load_panel, mean_window, reward_panel, signal_panel, stage_panel
-from gcore_runs.report.kinds import Kind
-from gcore_runs.report.ledger import ledger_panel
-from gcore_runs.report.run import Run, read_run, series
-from gcore_runs.report.summary import paired_samples, reward_seen, samples_seen, tiles, warmup_seen
+from gcore_runs.report.panels import (
+    MAX_POINTS,
+    amount,
+    duration,
+    ledger_panel,
+    load_panel,
+    mean_window,
+    reward_panel,
+    signal_panel,
+    stage_panel,
+)
+from gcore_runs.report.run import Kind, Row, Run, number, series
 from gcore_runs.report.timeline import timeline
 
 MAX_SAMPLES = 32
+MAX_TEXT_CHARS = 2000
 
 
 def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
@@ -34,7 +47,7 @@ def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
     Raises:
         FileNotFoundError: `run_dir` is not a run's folder.
     """
-    page = _render(read_run(run_dir, kinds))
+    page = _render(Run(run_dir, kinds))
     path = run_dir / "report.html"
     temporary = run_dir / f".report.html.{os.getpid()}"
     try:
@@ -75,3 +88,134 @@ def _render(run: Run) -> str:
         drawn=datetime.now(UTC),
         plotly_js=get_plotlyjs(),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One number of the page's first row."""
+
+    label: str
+    value: str = ""
+    note: str = "no step recorded yet"
+
+
+class Completion(NamedTuple):
+    """`verdict` is right, wrong, partly, or scored where the score does not say which."""
+
+    text: str
+    score: str
+    verdict: str
+
+
+class Sample(NamedTuple):
+    """A prompt with its completions before and after training, None where there is none yet."""
+
+    prompt: str
+    answer: str | None
+    before: Completion | None
+    after: Completion | None
+
+
+def tiles(run: Run) -> list[Tile]:
+    steps, rewards = series(run.metrics, run.kind.key)
+    _, throughput = series(run.metrics, "perf/throughput")
+    _, step_times = series(run.metrics, "timing_s/step")
+    reward, speed, step, wall = (
+        Tile(label=label)
+        for label in (f"{run.kind.name.capitalize()}, last step", "Throughput", "Step time", "Wall time")
+    )
+    if rewards:
+        recent = rewards[-mean_window(len(rewards)) :]
+        mean = f"mean of last {len(recent)}: {amount(statistics.fmean(recent))}"
+        note = mean if len(recent) > 1 else f"step {steps[-1]:.0f}"
+        reward = replace(reward, value=amount(rewards[-1]), note=note)
+    if throughput:
+        median = amount(statistics.median(throughput))
+        speed = replace(speed, value=median, note=f"{run.kind.throughput_unit}, median")
+    if step_times:
+        slowest = f"median; slowest {duration(max(step_times))}"
+        step = replace(step, value=duration(statistics.median(step_times)), note=slowest)
+        wall = replace(wall, value=duration(sum(step_times)), note=f"in {len(step_times):,} training steps")
+    return [_evaluation_tile(run), reward, speed, step, wall]
+
+
+def _evaluation_tile(run: Run) -> Tile:
+    measure = run.kind.measure
+    for way, key in run.kind.evaluations.items():
+        steps, scores = series(run.metrics, key)
+        if not steps:
+            continue
+        is_share = measure in ("score", "accuracy") and min(scores) >= 0 and max(scores) <= 1
+        first, last = (f"{score:.0%}" if is_share else amount(score) for score in (scores[0], scores[-1]))
+        shown = "accuracy" if is_share else measure
+        label = f"Held-out {shown}, {way}" if way else f"Held-out {shown}"
+        if len(steps) == 1:
+            return Tile(label=label, value=first, note=f"step {steps[0]:.0f}; not evaluated again yet")
+        return Tile(label=label, value=f"{first} → {last}", note=f"step {steps[0]:.0f} → step {steps[-1]:.0f}")
+    return Tile(label=f"Held-out {'accuracy' if measure == 'score' else measure}", note="not evaluated yet")
+
+
+def reward_seen(run: Run) -> str:
+    steps, rewards = series(run.metrics, run.kind.key)
+    window = mean_window(len(rewards))
+    if window == 1:
+        absent = "No training step yet" if run.metrics else "Nothing yet: metrics.jsonl is missing or empty"
+        return f"Too few steps for a trend yet: {len(steps)}" if steps else absent
+    first, last = (amount(statistics.fmean(part)) for part in (rewards[:window], rewards[-window:]))
+    return f"From {first} over the first {window} steps to {last} over the last {window}"
+
+
+def warmup_seen(run: Run) -> str:
+    for way, key in reversed(run.kind.evaluations.items()):
+        _, scores = series(run.warmup, key)
+        if scores:
+            return f"Held-out score, {way}: {amount(scores[0])} → {amount(scores[-1])}"
+    return run.kind.after_warmup
+
+
+def paired_samples(run: Run) -> list[Sample]:
+    pairs: list[tuple[Row | None, Row | None]] = list(zip_longest(run.before, run.after))
+    if not run.has_paired_samples:
+        pairs = [*((old, None) for old in run.before), *((None, new) for new in run.after)]
+    scores = [number(row.get("score")) for row in (*run.before, *run.after)]
+    verified = all(score is not None and -1 <= score <= 1 for score in scores)
+    return [_sample(old, new, verified=verified) for old, new in pairs]
+
+
+def _sample(before: Row | None, after: Row | None, *, verified: bool) -> Sample:
+    either = before or after or {}
+    answer = either.get("answer")
+    return Sample(
+        prompt=_clipped(either.get("prompt")),
+        answer=None if answer is None else _clipped(answer),
+        before=_completion(before, verified=verified),
+        after=_completion(after, verified=verified),
+    )
+
+
+def _completion(row: Row | None, *, verified: bool) -> Completion | None:
+    """Return a completion with its verdict, if ``verified``: scores are in [-1, 1], 1 is right and 0 or less wrong."""
+    if not row:
+        return None
+    score = number(row.get("score"))
+    verdict = "scored"
+    if verified and score is not None:
+        verdict = "right" if score >= 1 else "wrong" if score <= 0 else "partly"
+    shown = "not scored" if score is None else amount(score)
+    return Completion(text=_clipped(row.get("completion", "")), score=shown, verdict=verdict)
+
+
+def samples_seen(samples: Sequence[Sample]) -> str:
+    sides = {"before": [sample.before for sample in samples], "after": [sample.after for sample in samples]}
+    verdicts = {when: [completion.verdict for completion in side if completion] for when, side in sides.items()}
+    return ", ".join(
+        f"{found.count('right')} of {len(found)} right {when} training"
+        for when, found in verdicts.items()
+        if found and "scored" not in found
+    )
+
+
+def _clipped(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    left_out = len(text) - MAX_TEXT_CHARS
+    return text if left_out <= 0 else f"{text[:MAX_TEXT_CHARS]} … {left_out:,} more characters"

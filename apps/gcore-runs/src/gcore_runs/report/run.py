@@ -1,4 +1,4 @@
-"""Read a run's folder for its page, also while the run is in progress or after it was killed."""
+"""Read a run's folder for its page, also while the run is in progress or after it was killed; and kinds of runs."""
 
 import base64
 import json
@@ -9,25 +9,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from gcore_runs.report.kinds import Kind
-from gcore_runs.spans import StepSpans
+from gcore_runs.run_folder import RunFolder, StepSpans
 
-Row: TypeAlias = dict[str, object]
+Row: TypeAlias = dict[str, Any]
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 MAX_SPAN_STEPS = 50
 """Steps whose spans are read: the last ones."""
 
-
 MAX_PICTURES = 6
 """Pictures shown: the first, the last, and others evenly between them."""
 
 
+Signal = tuple[str, str, str]
+"""Title, metric and unit of a chart."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class Kind:
+    """The page's first chart, its held-out numbers and its signals."""
+
+    title: str
+    unit: str
+    name: str
+    """Unit of the first chart."""
+    key: str
+    """Its metric."""
+    measure: Literal["score", "reward", "loss", "accuracy"]
+    """Kind of the held-out numbers; score: shares of right answers, if they are from 0 to 1."""
+    evaluations: dict[str, str]
+    """Their metrics, by the way of answering; empty where there is only one."""
+    signals: tuple[Signal, ...]
+    throughput_unit: str = "tokens/s"
+    has_samples: bool = False
+    """Texts before and after, in samples/*.jsonl."""
+    has_pictures: bool = False
+    """Pictures over time, in samples/step-*.png."""
+    after_warmup: str
+    """Caption of the warm-up's chart without a held-out score."""
+
+
+class Picture(NamedTuple):
     """Images at a step, in one picture."""
 
     step: int
@@ -36,59 +61,41 @@ class Picture:
     height: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class Run:
-    """Content of a run's folder. A row is one step; `notes` list files that could not be read, and warnings."""
+    """Content of a run's folder. A row is one step; `notes` list files that could not be read, and warnings.
 
-    name: str
-    kind: Kind
-    config: str
-    total_steps: int | None
-    metrics: list[Row]
-    warmup: list[Row]
-    before: list[Row]
-    after: list[Row]
-    pictures: list[Picture]
-    spans: list[StepSpans]
-    """Spans of the last steps."""
-    written: datetime | None
-    notes: list[str]
+    Raises:
+        FileNotFoundError: it is not a run's folder.
+    """
+
+    def __init__(self, run_dir: Path, kinds: Mapping[str, Kind]) -> None:
+        folder = RunFolder(run_dir)
+        signs = (folder.config, folder.metrics, folder.warmup)
+        if not any(path.is_file() for path in signs):
+            names = ", ".join(path.name for path in signs)
+            raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {names} in it")
+        notes: list[str] = []
+        self.name = run_dir.resolve().name
+        self.config, self.kind, self.total_steps = _read_config(folder.config, kinds, notes)
+        spans = _by_step(_read_rows(folder.spans, "controllers", notes, last=MAX_SPAN_STEPS))
+        self.spans = [StepSpans.from_row(row) for row in spans]
+        self.metrics = _by_step(_read_rows(folder.metrics, "step", notes))
+        self.warmup = _by_step(_read_rows(folder.warmup, "step", notes))
+        self.before = _read_rows(folder.samples / "before.jsonl", "prompt", notes)
+        self.after = _read_rows(folder.samples / "after.jsonl", "prompt", notes)
+        self.pictures = _read_pictures(folder.samples, notes) if self.kind.has_pictures else []
+        has_metrics = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
+        self.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if has_metrics else None
+        self.notes = notes + _warnings(_read_rows(folder.warnings, "message", notes))
 
     @property
     def steps_done(self) -> int:
-        return step_of(self.metrics[-1]) if self.metrics else 0
+        return self.metrics[-1]["step"] if self.metrics else 0
 
     @property
     def has_paired_samples(self) -> bool:
-        """True if samples before and after answer the same prompts, so that they can be shown in pairs."""
+        """Return whether samples before and after answer the same prompts, so that they can be shown in pairs."""
         return all(old["prompt"] == new["prompt"] for old, new in zip(self.before, self.after, strict=False))
-
-
-def read_run(run_dir: Path, kinds: Mapping[str, Kind]) -> Run:
-    signs = ("config.toml", "metrics.jsonl", "warmup.jsonl")
-    if not any((run_dir / name).is_file() for name in signs):
-        raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {', '.join(signs)} in it")
-    notes: list[str] = []
-    config, kind, total_steps = _read_config(run_dir / "config.toml", kinds, notes)
-    metrics = run_dir / "metrics.jsonl"
-    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
-    return Run(
-        name=run_dir.resolve().name,
-        kind=kind,
-        config=config,
-        total_steps=total_steps,
-        metrics=_by_step(_read_rows(metrics, "step", notes)),
-        warmup=_by_step(_read_rows(run_dir / "warmup.jsonl", "step", notes)),
-        before=_read_rows(run_dir / "samples" / "before.jsonl", "prompt", notes),
-        after=_read_rows(run_dir / "samples" / "after.jsonl", "prompt", notes),
-        pictures=_read_pictures(run_dir / "samples", notes) if kind.has_pictures else [],
-        spans=[
-            StepSpans.from_row(row)
-            for row in _by_step(_read_rows(run_dir / "spans.jsonl", "controllers", notes, last=MAX_SPAN_STEPS))
-        ],
-        written=datetime.fromtimestamp(metrics.stat().st_mtime, UTC) if has_metrics else None,
-        notes=notes + _warnings(_read_rows(run_dir / "warnings.jsonl", "message", notes)),
-    )
 
 
 def _warnings(rows: list[Row]) -> list[str]:
@@ -98,7 +105,7 @@ def _warnings(rows: list[Row]) -> list[str]:
         by_key.setdefault(row.get("key"), []).append(row)
     lines: list[str] = []
     for found in by_key.values():
-        times = sum(cast(int, row.get("count", 1)) for row in found)
+        times = sum(row.get("count", 1) for row in found)
         more = f" ({times:,} times in {len(found):,} steps, to step {found[-1].get('step')})" if times > 1 else ""
         lines.append(f"Step {found[0].get('step')}: {found[0]['message']}{more}.")
     return lines
@@ -116,8 +123,8 @@ def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tup
         notes.append(f"config.toml is not valid TOML ({error}): the number of steps to go is unknown.")
         return text, kinds["train"], None
     kind = kinds.get(str(values.get("command", "train")), kinds["train"])
-    trainer = values.get("trainer")
-    total = cast(Row, trainer).get("total_training_steps") if isinstance(trainer, dict) else None
+    trainer: Any = values.get("trainer")
+    total = trainer.get("total_training_steps") if isinstance(trainer, dict) else None
     return text, kind, total if isinstance(total, int) and total > 0 else None
 
 
@@ -136,11 +143,11 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
         if not line.strip():
             continue
         try:
-            row: object = json.loads(line)
+            row: Any = json.loads(line)
         except ValueError:
             row = None
         if isinstance(row, dict) and required in row:
-            rows.append(cast(Row, row))
+            rows.append(row)
         elif line.endswith(b"\n"):
             unreadable.append(number)
     if unreadable:
@@ -150,7 +157,6 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
 
 
 def _read_pictures(folder: Path, notes: list[str]) -> list[Picture]:
-    """Return the spans of the steps that are shown."""
     files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.png")}
     steps = sorted(files)
     if len(steps) > MAX_PICTURES:
@@ -164,7 +170,7 @@ def _read_pictures(folder: Path, notes: list[str]) -> list[Picture]:
         # A PNG's header begins with its size (ISO/IEC 15948, 11.2.2).
         width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
         encoded = base64.b64encode(content).decode()
-        pictures.append(Picture(step=step, data_uri=f"data:image/png;base64,{encoded}", width=width, height=height))
+        pictures.append(Picture(step, f"data:image/png;base64,{encoded}", width, height))
     return pictures
 
 
@@ -172,17 +178,13 @@ def _by_step(rows: list[Row]) -> list[Row]:
     """Return one row a step, ascending, without those that a resumed run has written again."""
     kept: list[Row] = []
     for row in rows:
-        while kept and step_of(kept[-1]) > step_of(row):
+        while kept and kept[-1]["step"] > row["step"]:
             kept.pop()
-        if kept and step_of(kept[-1]) == step_of(row):
+        if kept and kept[-1]["step"] == row["step"]:
             kept[-1] = kept[-1] | row
         else:
             kept.append(row)
     return kept
-
-
-def step_of(row: Row) -> int:
-    return cast(int, row["step"])
 
 
 def number(value: object) -> float | None:
@@ -191,5 +193,5 @@ def number(value: object) -> float | None:
 
 def series(rows: Sequence[Row], key: str) -> tuple[list[float], list[float]]:
     """Return the steps at which `key` is a finite number, and its values there."""
-    points = [(step_of(row), value) for row in rows if (value := number(row.get(key))) is not None]
+    points = [(row["step"], value) for row in rows if (value := number(row.get(key))) is not None]
     return [float(step) for step, _ in points], [value for _, value in points]

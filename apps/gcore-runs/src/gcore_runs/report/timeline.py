@@ -1,24 +1,21 @@
 """The page's timeline: which stage every controller and device was in, and when."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from gcore_controller import Span
-from gcore_runs.report.charts import STAGES, Panel, Trace
-from gcore_runs.report.run import Row
-from gcore_runs.report.text import duration
-from gcore_runs.spans import StepSpans
+from gcore_runs.display import STAGES
+from gcore_runs.report.panels import Panel, Trace, bar_trace, duration
+from gcore_runs.run_folder import StepSpans
 
 MAX_ROWS = 24
 """Most rows of controllers, and of each kind of device; if there are more, every second or n-th is shown."""
-
 MAX_SPANS = 4000
 """Most spans of the timeline; if there are more, fewer steps are shown."""
-
 FIRST_VIEW_STEPS = 5
 """Steps in view when the page is opened."""
-
 _IDLE = "no stage"
 
 
@@ -42,13 +39,11 @@ class Timeline:
     views: list[View]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Bar:
+class _Bar(NamedTuple):
     row: str
     step: int
-    stage: str
     start_s: float
-    end_s: float
+    seconds: float
 
 
 def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
@@ -56,14 +51,14 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     controllers = [_controller(rank) for rank in range(max((len(step.controllers) for step in steps), default=0))]
     devices = sorted({name for step in steps for name in step.devices}, key=_kind_and_number)
     kinds = [list(names) for _, names in groupby(devices, key=lambda name: _kind_and_number(name)[0])]
-    drawn = [name for names in (controllers, *kinds) for name in _thinned(names)]
+    drawn = [name for names in (controllers, *kinds) for name in names[:: max(1, -(-len(names) // MAX_ROWS))]]
     if not drawn:
         return None
     shown = _last_steps(steps, drawn)
     zero_s, end_s = shown[0].start_s, max(step.end_s for step in shown)
-    rows = [(step, _by_row(step)) for step in shown]
-    bars = [bar for name in drawn for bar in _bars(name, rows, zero_s, end_s)]
-    stages = {stage: [bar for bar in bars if bar.stage == stage] for stage in (*STAGES, "other", _IDLE)}
+    stages = _bars(drawn, shown, zero_s, end_s)
+    seconds = {stage: sum(bar.seconds for bar in bars) for stage, bars in stages.items() if bars}
+    total_s = max(sum(seconds.values()), 1e-9)
     views = [
         View(
             label=f"Last {count} steps" if count > 1 else "Last step",
@@ -73,11 +68,13 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
         )
         for count in sorted({1, min(FIRST_VIEW_STEPS, len(shown)), len(shown)})
     ]
-    total_s = max(sum(bar.end_s - bar.start_s for bar in bars), 1e-9)
+    [first] = [view for view in views if view.is_first]
+    line = {"color": "--muted", "width": 1, "dash": "dot"}
+    starts_s = [step.start_s - zero_s for step in shown]
     panel = Panel(
         title="Timeline",
         unit="seconds since the first step shown; a dotted line is the start of a step; drag to zoom in",
-        traces=[_trace(stage, found) for stage, found in stages.items() if found],
+        traces=[_trace(stage, stages[stage]) for stage in seconds],
         y_axis={
             "categoryorder": "array",
             "categoryarray": drawn[::-1],
@@ -85,17 +82,25 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
             "fixedrange": True,
             "showgrid": False,
         },
-        legend=[
-            ("box", _color(stage), f"{stage} {sum(bar.end_s - bar.start_s for bar in found) / total_s:.0%}")
-            for stage, found in stages.items()
-            if found
-        ],
+        legend=[("box", _color(stage), f"{stage} {own_s / total_s:.0%}") for stage, own_s in seconds.items()],
         last=duration(shown[-1].end_s - shown[-1].start_s),
-        layout=_layout([step.start_s - zero_s for step in shown], next(view for view in views if view.is_first)),
+        layout={
+            "barmode": "overlay",
+            "bargap": 0.3,
+            "hovermode": "closest",
+            "xaxis": {"title": {}, "range": [first.start_s, first.end_s], "ticksuffix": " s"},
+            "shapes": [
+                {"type": "line", "x0": at_s, "x1": at_s, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+                for at_s in starts_s
+            ],
+        },
     )
-    return Timeline(
-        panel=panel, seen=_seen(shown, len(controllers + devices), len(drawn)), num_rows=len(drawn), views=views
-    )
+    num_rows = len(controllers + devices)
+    caption = f"Steps {shown[0].step:,} to {shown[-1].step:,}" if len(shown) > 1 else f"Step {shown[0].step:,}"
+    if len(drawn) < num_rows:
+        caption += f"; {len(drawn)} of {num_rows:,} controllers and devices"
+    caption += ". Light stretches are in no stage: a row waits there, or does what has no stage."
+    return Timeline(panel=panel, seen=caption, num_rows=len(drawn), views=views)
 
 
 def _controller(rank: int) -> str:
@@ -105,10 +110,6 @@ def _controller(rank: int) -> str:
 def _kind_and_number(name: str) -> tuple[str, int]:
     kind, _, number = name.rpartition(" ")
     return (kind, int(number)) if number.isdecimal() else (name, 0)
-
-
-def _thinned(names: list[str]) -> list[str]:
-    return names[:: max(1, -(-len(names) // MAX_ROWS))]
 
 
 def _by_row(step: StepSpans) -> dict[str, list[Span]]:
@@ -127,57 +128,36 @@ def _last_steps(steps: Sequence[StepSpans], drawn: Sequence[str]) -> Sequence[St
     return steps
 
 
-def _bars(
-    name: str, rows: Sequence[tuple[StepSpans, dict[str, list[Span]]]], zero_s: float, end_s: float
-) -> Iterator[_Bar]:
-    """Yield the bars of a row without gaps: time in no stage included."""
-    reached_s = zero_s
-    for step, spans in rows:
-        for span in spans.get(name, ()):
-            start_s, stop_s = step.start_s + span.start_s, step.start_s + span.end_s
-            stage = span.stage if span.stage in STAGES else "other"
-            for what, since_s, until_s in ((_IDLE, reached_s, start_s), (stage, start_s, stop_s)):
-                if until_s > since_s:
-                    yield _Bar(row=name, step=step.step, stage=what, start_s=since_s - zero_s, end_s=until_s - zero_s)
-            reached_s = max(reached_s, stop_s)
-    if end_s > reached_s:
-        last_step = rows[-1][0].step
-        yield _Bar(row=name, step=last_step, stage=_IDLE, start_s=reached_s - zero_s, end_s=end_s - zero_s)
+def _bars(drawn: Sequence[str], steps: Sequence[StepSpans], zero_s: float, end_s: float) -> dict[str, list[_Bar]]:
+    """Return the bars of each stage; a row has no gaps: time in no stage is one, too."""
+    found: dict[str, list[_Bar]] = {stage: [] for stage in (*STAGES, "other", _IDLE)}
+    rows = [(step, _by_row(step)) for step in steps]
+
+    def add(stage: str, name: str, step: StepSpans, start_s: float, stop_s: float) -> None:
+        if stop_s > start_s:
+            found[stage].append(_Bar(name, step.step, start_s - zero_s, stop_s - start_s))
+
+    for name in drawn:
+        reached_s = zero_s
+        for step, spans in rows:
+            for span in spans.get(name, ()):
+                start_s, stop_s = step.start_s + span.start_s, step.start_s + span.end_s
+                add(_IDLE, name, step, reached_s, start_s)
+                add(span.stage if span.stage in STAGES else "other", name, step, start_s, stop_s)
+                reached_s = max(reached_s, stop_s)
+        add(_IDLE, name, steps[-1], reached_s, end_s)
+    return found
 
 
 def _trace(stage: str, bars: Sequence[_Bar]) -> Trace:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": stage,
-        "y": [bar.row for bar in bars],
+    hover = f"<b>{stage}</b> %{{customdata[1]}}<br>%{{y}}, step %{{customdata[0]}}<extra></extra>"
+    return bar_trace(
+        stage, _color(stage), [bar.row for bar in bars], [round(bar.seconds, 4) for bar in bars], hover
+    ) | {
         "base": [round(bar.start_s, 4) for bar in bars],
-        "x": [round(bar.end_s - bar.start_s, 4) for bar in bars],
-        "customdata": [[bar.step, duration(bar.end_s - bar.start_s)] for bar in bars],
-        "marker": {"color": _color(stage), "line": {"width": 0}},
-        "hovertemplate": f"<b>{stage}</b> %{{customdata[1]}}<br>%{{y}}, step %{{customdata[0]}}<extra></extra>",
+        "customdata": [[bar.step, duration(bar.seconds)] for bar in bars],
     }
 
 
 def _color(stage: str) -> str:
     return "--grid" if stage == _IDLE else f"--{stage}"
-
-
-def _layout(starts_s: Sequence[float], view: View) -> Row:
-    line = {"color": "--muted", "width": 1, "dash": "dot"}
-    return {
-        "barmode": "overlay",
-        "bargap": 0.3,
-        "hovermode": "closest",
-        "xaxis": {"title": {}, "range": [view.start_s, view.end_s], "ticksuffix": " s"},
-        "shapes": [
-            {"type": "line", "x0": at_s, "x1": at_s, "yref": "paper", "y0": 0, "y1": 1, "line": line}
-            for at_s in starts_s
-        ],
-    }
-
-
-def _seen(shown: Sequence[StepSpans], num_rows: int, num_drawn: int) -> str:
-    steps = f"Steps {shown[0].step:,} to {shown[-1].step:,}" if len(shown) > 1 else f"Step {shown[0].step:,}"
-    rows = "" if num_drawn == num_rows else f"; {num_drawn} of {num_rows:,} controllers and devices"
-    return f"{steps}{rows}. Light stretches are in no stage: a row waits there, or does what has no stage."

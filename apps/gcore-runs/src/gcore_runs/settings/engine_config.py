@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gcore_rollout import EngineKind, RequestError, engine_kind, engine_names
-from gcore_runs.errors import UserError, check_at_least
+from gcore_runs import UserError, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)

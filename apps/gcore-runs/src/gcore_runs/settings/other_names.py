@@ -3,111 +3,78 @@
 import difflib
 from collections.abc import Callable, Collection
 
-_SECTIONS = ("actor_rollout_ref.",)
-"""Sections of verl that gcore does not have."""
-
-_LR = ("actor.optim.lr", "optim.lr")
-_BATCH = ("data.train_batch_size", "train_batch_size")
-_MICRO_BATCH = ("actor.ppo_max_token_len", "max_token_len", "actor.micro_batch_size", "ppo_max_token_len")
 _STEPS = ("trainer.total_training_steps", "steps")
-_EPOCHS = ("trainer.total_epochs", *_STEPS)
 _WARMUP = ("actor.optim.lr_warmup_steps", "optim.lr_warmup_steps")
-_WARMUP_RATIO = ("optim.lr_warmup_steps_ratio", *_WARMUP)
 _KL = ("actor.loss.kl_loss_coef", "loss.beta", "kl_loss_coef")
-_KL_REWARD = ("algorithm.kl_ctrl.kl_coef", *_KL)
-_CHECKPOINTING = ("actor.enable_gradient_checkpointing", "enable_gradient_checkpointing")
-_GROUP = ("rollout.n", "n")
 _RESPONSE = ("data.max_response_length", "max_response_length", "data.max_length")
-_LENGTH = ("data.max_length", "data.max_response_length", "max_response_length")
 _REWARD = ("reward", "reward.kind", "data.train_files")
-_RANKS = ("trainer.num_processes", "devices")
+_MICRO_BATCH = ("actor.ppo_max_token_len", "max_token_len", "actor.micro_batch_size", "ppo_max_token_len")
+_MICRO_BATCH_SIZES = (
+    *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per_gpu"),
+    *("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "gradient_accumulation_steps"),
+)
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     # verl
     "model.path": ("model",),
     "reward_model.model.path": ("reward_model.path", "reward.path"),
     "reward_model.enable": ("reward_model.kind", "reward.kind"),
-    "rollout.name": ("rollout.engine",),
     "actor.strategy": ("trainer.backend",),
     "use_kl_loss": _KL,
-    "use_kl_in_reward": _KL_REWARD,
-    "clip_ratio": ("actor.loss.clip_ratio_low", "actor.loss.clip_ratio"),
+    "use_kl_in_reward": ("algorithm.kl_ctrl.kl_coef", *_KL),
     "filter_groups.enable": ("algorithm.filter_groups", "filter_groups"),
-    "ppo_micro_batch_size": _MICRO_BATCH,
-    "ppo_micro_batch_size_per_gpu": _MICRO_BATCH,
-    "ppo_max_token_len_per_gpu": _MICRO_BATCH,
-    "log_prob_micro_batch_size_per_gpu": _MICRO_BATCH,
-    "log_prob_max_token_len_per_gpu": _MICRO_BATCH,
-    "custom_reward_function.path": _REWARD,
-    "reward_function": _REWARD,
     "data.seed": ("data.shuffle_seed", "seed"),
-    "experiment_name": ("name",),
-    "project_name": ("name",),
-    "default_local_dir": ("runs_dir",),
     "resume_mode": ("resume",),
-    "n_gpus_per_node": _RANKS,
-    "nnodes": _RANKS,
-    "max_actor_ckpt_to_keep": ("trainer.max_ckpt_to_keep",),
     # TRL and transformers
-    "num_generations": _GROUP,
+    "model_name_or_path": ("model",),
     "beta": ("loss.beta", "actor.loss.kl_loss_coef", "actor.dpo.beta", "kl_loss_coef"),
-    "per_device_train_batch_size": _BATCH,
-    "batch_size": _BATCH,
-    "gradient_accumulation_steps": _MICRO_BATCH,
-    "learning_rate": _LR,
-    "lr": _LR,
-    "adam_beta1": ("actor.optim.betas", "optim.betas"),
-    "adam_beta2": ("actor.optim.betas", "optim.betas"),
+    "num_generations": ("rollout.n", "n"),
     "max_grad_norm": ("actor.optim.grad_clip", "optim.grad_clip"),
     "warmup_steps": _WARMUP,
-    "warmup_ratio": _WARMUP_RATIO,
-    "max_completion_length": _RESPONSE,
-    "max_new_tokens": _RESPONSE,
-    "max_tokens": _RESPONSE,
-    "max_seq_length": _LENGTH,
-    "max_length": _LENGTH,
-    "num_train_epochs": _EPOCHS,
-    "total_epochs": _EPOCHS,
-    "epochs": _EPOCHS,
+    "warmup_ratio": ("optim.lr_warmup_steps_ratio", *_WARMUP),
     "max_steps": _STEPS,
-    "output_dir": ("runs_dir",),
-    "run_name": ("name",),
-    "model_name_or_path": ("model",),
-    "dataset_name": ("data.train_files",),
-    "dataset": ("data.train_files",),
-    "reward_funcs": _REWARD,
     "num_iterations": ("actor.ppo_epochs", "actor.num_updates"),
-    "epsilon": ("actor.loss.clip_ratio_low", "actor.loss.clip_ratio"),
     "epsilon_high": ("actor.loss.clip_ratio_high", "actor.loss.clip_ratio"),
     "scale_rewards": ("algorithm.norm_adv_by_std_in_grpo", "algorithm.norm_adv_by"),
     "mask_truncated_completions": ("algorithm.overlong.filter",),
-    "use_vllm": ("rollout.engine",),
     "bf16": ("dtype", "actor.dtype"),
-    "gradient_checkpointing": _CHECKPOINTING,
+    "gradient_checkpointing": ("actor.enable_gradient_checkpointing", "enable_gradient_checkpointing"),
     "lora_r": ("actor.lora_rank",),
     "lora_target_modules": ("actor.target_modules",),
     "save_steps": ("trainer.save_freq",),
     "eval_steps": ("trainer.test_freq",),
-    "save_total_limit": ("trainer.max_ckpt_to_keep",),
     "report_to": ("trainer.tensorboard",),
+    # several names for one setting
+    **dict.fromkeys(("clip_ratio", "epsilon"), ("actor.loss.clip_ratio_low", "actor.loss.clip_ratio")),
+    **dict.fromkeys(("rollout.name", "use_vllm"), ("rollout.engine",)),
+    **dict.fromkeys(_MICRO_BATCH_SIZES, _MICRO_BATCH),
+    **dict.fromkeys(("custom_reward_function.path", "reward_function", "reward_funcs"), _REWARD),
+    **dict.fromkeys(("experiment_name", "project_name", "run_name"), ("name",)),
+    **dict.fromkeys(("default_local_dir", "output_dir"), ("runs_dir",)),
+    **dict.fromkeys(("n_gpus_per_node", "nnodes"), ("trainer.num_processes", "devices")),
+    **dict.fromkeys(("max_actor_ckpt_to_keep", "save_total_limit"), ("trainer.max_ckpt_to_keep",)),
+    **dict.fromkeys(("per_device_train_batch_size", "batch_size"), ("data.train_batch_size", "train_batch_size")),
+    **dict.fromkeys(("learning_rate", "lr"), ("actor.optim.lr", "optim.lr")),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), ("actor.optim.betas", "optim.betas")),
+    **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_tokens"), _RESPONSE),
+    **dict.fromkeys(("max_seq_length", "max_length"), ("data.max_length", *_RESPONSE[:2])),
+    **dict.fromkeys(("num_train_epochs", "total_epochs", "epochs"), ("trainer.total_epochs", *_STEPS)),
+    **dict.fromkeys(("dataset_name", "dataset"), ("data.train_files",)),
 }
 """Settings here by the end of another library's name; a command's own is the first that it has."""
 
+_NONE = "there is no such setting: "
 _ALWAYS_ON_POLICY = (
-    "there is no such setting: responses are sampled from the policy's whole distribution, whose log-probabilities the "
-    "trainer computes"
+    f"{_NONE}responses are sampled from the policy's whole distribution, whose log-probabilities the trainer computes"
 )
+_ALWAYS_FILTERED = f"{_NONE}longer prompts are always left out, counted and reported"
 
 NOT_HERE: dict[str, str] = {
-    "top_p": _ALWAYS_ON_POLICY,
-    "top_k": _ALWAYS_ON_POLICY,
-    "min_p": _ALWAYS_ON_POLICY,
-    "repetition_penalty": _ALWAYS_ON_POLICY,
-    "filter_overlong_prompts": "there is no such setting: longer prompts are always left out, counted and reported",
-    "truncation": "there is no such setting: longer prompts are always left out, counted and reported",
-    "gpu_memory_utilization": "there is no such setting: an engine sizes its own cache",
-    "rollout.tensor_model_parallel_size": "there is no such setting: each engine is on one device",
-    "logging_steps": "there is no such setting: every step is written to metrics.jsonl",
+    **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), _ALWAYS_ON_POLICY),
+    **dict.fromkeys(("filter_overlong_prompts", "truncation"), _ALWAYS_FILTERED),
+    "gpu_memory_utilization": f"{_NONE}an engine sizes its own cache",
+    "rollout.tensor_model_parallel_size": f"{_NONE}each engine is on one device",
+    "logging_steps": f"{_NONE}every step is written to metrics.jsonl",
 }
 """Advice for another library's setting that has no counterpart here, by the end of its name."""
 
@@ -120,8 +87,8 @@ def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str)
         known: dotted names of all settings.
         spelled: how a setting is to be written.
     """
-    for section in _SECTIONS:
-        name = name.removeprefix(section)
+    # A section of verl that gcore does not have.
+    name = name.removeprefix("actor_rollout_ref.")
     parts = name.split(".")
     ends = [".".join(parts[i:]) for i in range(len(parts))]
     found: list[str] = [name] if name in known else []
@@ -149,11 +116,7 @@ def _with_relatives(said: str, parts: list[str], known: Collection[str], spelled
         section = "".join(f"{part}." for part in parts[:depth])
         relatives = sorted(n for n in known if n.startswith(section))
         if relatives:
-            names = dict.fromkeys(_spelled_relative(n, section, spelled) for n in relatives)
+            splits = [n.removeprefix(section).partition(".") for n in relatives]
+            names = dict.fromkeys(spelled(section + own) + (".*" if inner else "") for own, _, inner in splits)
             return f"{said}{'; ' if said else ''}known here: {', '.join(names)}"
     return said or "no setting has a similar name"
-
-
-def _spelled_relative(name: str, section: str, spelled: Callable[[str], str]) -> str:
-    own, _, inner = name.removeprefix(section).partition(".")
-    return spelled(section + own) + (".*" if inner else "")

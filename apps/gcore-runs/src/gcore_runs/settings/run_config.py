@@ -1,18 +1,44 @@
-"""The settings that runs of several commands share, each documented and bounded in one place.
+"""The settings that runs of several commands share, each documented and bounded in one place, and checks of bounds.
 
 An app's config extends these dataclasses: it adds settings of its own, and declares a shared one again where its
 default or its meaning differs.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, Self
 
-from gcore_controller import Sizes
-from gcore_placement import STRATEGIES
-from gcore_runs.errors import UserError, check_at_least, check_port, check_run_name
-from gcore_runs.settings.cluster import PlacementConfig, RayConfig
+from gcore_controller import RLHFConfig, Sizes
+from gcore_placement import STRATEGIES, Strategy
+from gcore_runs.errors import UserError
 from gcore_trainer import LoRAConfig
+
+
+def check_at_least(field: str, value: float, lowest: int) -> None:
+    """Raise `UserError` if the value of a setting is below ``lowest``."""
+    if value < lowest:
+        raise UserError(f"{field} is {value}; expected {lowest} or more")
+
+
+def check_lowest(section: str, settings: object, **lowest: int) -> None:
+    """Raise `UserError` if one of a section's settings is below the given number."""
+    for name, number in lowest.items():
+        check_at_least(f"{section}.{name}".lstrip("."), getattr(settings, name), number)
+
+
+def check_fraction(field: str, value: float, *, above_zero: bool = False, below_one: bool = False) -> None:
+    """Raise `UserError` if the value of a setting is not a number from 0 to 1."""
+    is_low = value <= 0 if above_zero else value < 0
+    if is_low or not (value < 1 if below_one else value <= 1):
+        interval = f"{'(' if above_zero else '['}0, 1{')' if below_one else ']'}"
+        raise UserError(f"{field} is {value}; expected a number in {interval}")
+
+
+def check_finite(field: str, value: float, *, above_zero: bool = False) -> None:
+    """Raise `UserError` if the value of a setting is not finite, or too low."""
+    if not (0 < value < math.inf if above_zero else 0 <= value < math.inf):
+        raise UserError(f"{field} is {value}; expected a finite number{' above 0' if above_zero else ', 0 or more'}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +57,7 @@ class BaseDataConfig:
     """Seed of the order of rows, and of which are held out."""
 
     def __post_init__(self) -> None:
-        check_at_least("data.train_batch_size", self.train_batch_size, 1)
-        check_at_least("data.val_size", self.val_size, 0)
-        check_at_least("data.shuffle_seed", self.shuffle_seed, 0)
+        check_lowest("data", self, train_batch_size=1, val_size=0, shuffle_seed=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +82,13 @@ class ScheduleConfig:
     """Address to serve them at; 127.0.0.1: to this machine alone."""
 
     def __post_init__(self) -> None:
-        check_at_least("trainer.total_training_steps", self.total_training_steps, self.fewest_steps)
-        for name in ("save_freq", "max_ckpt_to_keep", "test_freq"):
-            check_at_least(f"trainer.{name}", getattr(self, name), 1)
-        check_port("trainer.prometheus_port", self.prometheus_port)
+        check_lowest(
+            "trainer", self, total_training_steps=self.fewest_steps, save_freq=1, max_ckpt_to_keep=1, test_freq=1
+        )
+        if not 0 <= self.prometheus_port <= 65_535:
+            raise UserError(
+                f"trainer.prometheus_port is {self.prometheus_port}; expected a port from 1 to 65535, or 0 for none"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +100,7 @@ class BaseTrainerConfig(ScheduleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("trainer.num_processes", self.num_processes, 1)
+        check_lowest("trainer", self, num_processes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +117,7 @@ class BaseActorConfig:
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
 
     def __post_init__(self) -> None:
-        check_at_least("actor.lora_rank", self.lora_rank, 0)
-        check_at_least("actor.lora_alpha", self.lora_alpha, 1)
+        check_lowest("actor", self, lora_rank=0, lora_alpha=1)
 
     @property
     def lora(self) -> LoRAConfig | None:
@@ -111,7 +137,7 @@ class BaseAlgorithmConfig:
     """Most waves of sampling a step; then the step trains on what it has."""
 
     def __post_init__(self) -> None:
-        check_at_least("algorithm.max_num_gen_batches", self.max_num_gen_batches, 1)
+        check_lowest("algorithm", self, max_num_gen_batches=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +177,51 @@ class BaseRunConfig:
     def __post_init__(self) -> None:
         check_at_least("threads", self.threads, 0)
         check_at_least("seed", self.seed, 0)
-        check_run_name(self.name)
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise UserError(f"name is {self.name!r}; expected a plain folder name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths."""
+
+    address: str = ""
+    """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run. Its token
+    is taken from RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."""
+    cpus_per_process: float = 1.0
+    """CPUs that each controller, engine and training rank reserves."""
+    gpus_per_engine: float = 1.0
+    """GPUs that each engine, of the policy or a judge, reserves where device is cuda; parts of one may be shared."""
+    gpus_per_rank: float = 1.0
+    """GPUs that each training rank reserves where device is cuda."""
+    elastic: bool = True
+    """Where nodes are lost or missing, continue with as many processes as the cluster has capacity for, and grow to the
+    numbers of controllers, engines and ranks that are set as nodes join; False: the run ends without that capacity."""
+    timeout_s: float = 600.0
+    """Seconds until the cluster has capacity for the processes of a role, and they have started."""
+
+    def __post_init__(self) -> None:
+        for name in ("cpus_per_process", "gpus_per_engine", "gpus_per_rank"):
+            check_finite(f"ray.{name}", getattr(self, name))
+        if not self.timeout_s > 0:
+            raise UserError(f"ray.timeout_s is {self.timeout_s}; expected above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """Division of the engines of a run on ray between the policy and a judge; all ranks train."""
+
+    strategy: Strategy = "split"
+    """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
+    then, between steps, an engine at a time moves from the role that idles to the one that is busy, more at once where
+    the load has jumped, as long as that saves more than it costs. colocated: each of rollout.num-processes devices has
+    an engine of both, and all generate, then all judge; the engines that wait are asleep. auto: dynamic, or colocated
+    where that takes less, swaps included."""
+    horizon_steps: int = 20
+    """Steps over which a move must save more time than it takes; how long moves take is measured."""
+
+    def __post_init__(self) -> None:
+        check_lowest("placement", self, horizon_steps=1)
 
 
 class Replicas(Protocol):
@@ -180,6 +250,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
     cluster, and what dies is replaced."""
     controllers: int = 1
     """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
+    data: BaseDataConfig = field(default_factory=BaseDataConfig)
+    algorithm: BaseAlgorithmConfig = field(default_factory=BaseAlgorithmConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     rollout: Replicas
@@ -199,11 +271,19 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     @abstractmethod
     def judge(self) -> tuple[str, Replicas | None]:
-        """Name of the judge's section, and its settings; None: the run starts no judge of its own."""
+        """Name of the judge's section, SECTION.judge, and its settings; None: the run starts no judge of its own."""
 
-    @abstractmethod
-    def process_sections(self, *, engines: int, judges: int, ranks: int) -> dict[str, Any]:
-        """Return the sections with the given numbers of processes, by name; 0 judges: as many as now."""
+    @property
+    def loop(self) -> RLHFConfig:
+        """Settings of the RLHF loop."""
+        return RLHFConfig(
+            total_steps=self.trainer.total_training_steps,
+            train_batch_size=self.data.train_batch_size,
+            test_freq=self.trainer.test_freq,
+            filter_groups=self.algorithm.filter_groups,
+            max_num_gen_batches=self.algorithm.max_num_gen_batches,
+            shuffle_seed=self.data.shuffle_seed,
+        )
 
     @property
     def rank_unit(self) -> int:
@@ -219,17 +299,20 @@ class BaseRLConfig(BaseRunConfig, ABC):
             STRATEGIES[self.placement.strategy].is_time_shared,
         )
         judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
-        return Sizes(
-            controllers=self.controllers,
-            engines=engines,
-            judges=judges,
-            ranks=self.trainer.num_processes,
-            in_turns=in_turns,
-        )
+        ranks = self.trainer.num_processes
+        return Sizes(controllers=self.controllers, engines=engines, judges=judges, ranks=ranks, in_turns=in_turns)
 
     def with_sizes(self, sizes: Sizes) -> Self:
         """Return these settings with other numbers of processes."""
-        sections = self.process_sections(engines=sizes.engines, judges=sizes.judges, ranks=sizes.ranks)
+        rollout: Any = self.rollout
+        sections: dict[str, Any] = {
+            "rollout": replace(rollout, num_processes=sizes.engines),
+            "trainer": replace(self.trainer, num_processes=sizes.ranks),
+        }
+        if sizes.judges:
+            name = self.judge[0].partition(".")[0]
+            model = getattr(self, name)
+            sections[name] = replace(model, judge=replace(model.judge, num_processes=sizes.judges))
         placement = replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement
         # At once: the settings in between may contradict each other.
         return replace(self, controllers=sizes.controllers, placement=placement, **sections)
@@ -251,9 +334,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
 
 def check_one_source(data: BaseDataConfig, task: str, *, of: str) -> None:
-    """
-    Raises:
-        UserError: both files and a task are given.
-    """
+    """Raise `UserError` if both files and a task are given."""
     if data.train_files and task:
         raise UserError(f"task.name is {task!r} and data.train_files is set; expected one source of {of}")

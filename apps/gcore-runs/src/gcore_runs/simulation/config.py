@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_placement import Device, EngineCosts, PlacementError
-from gcore_runs.errors import UserError, check_at_least, check_finite, check_fraction
+from gcore_runs import check_at_least, check_finite, check_fraction
+from gcore_runs.errors import UserError
 
 
 def _check_divides(field: str, value: int, whole: str, total: int) -> None:

@@ -9,16 +9,15 @@ import torch
 from gcore_bench.grpo.measure import StepFigures, StepRecorder, TimedReward
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
-from gcore_controller import Span, State, run_inline
+from gcore_controller import Span, State, run_inline, share_trainer
+from gcore_llm.backend import build_engine
 from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
-from gcore_llm.modality import Job, rlhf_program
-from gcore_llm.roles import SamplingRoles, build_engine, build_tokenizer
+from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.sampling.rewards import reward_function
-from gcore_llm.services import sharing
 from gcore_rollout import Completion, Engine, Failure, Request, RewardRunner, WrappedEngine
-from gcore_runs.settings.values import resolve
+from gcore_runs import build_tokenizer, resolve
 
 
 def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
@@ -47,7 +46,7 @@ def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
     async def make_steps() -> None:
         roles = SamplingRoles(policy=watched, reward=runner, tokenizer=tokenizer)
         try:
-            await run_inline(sharing(learner, rlhf_program(job, recorder)), roles=roles)
+            await run_inline(share_trainer(learner, job.program(recorder), roles=Roles), roles=roles)
         finally:
             await watched.close()
 

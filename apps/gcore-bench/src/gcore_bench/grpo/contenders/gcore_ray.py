@@ -11,7 +11,7 @@ from gcore_bench.grpo.measure import StepFigures
 from gcore_bench.grpo.setup import train_config
 from gcore_bench.grpo.workload import Task, Workload
 from gcore_bench.harness.processes import Program
-from gcore_runs.settings.values import to_toml
+from gcore_runs.settings.parsing import to_toml
 
 NUM_CONTROLLERS = 2
 

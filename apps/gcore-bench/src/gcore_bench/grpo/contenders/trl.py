@@ -13,8 +13,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from gcore_bench.grpo.measure import StepFigures, StepRecorder, TimedReward
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
-from gcore_llm.roles import build_tokenizer
 from gcore_llm.sampling.rewards import reward_function
+from gcore_runs import build_tokenizer
 
 
 def run(task: Task, *, use_vllm: bool) -> list[StepFigures]:

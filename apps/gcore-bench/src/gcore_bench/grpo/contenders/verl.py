@@ -11,7 +11,7 @@ from gcore_bench.grpo.measure import StepFigures
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task, Workload
 from gcore_bench.harness.processes import Program
-from gcore_llm.roles import build_tokenizer
+from gcore_runs import build_tokenizer
 
 _KV_CACHE_BYTES = 256 << 20
 """Enough for the responses of a step; all of it is touched at the start and counts as memory."""

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from gcore_bench.trainer.updates import LOSS, StepResult, adamw, update
-from gcore_llm.roles import build_tokenizer
+from gcore_runs import build_tokenizer
 from gcore_trainer import Sample
 
 

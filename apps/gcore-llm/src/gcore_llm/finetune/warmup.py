@@ -10,10 +10,8 @@ import numpy as np
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import PromptSets
 from gcore_llm.data.tasks import WORKED_EXAMPLES
-from gcore_llm.demo.tiny_model import make_tiny_model
-from gcore_runs.display import Display
-from gcore_runs.errors import UserError
-from gcore_runs.run_folder import RunFolder, append_json, write_atomically, write_jsonl
+from gcore_llm.tiny_model import make_tiny_model
+from gcore_runs import Display, RunFolder, append_json, write_atomically, write_jsonl
 from gcore_trainer import OptimizerConfig, Sample
 
 if TYPE_CHECKING:
@@ -22,19 +20,6 @@ if TYPE_CHECKING:
 
 Check = Callable[[int, float], Awaitable[bool]]
 """Called with an update's number and its loss; returns whether the model is good enough."""
-
-
-def require_worked_examples(task: str, *, instead: str) -> None:
-    """
-    Args:
-        instead: what to do with other tasks, for the error.
-
-    Raises:
-        UserError: the task has none.
-    """
-    if task not in WORKED_EXAMPLES:
-        known = ", ".join(WORKED_EXAMPLES)
-        raise UserError(f"task.name is {task!r}; expected a task with worked examples ({known}), {instead}")
 
 
 async def make_warm_model(
@@ -65,9 +50,9 @@ async def warm_up(
 
     Each check samples answers to the held-out prompts, and is recorded in ``warmup.jsonl``.
     """
-    from gcore_controller import InlineCollectives, InlineGroup, StageTimer
-    from gcore_llm.roles import SamplingRoles, build_engine
+    from gcore_llm.backend import build_engine
     from gcore_llm.sampling.evaluate import evaluate
+    from gcore_rollout import RolloutRoles
     from gcore_runs.loop.instrumented_engine import Instrumentation
 
     worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
@@ -80,18 +65,11 @@ async def warm_up(
         max_length=config.data.max_length,
     )
     policy = await build_engine(config, initial, tokenizer, instrumentation=Instrumentation(logs=run.logs))
-    sampler = SamplingRoles(policy=policy, reward=reward, tokenizer=tokenizer)
+    roles = RolloutRoles(policy=policy, reward=reward, tokenizer=tokenizer)
 
     async def check(step: int, loss: float) -> bool:
         await policy.update_weights(trainer.export_weights(), version=step)
-        result = await evaluate(
-            sampler,
-            prompts.val,
-            group=InlineCollectives(InlineGroup(1), 0),
-            timer=StageTimer(),
-            max_tokens=config.data.max_response_length,
-            temperature=config.rollout.temperature,
-        )
+        result = await evaluate(roles, prompts.val, config)
         append_json(run.warmup, {"step": step, "sft/loss": loss, **result.metrics()})
         display.warmed_up(step, loss=loss, accuracy=result.sampled)
         return result.sampled >= warmup.target_accuracy

@@ -17,9 +17,8 @@ from gcore_controller import TrainerSpec
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
 from gcore_diffusion.sampling.rewards import reward_gradient
-from gcore_rollout import DigestedWeights, suited
-from gcore_runs.errors import UserError
-from gcore_runs.training_ranks import rank_spec
+from gcore_rollout import DigestedWeights, Kernel, suited
+from gcore_runs import UserError, rank_spec
 from gcore_trainer import (
     DDPMProcess,
     Denoiser,
@@ -31,7 +30,6 @@ from gcore_trainer import (
     FlowProcess,
     NFTObjective,
     NoiseProcess,
-    OptimizerConfig,
     ParallelConfig,
     RewardGradientObjective,
     TorchParallel,
@@ -50,7 +48,6 @@ class DiffusionTrainerWorker:
         config: the run's.
         model: the pipeline's folder.
         checkpoints: folder of the checkpoints.
-        reward: differentiable function of latents and prompts, for algorithms that use its gradient.
 
     Raises:
         UserError: the algorithm cannot train such a model.
@@ -58,7 +55,7 @@ class DiffusionTrainerWorker:
 
     roles = ("actor", "reference")
 
-    def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path, *, reward: Any = None) -> None:
+    def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path) -> None:
         self._config = config
         options: dict[str, Any] = {
             "device": config.device,
@@ -66,34 +63,36 @@ class DiffusionTrainerWorker:
             "gradient_checkpointing": config.actor.enable_gradient_checkpointing,
         }
         denoiser = Denoiser.from_pretrained(model, lora=config.actor.lora, **options)
-        objective = _objective(config, model, reward)
-        self._kernel = suited(kernel_of(config), _scheduler(model))
+        scheduler = _scheduler(model)
+        self._kernel = suited(kernel_of(config), scheduler)
+        objective = _objective(config, scheduler, self._kernel)
         self._reference = None
         if objective.needs_reference or has_reference_pass(config):
             self._reference = Denoiser.from_pretrained(model, **options)
             self._reference.model.requires_grad_(False)
-        nft = config.actor.nft
-        is_shared = dist.is_initialized() and dist.get_world_size() > 1
+        nft, optim = config.actor.nft, config.actor.optim
+        if not optim.total_training_steps:
+            num_updates = config.trainer.total_training_steps * config.actor.num_updates
+            optim = replace(optim, total_training_steps=num_updates)
+        parallel = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            parallel = TorchParallel.join(ParallelConfig(), device_type=torch.device(config.device).type)
         self._trainer = DiffusionTrainer(
             denoiser,
-            optimizer=_scheduled(config.actor.optim, config),
+            optimizer=optim,
             objective=objective,
             reference=self._reference if objective.needs_reference else None,
             ema_decay=config.actor.ema_decay or None,
             old_decay=(nft.old_decay, nft.old_decay_max),
-            parallel=TorchParallel.join(ParallelConfig(), device_type=torch.device(config.device).type)
-            if is_shared
-            else None,
+            parallel=parallel,
         )
         self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
 
     @property
     def num_updates(self) -> int:
-        """See `TrainerWorker.num_updates`."""
         return self._trainer.step
 
     def replica(self, role: str) -> tuple[int, int]:
-        """See `TrainerWorker.replica`."""
         del role
         return self._trainer.data_parallel_rank, self._trainer.data_parallel_size
 
@@ -121,11 +120,9 @@ class DiffusionTrainerWorker:
         self._trainer.save_pretrained(path, averaged=bool(self._config.actor.ema_decay))
 
     def save(self, step: int, rest: State) -> None:
-        """See `TrainerWorker.save`."""
         self._checkpointer.save(step, {**rest, "trainer": self._trainer.state()})
 
     def load(self) -> State:
-        """See `TrainerWorker.load`."""
         own = self._trainer.state()
         loaded = self._checkpointer.load({"step": None, "controllers": None, "trainer": own})
         # Tensors were filled where they are.
@@ -134,18 +131,11 @@ class DiffusionTrainerWorker:
         return {name: loaded[name] for name in ("step", "controllers")}
 
     def close(self) -> None:
-        """See `TrainerWorker.close`."""
         self._checkpointer.close()
 
 
 def trainer_spec(config: DiffusionConfig, model: Path, checkpoints: Path) -> TrainerSpec:
-    """Return how the ranks of a run's models are started.
-
-    Args:
-        config: the run's.
-        model: folder of the pipeline to start from.
-        checkpoints: folder of the checkpoints.
-    """
+    """Return how the ranks of a run's models are started; see `DiffusionTrainerWorker`."""
     checkpoints = checkpoints.absolute()
     return rank_spec(
         partial(_make_worker, config, model.absolute(), checkpoints),
@@ -158,13 +148,11 @@ def trainer_spec(config: DiffusionConfig, model: Path, checkpoints: Path) -> Tra
 
 def _make_worker(config: DiffusionConfig, model: Path, checkpoints: Path, device: str) -> DiffusionTrainerWorker:
     torch.manual_seed(config.seed)
-    config = replace(config, device=device)
-    return DiffusionTrainerWorker(config, model, checkpoints, reward=reward_gradient(config))
+    return DiffusionTrainerWorker(replace(config, device=device), model, checkpoints)
 
 
-def noise_process(model: Path) -> NoiseProcess:
+def _noise_process(scheduler: Any) -> NoiseProcess:
     """Return the noise process that the model was trained on."""
-    scheduler = _scheduler(model)
     if hasattr(scheduler, "alphas_cumprod"):
         return DDPMProcess(
             alphas_cumprod=scheduler.alphas_cumprod.tolist(), prediction_type=scheduler.config.prediction_type
@@ -179,27 +167,21 @@ def _scheduler(model: Path) -> Any:
     return getattr(diffusers, kind).from_pretrained(model, subfolder="scheduler")
 
 
-def _objective(config: DiffusionConfig, model: Path, reward: Any) -> DiffusionObjective:
+def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> DiffusionObjective:
     name = config.algorithm.name
     if name == "nft":
-        process = noise_process(model)
+        process = _noise_process(scheduler)
         if not isinstance(process, FlowProcess):
             raise UserError("algorithm.name is 'nft' and the model is of DDPM's kind; expected a flow-matching model")
         return NFTObjective(replace(config.actor.nft, adv_clip_max=config.algorithm.adv_clip_max), process)
     if name == "dpo":
-        return DiffusionDPOObjective(config.actor.dpo, noise_process(model))
+        return DiffusionDPOObjective(config.actor.dpo, _noise_process(scheduler))
     if name == "reward_gradient":
+        reward = reward_gradient(config)
         if reward is None:
             raise UserError(
                 f"reward.kind is {config.reward.kind!r} and algorithm.name is 'reward_gradient'; expected a "
                 "differentiable function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
             )
-        return RewardGradientObjective(suited(kernel_of(config), _scheduler(model)), reward)
-    return DenoisingPolicyObjective(config.policy_loss, suited(kernel_of(config), _scheduler(model)))
-
-
-def _scheduled(optimizer: OptimizerConfig, config: DiffusionConfig) -> OptimizerConfig:
-    """Return the settings with the number of updates of the whole run, if it is not given."""
-    if optimizer.total_training_steps:
-        return optimizer
-    return replace(optimizer, total_training_steps=config.trainer.total_training_steps * config.actor.num_updates)
+        return RewardGradientObjective(kernel, reward)
+    return DenoisingPolicyObjective(config.policy_loss, kernel)

@@ -2,16 +2,13 @@
 
 import string
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from typing import Any
 
 MAX_POSITION_EMBEDDINGS = 512
 """Most tokens that the embedded model takes."""
 
 
-def tiny_tokenizer() -> "PreTrainedTokenizerFast":
+def tiny_tokenizer() -> Any:
     """Return a tokenizer with one token for each printable character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""The page's charts, as Plotly's traces."""
+"""The page's charts, as Plotly's traces, and its format of numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,24 +6,31 @@ from typing import TypeAlias
 
 import numpy as np
 
+from gcore_placement import Ledger
+from gcore_runs.display import STAGES
 from gcore_runs.report.run import Row, Run, number, series
-from gcore_runs.report.text import amount, duration
+from gcore_runs.run_folder import StepSpans
 
 Trace: TypeAlias = dict[str, object]
 
-
 MAX_POINTS = 800
 """Points of one line: more than the page has pixels for only makes the file large."""
-
-
-STAGES = ("gen", "reward", "prepare", "train", "sync")
-
 
 Y_AXES: dict[str, Row] = {
     "sampling/acceptance": {"range": [0, 1.04]},
     "response_length/mean": {"rangemode": "tozero"},
     "perf/throughput": {"rangemode": "tozero", "tickformat": "~s"},
 }
+_COLORS = {
+    "generation": "--gen",
+    "reward": "--reward",
+    "preparation": "--prepare",
+    "training": "--train",
+    "weight_sync": "--sync",
+    "unassigned": "--grid",
+}
+_CAUSE_COLORS = ("--other", "--muted", "--line")
+"""Colours that distinguish neighbouring causes, whose names are shown at the pointer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +46,31 @@ class Panel:
     last: str = ""
     layout: Row = field(default_factory=dict)
     """Plotly's layout of this chart, over that of all charts."""
+
+
+def amount(value: float) -> str:
+    """Format a number with three digits: 0.614, 12.3; thousands separated: 20,413; powers written out: 1.2×10⁻⁷."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value == 0 or abs(value) >= 1e-4:
+        return f"{value:.3g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    times_ten = "\N{MULTIPLICATION SIGN}10"
+    return mantissa + times_ten + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in suitable units: 210 ms, 8.4 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400:,} d {whole % 86400 // 3600} h"
 
 
 def mean_window(num_points: int) -> int:
@@ -75,6 +107,13 @@ def _line(color: str, steps: Sequence[float], values: Sequence[float]) -> list[T
     mean = {"name": f"mean of {window} steps", "mode": "lines", "line": bold, "hovertemplate": "%{y:.4~g}"}
     thin: Trace = {"mode": "lines", "line": {"color": color, "width": 1}, "opacity": 0.45}
     return [raw | thin, mean | _points(steps, _moving_mean(values))]
+
+
+def bar_trace(name: str, color: str, rows: Sequence[str], lengths: Sequence[float], hover: str) -> Trace:
+    """Return horizontal bars of one kind, one a row."""
+    marker = {"color": color, "line": {"width": 0}}
+    bars: Trace = {"type": "bar", "orientation": "h", "name": name, "y": rows, "x": lengths}
+    return bars | {"marker": marker, "hovertemplate": hover}
 
 
 def reward_panel(run: Run) -> Panel | None:
@@ -114,34 +153,32 @@ def signal_panel(rows: Sequence[Row], title: str, key: str, unit: str) -> Panel 
         line = {"color": "--orange", "width": 1}
         traces.insert(0, {"name": "longest", "mode": "lines", "line": line, "opacity": 0.6} | _points(*longest))
         legend = [("bold", "--blue", "mean"), ("thin", "--orange", "longest")]
-    return Panel(
-        title=title,
-        unit=unit,
-        traces=traces,
-        y_axis=Y_AXES.get(key, {}),
-        legend=legend,
-        last=amount(values[-1]),
-    )
+    y_axis, last = Y_AXES.get(key, {}), amount(values[-1])
+    return Panel(title=title, unit=unit, traces=traces, y_axis=y_axis, legend=legend, last=last)
 
 
 def load_panel(run: Run) -> Panel | None:
     """Return the chart of the share of time that the controllers' own code is on the processor, if it is recorded."""
-    lines = {"busiest": ("--orange", "controller/load/max"), "mean": ("--teal", "controller/load/mean")}
-    found = {name: (color, *series(run.metrics, key)) for name, (color, key) in lines.items()}
-    traces = [
-        _line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"}
-        for name, (color, steps, loads) in found.items()
-        if steps
-    ]
-    if not found["busiest"][1]:
+    traces: list[Trace] = []
+    legend: list[tuple[str, str, str]] = []
+    for name, color, key in (
+        ("busiest", "--orange", "controller/load/max"),
+        ("mean", "--teal", "controller/load/mean"),
+    ):
+        steps, loads = series(run.metrics, key)
+        if steps:
+            traces.append(_line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"})
+            legend.append(("bold", color, name))
+    _, highest = series(run.metrics, "controller/load/max")
+    if not highest:
         return None
     return Panel(
         title="Controller load",
         unit="processor time of its own code, share of a step",
         traces=traces,
         y_axis={"rangemode": "tozero", "tickformat": "~p"},
-        legend=[("bold", color, name) for name, (color, steps, _) in found.items() if steps],
-        last=f"{100 * found['busiest'][2][-1]:.3g}%",
+        legend=legend,
+        last=f"{100 * highest[-1]:.3g}%",
     )
 
 
@@ -158,8 +195,6 @@ def _stage_times(rows: Sequence[Row]) -> dict[str, list[float]]:
 
 def stage_panel(run: Run) -> Panel | None:
     rows = [row for row in run.metrics if number(row.get("timing_s/step")) is not None]
-    if not rows:
-        return None
     steps, whole = series(rows, "timing_s/step")
     traces: list[Trace] = []
     legend: list[tuple[str, str, str]] = []
@@ -181,4 +216,38 @@ def stage_panel(run: Run) -> Panel | None:
         y_axis={"rangemode": "tozero", "ticksuffix": " s"},
         legend=[*legend, ("bold", "--ink", "whole step")],
         last=duration(whole[-1]),
+    )
+
+
+def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
+    """Return a bar for each role; None: nothing is recorded."""
+    found = Ledger.of(step.intervals() for step in steps)
+    roles = [role for role, total_ns in found.total_ns.items() if total_ns]
+    if not roles:
+        return None
+    traces: list[Trace] = []
+    legend: list[tuple[str, str, str]] = []
+    causes = 0
+    for column in found.device_ns[roles[0]]:
+        shares = [found.share(column, role) for role in roles]
+        if not any(shares):
+            continue
+        color = _COLORS.get(column) or _CAUSE_COLORS[causes % len(_CAUSE_COLORS)]
+        causes += column not in _COLORS
+        name = column.replace("_", " ")
+        hover = f"<b>{name}</b> %{{x:.1%}}<br>%{{y}}<extra></extra>"
+        traces.append(bar_trace(name, color, roles, [round(share, 5) for share in shares], hover))
+        legend.append(("box", color, f"{name} {found.share(column):.0%}"))
+    return Panel(
+        title="Ledger",
+        unit=f"share of each role's device time; steps {steps[0].step:,} to {steps[-1].step:,}",
+        traces=traces,
+        y_axis={"categoryorder": "array", "categoryarray": roles[::-1], "fixedrange": True, "showgrid": False},
+        legend=legend,
+        last=f"{found.idle_share():.0%} idle",
+        layout={
+            "barmode": "stack",
+            "hovermode": "closest",
+            "xaxis": {"title": {}, "range": [0, 1], "tickformat": ".0%"},
+        },
     )

@@ -1,8 +1,8 @@
 """A run's metrics for Prometheus, over HTTP."""
 
 import re
+from collections.abc import Mapping
 from importlib.metadata import version
-from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, Info, start_http_server
@@ -54,7 +54,7 @@ class PrometheusExporter:
         """The port of the server."""
         return self._server.server_port
 
-    def update(self, step: int, metrics: dict[str, float]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Serve these values from now on; other metrics keep theirs."""
         for name, value in metrics.items():
             if name not in self._gauges:
@@ -81,7 +81,5 @@ class PrometheusExporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

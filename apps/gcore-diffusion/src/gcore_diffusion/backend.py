@@ -1,0 +1,178 @@
+"""Services of a run, in this process or on a Ray cluster; its recording and export, and images of a finished run."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gcore_controller import (
+    ActorRole,
+    Backend,
+    Context,
+    DeviceTimers,
+    Handles,
+    InProcessTrainerGroup,
+    RayTrainerClient,
+    RemoteRecorder,
+    TrainerGroup,
+)
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.modality import Job
+from gcore_diffusion.roles import Roles, SamplingRoles
+from gcore_diffusion.sampling.engines import judge_factory, sampler_factory, start_engines
+from gcore_diffusion.sampling.evaluate import Evaluation
+from gcore_diffusion.sampling.grids import write_grid
+from gcore_diffusion.sampling.image_sampling import images, kernel_of
+from gcore_diffusion.sampling.prompts import PromptSets
+from gcore_diffusion.sampling.rewards import Rewards, build_rewards, try_reward
+from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, trainer_spec
+from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError
+from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
+from gcore_runs.loop.instrumented_engine import Instrumentation
+from gcore_trainer import DiffusionMicroBatch, pipeline_component
+
+if TYPE_CHECKING:
+    from gcore_runs.on_ray.start import ControllerServices
+
+
+def checked_rewards(config: DiffusionConfig) -> Rewards | None:
+    """Return the rewards; None: they need a judge, which is started with the engines."""
+    if config.reward.is_judged:
+        judge_factory(config)
+        return None
+    return build_rewards(config, judge=None)
+
+
+async def start(
+    config: DiffusionConfig,
+    model: Path,
+    prompts: PromptSets,
+    rewards: Rewards | None,
+    checkpoints: Path,
+    display: Display,
+) -> Backend[Job, DiffusionConfig, Evaluation]:
+    """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
+    devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
+    instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
+    engines = await start_engines(config, model, instrumentation, is_trial=is_on_ray)
+    try:
+        rewards = rewards or build_rewards(config, judge=engines.judge)
+        sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
+        await _try(config, sampler, prompts)
+        if not is_on_ray:
+            learner = InProcessTrainerGroup(DiffusionTrainerWorker(config, model, checkpoints), in_thread=True)
+            return inline_backend(
+                config, shared=sampler, roles=Roles, learner=learner, num_ranks=1, close=engines.close
+            )
+    except BaseException:
+        await engines.close()
+        raise
+    await engines.close()
+    from gcore_runs.on_ray.start import EngineFactory, start_ray_backend
+
+    factories: dict[ActorRole, Callable[[DiffusionConfig], EngineFactory]] = {
+        "engine": partial(sampler_factory, model=model)
+    }
+    if config.sizes.judges:
+        factories["judge"] = judge_factory
+    return await start_ray_backend(
+        config,
+        factories=factories,
+        trainer_spec=partial(trainer_spec, model=model, checkpoints=checkpoints),
+        run_controller=_run_controller,
+        checkpoints=checkpoints,
+        announce=display.say,
+    )
+
+
+async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
+    """Make an image and score one, so that an error is found before anything is trained."""
+    rollout, first = config.rollout, prompts.train[0]
+    sampling = ImageSampling(
+        num_inference_steps=1,
+        guidance_scale=rollout.guidance_scale,
+        kernel=kernel_of(config),
+        size=rollout.image_size,
+    )
+    try:
+        (made,) = await images(sampler.policy, [ImageRequest(request_id="try", prompt=first.text, sampling=sampling)])
+    except (ValueError, TypeError, RuntimeError) as error:
+        # Pipelines raise errors of these kinds for settings that they do not support.
+        if isinstance(error, RolloutError):
+            raise
+        raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
+    height, width, _ = made.image.shape
+    for reward in (sampler.rewards.trained, sampler.rewards.held_out):
+        if reward is not None:
+            await try_reward(reward, first, height=height, width=width)
+
+
+async def _run_controller(
+    job: Job, ctx: Context[Handles], own: "ControllerServices", recorder: RemoteRecorder[Evaluation]
+) -> None:
+    """Build a controller's roles in its process on Ray, and run the program with them."""
+
+    def num_passes(micro_batch: DiffusionMicroBatch) -> float:
+        return sum(max(1, sample.num_steps) for sample in micro_batch)
+
+    # Ray gives controllers no GPU.
+    rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
+    learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes)
+    roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
+    await job.program(recorder)(ctx.with_roles(roles))
+
+
+class RunRecorder(BaseRunRecorder[Job, Evaluation]):
+    """Recording of an image model's run: the grids of images of its evaluations."""
+
+    cells = (
+        Cell("reward", "critic/score/mean", "{:.3f}"),
+        Cell("not trained on", "held_out/score/mean", "{:.3f}"),
+        Cell("accepted", "sampling/acceptance", "{:.0%}", "0%"),
+        Cell("images/s", "perf/throughput", "{:,.1f}", "0.0"),
+        *STAGE_CELLS,
+    )
+
+    def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
+        metrics = evaluation.metrics()
+        picture = self.run.samples / f"step-{step:06}.png"
+        write_grid(picture, evaluation.images, evaluation.prompts, per_prompt=self.job.config.rollout.eval_n)
+        names = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
+        shown = ", ".join(f"{label} {metrics[name]:.3f}" for name, label in names.items() if name in metrics)
+        self.display.say(f"step {step}: held-out images: {shown}")
+        return metrics
+
+
+def export(learner: TrainerGroup, model: Path, path: Path) -> None:
+    """Write the pipeline's folder with the trained denoiser in it."""
+    name, _ = pipeline_component(model)
+    shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
+    learner.save_pretrained(path / name)
+
+
+async def sample_run(
+    run: Path, prompt: str, *, n: int, num_inference_steps: int, guidance_scale: float, seed: int, out: Path
+) -> None:
+    """Write a PNG file with a grid of images by a finished run's policy; `UserError` if there is none."""
+    folder, config = RunFolder.opened(run, DiffusionConfig)
+    if not folder.export.is_dir():
+        raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
+    rollout = config.rollout
+    engine = DiffusersEngine.from_pretrained(
+        folder.export, device=config.device, dtype=rollout.dtype, options=rollout.pipeline_options
+    )
+    sampling = ImageSampling(
+        num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,
+        guidance_scale=guidance_scale or rollout.eval_guidance_scale or rollout.guidance_scale,
+        size=rollout.image_size,
+    )
+    try:
+        request = ImageRequest(request_id="sample", prompt=prompt, sampling=sampling, n=n, seed=seed)
+        found = await images(engine, [request])
+    finally:
+        await engine.close()
+    write_grid(out, np.stack([s.image for s in found]), [prompt] * n, per_prompt=n)

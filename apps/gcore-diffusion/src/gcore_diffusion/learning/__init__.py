@@ -1,1 +1,0 @@
-"""Preparation and training: micro-batches, and the models of a training rank."""

@@ -1,1 +1,0 @@
-"""The embedded model and its warm-up by worked examples."""

@@ -1,1 +1,0 @@
-"""Logs of a run's processes: one file for each, merged by time."""

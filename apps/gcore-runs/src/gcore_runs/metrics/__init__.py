@@ -1,1 +1,0 @@
-"""Numbers of a run: metrics.jsonl, TensorBoard and Prometheus."""

@@ -1,0 +1,355 @@
+"""Read a command's settings from its recipe, a TOML file and ``--name value`` options, check them, and write them."""
+
+import dataclasses
+import math
+import os
+import tomllib
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+import tomli_w
+from pydantic import TypeAdapter, ValidationError
+
+from gcore_runs.errors import UserError
+from gcore_runs.settings.other_names import hint
+from gcore_runs.settings.run_config import BaseRunConfig
+
+ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
+SettingsT = TypeVar("SettingsT")
+
+_HELP = ("-h", "--help")
+_MAX_INT = 2**63 - 1
+_MAX_THREADS = 4096
+
+
+def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], ConfigT]], description: str) -> ConfigT:
+    """Return settings from a recipe, a TOML file and the command line, each over the one before.
+
+    Args:
+        args: the command's arguments.
+        prog: the command as a user types it: ``gcore-llm train``.
+        recipes: ``own_data`` and ``embedded`` are among them.
+        description: the first line of the command's help.
+
+    Raises:
+        UserError: see `merge`.
+    """
+    options = _options(args, type(recipes["embedded"]()), extra=("config", "recipe"))
+    config, recipe = options.get("config", ""), options.pop("recipe", "")
+    if recipe and recipe not in recipes:
+        raise UserError(f"recipe is {recipe!r}; expected one of {', '.join(sorted(recipes))}")
+    own = options.get("model") or (read_toml(config).get("model") if config else None)
+    description = (
+        f"{description}\n\n"
+        f"--recipe {{{','.join(sorted(recipes))}}}: settings to start from; default: own_data with --model, else "
+        "embedded. --config FILE.toml: settings over these, under the same names ([actor.optim] lr = 1e-6). "
+        "Options go over both."
+    )
+    base = recipes[recipe or ("own_data" if own else "embedded")]()
+    return _over(base, options, args, prog=prog, description=description)
+
+
+def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: str) -> SettingsT:
+    """Return ``base`` with a TOML file (``--config``) and then the command line over it.
+
+    Raises:
+        UserError: see `merge`.
+    """
+    options = _options(args, type(base), extra=("config",))
+    return _over(base, options, args, prog=prog, description=description)
+
+
+def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, description: str = "") -> SettingsT:
+    """Return a dataclass of ``kind`` from the command line; fields without a default are positional.
+
+    Raises:
+        UserError: an unknown option, a wrong value, too many or too few positional arguments.
+    """
+    _help_if_asked(args, kind, prog=prog, description=description)
+    wanted = [f.name for f in dataclasses.fields(cast(Any, kind)) if f.default is dataclasses.MISSING]
+    options, given = _read_arguments(args, {n: t for n, t in setting_types(kind).items() if n not in wanted})
+    usage = f"{prog} {' '.join(name.upper() for name in wanted)}"
+    if len(given) < len(wanted):
+        raise UserError(f"{wanted[len(given)].upper()} is missing; expected {usage}")
+    if len(given) > len(wanted):
+        raise UserError(f"unexpected argument {given[len(wanted)]!r}; expected {usage}")
+    return validated(kind, options | dict(zip(wanted, given, strict=True)))
+
+
+def _over(base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog: str, description: str) -> SettingsT:
+    if config := options.pop("config", ""):
+        base = merge(base, read_toml(config), source=config)
+    _help_if_asked(args, type(base), prog=prog, description=description, default=base)
+    nested: dict[str, Any] = {}
+    for name, value in options.items():
+        *sections, last = name.split(".")
+        table = nested
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[last] = value
+    return merge(base, nested)
+
+
+def _help_if_asked(args: Sequence[str], kind: type, *, prog: str, description: str, **default: Any) -> None:
+    """Print every option with its documentation and default, and exit, if ``args`` ask for help."""
+    if any(argument in _HELP for argument in args):
+        import tyro
+
+        config = (tyro.conf.FlagConversionOff,)
+        tyro.cli(kind, args=["--help"], prog=prog, description=description or None, config=config, **default)
+
+
+@cache
+def setting_types(kind: type, prefix: str = "") -> Mapping[str, Any]:
+    """Return the type of every setting of a dataclass, by its dotted name: ``{"rollout.n": int, ...}``."""
+    hints = get_type_hints(kind)
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        own, name = hints[field.name], prefix + field.name
+        is_section = isinstance(own, type) and dataclasses.is_dataclass(own)
+        found |= setting_types(own, f"{name}.") if is_section else {name: own}
+    return found
+
+
+def as_option(name: str) -> str:
+    """Spell a setting as an option: ``--rollout.n``."""
+    return "--" + name.replace("_", "-")
+
+
+def _options(args: Sequence[str], kind: type, *, extra: Sequence[str]) -> dict[str, Any]:
+    """Read the options for the settings of ``kind``, and the ``extra`` ones.
+
+    Raises:
+        UserError: see `_read_arguments`; or there are positional arguments, such as Hydra's ``name=value``.
+    """
+    known = {**setting_types(kind), **dict.fromkeys(extra, str)}
+    options, positional = _read_arguments([a for a in args if a not in _HELP], known)
+    if not positional:
+        return options
+    given, is_pair, value = positional[0].lstrip("+~-").partition("=")
+    expected = "expected --NAME VALUE for every setting"
+    if is_pair:
+        expected = hint(given.replace("-", "_"), known, lambda name: f"{as_option(name)} {value}")
+    raise UserError(f"unexpected argument {positional[0]!r}; {expected}")
+
+
+def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Divide arguments into options, by dotted name, and positional ones.
+
+    An option has one value, or all up to the next option where its type has several. ``--name=value`` is the same. A
+    switch may be given without a value. Values are text; below a mapping such as ``task.params`` they are parsed.
+
+    Raises:
+        UserError: an unknown option (with the nearest known one), or one without a value.
+    """
+    options: dict[str, Any] = {}
+    positional: list[str] = []
+    rest = deque(args)
+    while rest:
+        argument = rest.popleft()
+        if not argument.startswith("--"):
+            positional.append(argument)
+            continue
+        given, has_value, value = argument[2:].partition("=")
+        name = given.replace("-", "_")
+        tables = [n for n, t in types_by_name.items() if get_origin(t) is dict]
+        is_entry = name.startswith(tuple(f"{table}." for table in tables))
+        if name in tables:
+            raise UserError(f"{as_option(name)} is a table; expected {as_option(name)}.NAME VALUE")
+        kind = str if is_entry else types_by_name.get(name)
+        if kind is None:
+            raise UserError(f"unknown option --{given}; {hint(name, types_by_name, as_option)}")
+        is_sequence = get_origin(kind) in (tuple, list)
+        values = [value] if has_value else []
+        takes_more = is_sequence or (is_entry and not has_value)
+        while rest and not rest[0].startswith("--") and (takes_more or not values):
+            values.append(rest.popleft())
+        if kind is bool and not values:
+            values = ["true"]
+        if is_sequence:
+            options[name] = values
+        elif not values:
+            raise UserError(f"--{given} has no value; expected {as_option(name)} VALUE")
+        elif is_entry:
+            parsed = [_parsed(v) for v in values]
+            options[name] = parsed[0] if len(parsed) == 1 else parsed
+        else:
+            options[name] = None if values[0].lower() == "none" and _may_be_none(kind) else values[0]
+    return options, positional
+
+
+def _parsed(text: str) -> Any:
+    """Return a value as TOML reads it, and any other text unchanged."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return {"True": True, "False": False}.get(text, text)
+
+
+def _may_be_none(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType) and type(None) in get_args(kind)
+
+
+def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") -> SettingsT:
+    """Return ``base``, a dataclass, with nested ``overrides`` on top.
+
+    Args:
+        base: settings to start from.
+        overrides: as a TOML file has them.
+        source: the file that they are from, for errors; empty: options of a command line.
+
+    Raises:
+        UserError: an unknown field (with the nearest known one), a wrong type, a value out of bounds.
+    """
+    values: dict[str, Any] = dataclasses.asdict(cast(Any, base))
+    known = setting_types(type(base))
+    _merge_known(values, overrides, prefix="", known=known, source=f"{source}: " if source else "")
+    return validated(type(base), values, source=source)
+
+
+def _merge_known(
+    values: dict[str, Any], overrides: Mapping[str, Any], *, prefix: str, known: Mapping[str, Any], source: str
+) -> None:
+    for key, value in overrides.items():
+        name = prefix + key
+        if key not in values:
+            while isinstance(value, Mapping) and value:
+                inner, value = next(iter(value.items()))
+                name = f"{name}.{inner}"
+            raise UserError(f"{source}unknown field {name}; {hint(name, known)}")
+        is_section = isinstance(values[key], dict) and name not in known
+        if is_section and isinstance(value, Mapping):
+            _merge_known(values[key], value, prefix=f"{name}.", known=known, source=source)
+        elif is_section:
+            raise UserError(f"{source}{name} is {value!r:.200}; expected a table")
+        elif isinstance(value, bool) and isinstance(values[key], int | float) and not isinstance(values[key], bool):
+            raise UserError(f"{source}{name} is {value}; expected a number")
+        elif isinstance(values[key], dict) and isinstance(value, Mapping):
+            values[key] = {**values[key], **value}
+        else:
+            values[key] = value
+
+
+def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str = "") -> SettingsT:
+    """Make a dataclass from nested values; text is converted where a field has another type.
+
+    Raises:
+        UserError: a wrong type, a number that is not finite, a value out of bounds.
+    """
+    where = f"{source}: " if source else ""
+    try:
+        made: SettingsT = _adapter(kind).validate_python(values)
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+    except ValidationError as error:
+        raise UserError(f"{where}{_refused(error)}") from None
+    for name, value in _flat(made):
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise UserError(f"{where}{name} is {number}; expected a finite number")
+            if isinstance(number, int) and abs(number) > _MAX_INT:
+                raise UserError(f"{where}{name} is {number}; expected at most {_MAX_INT}")
+    return made
+
+
+def converted(field: str, value: object, kind: Any) -> Any:
+    """Return a value as the type ``kind``: lists as tuples, text as enumerations or dates, and so on.
+
+    Raises:
+        UserError: it cannot be one; ``field`` names it.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{field} is {value!r:.200}; {_expected(error.errors()[0])}") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return a cached adapter: making one takes longer than using it."""
+    return TypeAdapter(kind)
+
+
+def _refused(error: ValidationError) -> str:
+    """Return the first of pydantic's errors in this project's form."""
+    first = error.errors()[0]
+    location = first["loc"]
+    if first["type"] == "missing" and isinstance(location[-1], int):
+        return f"{'.'.join(map(str, location[:-1]))} is {first['input']!r:.200}; expected more values"
+    field = ".".join(map(str, location))
+    if first["type"] == "value_error":
+        # Raised by the section's own checks, with the name of its field.
+        return f"{field}{'.' if field else ''}{first['msg'].removeprefix('Value error, ')}"
+    return f"{field} is {first['input']!r:.200}; {_expected(first)}"
+
+
+def _expected(error: Mapping[str, Any]) -> str:
+    """Return what pydantic would accept, as the second half of an error."""
+    expected: str = error["msg"].replace("Input should be ", "expected ")
+    return expected.partition(",")[0] if error["type"].endswith("_parsing") else expected
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """Return a TOML file's content.
+
+    Raises:
+        UserError: missing, or not TOML.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"config is {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"config is {path}: not TOML: {error}") from None
+
+
+def to_toml(config: BaseRunConfig) -> str:
+    """Return every field as TOML; unset ones (None) are left out."""
+    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    set_ones = {name: value for name, value in values.items() if value is not None}
+    return {name: _without_none(value) if isinstance(value, dict) else value for name, value in set_ones.items()}
+
+
+def resolve(config: ConfigT) -> ConfigT:
+    """Return the settings with ``threads`` and ``device`` of this machine in place of 0 and auto."""
+    import torch
+
+    if config.threads > _MAX_THREADS:
+        raise UserError(f"threads is {config.threads}; expected at most {_MAX_THREADS}, or 0 for one a core")
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        parsed = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device is {device!r}; expected cpu, cuda, cuda:NUMBER or auto") from None
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"device is {device!r}; expected one of this machine's {torch.cuda.device_count()} CUDA devices"
+        )
+    return dataclasses.replace(config, threads=config.threads or len(os.sched_getaffinity(0)), device=device)
+
+
+def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
+    """Return the fields that differ, as ``name: old -> new``."""
+    a, b = dict(_flat(old)), dict(_flat(new))
+    return [
+        f"{name}: {a.get(name)} -> {b.get(name)}" for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)
+    ]
+
+
+def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value by its dotted name."""
+    values: dict[str, Any] = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
