@@ -13,7 +13,7 @@ from rich.console import Console
 from gcore_bench.diffusion import plain_loop
 from gcore_bench.diffusion.bench import GCORE, LIMIT, PLAIN, run
 from gcore_bench.diffusion.options import DiffusionBenchOptions
-from gcore_bench.diffusion.plain_loop import Loop, LoopConfig
+from gcore_bench.diffusion.plain_loop import Loop
 from gcore_bench.harness.options import BenchError
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import pretrained_pipeline
@@ -27,8 +27,7 @@ def test_the_plain_loop_steps_as_flow_grpo_does(tmp_path: Path, monkeypatch: pyt
     """Its Gaussians are those of gcore's kernel, its loss moves weights, and its ratio begins at 1."""
     with Display(Console(quiet=True)) as display:
         model = pretrained_pipeline(DemoConfig(num_steps=2, cache_dir=str(tmp_path)), seed=0, display=display)
-    config = LoopConfig(model=str(model), prompts=2, n=4, steps=1, seed=0)
-    loop = Loop(load_pipeline(model, dtype=torch.float32), config)
+    loop = Loop(load_pipeline(model, dtype=torch.float32), prompts=2, n=4, seed=0)
     latents, velocity = torch.randn(5, 3, 8, 8), torch.randn(5, 3, 8, 8)
     for i in (0, 1, 4):
         mean, std = loop.gaussian(velocity, latents, i)

@@ -5,7 +5,6 @@ evaluation, checkpoints or recovery.
 """
 
 import time
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,24 +26,13 @@ MICRO_BATCH_SIZE = _RECIPE.actor.micro_batch_size
 ADV_CLIP_MAX = _RECIPE.algorithm.adv_clip_max
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """Model, batch and number of steps."""
-
-    model: str
-    prompts: int
-    n: int
-    steps: int
-    seed: int
-
-
 def run(spec: Spec) -> list[Figures]:
     """Make all steps; return the seconds of each by stage."""
-    config = LoopConfig(**spec.options)
-    torch.manual_seed(config.seed)
-    pipeline: Any = load_pipeline(config.model, dtype=torch.float32)
-    loop = Loop(pipeline, config)
-    return [loop.step() for _ in range(config.steps)]
+    options = spec.options
+    torch.manual_seed(options["seed"])
+    pipeline = load_pipeline(options["model"], dtype=torch.float32)
+    loop = Loop(pipeline, prompts=options["prompts"], n=options["n"], seed=options["seed"])
+    return [loop.step() for _ in range(options["steps"])]
 
 
 class _Images(NamedTuple):
@@ -59,8 +47,8 @@ class _Images(NamedTuple):
 class Loop:
     """Model, optimizer and reward; the pipeline is a Stable Diffusion 3 of diffusers."""
 
-    def __init__(self, pipeline: Any, config: LoopConfig) -> None:
-        self._config = config
+    def __init__(self, pipeline: Any, *, prompts: int, n: int, seed: int) -> None:
+        self._num_prompts, self._n = prompts, n
         self._pipeline = pipeline
         self.model = pipeline.transformer
         pipeline.scheduler.set_timesteps(NUM_INFERENCE_STEPS)
@@ -69,19 +57,19 @@ class Loop:
         self._reward = DigitReward()
         optim = _RECIPE.actor.optim
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay)
-        self._rng = np.random.default_rng(config.seed)
+        self._rng = np.random.default_rng(seed)
 
     def step(self) -> Figures:
         """Make one step; return seconds by stage."""
-        config, start_s = self._config, time.perf_counter()
-        chosen = [PROMPTS[i] for i in self._rng.permutation(len(PROMPTS))[: config.prompts]]
-        prompts = [prompt for prompt in chosen for _ in range(config.n)]
+        start_s = time.perf_counter()
+        chosen = [PROMPTS[i] for i in self._rng.permutation(len(PROMPTS))[: self._num_prompts]]
+        prompts = [prompt for prompt in chosen for _ in range(self._n)]
         with torch.no_grad():
             images = self._sampled(prompts)
         sampled_s = time.perf_counter()
         scores = torch.from_numpy(self._reward(images.pixels, prompts, [{}] * len(prompts))).float()
         scored_s = time.perf_counter()
-        groups = scores.view(config.prompts, config.n)
+        groups = scores.view(self._num_prompts, self._n)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (scores.std() + 1e-4)).flatten()
         self._update(images, advantages.clamp(-ADV_CLIP_MAX, ADV_CLIP_MAX))
         end_s = time.perf_counter()
@@ -91,13 +79,13 @@ class Loop:
     def _sampled(self, prompts: list[str]) -> _Images:
         # All images of a prompt have its embedding.
         text, _, pooled, _ = self._pipeline.encode_prompt(
-            prompt=prompts[:: self._config.n],
+            prompt=prompts[:: self._n],
             prompt_2=None,
             prompt_3=None,
             do_classifier_free_guidance=False,
             max_sequence_length=1,
         )
-        conditions = text.repeat_interleave(self._config.n, 0), pooled.repeat_interleave(self._config.n, 0)
+        conditions = text.repeat_interleave(self._n, 0), pooled.repeat_interleave(self._n, 0)
         sizes = self.model.config
         latents = torch.randn(len(prompts), sizes.in_channels, sizes.sample_size, sizes.sample_size)
         # A window for each prompt would need a batch for each.

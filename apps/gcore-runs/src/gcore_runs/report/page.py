@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import zip_longest
@@ -90,8 +89,7 @@ def _render(run: Run) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tile:
+class Tile(NamedTuple):
     """One number of the page's first row."""
 
     label: str
@@ -120,22 +118,19 @@ def tiles(run: Run) -> list[Tile]:
     steps, rewards = series(run.metrics, run.kind.key)
     _, throughput = series(run.metrics, "perf/throughput")
     _, step_times = series(run.metrics, "timing_s/step")
-    reward, speed, step, wall = (
-        Tile(label=label)
-        for label in (f"{run.kind.name.capitalize()}, last step", "Throughput", "Step time", "Wall time")
-    )
+    reward = Tile(f"{run.kind.name.capitalize()}, last step")
+    speed, step, wall = Tile("Throughput"), Tile("Step time"), Tile("Wall time")
     if rewards:
         recent = rewards[-mean_window(len(rewards)) :]
         mean = f"mean of last {len(recent)}: {amount(statistics.fmean(recent))}"
-        note = mean if len(recent) > 1 else f"step {steps[-1]:.0f}"
-        reward = replace(reward, value=amount(rewards[-1]), note=note)
+        reward = Tile(reward.label, amount(rewards[-1]), mean if len(recent) > 1 else f"step {steps[-1]:.0f}")
     if throughput:
         median = amount(statistics.median(throughput))
-        speed = replace(speed, value=median, note=f"{run.kind.throughput_unit}, median")
+        speed = Tile(speed.label, median, f"{run.kind.throughput_unit}, median")
     if step_times:
         slowest = f"median; slowest {duration(max(step_times))}"
-        step = replace(step, value=duration(statistics.median(step_times)), note=slowest)
-        wall = replace(wall, value=duration(sum(step_times)), note=f"in {len(step_times):,} training steps")
+        step = Tile(step.label, duration(statistics.median(step_times)), slowest)
+        wall = Tile(wall.label, duration(sum(step_times)), f"in {len(step_times):,} training steps")
     return [_evaluation_tile(run), reward, speed, step, wall]
 
 
@@ -150,9 +145,9 @@ def _evaluation_tile(run: Run) -> Tile:
         shown = "accuracy" if is_share else measure
         label = f"Held-out {shown}, {way}" if way else f"Held-out {shown}"
         if len(steps) == 1:
-            return Tile(label=label, value=first, note=f"step {steps[0]:.0f}; not evaluated again yet")
-        return Tile(label=label, value=f"{first} → {last}", note=f"step {steps[0]:.0f} → step {steps[-1]:.0f}")
-    return Tile(label=f"Held-out {'accuracy' if measure == 'score' else measure}", note="not evaluated yet")
+            return Tile(label, first, f"step {steps[0]:.0f}; not evaluated again yet")
+        return Tile(label, f"{first} → {last}", f"step {steps[0]:.0f} → step {steps[-1]:.0f}")
+    return Tile(f"Held-out {'accuracy' if measure == 'score' else measure}", note="not evaluated yet")
 
 
 def reward_seen(run: Run) -> str:
@@ -179,18 +174,14 @@ def paired_samples(run: Run) -> list[Sample]:
         pairs = [*((old, None) for old in run.before), *((None, new) for new in run.after)]
     scores = [number(row.get("score")) for row in (*run.before, *run.after)]
     verified = all(score is not None and -1 <= score <= 1 for score in scores)
-    return [_sample(old, new, verified=verified) for old, new in pairs]
-
-
-def _sample(before: Row | None, after: Row | None, *, verified: bool) -> Sample:
-    either = before or after or {}
-    answer = either.get("answer")
-    return Sample(
-        prompt=_clipped(either.get("prompt")),
-        answer=None if answer is None else _clipped(answer),
-        before=_completion(before, verified=verified),
-        after=_completion(after, verified=verified),
-    )
+    samples: list[Sample] = []
+    for pair in pairs:
+        either = pair[0] or pair[1] or {}
+        answer = either.get("answer")
+        before, after = (_completion(row, verified=verified) for row in pair)
+        shown = None if answer is None else _clipped(answer)
+        samples.append(Sample(_clipped(either.get("prompt")), shown, before, after))
+    return samples
 
 
 def _completion(row: Row | None, *, verified: bool) -> Completion | None:

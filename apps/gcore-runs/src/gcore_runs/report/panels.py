@@ -33,19 +33,24 @@ _CAUSE_COLORS = ("--other", "--muted", "--line")
 """Colours that distinguish neighbouring causes, whose names are shown at the pointer."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Panel:
     """One chart. `traces` and `y_axis` are Plotly's; a colour in them is a CSS variable, resolved on the page."""
 
     title: str
     unit: str
-    traces: list[Trace]
-    y_axis: Row
-    legend: list[tuple[str, str, str]]
-    """Mark (a class of the page), colour, text."""
+    y_axis: Row = field(default_factory=Row)
     last: str = ""
-    layout: Row = field(default_factory=dict)
+    traces: list[Trace] = field(default_factory=list[Trace])
+    legend: list[tuple[str, str, str]] = field(default_factory=list[tuple[str, str, str]])
+    """Mark (a class of the page), colour, text."""
+    layout: Row = field(default_factory=Row)
     """Plotly's layout of this chart, over that of all charts."""
+
+    def draw(self, mark: str, color: str, label: str, *traces: Trace) -> None:
+        """Add traces, with an entry of the legend."""
+        self.traces += traces
+        self.legend.append((mark, color, label))
 
 
 def amount(value: float) -> str:
@@ -110,20 +115,22 @@ def _line(color: str, steps: Sequence[float], values: Sequence[float]) -> list[T
 
 
 def bar_trace(name: str, color: str, rows: Sequence[str], lengths: Sequence[float], hover: str) -> Trace:
-    """Return horizontal bars of one kind, one a row."""
-    marker = {"color": color, "line": {"width": 0}}
+    """Return horizontal bars of one kind, each in its row, with what is shown at the pointer."""
     bars: Trace = {"type": "bar", "orientation": "h", "name": name, "y": rows, "x": lengths}
-    return bars | {"marker": marker, "hovertemplate": hover}
+    marker = {"color": color, "line": {"width": 0}}
+    return bars | {"marker": marker, "hovertemplate": f"<b>{name}</b> {hover}<extra></extra>"}
 
 
 def reward_panel(run: Run) -> Panel | None:
     kind = run.kind
+    panel = Panel(title=kind.title, unit=kind.unit)
     steps, rewards = series(run.metrics, kind.key)
-    traces = _line("--blue", steps, rewards) if steps else []
     window = mean_window(len(steps))
-    legend = [("bold", "--blue", kind.name if window == 1 else f"{kind.name}, mean of {window} steps")] if steps else []
+    if steps:
+        label = kind.name if window == 1 else f"{kind.name}, mean of {window} steps"
+        panel.draw("bold", "--blue", label, *_line("--blue", steps, rewards))
     if window > 1:
-        legend.append(("thin", "--blue", f"{kind.name}, each step"))
+        panel.draw("thin", "--blue", f"{kind.name}, each step")
     seen = list(rewards)
     marks = (("--orange", "circle"), ("--teal", "diamond-open"))
     for (way, key), (color, symbol) in zip(kind.evaluations.items(), marks, strict=False):
@@ -134,52 +141,44 @@ def reward_panel(run: Run) -> Panel | None:
         size, width = (9, 2) if len(at) <= 40 else (5, 1)
         marker = {"color": color, "symbol": symbol, "size": size, "line": {"width": width, "color": color}}
         trace: Trace = {"name": label, "mode": "markers", "marker": marker, "cliponaxis": False}
-        traces.append(trace | {"hovertemplate": "%{y:.4~g}"} | _points(at, scores))
-        legend.append((symbol, color, label))
+        panel.draw(symbol, color, label, trace | {"hovertemplate": "%{y:.4~g}"} | _points(at, scores))
         seen += scores
-    if not seen:
-        return None
-    y_axis: Row = {"range": [0, 1.03]} if kind.measure != "loss" and min(seen) >= 0 and max(seen) <= 1 else {}
-    return Panel(title=kind.title, unit=kind.unit, traces=traces, y_axis=y_axis, legend=legend)
+    if seen and kind.measure != "loss" and min(seen) >= 0 and max(seen) <= 1:
+        panel.y_axis = {"range": [0, 1.03]}
+    return panel if seen else None
 
 
 def signal_panel(rows: Sequence[Row], title: str, key: str, unit: str) -> Panel | None:
     steps, values = series(rows, key)
     if not steps:
         return None
-    traces = _line("--blue", steps, values)
-    legend: list[tuple[str, str, str]] = []
+    panel = Panel(title=title, unit=unit, y_axis=Y_AXES.get(key, {}), last=amount(values[-1]))
     if key == "response_length/mean" and (longest := series(rows, "response_length/max"))[0]:
         line = {"color": "--orange", "width": 1}
-        traces.insert(0, {"name": "longest", "mode": "lines", "line": line, "opacity": 0.6} | _points(*longest))
-        legend = [("bold", "--blue", "mean"), ("thin", "--orange", "longest")]
-    y_axis, last = Y_AXES.get(key, {}), amount(values[-1])
-    return Panel(title=title, unit=unit, traces=traces, y_axis=y_axis, legend=legend, last=last)
+        trace: Trace = {"name": "longest", "mode": "lines", "line": line, "opacity": 0.6}
+        panel.traces.append(trace | _points(*longest))
+        panel.legend = [("bold", "--blue", "mean"), ("thin", "--orange", "longest")]
+    panel.traces += _line("--blue", steps, values)
+    return panel
 
 
 def load_panel(run: Run) -> Panel | None:
     """Return the chart of the share of time that the controllers' own code is on the processor, if it is recorded."""
-    traces: list[Trace] = []
-    legend: list[tuple[str, str, str]] = []
-    for name, color, key in (
-        ("busiest", "--orange", "controller/load/max"),
-        ("mean", "--teal", "controller/load/mean"),
-    ):
-        steps, loads = series(run.metrics, key)
-        if steps:
-            traces.append(_line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"})
-            legend.append(("bold", color, name))
-    _, highest = series(run.metrics, "controller/load/max")
-    if not highest:
-        return None
-    return Panel(
+    panel = Panel(
         title="Controller load",
         unit="processor time of its own code, share of a step",
-        traces=traces,
         y_axis={"rangemode": "tozero", "tickformat": "~p"},
-        legend=legend,
-        last=f"{100 * highest[-1]:.3g}%",
     )
+    lines = {"max": ("busiest", "--orange"), "mean": ("mean", "--teal")}
+    for key, (name, color) in lines.items():
+        steps, loads = series(run.metrics, f"controller/load/{key}")
+        if steps:
+            panel.draw(
+                "bold", color, name, _line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"}
+            )
+        if key == "max" and steps:
+            panel.last = f"{100 * loads[-1]:.3g}%"
+    return panel if panel.last else None
 
 
 def _stage_times(rows: Sequence[Row]) -> dict[str, list[float]]:
@@ -196,27 +195,24 @@ def _stage_times(rows: Sequence[Row]) -> dict[str, list[float]]:
 def stage_panel(run: Run) -> Panel | None:
     rows = [row for row in run.metrics if number(row.get("timing_s/step")) is not None]
     steps, whole = series(rows, "timing_s/step")
-    traces: list[Trace] = []
-    legend: list[tuple[str, str, str]] = []
     stages = _stage_times(rows)
     if not stages:
         return None
+    panel = Panel(
+        title="Where the time of a step goes",
+        unit="seconds, stages stacked; where stages overlap, the stack is higher than the whole step",
+        y_axis={"rangemode": "tozero", "ticksuffix": " s"},
+        last=duration(whole[-1]),
+    )
     for stage, seconds in stages.items():
         color = f"--{stage}"
         trace: Trace = {"name": stage, "stackgroup": "stages", "line": {"width": 0, "color": color}}
-        traces.append(trace | {"fillcolor": color, "hovertemplate": "%{y:.3~s}s"} | _points(steps, seconds))
-        legend.append(("box", color, f"{stage} {sum(seconds) / max(sum(whole), 1e-12):.0%}"))
+        trace |= {"fillcolor": color, "hovertemplate": "%{y:.3~s}s"} | _points(steps, seconds)
+        panel.draw("box", color, f"{stage} {sum(seconds) / max(sum(whole), 1e-12):.0%}", trace)
     line = {"color": "--ink", "width": 1}
     step: Trace = {"name": "whole step", "mode": "lines", "line": line, "hovertemplate": "%{y:.3~s}s"}
-    traces.append(step | _points(steps, whole))
-    return Panel(
-        title="Where the time of a step goes",
-        unit="seconds, stages stacked; where stages overlap, the stack is higher than the whole step",
-        traces=traces,
-        y_axis={"rangemode": "tozero", "ticksuffix": " s"},
-        legend=[*legend, ("bold", "--ink", "whole step")],
-        last=duration(whole[-1]),
-    )
+    panel.draw("bold", "--ink", "whole step", step | _points(steps, whole))
+    return panel
 
 
 def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
@@ -225,8 +221,17 @@ def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
     roles = [role for role, total_ns in found.total_ns.items() if total_ns]
     if not roles:
         return None
-    traces: list[Trace] = []
-    legend: list[tuple[str, str, str]] = []
+    panel = Panel(
+        title="Ledger",
+        unit=f"share of each role's device time; steps {steps[0].step:,} to {steps[-1].step:,}",
+        y_axis={"categoryorder": "array", "categoryarray": roles[::-1], "fixedrange": True, "showgrid": False},
+        last=f"{found.idle_share():.0%} idle",
+        layout={
+            "barmode": "stack",
+            "hovermode": "closest",
+            "xaxis": {"title": {}, "range": [0, 1], "tickformat": ".0%"},
+        },
+    )
     causes = 0
     for column in found.device_ns[roles[0]]:
         shares = [found.share(column, role) for role in roles]
@@ -235,19 +240,6 @@ def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
         color = _COLORS.get(column) or _CAUSE_COLORS[causes % len(_CAUSE_COLORS)]
         causes += column not in _COLORS
         name = column.replace("_", " ")
-        hover = f"<b>{name}</b> %{{x:.1%}}<br>%{{y}}<extra></extra>"
-        traces.append(bar_trace(name, color, roles, [round(share, 5) for share in shares], hover))
-        legend.append(("box", color, f"{name} {found.share(column):.0%}"))
-    return Panel(
-        title="Ledger",
-        unit=f"share of each role's device time; steps {steps[0].step:,} to {steps[-1].step:,}",
-        traces=traces,
-        y_axis={"categoryorder": "array", "categoryarray": roles[::-1], "fixedrange": True, "showgrid": False},
-        legend=legend,
-        last=f"{found.idle_share():.0%} idle",
-        layout={
-            "barmode": "stack",
-            "hovermode": "closest",
-            "xaxis": {"title": {}, "range": [0, 1], "tickformat": ".0%"},
-        },
-    )
+        bar = bar_trace(name, color, roles, [round(share, 5) for share in shares], "%{x:.1%}<br>%{y}")
+        panel.draw("box", color, f"{name} {found.share(column):.0%}", bar)
+    return panel

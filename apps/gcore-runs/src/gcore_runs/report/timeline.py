@@ -150,7 +150,7 @@ def _bars(drawn: Sequence[str], steps: Sequence[StepSpans], zero_s: float, end_s
 
 
 def _trace(stage: str, bars: Sequence[_Bar]) -> Trace:
-    hover = f"<b>{stage}</b> %{{customdata[1]}}<br>%{{y}}, step %{{customdata[0]}}<extra></extra>"
+    hover = "%{customdata[1]}<br>%{y}, step %{customdata[0]}"
     return bar_trace(
         stage, _color(stage), [bar.row for bar in bars], [round(bar.seconds, 4) for bar in bars], hover
     ) | {
