@@ -1,7 +1,7 @@
 """Prompts of the user's files, or of the embedded model."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,33 +52,25 @@ def _read(path: Path, key: str) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data file {path}: {getattr(error, 'strerror', None) or error}") from None
-    parse = _rows if path.suffix == ".jsonl" else _texts
-    prompts = list(parse(path, lines, key))
-    if not prompts:
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
         raise UserError(f"data file {path} has no prompts; expected one per line")
-    return prompts
+    if path.suffix != ".jsonl":
+        return [Prompt(text=line, row={}) for _, line in numbered]
+    return [_of_row(line, key, f"data file {path}, line {number}") for number, line in numbered]
 
 
-def _texts(path: Path, lines: Sequence[str], key: str) -> Iterator[Prompt]:
-    del path, key
-    return (Prompt(text=line.strip(), row={}) for line in lines if line.strip())
-
-
-def _rows(path: Path, lines: Sequence[str], key: str) -> Iterator[Prompt]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"data file {path}, line {number}: not JSON: {error}") from None
-        where = f"data file {path}, line {number}"
-        if not isinstance(row, dict):
-            raise UserError(f"{where} is {type(row).__name__}; expected a JSON object")
-        if key not in row:
-            columns = ", ".join(map(repr, row)) or "none"
-            raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns}")
-        text = row[key]
-        if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{where}: {key} is {text!r:.80}; expected a text")
-        yield Prompt(text=text, row=row)
+def _of_row(line: str, key: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is {type(row).__name__}; expected a JSON object")
+    if key not in row:
+        columns = ", ".join(map(repr, row)) or "none"
+        raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns}")
+    text = row[key]
+    if not isinstance(text, str) or not text.strip():
+        raise UserError(f"{where}: {key} is {text!r:.80}; expected a text")
+    return Prompt(text=text, row=row)
