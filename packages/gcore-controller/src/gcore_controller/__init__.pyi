@@ -25,6 +25,7 @@ from .rlhf.modality import (
     Group as Group,
     Modality as Modality,
     Prepared as Prepared,
+    Recorder as Recorder,
     RLHFConfig as RLHFConfig,
     RLHFRoles as RLHFRoles,
     RunStart as RunStart,
@@ -32,7 +33,7 @@ from .rlhf.modality import (
     UnfinishedGroup as UnfinishedGroup,
     Wave as Wave,
 )
-from .rlhf.step import Recorder as Recorder, RLHFLoop as RLHFLoop
+from .rlhf.step import RLHFLoop as RLHFLoop
 from .runtimes.backend import Backend as Backend, Recovery as Recovery, SizedConfig as SizedConfig, Sizes as Sizes
 from .runtimes.events import Announced as Announced, Announcer as Announcer, RemoteRecorder as RemoteRecorder
 from .runtimes.inline import (

@@ -4,7 +4,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from gcore_controller.context import Context, Span, merge_spans, on_wall_clock, seconds_by_stage
 from gcore_controller.errors import RewardFailuresError
@@ -15,6 +15,7 @@ from gcore_controller.rlhf.modality import (
     GroupT,
     Modality,
     PromptT,
+    Recorder,
     RewardCalls,
     RLHFConfig,
     RolesT,
@@ -24,30 +25,8 @@ from gcore_controller.rlhf.modality import (
 )
 from gcore_controller.trainer_group import State
 
-EvaluationT_contra = TypeVar("EvaluationT_contra", contravariant=True)
-
 _MIN_CALLS = 32
 """Fewest calls that a fraction of failed ones is computed over: one failure in a small batch means little."""
-
-
-class Recorder(Protocol[EvaluationT_contra]):
-    """Takes in what happens in a run; only rank 0 calls it."""
-
-    async def evaluated(self, step: int, evaluation: EvaluationT_contra) -> None: ...
-
-    async def updating(self) -> None:
-        """Note that from here to `reached` the models are between two steps."""
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        """Record a step's metrics, and where its time went: on each controller, by rank, and each device, by name."""
-
-    async def rewards_failed(self, step: int, failures: list[Any]) -> None:
-        """Record rewards that failed since the last call and were dropped: kind, message and count of each."""
-
-    async def reached(self, step: int, controllers: list[State]) -> None:
-        """Take a checkpoint, if one is due: all controllers are at the end of ``step``, with these states."""
 
 
 class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
 from gcore_controller.trainer_group import TrainerGroup
 
 if TYPE_CHECKING:
-    from gcore_controller.rlhf.step import Recorder
+    from gcore_controller.rlhf.modality import Recorder
 
 JobT_contra = TypeVar("JobT_contra", contravariant=True)
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)

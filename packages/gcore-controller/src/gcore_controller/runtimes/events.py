@@ -13,7 +13,7 @@ from gcore_controller.context import Span
 from gcore_controller.rlhf.modality import EvaluationT
 
 if TYPE_CHECKING:
-    from gcore_controller.rlhf.step import Recorder
+    from gcore_controller.rlhf.modality import Recorder
 
 _logger = logging.getLogger(__name__)
 

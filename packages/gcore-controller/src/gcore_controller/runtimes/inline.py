@@ -41,7 +41,7 @@ from gcore_controller.trainer_group import (
 )
 
 if TYPE_CHECKING:
-    from gcore_controller.rlhf.step import Recorder
+    from gcore_controller.rlhf.modality import Recorder
 
 T = TypeVar("T")
 JobT = TypeVar("JobT")

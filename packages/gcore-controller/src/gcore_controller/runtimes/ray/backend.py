@@ -21,7 +21,7 @@ from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerG
 from gcore_controller.trainer_group import TrainerSpec
 
 if TYPE_CHECKING:
-    from gcore_controller.rlhf.step import Recorder
+    from gcore_controller.rlhf.modality import Recorder
 
 _OBSERVE_EVERY_S = 1.0
 
