@@ -62,6 +62,7 @@ def start_engine_actor(
     resources: Mapping[str, float] | None = None,
     num_threads: int | None = None,
     name: str | None = None,
+    scheduling_strategy: Any = None,
 ) -> EngineHandle:
     """Start an actor for an engine, which is made by the first `RayEngine.connect`.
 
@@ -73,6 +74,8 @@ def start_engine_actor(
             path)``.
         num_cpus: CPUs that it reserves, like `num_gpus` and `resources`, which have Ray's names.
         num_threads: of torch on CPU; default: what Ray gives it.
+        scheduling_strategy: see `ray.remote`.
+        name: for `ray.get_actor`.
     """
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}; expected at least 1")
@@ -82,6 +85,7 @@ def start_engine_actor(
         "num_gpus": num_gpus,
         "resources": dict(resources or {}),
         "name": name,
+        "scheduling_strategy": scheduling_strategy,
         "max_restarts": -1,
         "max_concurrency": _MAX_CONCURRENCY,
     }

@@ -116,6 +116,7 @@ class VLLMEngine(InProcessEngine):
         max_num_seqs: int = 256,
         kv_cache_memory_bytes: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        enforce_eager: bool | None = None,
         recompute_kv: bool = False,
         enable_sleep_mode: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
@@ -128,6 +129,7 @@ class VLLMEngine(InProcessEngine):
             max_num_seqs: largest number of running samples.
             kv_cache_memory_bytes: default: 1 GiB on CPU, the free memory on a GPU.
             eos_token_ids: default: those of the model's generation config.
+            enforce_eager: no compilation and no CUDA graphs; default: on CPU, where compiling costs more than it saves.
             recompute_kv: on `update_weights`, compute the keys and values of running samples again with the new
                 weights. By default those computed before stay, as in the `hf` engine: no stall, and the log-probs
                 are still those of the distribution sampled from.
@@ -152,12 +154,13 @@ class VLLMEngine(InProcessEngine):
             eos_token_ids = declared_eos_token_ids(path)
         vision = load_vision(path)
         on_cpu = not torch.cuda.is_available()
+        eager = on_cpu if enforce_eager is None else enforce_eager
         if kv_cache_memory_bytes is None and on_cpu:
             kv_cache_memory_bytes = _CPU_KV_CACHE_BYTES
         set_environment()
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
-        with process_state_kept(), torch._dynamo.config.patch(disable=on_cpu):  # pyright: ignore[reportPrivateUsage]
+        with process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and eager):  # pyright: ignore[reportPrivateUsage]
             try:
                 from vllm import EngineArgs
             except ModuleNotFoundError as error:
@@ -173,7 +176,7 @@ class VLLMEngine(InProcessEngine):
                 max_model_len=cast(Any, max_model_len),
                 max_num_seqs=max_num_seqs,
                 kv_cache_memory_bytes=kv_cache_memory_bytes,
-                enforce_eager=on_cpu,  # where compiling costs more than it saves
+                enforce_eager=eager,
                 enable_sleep_mode=enable_sleep_mode and not on_cpu,
                 speculative_config=None if speculative_config is None else dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
