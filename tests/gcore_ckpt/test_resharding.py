@@ -179,6 +179,7 @@ def as_template(tree: Any) -> Any:
             return tree
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(case=cases())
 def test_any_state_in_any_sharding(rank_server: RankServer, case: dict[str, Any]) -> None:

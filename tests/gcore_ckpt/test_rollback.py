@@ -234,6 +234,7 @@ def test_removing_a_step_of_an_object_store_keeps_what_was_set_aside_under_its_n
     assert not [key for key in objects.list_keys() if key.startswith("step-00000002/")]
 
 
+@pytest.mark.slow
 def test_all_ranks_go_back_together(rank_server: RankServer, tmp_path: Path) -> None:
     with rank_server.pool(3) as ranks:
         ranks.run("save_steps", str(tmp_path), [1, 2, 3], {}, size=3)

@@ -382,6 +382,7 @@ def test_engines_must_agree() -> None:
         EngineReplicas(fakes(1), max_deaths=0)
 
 
+@pytest.mark.slow
 async def test_a_killed_process_costs_no_sample(tied: TinyModel) -> None:
     """Two hundred requests over two processes, one of which gets `kill -9`: every sample once, as if nothing was."""
     requests = [make_request(f"r{i}", 3 + i % 20, n=4, seed=i, max_tokens=8 + i % 25) for i in range(200)]

@@ -76,6 +76,7 @@ def test_a_model_learns_from_rows_with_images(cli: Cli, job: list[str], model: P
     assert f"{score:.3f}" in cli.ok("eval", run)
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_with_its_images(cli: Cli, job: list[str]) -> None:
     """In surplus groups and in samples that were cut short, too."""
     job += ["--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1.0", "--rollout.max-num-seqs", "8"]

@@ -103,9 +103,14 @@ def test_a_reward_that_fails_now_and_then(cli: Cli, own_args: list[str]) -> None
     ("reward", "filters", "reason"),
     [
         ("constant", True, "every response scored 0.5; look at the reward"),
-        ("constant", False, "every response scored 0.5; look at the reward"),
-        ("of_the_prompt", True, "in every group all responses scored alike, so none was kept; look at the reward"),
         ("of_the_prompt", False, "in every group all responses scored alike; look at the reward"),
+        pytest.param("constant", False, "every response scored 0.5; look at the reward", marks=pytest.mark.slow),
+        pytest.param(
+            "of_the_prompt",
+            True,
+            "in every group all responses scored alike, so none was kept; look at the reward",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_reward_that_says_nothing(cli: Cli, own_args: list[str], reward: str, filters: bool, reason: str) -> None:

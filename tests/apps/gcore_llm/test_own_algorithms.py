@@ -85,14 +85,19 @@ def test_an_estimator_without_a_baseline(cli: Cli, own_args: list[str]) -> None:
     ("own", "built_in"),
     [
         (["--algorithm.adv-estimator", "advantage.py:mine"], ["--algorithm.adv-estimator", "grpo"]),
-        (["--algorithm.adv-estimator", "advantage.py:actor_critic"], ["--algorithm.adv-estimator", "gae"]),
         (["--actor.loss.loss-mode", "loss.py:ppo"], ["--actor.loss.loss-mode", "vanilla"]),
-        (
+        pytest.param(
+            ["--algorithm.adv-estimator", "advantage.py:actor_critic"],
+            ["--algorithm.adv-estimator", "gae"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["--actor.loss.loss-mode", "loss.py:ppo", "--actor.loss.clip-ratio-c", "3"],
             ["--actor.loss.clip-ratio-c", "3"],
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["advantage", "critic", "loss", "dual clip"],
+    ids=["advantage", "loss", "critic", "dual clip"],
 )
 def test_equal_formulas_give_equal_runs(cli: Cli, own_args: list[str], own: list[str], built_in: list[str]) -> None:
     epochs = ["--actor.ppo-epochs", "2"]

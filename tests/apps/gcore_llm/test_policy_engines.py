@@ -136,6 +136,7 @@ def test_no_engine_process_outlives_a_run(cli: Cli, own_args: list[str], action:
     assert not left_after(engines, 5.0)
 
 
+@pytest.mark.slow
 def test_an_engine_of_ones_own(cli: Cli, own_args: list[str]) -> None:
     """Made by a function in a file, here and in processes of its own."""
     (cli.cwd / "engine.py").write_text(OWN_ENGINE)

@@ -137,7 +137,7 @@ def test_kill_again_and_again(cli: Cli, whole: Callable[[int], Whole]) -> None:
     assert outcome(run) == expected.outcome
 
 
-@pytest.mark.parametrize("controllers", [1, 2])
+@pytest.mark.parametrize("controllers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_interrupt_saves_the_last_finished_step(cli: Cli, whole: Callable[[int], Whole], controllers: int) -> None:
     """Wherever in a step Ctrl-C hits, no finished step is made twice."""
     expected = whole(controllers)

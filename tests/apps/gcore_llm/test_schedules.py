@@ -39,6 +39,7 @@ def oldest_versions(run: Path) -> list[float]:
     return [row["sampling/oldest_version"] for row in step_rows(run)]
 
 
+@pytest.mark.slow
 def test_one_step_off_is_by_the_weights_before(cli: Cli, six_steps: list[str]) -> None:
     """However many controllers there are, and wherever the engine is; the first batch has no weights before."""
     args = scheduled(cli, six_steps, "one_step_off")
@@ -59,6 +60,7 @@ def test_one_step_off_is_by_the_weights_before(cli: Cli, six_steps: list[str]) -
     assert all({"sampling 0", "sampling 1", "engine 0", "trainer 0"} == row["devices"].keys() for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_async_is_no_staler_than_it_may_be(cli: Cli, six_steps: list[str], max_staleness: int) -> None:
     """Its engine samples while this process trains."""

@@ -209,6 +209,7 @@ def test_any_number_of_controllers_gives_the_same_run(cli: Cli, own_args: list[s
                 assert value == pytest.approx(expected[name], rel=1e-12 if exact else 1e-4, abs=1e-4), name
 
 
+@pytest.mark.slow
 def test_router_replay(cli: Cli, own_args: list[str], tmp_path: Path) -> None:
     """The second update of a step sends tokens where the pass for old log-probs did, in both backends alike."""
     torch.manual_seed(0)

@@ -64,6 +64,7 @@ def make(model, **options):
 """
 
 
+@pytest.mark.slow
 def test_what_the_weights_do_not_show(cli: Cli, own_args: list[str]) -> None:
     """An engine with the right weights and another forward: one line, once; and the curve in the report."""
     (cli.cwd / "blurred.py").write_text(BLURRED)
