@@ -20,6 +20,7 @@ from gcore_trainer import (
     FixedKLController,
     Sample,
     follow_divergence,
+    get_advantage_estimator,
     kl_rewards,
     overlong_penalty,
     policy_and_reference,
@@ -96,7 +97,8 @@ async def prepare(
         )
     settings = _advantage_config(algorithm.norm_adv_by_std_in_grpo, algorithm.gamma, algorithm.lam)
     greedy_scores = [g.greedy_score for g in groups]
-    found, metrics = await with_advantages(samples, rewards, greedy_scores, algorithm.estimator, settings, group)
+    estimator = get_advantage_estimator(algorithm.adv_estimator)
+    found, metrics = await with_advantages(samples, rewards, greedy_scores, estimator, settings, group)
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":
         found, corrected = await with_rollout_correction(found, algorithm.rollout_correction, group)
