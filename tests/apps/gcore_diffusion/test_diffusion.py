@@ -325,7 +325,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "prompts of memory": (lambda _: ["--data.train-files", "/proc/self/mem"], "data file /proc/self/mem: "),
     "column": (
         lambda _: ["--data.prompt-key", "text"],
-        "line 1 has no column 'text' (data.prompt_key); it has",
+        "row 1 has no column 'text' (data.prompt_key); it has",
     ),
     "run folder": (lambda file: ["--runs-dir", file], "cannot be made: "),
     "gradient of a number": (

@@ -1,15 +1,12 @@
 """Prompts of the user's files, or of the embedded model."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gcore_diffusion.config import DataConfig
-from gcore_runs.errors import UserError
+from gcore_runs import UserError, columns, hold_out, read_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,39 +34,29 @@ def load_prompts(config: DataConfig, own: Iterable[str] = ()) -> PromptSets:
     if not config.train_files:
         prompts = [Prompt(text=text, row={}) for text in own]
         return PromptSets(train=prompts, val=prompts)
-    train = [p for file in config.train_files for p in _read(Path(file), config.prompt_key)]
-    val = [p for file in config.val_files for p in _read(Path(file), config.prompt_key)]
+    train = [p for file in config.train_files for p in _read(file, config.prompt_key)]
+    val = [p for file in config.val_files for p in _read(file, config.prompt_key)]
     if not val:
-        count = min(config.val_size, len(train) // 10)
-        held = set(np.random.default_rng(0).permutation(len(train))[:count].tolist())
-        val = [p for i, p in enumerate(train) if i in held]
-        train = [p for i, p in enumerate(train) if i not in held]
+        train, val = hold_out(train, size=config.val_size, seed=0)
     return PromptSets(train=train, val=val)
 
 
-def _read(path: Path, key: str) -> list[Prompt]:
+def _read(path: str, key: str) -> list[Prompt]:
+    if Path(path).suffix in (".jsonl", ".parquet"):
+        return [_of_row(row, key, f"data file {path}, row {n}") for n, row in enumerate(read_rows(path), start=1)]
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data file {path}: {getattr(error, 'strerror', None) or error}") from None
-    numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
+    prompts = [Prompt(text=line.strip(), row={}) for line in lines if line.strip()]
+    if not prompts:
         raise UserError(f"data file {path} has no prompts; expected one per line")
-    if path.suffix != ".jsonl":
-        return [Prompt(text=line, row={}) for _, line in numbered]
-    return [_of_row(line, key, f"data file {path}, line {number}") for number, line in numbered]
+    return prompts
 
 
-def _of_row(line: str, key: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is {type(row).__name__}; expected a JSON object")
+def _of_row(row: Mapping[str, Any], key: str, where: str) -> Prompt:
     if key not in row:
-        columns = ", ".join(map(repr, row)) or "none"
-        raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns}")
+        raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns(row)}")
     text = row[key]
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: {key} is {text!r:.80}; expected a text")
