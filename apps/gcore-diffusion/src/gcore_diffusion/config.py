@@ -45,7 +45,8 @@ class DataConfig(BaseDataConfig):
     """Prompts: from your files; with the embedded model, its own."""
 
     train_files: tuple[str, ...] = ()
-    """JSONL files of prompts, or text files with one in each line; the reward gets their other columns as they are."""
+    """JSONL or Parquet files of prompts, or text files with one in each line; the reward gets the other columns as they
+    are."""
     val_size: int = 32
     """How many prompts to hold out if there are no val-files; never more than a tenth of them."""
     prompt_key: str = "prompt"
