@@ -141,8 +141,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.compute_dtype = model.dtype
         self.root = _Root(model, self._forward)
         """Module of the whole forward pass; FSDP wraps it."""
-        self.num_attention_heads: int = self._text_config.num_attention_heads
-        """Query heads of each layer."""
         self.num_computed_tokens = 0
         """Tokens that have passed through the model."""
         routers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
@@ -165,6 +163,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         if gradient_checkpointing:
             for layer in self.layers():
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of each layer."""
+        return self._text_config.num_attention_heads
 
     @classmethod
     def from_pretrained(
