@@ -52,6 +52,7 @@ def test_the_policy_learns_to_prefer(cli: Cli, job: list[str], tiny: Path) -> No
     assert last["val/dpo/margin"] == pytest.approx(margin, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_interrupted_run_ends_as_if_nothing_had_happened(cli: Cli, job: list[str]) -> None:
     args = [*job, "--max-token-len", "64", "--trainer.total-epochs", "2"]
     cli.ok(*args, "--name", "whole")

@@ -74,6 +74,7 @@ def test_text_and_extra_columns(cli: Cli, job: list[str]) -> None:
     assert all(row == by_prompt[prompt] for prompt, _, row in seen(cli))
 
 
+@pytest.mark.slow
 def test_parquet_is_the_same_as_jsonl(cli: Cli, job: list[str]) -> None:
     rows = [{"prompt": f"{i}+1=", "answer": i + 1, "meta": {"level": [i]}} for i in range(20)]
     write_rows(cli.cwd / "train.jsonl", rows)
@@ -116,6 +117,7 @@ def test_chat_messages_go_through_the_template(cli: Cli, job: list[str], tiny: P
     assert {prompt for prompt, _, _ in seen(cli)} == {"2+2="}
 
 
+@pytest.mark.slow
 def test_async_reward_gives_what_a_plain_one_gives(cli: Cli, job: list[str]) -> None:
     write_rows(cli.cwd / "train.jsonl", [{"prompt": f"{i}+1="} for i in range(20)])
     (cli.cwd / "judge.py").write_text(ASYNC)
