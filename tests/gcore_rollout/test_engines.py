@@ -330,7 +330,7 @@ async def test_unknown_prompt_tokens_are_refused(subject: Subject, token: int) -
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
-async def test_unknown_begun_tokens_are_refused(subject: Subject, token: int) -> None:
+async def test_unknown_prefix_tokens_are_refused(subject: Subject, token: int) -> None:
     cut_short = Completion(
         request_id="r",
         index=0,

@@ -3,9 +3,10 @@
 import io
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -23,7 +24,7 @@ class Options(QuickOptions):
     names: tuple[str, ...] = ()
     folder: Path = Path("files")
 
-    QUICK = {"size": 8, "rounds": 1}  # noqa: RUF012
+    QUICK: ClassVar[Mapping[str, Any]] = {"size": 8, "rounds": 1}
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_async_is_no_staler_than_it_may_be(cli: Cli, six_steps: list[str], max_s
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", pytest.param("async", marks=pytest.mark.slow)])
-def test_what_was_ahead_is_made_anew(cli: Cli, six_steps: list[str], schedule: str) -> None:
+def test_what_was_ahead_is_made_again(cli: Cli, six_steps: list[str], schedule: str) -> None:
     """A run that is killed trains on every prompt that it drew, in order, and on none twice."""
     calls_a_step = 8 * 4
     args = scheduled(cli, six_steps, schedule, kills_at=3 * calls_a_step + 5)

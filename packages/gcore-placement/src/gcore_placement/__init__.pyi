@@ -51,7 +51,6 @@ from .strategies import (
     STRATEGIES as STRATEGIES,
     Strategy as Strategy,
     StrategyTraits as StrategyTraits,
-    strategy_traits as strategy_traits,
 )
 from .workload.diffusion import DiffusionWorkload as DiffusionWorkload
 from .workload.job import Job as Job, Lengths as Lengths

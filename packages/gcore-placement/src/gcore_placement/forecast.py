@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, EngineLaws, JobCosts, SwapCosts, TrainingCosts, TrainingLaws
 from gcore_placement.errors import PlacementError, check_above_0, check_positive, refusal
-from gcore_placement.strategies import PLANNED, Strategy, strategy_traits
+from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.job import Job, Lengths
 
 RUN_FILE = "placement.json"
@@ -98,14 +98,14 @@ def added_by_reward(
     generation: NDArray[np.float64], judging: NDArray[np.float64], *, strategy: Strategy, last_s: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the seconds by which judging makes each wave longer than its generation: [num_waves, ...]."""
-    if strategy_traits(strategy).is_time_shared:
+    if STRATEGIES[strategy].is_time_shared:
         return judging
     return np.maximum(judging - generation, 0.0) + last_s
 
 
 def num_swaps(job: Job, *, strategy: Strategy) -> float:
     """Return the mean number of times that engines sleep and wake in a step."""
-    takes_turns = job.judge is not None and strategy_traits(strategy).is_time_shared
+    takes_turns = job.judge is not None and STRATEGIES[strategy].is_time_shared
     return 2 * float(job.wave_chances.sum()) if takes_turns else 1.0
 
 

@@ -31,8 +31,3 @@ STRATEGIES: dict[Strategy, StrategyTraits] = {
 }
 
 PLANNED: tuple[Strategy, ...] = tuple(name for name, traits in STRATEGIES.items() if traits.is_planned)
-
-
-def strategy_traits(strategy: Strategy) -> StrategyTraits:
-    """Return the properties of a strategy."""
-    return STRATEGIES[strategy]

@@ -8,6 +8,7 @@ from typing import Literal
 
 from gcore_controller import Sizes, Span
 from gcore_placement import (
+    STRATEGIES,
     DynamicPartition,
     DynamicPartitionConfig,
     PartitionSpace,
@@ -59,7 +60,7 @@ class LivePlacement:
     @property
     def sizes(self) -> Sizes:
         """The sizes, with the engines as they are to be divided."""
-        if self._choice is not None and self._choice.strategy == "colocated":
+        if self._choice is not None and STRATEGIES[self._choice.strategy].is_time_shared:
             both = self._space.num_devices
             return replace(self.whole, engines=both, judges=both, in_turns=True)
         partition = self._dynamic.partition
@@ -88,7 +89,7 @@ class LivePlacement:
                 swaps_s = (sum(s.end_s - s.start_s for s in own if s.stage == "swap") for own in devices.values())
                 self.swap_s = max(swaps_s, default=0.0) / num_turns
             strategy = self._choice.observe(policy, reward, stage_s=stage_s, swap_s=self.swap_s * num_turns)
-            if before.in_turns and strategy == "dynamic":
+            if before.in_turns and STRATEGIES[strategy].follows_load:
                 best = self._dynamic.best((policy.work_device_s, reward.work_device_s))
                 self._dynamic = self._started_at(best.policy_devices)
         if self.sizes != before:

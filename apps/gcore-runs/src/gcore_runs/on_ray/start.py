@@ -30,6 +30,7 @@ from gcore_controller import (
     check_token,
     connect,
 )
+from gcore_placement import STRATEGIES
 from gcore_rollout import (
     Engine,
     EngineDiedError,
@@ -149,13 +150,13 @@ async def start_ray_backend(
     engines = RoleActors(
         list(factories), factory, start=start_engine_actor, end=end_engine_actor, connect=RayEngine[Any, Any].connect
     )
-    is_fixed = config.placement.strategy in ("split", "colocated")
+    follows_load = STRATEGIES[config.placement.strategy].follows_load
     backend = RayBackend[JobT, ConfigT, Any](
         config,
         engines=engines,
         trainer_spec=trainer_spec,
         program=lambda job: partial(_run_controller, job, run_controller, logs),
-        placement=None if is_fixed else partial(LivePlacement, config=config.placement),
+        placement=partial(LivePlacement, config=config.placement) if follows_load else None,
         engine_errors=(EngineDiedError,),
         announce=announce,
     )
@@ -174,7 +175,7 @@ async def _run_controller(job: Any, run_controller: RunController[Any], logs: Pa
     connected = partial(_connect_engines, devices, Announcer(ctx.report), start_timeout_s=config.ray.timeout_s)
     engines = _own(ctx.roles.engines, ctx.rank, ctx.world_size)
     judges = _own(ctx.roles.judges, ctx.rank, ctx.world_size)
-    in_turns = config.placement.strategy == "colocated"
+    in_turns = STRATEGIES[config.placement.strategy].is_time_shared
     async with AsyncExitStack() as to_close:
         judge = None
         if judges:

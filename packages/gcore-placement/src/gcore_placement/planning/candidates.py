@@ -12,7 +12,7 @@ from gcore_placement.forecast import added_by_reward, num_swaps
 from gcore_placement.planning.engines import EngineOptions, Engines
 from gcore_placement.planning.layouts import Setting
 from gcore_placement.planning.training import TrainingChoice, TrainingOptions
-from gcore_placement.strategies import STRATEGIES, Strategy, strategy_traits
+from gcore_placement.strategies import STRATEGIES, Strategy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +92,7 @@ class Candidates:
             policy_replicas, judge_replicas = np.array([num_devices // policy.tp]), np.array([0])
             waves_s = policy.waves_s[:, policy_replicas - 1]
         else:
-            if strategy_traits(strategy).is_time_shared:
+            if STRATEGIES[strategy].is_time_shared:
                 policy_replicas = np.array([num_devices // policy.tp])
                 judge_replicas = np.array([num_devices // judge.tp])
             else:

@@ -14,7 +14,7 @@ from gcore_placement.forecast import STAGES, Correction, StepTime, check_planned
 from gcore_placement.planning.candidates import Candidate, Candidates
 from gcore_placement.planning.engines import EngineOptions, Engines
 from gcore_placement.planning.layouts import Setting, TrainingLayout
-from gcore_placement.strategies import PLANNED, Strategy, strategy_traits
+from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.job import Job
 
 
@@ -108,7 +108,7 @@ def plan(
     """
     if strategy is not None:
         check_planned(strategy)
-    if strategy is not None and job.judge is None and not strategy_traits(strategy).is_time_shared:
+    if strategy is not None and job.judge is None and not STRATEGIES[strategy].is_time_shared:
         raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
     check_positive("most_num_seqs", most_num_seqs)
     setting = Setting(
@@ -270,7 +270,7 @@ def _strategies(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
             yield Alternative(choice="strategy", option=strategy, reason="there is no judge to share the devices with")
             continue
         best = min((c.step_s for c in known.of(chosen.num_devices, strategy)), default=inf)
-        traits = strategy_traits(strategy)
+        traits = STRATEGIES[strategy]
         is_fixed = not traits.is_time_shared and not traits.follows_load
         stays = "; its partition stays where it is as lengths drift" if is_fixed else ""
         reason = f"{_compared(best, chosen.step_s)}{stays}" if best < inf else "does not fit"

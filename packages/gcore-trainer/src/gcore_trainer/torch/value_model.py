@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
     scores = "values"
     _auto_class = AutoModelForSequenceClassification
     _new_weights = ("score.",)
-    _load_options = {"num_labels": 1}  # noqa: RUF012 - a ClassVar of the base
+    _load_options: ClassVar[dict[str, Any]] = {"num_labels": 1}
 
     def _check_head(self, model: Any) -> None:
         if not isinstance(getattr(model, "score", None), torch.nn.Linear):
