@@ -18,7 +18,7 @@ from gcore_bench.harness.options import BenchError
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import pretrained_pipeline
 from gcore_rollout import FlowSDE, load_pipeline
-from gcore_runs.display import Display
+from gcore_runs.loop.recorder import Display
 
 pytestmark = pytest.mark.slow
 

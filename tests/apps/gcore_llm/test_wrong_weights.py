@@ -16,7 +16,7 @@ from rich.console import Console
 from gcore_llm.cli import parse_train
 from gcore_llm.training import train
 from gcore_rollout import WrongWeightsError
-from gcore_runs.display import Display
+from gcore_runs.loop.recorder import Display
 
 pytestmark = [
     *VLLM_IMPORT_WARNINGS,

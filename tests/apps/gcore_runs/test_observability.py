@@ -34,16 +34,15 @@ from fake_engine import FakeEngine  # pyright: ignore[reportMissingImports]
 
 from gcore_controller import Context, DeviceTimers, SharedTrainerClient, Span, merge_spans, on_wall_clock, run_inline
 from gcore_llm.cli import main, own_data
-from gcore_llm.recorder import RunRecorder
+from gcore_llm.modality import RunRecorder
 from gcore_llm.report import KINDS
 from gcore_llm.sampling.engines import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs import render_report
-from gcore_runs.display import Display
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, merged_lines
 from gcore_runs.loop.instrumented_engine import Instrumentation
-from gcore_runs.loop.recorder import shown_cells
+from gcore_runs.loop.recorder import Display, shown_cells
 from gcore_runs.prometheus import PrometheusExporter
 from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, read_jsonl
 

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from gcore_ckpt import Checkpointer, load
-from gcore_llm.backend import build_engine, build_environment
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import Problem, make_prompts
+from gcore_llm.sampling.engines import start_policy
 from gcore_llm.sampling.evaluate import Evaluation, evaluate
 from gcore_llm.sampling.rewards import Rewards
-from gcore_llm.training import load_prompts
+from gcore_llm.training import build_environment, load_prompts
 from gcore_rollout import Engine, Request, RolloutRoles, SamplingParams
-from gcore_runs import RunFolder, UserError, build_tokenizer, check_model
+from gcore_runs import RunFolder, UserError, build_tokenizer, check_model, eos_token_ids
 from gcore_trainer import merge_lora
 
 
@@ -32,7 +32,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
     if config.rollout.is_on_servers:
         # The run may be in the middle of a step on them.
         config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
-    engine = await build_engine(config, model, tokenizer)
+    engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
     checkpointer = Checkpointer(run.checkpoints)
     if not checkpointer.steps():
         return config, tokenizer, engine, 0

@@ -1,8 +1,11 @@
 """Language models as a modality of the RLHF loop: responses and their rewards, and updates of policy and critic."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,10 +35,11 @@ from gcore_llm.learning.preparation import (
     single_responses,
     speed,
     split_in_micro_batches,
+    warning,
 )
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
 from gcore_llm.sampling.evaluate import Evaluation, evaluate, sampling_params
-from gcore_placement import TransformerWorkload, balance
+from gcore_placement import Forecast, PlacementError, TransformerWorkload, balance
 from gcore_rollout import (
     Generation,
     Group,
@@ -46,8 +50,20 @@ from gcore_rollout import (
     sampled_metrics,
     sampled_part,
 )
-from gcore_runs import RunJob
+from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, write_jsonl
 from gcore_trainer import Images, MicroBatch, Sample
+
+_logger = logging.getLogger(__name__)
+
+_MANY = 0.5
+"""Fraction of a step's episodes that is reported if they were cut off."""
+
+_CUT_OFF = {
+    "truncated_turn": "a turn was cut off before its end, so the environment could not answer it; a higher "
+    "rollout.multi_turn.max_tokens_per_turn, or 0, lets turns end",
+    "length": "the tokens of all turns were used up; a higher data.max_response_length gives them more",
+}
+"""The cause, and what helps, for each kind of end of an episode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,3 +306,50 @@ def _has_signal(metrics: dict[str, float]) -> bool:
     advantages = [abs(metrics.get(f"critic/advantages/{name}", 0.0)) for name in ("min", "max")]
     low, high = metrics.get("critic/score/min", 0.0), metrics.get("critic/score/max", 1.0)
     return low < high and max(advantages) > 1e-6
+
+
+class RunRecorder(BaseRunRecorder[Job, Evaluation]):
+    """Recording of a run: its predicted steps, its mismatch, and the samples of evaluations."""
+
+    cells = (
+        Cell("reward", "critic/score/mean", "{:.3f}", "none"),
+        Cell("held-out", "val/greedy/score/mean", "{:.3f}", "-"),
+        Cell("accepted", "sampling/acceptance", "{:.0%}", "0%"),
+        Cell("length", "response_length/mean", "{:.1f}", "0.0"),
+        Cell("tokens/s", "perf/throughput", "{:,.0f}", "0"),
+        *STAGE_CELLS,
+        Cell("busiest controller", "controller/load/max", "{:.1%}"),
+    )
+    _has_warned = False
+
+    def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
+        greedy, sampled = evaluation.greedy, evaluation.sampled
+        self.display.say(f"step {step}: held-out score {greedy:.3f} greedy, {sampled:.3f} sampled")
+        name = "before" if step == 0 else "after"
+        write_jsonl(self.run.samples / f"{name}.jsonl", evaluation.samples)
+        return evaluation.metrics()
+
+    def step_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Warn about a mismatch and cut-off episodes; return how long the step was predicted to take."""
+        bound = self.job.config.algorithm.max_rollout_kl
+        if not self._has_warned and bound and (line := warning(step, metrics, bound)):
+            self._has_warned = True
+            self.display.say(line)
+        for end, cause in _CUT_OFF.items():
+            fraction = metrics.get(f"multi_turn/end/{end}", 0.0)
+            if fraction > _MANY:
+                message = f"{fraction:.0%} of the episodes ended because {cause}"
+                self.warnings.warn(step, message, key=f"episodes ended by {end}")
+        return self._forecast.stepped(metrics) if self._forecast else {}
+
+    @cached_property
+    def _forecast(self) -> Forecast | None:
+        """The predictions; None where the planner does not know the model's architecture, and the run continues."""
+        from gcore_llm.forecast import run_forecast
+
+        config = self.job.config
+        try:
+            return run_forecast(config, Path(config.model) if config.model else self.run.model, self.run.placement)
+        except PlacementError as error:
+            _logger.info("steps are not predicted: %s", error)
+            return None

@@ -1,20 +1,44 @@
-"""`gcore-llm train`: from settings to a finished run."""
+"""`gcore-llm train`: from settings to a finished run, in this process or on a Ray cluster."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gcore_controller import Backend, Context, DeviceTimers
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import PromptSets, check_lengths, load_files
 from gcore_llm.data.tasks import load_task, require_worked_examples
+from gcore_llm.learning.preparation import sample_flops, workload_of
+from gcore_llm.learning.trainer_worker import ray_trainer_spec, start_trainer
+from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
+from gcore_llm.sampling.engines import check_engine, engine_factory, start_policy
+from gcore_llm.sampling.evaluate import Evaluation
+from gcore_llm.sampling.rewards import Rewards
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Result, Supervisor, UserError, build_tokenizer, check_model, resolve
+from gcore_rollout import EnvironmentRole, Failed, RewardRunner
+from gcore_runs import (
+    Display,
+    Result,
+    RunFolder,
+    Supervisor,
+    UserError,
+    build_tokenizer,
+    check_model,
+    eos_token_ids,
+    inline_backend,
+    resolve,
+)
+from gcore_runs.loop.instrumented_engine import Instrumentation
+from gcore_runs.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from gcore_llm.sampling.rewards import Rewards
-    from gcore_runs import Display
+    from gcore_controller import ActorRole, Handles, RemoteRecorder
+    from gcore_runs.on_ray.start import ControllerServices, EngineFactory
 
 
-def train(config: TrainConfig, display: "Display | None" = None) -> Result:
+def train(config: TrainConfig, display: Display | None = None) -> Result:
     """Train a policy by reinforcement learning, or resume the run of this name.
 
     Args:
@@ -28,14 +52,6 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         UserError: wrong settings or data, found before anything is written.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    from gcore_controller import DeviceTimers
-    from gcore_llm.backend import build_environment, start_backend
-    from gcore_llm.learning.preparation import workload_of
-    from gcore_llm.modality import Job
-    from gcore_llm.recorder import RunRecorder
-    from gcore_llm.sampling.rewards import Rewards
-    from gcore_runs.loop.instrumented_engine import Instrumentation
-
     config = resolve(config)
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         say, devices = supervisor.display.say, DeviceTimers()
@@ -45,7 +61,7 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
         instrumentation = Instrumentation(devices=devices, announce=say)
         with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
-            supervisor.run_async(_try_rewards(rewards, prompts, supervisor))
+            supervisor.run_async(_try_rewards(rewards, prompts, say))
             environment = build_environment(config, tokenizer, rewards.runner)
             run = supervisor.open_run(*_notices(config, prompts))
             if not config.model and not run.model.is_dir():
@@ -55,16 +71,12 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
                 supervisor.run_async(making)
             if supervisor.resume(config.trainer.total_training_steps) is not None:
                 model = Path(config.model) if config.model else run.model
-                starting = start_backend(
-                    config,
-                    model,
-                    run.checkpoints,
-                    tokenizer=tokenizer,
-                    rewards=rewards,
-                    environment=environment,
-                    devices=devices,
-                    announce=say,
-                )
+                if config.runtime == "ray":
+                    starting = _start_on_ray(config, model, run, tokenizer, rewards, say)
+                else:
+                    starting = _start_inline(
+                        config, model, run, tokenizer, rewards, environment, replace(instrumentation, logs=run.logs)
+                    )
                 with supervisor.started(starting) as backend:
                     job = Job(config=config, prompts=prompts, workload=workload_of(model))
                     supervisor.train(backend, job, RunRecorder)
@@ -90,8 +102,6 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
 
 def _checked_tokenizer(config: TrainConfig) -> Any:
     """Check the models and engine that the config names, and return the policy's tokenizer."""
-    from gcore_llm.sampling.engines import check_engine
-
     rollout, model = config.rollout, Path(config.model)
     if not config.model and not config.task.name:
         raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
@@ -121,13 +131,103 @@ def _notices(config: TrainConfig, prompts: PromptSets) -> list[str]:
     return [left_out, sizes] if prompts.num_too_long else [sizes]
 
 
-async def _try_rewards(rewards: "Rewards", prompts: PromptSets, supervisor: Supervisor) -> None:
+async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str], None]) -> None:
     """Call each reward once, so that a broken one is found before the model is loaded."""
-    from gcore_rollout import Failed
-
     first = prompts.train[0]
     scored = await rewards.runner.try_on(prompt=first.text, completion="", row=first.row)
     if isinstance(scored, Failed):
-        supervisor.display.say(f"warning: the trial gave no score: {scored.error}")
+        say(f"warning: the trial gave no score: {scored.error}")
     if rewards.comparison is not None:
         await rewards.comparison.try_on(first)
+
+
+def build_environment(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> EnvironmentRole | None:
+    """Build the environment that the config names; see `MultiTurnConfig.build`."""
+    prompt_key, on_error = config.data.prompt_key, config.reward_calls.on_error
+    return config.rollout.multi_turn.build(tokenizer, reward, prompt_key=prompt_key, on_error=on_error)
+
+
+async def _start_inline(
+    config: TrainConfig,
+    model: Path,
+    run: RunFolder,
+    tokenizer: Any,
+    rewards: Rewards,
+    environment: EnvironmentRole | None,
+    instrumentation: Instrumentation,
+) -> Backend[Job, TrainConfig, Evaluation]:
+    """Load the model in a folder for every role that needs it, in this process."""
+    # vLLM sets process-wide state as it starts, so it comes first.
+    eos = eos_token_ids(tokenizer, model)
+    policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
+    try:
+        learner = start_trainer(config, model, run.checkpoints)
+    except BaseException:
+        await policy.close()
+        raise
+    roles = SamplingRoles(
+        policy=policy,
+        reward=rewards.runner,
+        comparison=rewards.comparison,
+        tokenizer=tokenizer,
+        environment=environment,
+        devices=instrumentation.devices or DeviceTimers(),
+    )
+    num_ranks = config.trainer.num_processes
+    return inline_backend(config, shared=roles, roles=Roles, learner=learner, num_ranks=num_ranks, close=policy.close)
+
+
+async def _start_on_ray(
+    config: TrainConfig, model: Path, run: RunFolder, tokenizer: Any, rewards: Rewards, announce: Callable[[str], None]
+) -> Backend[Job, TrainConfig, Evaluation]:
+    """Load the model in a folder for every role that needs it, on a cluster."""
+    from gcore_runs.on_ray.start import start_ray_backend
+
+    # Each controller starts rewards of its own.
+    await rewards.close()
+    factories: dict[ActorRole, Callable[[TrainConfig], EngineFactory]] = {
+        "engine": _engines(model, tokenizer, lambda config: config.rollout)
+    }
+    if config.sizes.judges:
+        path = Path(config.reward_model.path)
+        factories["judge"] = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
+    return await start_ray_backend(
+        config,
+        factories=factories,
+        trainer_spec=partial(ray_trainer_spec, model=model, checkpoints=run.checkpoints),
+        run_controller=partial(_run_controller, tokenizer),
+        checkpoints=run.checkpoints,
+        announce=announce,
+    )
+
+
+def _engines(
+    model: Path, tokenizer: Any, settings: Callable[[TrainConfig], EngineConfig]
+) -> "Callable[[TrainConfig], EngineFactory]":
+    eos = eos_token_ids(tokenizer, model)
+    return lambda config: engine_factory(settings(config), config, model.absolute(), eos_token_ids=eos)
+
+
+async def _run_controller(
+    tokenizer: Any, job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: "RemoteRecorder[Evaluation]"
+) -> None:
+    """Build a controller's roles in its process, and run the program with them."""
+    from gcore_controller import RayTrainerClient
+
+    config, cost_of = job.config, partial(sample_flops, job.workload)
+    rewards = await Rewards.start(config, judge=own.judge)
+    try:
+        roles = Roles(
+            policy=own.policy,
+            reward=rewards.runner,
+            comparison=rewards.comparison,
+            tokenizer=tokenizer,
+            environment=build_environment(config, tokenizer, rewards.runner),
+            policy_slots=own.num_engines * config.rollout.max_num_seqs,
+            learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of),
+            devices=own.devices,
+            owns_process=True,
+        )
+        await job.program(recorder)(ctx.with_roles(roles))
+    finally:
+        await rewards.close()

@@ -6,32 +6,35 @@ from .command_line import (
     run_command as run_command,
     run_training as run_training,
 )
-from .display import STAGES as STAGES, Display as Display
 from .errors import UserError as UserError, one_line as one_line, said as said
+from .inputs import (
+    build_tokenizer as build_tokenizer,
+    check_model as check_model,
+    check_safetensors as check_safetensors,
+    columns as columns,
+    eos_token_ids as eos_token_ids,
+    hold_out as hold_out,
+    max_sequence_length as max_sequence_length,
+    read_rows as read_rows,
+)
 from .logs import log_to as log_to, logged as logged, logs_of as logs_of
 from .loop.recorder import (
     STAGE_CELLS as STAGE_CELLS,
+    STAGES as STAGES,
     BaseRunRecorder as BaseRunRecorder,
     Cell as Cell,
+    Display as Display,
     RunJob as RunJob,
     Stop as Stop,
 )
 from .loop.supervisor import Supervisor as Supervisor, inline_backend as inline_backend
-from .model_folder import (
-    build_tokenizer as build_tokenizer,
-    check_model as check_model,
-    eos_token_ids as eos_token_ids,
-    max_sequence_length as max_sequence_length,
-)
 from .report.page import render_report as render_report
 from .report.run import Kind as Kind, Signal as Signal
-from .rows import columns as columns, hold_out as hold_out, read_rows as read_rows
 from .run_folder import (
     MetricsWriter as MetricsWriter,
     Result as Result,
     RunFolder as RunFolder,
     append_json as append_json,
-    check_safetensors as check_safetensors,
     open_run as open_run,
     read_jsonl as read_jsonl,
     write_atomically as write_atomically,

@@ -15,7 +15,7 @@ from gcore_runs.settings.bounds import Checked, NonNegative
 from gcore_runs.settings.parsing import parse_arguments
 
 if TYPE_CHECKING:
-    from gcore_runs.display import Display
+    from gcore_runs.loop.recorder import Display
     from gcore_runs.report.run import Kind
     from gcore_runs.run_folder import Result
 
@@ -122,7 +122,7 @@ def run_training(
     """
     from rich.table import Table
 
-    from gcore_runs.display import Display
+    from gcore_runs.loop.recorder import Display
 
     with Display() as display:
         result = train(config, display)

@@ -7,15 +7,14 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-from safetensors import SafetensorError, safe_open
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import Span
 from gcore_placement import StepIntervals
-from gcore_runs.errors import UserError, one_line, said
+from gcore_runs.errors import UserError, said
 from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
 from gcore_runs.settings.run_config import BaseRunConfig
 
@@ -165,24 +164,25 @@ def _named(error: OSError, path: Path) -> OSError:
     return error if error.filename is not None else OSError(error.errno, error.strerror, str(path))
 
 
+def json_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object in a text; `UserError` if it is none, which names ``where`` it is."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is {type(row).__name__}; expected a JSON object")
+    return row
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a JSONL file: none of a missing file, and without an incomplete last line.
 
     Raises:
         UserError: a complete line is no JSON object.
     """
-    if not path.is_file():
-        return []
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_text("utf-8", errors="replace").split("\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number} is not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}:{number} is {type(row).__name__}; expected a JSON object")
-        rows.append(row)
-    return rows
+    lines = path.read_text("utf-8", errors="replace").split("\n")[:-1] if path.is_file() else []
+    return [json_object(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -191,22 +191,11 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     write_atomically(path, lambda partial: partial.write_text("".join(json.dumps(row) + "\n" for row in rows)))
 
 
-def check_safetensors(folder: Path) -> None:
-    """Raise `UserError` if a safetensors file of the folder is damaged, or one that an index names is missing."""
-    for index in sorted(folder.glob("*.safetensors.index.json")):
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
-        if missing := [name for name in shards if not (folder / name).is_file()]:
-            raise UserError(f"model folder {folder} lacks {', '.join(missing)}, which {index.name} names")
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            # Only the header is read, which has the file's length.
-            with safe_open(file, framework="np"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is damaged, or was not copied to its end: {one_line(error)}") from None
+def _keep_until(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """Remove the rows of the steps after ``last_step``, which are run again, and return the others."""
+    rows = [row for row in read_jsonl(path) if row["step"] <= last_step] if last_step else []
+    write_jsonl(path, rows)
+    return rows
 
 
 class MetricsWriter:
@@ -216,8 +205,7 @@ class MetricsWriter:
         self, run: RunFolder, *, last_step: int, tensorboard: bool, prometheus: "PrometheusExporter | None" = None
     ) -> None:
         self._path = run.metrics
-        rows = [row for row in read_jsonl(run.metrics) if row["step"] <= last_step] if last_step else []
-        write_jsonl(run.metrics, rows)
+        _keep_until(run.metrics, last_step)
         self._prometheus = prometheus
         self._board = None
         if tensorboard:
@@ -240,6 +228,29 @@ class MetricsWriter:
     def __exit__(self, *error: object) -> None:
         if self._board is not None:
             self._board.close()
+
+
+class RunWarnings:
+    """Writes warnings of a run to `warnings.jsonl`, and says the first one of each key."""
+
+    def __init__(self, run: RunFolder, say: Callable[[str], None]) -> None:
+        self._path = run.warnings
+        self._say = say
+        self._said: set[str] = set()
+        self._recorded = {(row["step"], row["key"]) for row in read_jsonl(run.warnings)}
+
+    def warn(self, step: int, message: str, *, key: str, count: int = 1) -> None:
+        """Record a warning, one sentence without a full stop, once for each step and key.
+
+        Warnings that are the same have one ``key``; ``count`` of them occurred in the step.
+        """
+        if (step, key) not in self._recorded:
+            self._recorded.add((step, key))
+            append_json(self._path, {"step": step, "key": key, "message": message, "count": count})
+        if key not in self._said:
+            self._said.add(key)
+            times = f" ({count} times)" if count > 1 else ""
+            self._say(f"warning: step {step}: {message}{times}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,8 +345,7 @@ class SpanWriter:
         append_json(self._path, spans.to_row())
 
     def _truncate(self, last_step: int) -> None:
-        rows = [row for row in read_jsonl(self._path) if row["step"] <= last_step]
-        write_jsonl(self._path, rows)
+        rows = _keep_until(self._path, last_step)
         self._end_s = StepSpans.from_row(rows[-1]).end_s if rows else 0.0
 
 
@@ -343,17 +353,16 @@ def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:
     """Return the spans in seconds since ``zero_s``; neighbours of one stage are joined."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda s: s.start_s):
-        start_s, end_s = span.start_s - zero_s, span.end_s - zero_s
+        moved = Span(stage=span.stage, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s)
         last = joined[-1] if joined else None
-        if last is not None and last.stage == span.stage and start_s - last.end_s < _JOINED_BELOW_S:
-            joined[-1] = Span(stage=span.stage, start_s=last.start_s, end_s=max(last.end_s, end_s))
+        if last is not None and last.stage == moved.stage and moved.start_s - last.end_s < _JOINED_BELOW_S:
+            joined[-1] = replace(last, end_s=max(last.end_s, moved.end_s))
         else:
-            joined.append(Span(stage=span.stage, start_s=start_s, end_s=end_s))
+            joined.append(moved)
     return joined
 
 
-def _triple(span: Span) -> tuple[str, float, float]:
-    return span.stage, span.start_s, span.end_s
+_triple = attrgetter("stage", "start_s", "end_s")
 
 
 def _to_lists(spans: Iterable[Span]) -> list[list[str | float]]:

@@ -83,7 +83,7 @@ def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:
     from gcore_llm.tiny_model import make_tiny_model
     from gcore_rollout import RewardRunner
     from gcore_runs import build_tokenizer
-    from gcore_runs.display import Display
+    from gcore_runs.loop.recorder import Display
 
     warmup = WarmupConfig(max_steps=400, target_accuracy=0.4, test_freq=10)
     config = replace(resolve(train_config(workload, threads=threads)), warmup=warmup)

@@ -134,7 +134,7 @@ def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
     from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig
     from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_llm.training import train
-    from gcore_runs.display import Display
+    from gcore_runs.loop.recorder import Display
     from gcore_runs.run_folder import read_jsonl
 
     model, prompts, reward = folder / "step-model", folder / "prompts.jsonl", folder / "reward.py"

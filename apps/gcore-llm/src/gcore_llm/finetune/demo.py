@@ -13,7 +13,7 @@ from gcore_llm.finetune.config import FineTuneConfig, PairsConfig
 from gcore_llm.finetune.data import Row
 from gcore_llm.finetune.warmup import supervised_trainer, train_on_examples, worked_sample
 from gcore_llm.tiny_model import make_tiny_model
-from gcore_runs.display import Display
+from gcore_runs.loop.recorder import Display
 from gcore_runs.run_folder import RunFolder, append_json, write_atomically
 from gcore_trainer import OptimizerConfig
 

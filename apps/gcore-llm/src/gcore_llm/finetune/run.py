@@ -22,7 +22,7 @@ from gcore_runs.run_folder import MetricsWriter, Result
 from gcore_runs.settings.parsing import resolve
 
 if TYPE_CHECKING:
-    from gcore_runs.display import Display
+    from gcore_runs.loop.recorder import Display
 
 _logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import PromptSets
 from gcore_llm.data.tasks import WORKED_EXAMPLES
 from gcore_llm.tiny_model import make_tiny_model
-from gcore_runs import Display, RunFolder, append_json, write_atomically, write_jsonl
+from gcore_runs import Display, RunFolder, append_json, eos_token_ids, write_atomically, write_jsonl
 from gcore_trainer import OptimizerConfig, Sample
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def warm_up(
 
     Each check samples answers to the held-out prompts, and is recorded in ``warmup.jsonl``.
     """
-    from gcore_llm.backend import build_engine
+    from gcore_llm.sampling.engines import start_policy
     from gcore_llm.sampling.evaluate import evaluate
     from gcore_rollout import RolloutRoles
     from gcore_runs.loop.instrumented_engine import Instrumentation
@@ -64,14 +64,16 @@ async def warm_up(
         temperature=config.rollout.temperature,
         max_length=config.data.max_length,
     )
-    policy = await build_engine(config, initial, tokenizer, instrumentation=Instrumentation(logs=run.logs))
+    eos = eos_token_ids(tokenizer, initial)
+    policy = await start_policy(config, initial, eos_token_ids=eos, instrumentation=Instrumentation(logs=run.logs))
     roles = RolloutRoles(policy=policy, reward=reward, tokenizer=tokenizer)
 
     async def check(step: int, loss: float) -> bool:
         await policy.update_weights(trainer.export_weights(), version=step)
         result = await evaluate(roles, prompts.val, config)
         append_json(run.warmup, {"step": step, "sft/loss": loss, **result.metrics()})
-        display.warmed_up(step, loss=loss, accuracy=result.sampled)
+        cells = [("loss", f"{loss:.3f}"), ("held-out accuracy", f"{result.sampled:.3f}")]
+        display.progressed(step, cells, unit="warm-up")
         return result.sampled >= warmup.target_accuracy
 
     try:

@@ -6,21 +6,31 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from types import FrameType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 from gcore_controller import Context, Modality, Program, RankError, Recorder, Span, TrainerGroup
 from gcore_placement import Ledger
 from gcore_rollout import Failure
-from gcore_runs.display import STAGES, Display
-from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, append_json, read_jsonl
+from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans, read_jsonl
 from gcore_runs.settings.run_config import BaseRLConfig
+
+STAGES = ("gen", "reward", "prepare", "train", "sync")
+"""Stages of a training step, in their order."""
 
 _logger = logging.getLogger(__name__)
 
+_PLAIN_EVERY_S = 10.0
 _SIGNAL = Modality.HAS_SIGNAL
 _PATIENCE = 5
 """Number of consecutive steps without a learning signal that is reported."""
@@ -30,6 +40,113 @@ Present = tuple[int, list[dict[str, Any]] | None]
 
 ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
 EvaluationT = TypeVar("EvaluationT")
+
+
+class Display:
+    """A live progress display on a terminal; elsewhere a line every ten seconds."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+        self._table: RenderableType = ""
+        self._stages: Callable[[], Sequence[str | None]] = tuple
+        self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+        self._last_line_s = 0.0
+        self.latest: dict[str, float] = {}
+        """Metrics of the last evaluation, which the steps after it show, too."""
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.console.is_terminal:
+            self._live.stop()
+
+    def say(self, message: str) -> None:
+        """Print a line that stays on the screen, and log it."""
+        _logger.info("%s", message)
+        self.console.print(message, soft_wrap=True)
+
+    def watch(self, stages: Callable[[], Sequence[str | None]]) -> None:
+        """Show on a terminal in which of the present ``stages``, by rank, each of several controllers is.
+
+        The function is called several times a second, from another thread, and must not block.
+        """
+        self._stages = stages
+
+    def phase(self, name: str, *, total: int, done: int = 0) -> None:
+        """Start a new progress bar."""
+        self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=total, completed=done)
+        self._table = ""
+
+    def progressed(self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step") -> None:
+        """Advance the progress bar to ``step``, and show ``cells``, pairs of a name and a value."""
+        self._progress.update(self._task, completed=step)
+        if not cells:
+            return
+        table = Table.grid(padding=(0, 3))
+        table.add_row(*(f"[dim]{name}[/]" for name, _ in cells))
+        table.add_row(*(value for _, value in cells))
+        self._table = table
+        now_s = time.monotonic()
+        if not self.console.is_terminal and now_s - self._last_line_s >= _PLAIN_EVERY_S:
+            self._last_line_s = now_s
+            self.console.print(f"{unit} {step}: " + ", ".join(map(" ".join, cells)), soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        stages = self._stages()
+        return Group(self._progress, self._table, *([_by_stage(stages)] if len(stages) > 1 else []))
+
+
+def _by_stage(stages: Sequence[str | None]) -> Text:
+    """Return the ranks of each stage: controllers   gen 0-3, 7   reward 4-6."""
+    names = [stage or "no stage" for stage in stages]
+    order = {stage: place for place, stage in enumerate(STAGES)}
+    text = Text("controllers")
+    for name in sorted(set(names), key=lambda name: (order.get(name, len(order)), name)):
+        ranks = [rank for rank, own in enumerate(names) if own == name]
+        # Consecutive ranks differ from their place by the same number.
+        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
+        shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        text.append(f"   {name} ", style="dim").append(shown)
+    return text
+
+
+class Cell(NamedTuple):
+    """A number that the screen shows of every step."""
+
+    label: str
+    metric: str
+    form: str
+    """Format of the metric's value: ``{:.2f} s``."""
+    absent: str | None = None
+    """Text without the metric; None: the cell is left out."""
+
+
+STAGE_CELLS = (
+    Cell("step", "timing_s/step", "{:.2f} s", "0.00 s"),
+    *(Cell(stage, f"timing_s/{stage}", "{:.2f} s", "0.00 s") for stage in STAGES),
+)
+"""Times of a step and of its stages."""
+
+
+def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the label and the text of each cell that is shown."""
+    texts = [(c.label, c.form.format(metrics[c.metric]) if c.metric in metrics else c.absent) for c in cells]
+    return [(label, text) for label, text in texts if text is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +174,6 @@ class RunJob(ABC, Generic[ConfigT]):
 
     def program(self, recorder: Recorder[Any]) -> Program[Any, None]:
         """Return the program of the job, to be run by a runtime on every controller."""
-
         from gcore_controller import RLHFLoop
 
         async def run(ctx: Context[Any]) -> None:
@@ -67,30 +183,6 @@ class RunJob(ABC, Generic[ConfigT]):
 
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
-
-
-class Cell(NamedTuple):
-    """A number that the screen shows of every step."""
-
-    label: str
-    metric: str
-    form: str
-    """Format of the metric's value: ``{:.2f} s``."""
-    absent: str | None = None
-    """Text without the metric; None: the cell is left out."""
-
-
-STAGE_CELLS = (
-    Cell("step", "timing_s/step", "{:.2f} s", "0.00 s"),
-    *(Cell(stage, f"timing_s/{stage}", "{:.2f} s", "0.00 s") for stage in STAGES),
-)
-"""Times of a step and of its stages."""
-
-
-def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the label and the text of each cell that is shown."""
-    texts = [(c.label, c.form.format(metrics[c.metric]) if c.metric in metrics else c.absent) for c in cells]
-    return [(label, text) for label, text in texts if text is not None]
 
 
 class Stop:
@@ -132,40 +224,15 @@ class Stop:
     def let_through(self) -> None:
         """Act on a Ctrl-C that came since `hold_back`."""
         self._is_held_back = False
-        self._act_if_requested()
-
-    def _act_if_requested(self) -> None:
-        if self._is_requested and not self._is_held_back and self._act is not None:
+        if self._is_requested and self._act is not None:
             self._act()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._is_requested = True
-        self._act_if_requested()
-
-
-class RunWarnings:
-    """Writes warnings of a run to `warnings.jsonl`, and shows the first one of each key on the screen."""
-
-    def __init__(self, run: RunFolder, display: Display) -> None:
-        self._path = run.warnings
-        self._display = display
-        self._shown: set[str] = set()
-        self._recorded = {(row["step"], row["key"]) for row in read_jsonl(run.warnings)}
-
-    def warn(self, step: int, message: str, *, key: str, count: int = 1) -> None:
-        """Record a warning, one sentence without a full stop, once for each step and key.
-
-        Warnings that are the same have one ``key``; ``count`` of them occurred in the step.
-        """
-        if (step, key) not in self._recorded:
-            self._recorded.add((step, key))
-            append_json(self._path, {"step": step, "key": key, "message": message, "count": count})
-        if key not in self._shown:
-            self._shown.add(key)
-            times = f" ({count} times)" if count > 1 else ""
-            self._display.say(f"warning: step {step}: {message}{times}")
+        if not self._is_held_back:
+            self.let_through()
 
 
 class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
@@ -184,15 +251,12 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         job: JobT,
         run: RunFolder,
         learner: TrainerGroup,
-        *,
         writer: MetricsWriter,
         spans: SpanWriter,
         display: Display,
     ) -> None:
-        self.job = job
-        self.run = run
-        self.display = display
-        self.warnings = RunWarnings(run, display)
+        self.job, self.run, self.display = job, run, display
+        self.warnings = RunWarnings(run, display.say)
         self.stop = Stop()
         self._learner = learner
         self._writer = writer
@@ -208,14 +272,10 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     def show_evaluation(self, step: int, evaluation: EvaluationT) -> Mapping[str, float]:
         """Show an evaluation on the screen and keep its samples; return its metrics."""
 
-    def step_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return further metrics of a step."""
-        del metrics
+    def step_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Return further metrics of a step, after warnings about it."""
+        del step, metrics
         return {}
-
-    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step on the screen."""
-        self.display.progressed(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
 
     async def evaluated(self, step: int, evaluation: EvaluationT) -> None:
         metrics = self.show_evaluation(step, evaluation)
@@ -227,11 +287,11 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     ) -> None:
         intervals = StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices).intervals()
         metrics = metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
-        metrics |= self.step_metrics(metrics)
+        metrics |= self.step_metrics(step, metrics)
         self._writer.write(step, metrics)
         self._spans.write(step, spans, spans_by_device=devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
-        self.show_step(step, metrics)
+        self.display.progressed(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
         self._num_idle = 0 if metrics.get(_SIGNAL, 1.0) else self._num_idle + 1
         if self._num_idle and self._num_idle % _PATIENCE == 0:
             message = f"the last {_PATIENCE} steps had nothing to learn from: {_reason(metrics)}"
@@ -289,7 +349,7 @@ def check_signal(run: RunFolder, display: Display) -> bool:
     if not rows or any(row[_SIGNAL] for row in rows):
         return True
     message = f"the run trained nothing: no step had anything to learn from: {_reason(rows[-1])}"
-    RunWarnings(run, display).warn(rows[-1]["step"], message, key="no signal in the run")
+    RunWarnings(run, display.say).warn(rows[-1]["step"], message, key="no signal in the run")
     return False
 
 

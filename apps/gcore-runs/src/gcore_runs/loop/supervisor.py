@@ -7,18 +7,17 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 from rich.console import Console
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import Backend, InlineBackend, RankError, SharedTrainerGroup, share_trainer
-from gcore_runs.display import Display
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
-from gcore_runs.loop.recorder import BaseRunRecorder, JobT, Present, check_signal
+from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal
 from gcore_runs.report.page import render_report
 from gcore_runs.report.run import Kind
 from gcore_runs.run_folder import MetricsWriter, Result, RunFolder, SpanWriter, open_run, read_jsonl, write_atomically
@@ -198,9 +197,7 @@ class Supervisor:
         """Run a job once; however it ends, its last step is saved if the models are still there."""
         with self.metrics_writer(last_step=job.first_step) as writer:
             try:
-                recorder = make_recorder(
-                    job, self.run, services.learner, writer=writer, spans=spans, display=self.display
-                )
+                recorder = make_recorder(job, self.run, services.learner, writer, spans, self.display)
             except RankError as error:
                 return _Loss(error)
 
@@ -250,9 +247,8 @@ class Supervisor:
 
     def is_evaluated(self, step: int, total: int) -> bool:
         """Return whether the evaluation after ``step`` is recorded already, or not due."""
-        if not self.is_evaluation_due(step, total):
-            return True
-        return step > 0 and any(row["step"] == step for row in self._evaluations())
+        is_recorded = step > 0 and any(row["step"] == step for row in self._evaluations())
+        return is_recorded or not self.is_evaluation_due(step, total)
 
     def export(self, write: Callable[[Path], object]) -> None:
         """Let ``write`` fill the export's folder, and put it in place in one step."""
@@ -332,14 +328,9 @@ def _interrupted_at_once() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
         return
-    # The runner replaces Python's default handler, and no other.
-    signal.signal(signal.SIGINT, _raise)
+    # The runner replaces Python's default handler itself, and no other.
+    signal.signal(signal.SIGINT, partial(signal.default_int_handler))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise KeyboardInterrupt

@@ -4,7 +4,6 @@ How it looks is in `page.html.j2`.
 """
 
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,16 +22,17 @@ from gcore_runs.report.panels import (
     reward_panel,
     signal_panel,
     stage_panel,
+    timeline,
 )
 from gcore_runs.report.run import Kind, Row, Run, number, series
-from gcore_runs.report.timeline import timeline
+from gcore_runs.run_folder import write_atomically
 
 MAX_SAMPLES = 32
 MAX_TEXT_CHARS = 2000
 
 
 def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
-    """Writes `report.html` of the run in `run_dir`, whole or not at all; an earlier one is replaced.
+    """Write `report.html` of the run in `run_dir`, whole or not at all, and return its path.
 
     The run may be finished, in progress or just started: what is not there yet is said on the page.
 
@@ -40,20 +40,11 @@ def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
         run_dir: the run's folder.
         kinds: what runs are about, by the `command` in their settings; that of a run which names none is ``train``.
 
-    Returns:
-        The page's path.
-
     Raises:
         FileNotFoundError: `run_dir` is not a run's folder.
     """
-    page = _render(Run(run_dir, kinds))
-    path = run_dir / "report.html"
-    temporary = run_dir / f".report.html.{os.getpid()}"
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    page, path = _render(Run(run_dir, kinds)), run_dir / "report.html"
+    write_atomically(path, lambda partial: partial.write_text(page, encoding="utf-8"))
     return path
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from gcore_controller import Span
 from gcore_placement import Ledger
-from gcore_runs.display import STAGES
+from gcore_runs.loop.recorder import STAGES
 from gcore_runs.report.run import Row, Run, number, series
 from gcore_runs.run_folder import StepSpans
 
@@ -29,8 +31,18 @@ _COLORS = {
     "weight_sync": "--sync",
     "unassigned": "--grid",
 }
+MAX_ROWS = 24
+"""Most rows of controllers, and of each kind of device; if there are more, every second or n-th is shown."""
+MAX_SPANS = 4000
+"""Most spans of the timeline; if there are more, fewer steps are shown."""
+FIRST_VIEW_STEPS = 5
+"""Steps in view when the page is opened."""
+_IDLE = "no stage"
 _CAUSE_COLORS = ("--other", "--muted", "--line")
 """Colours that distinguish neighbouring causes, whose names are shown at the pointer."""
+
+RowSpans: TypeAlias = dict[str, list[Span]]
+"""The spans of a step by the name of their row: a controller, or a device."""
 
 
 @dataclass(kw_only=True)
@@ -114,11 +126,16 @@ def _line(color: str, steps: Sequence[float], values: Sequence[float]) -> list[T
     return [raw | thin, mean | _points(steps, _moving_mean(values))]
 
 
-def bar_trace(name: str, color: str, rows: Sequence[str], lengths: Sequence[float], hover: str) -> Trace:
+def _bars(name: str, color: str, rows: Sequence[str], lengths: Sequence[float], hover: str) -> Trace:
     """Return horizontal bars of one kind, each in its row, with what is shown at the pointer."""
     bars: Trace = {"type": "bar", "orientation": "h", "name": name, "y": rows, "x": lengths}
     marker = {"color": color, "line": {"width": 0}}
     return bars | {"marker": marker, "hovertemplate": f"<b>{name}</b> {hover}<extra></extra>"}
+
+
+def _axis_of(rows: Sequence[str]) -> Row:
+    """Return the y axis of bars, with the first row at the top."""
+    return {"categoryorder": "array", "categoryarray": rows[::-1], "fixedrange": True, "showgrid": False}
 
 
 def reward_panel(run: Run) -> Panel | None:
@@ -169,33 +186,26 @@ def load_panel(run: Run) -> Panel | None:
         unit="processor time of its own code, share of a step",
         y_axis={"rangemode": "tozero", "tickformat": "~p"},
     )
-    lines = {"max": ("busiest", "--orange"), "mean": ("mean", "--teal")}
-    for key, (name, color) in lines.items():
+    for key, name, color in (("max", "busiest", "--orange"), ("mean", "mean", "--teal")):
         steps, loads = series(run.metrics, f"controller/load/{key}")
         if steps:
-            panel.draw(
-                "bold", color, name, _line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"}
-            )
-        if key == "max" and steps:
-            panel.last = f"{100 * loads[-1]:.3g}%"
+            line = _line(color, steps, loads)[-1] | {"name": name, "hovertemplate": "%{y:.3~p}"}
+            panel.draw("bold", color, name, line)
+            panel.last = panel.last or f"{100 * loads[-1]:.3g}%"
     return panel if panel.last else None
 
 
-def _stage_times(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Seconds of every stage in every row that has a step time; stages we do not know by name are summed as 'other'."""
+def stage_panel(run: Run) -> Panel | None:
+    """Return the chart of the seconds of each stage; those that we do not know by name are summed as 'other'."""
+    rows = [row for row in run.metrics if number(row.get("timing_s/step")) is not None]
+    steps, whole = series(rows, "timing_s/step")
     times = {stage: [0.0] * len(rows) for stage in (*STAGES, "other")}
     for index, row in enumerate(rows):
         for key, value in row.items():
             stage = key.removeprefix("timing_s/")
-            if key.startswith("timing_s/") and stage != "step" and (seconds := number(value)) is not None:
+            if stage not in (key, "step") and (seconds := number(value)) is not None:
                 times[stage if stage in STAGES else "other"][index] += seconds
-    return {stage: seconds for stage, seconds in times.items() if any(seconds)}
-
-
-def stage_panel(run: Run) -> Panel | None:
-    rows = [row for row in run.metrics if number(row.get("timing_s/step")) is not None]
-    steps, whole = series(rows, "timing_s/step")
-    stages = _stage_times(rows)
+    stages = {stage: seconds for stage, seconds in times.items() if any(seconds)}
     if not stages:
         return None
     panel = Panel(
@@ -224,13 +234,10 @@ def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
     panel = Panel(
         title="Ledger",
         unit=f"share of each role's device time; steps {steps[0].step:,} to {steps[-1].step:,}",
-        y_axis={"categoryorder": "array", "categoryarray": roles[::-1], "fixedrange": True, "showgrid": False},
+        y_axis=_axis_of(roles),
         last=f"{found.idle_share():.0%} idle",
-        layout={
-            "barmode": "stack",
-            "hovermode": "closest",
-            "xaxis": {"title": {}, "range": [0, 1], "tickformat": ".0%"},
-        },
+        layout={"barmode": "stack", "hovermode": "closest"}
+        | {"xaxis": {"title": {}, "range": [0, 1], "tickformat": ".0%"}},
     )
     causes = 0
     for column in found.device_ns[roles[0]]:
@@ -240,6 +247,122 @@ def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
         color = _COLORS.get(column) or _CAUSE_COLORS[causes % len(_CAUSE_COLORS)]
         causes += column not in _COLORS
         name = column.replace("_", " ")
-        bar = bar_trace(name, color, roles, [round(share, 5) for share in shares], "%{x:.1%}<br>%{y}")
+        bar = _bars(name, color, roles, [round(share, 5) for share in shares], "%{x:.1%}<br>%{y}")
         panel.draw("box", color, f"{name} {found.share(column):.0%}", bar)
     return panel
+
+
+class View(NamedTuple):
+    """A range of time to look at, in the timeline's seconds."""
+
+    label: str
+    start_s: float
+    end_s: float
+    is_first: bool
+
+
+class Timeline(NamedTuple):
+    """The chart, its caption, and the ranges to choose from."""
+
+    panel: Panel
+    seen: str
+    num_rows: int
+    views: list[View]
+
+
+def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
+    """Return the stages of every controller and device in the last steps that can be drawn; None: none is recorded."""
+    controllers = [_controller(rank) for rank in range(max((len(step.controllers) for step in steps), default=0))]
+    devices = sorted({name for step in steps for name in step.devices}, key=_kind_and_number)
+    kinds = [list(names) for _, names in groupby(devices, key=lambda name: _kind_and_number(name)[0])]
+    drawn = [name for names in (controllers, *kinds) for name in names[:: max(1, -(-len(names) // MAX_ROWS))]]
+    if not drawn:
+        return None
+    shown = _last_steps(steps, drawn)
+    zero_s, end_s = shown[0].start_s, max(step.end_s for step in shown)
+    bars = _bars_of_stages(drawn, shown, zero_s, end_s)
+    seconds = {stage: sum(own["x"]) for stage, own in bars.items()}
+    counts = sorted({1, min(FIRST_VIEW_STEPS, len(shown)), len(shown)})
+    views = [
+        View(
+            label=f"Last {count} steps" if count > 1 else "Last step",
+            start_s=shown[-count].start_s - zero_s,
+            end_s=end_s - zero_s,
+            is_first=count == min(FIRST_VIEW_STEPS, len(shown)),
+        )
+        for count in counts
+    ]
+    [first] = [view for view in views if view.is_first]
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted", "width": 1, "dash": "dot"}}
+    panel = Panel(
+        title="Timeline",
+        unit="seconds since the first step shown; a dotted line is the start of a step; drag to zoom in",
+        y_axis=_axis_of(drawn) | {"dtick": 1},
+        last=duration(shown[-1].end_s - shown[-1].start_s),
+        layout={
+            "barmode": "overlay",
+            "bargap": 0.3,
+            "hovermode": "closest",
+            "xaxis": {"title": {}, "range": [first.start_s, first.end_s], "ticksuffix": " s"},
+            "shapes": [line | dict.fromkeys(("x0", "x1"), step.start_s - zero_s) for step in shown],
+        },
+    )
+    for stage, own in bars.items():
+        color = "--grid" if stage == _IDLE else f"--{stage}"
+        hover = "%{customdata[1]}<br>%{y}, step %{customdata[0]}"
+        trace = _bars(stage, color, own["y"], [round(length_s, 4) for length_s in own["x"]], hover)
+        share = seconds[stage] / max(sum(seconds.values()), 1e-9)
+        panel.draw("box", color, f"{stage} {share:.0%}", trace | {name: own[name] for name in ("base", "customdata")})
+    num_rows = len(controllers + devices)
+    caption = f"Steps {shown[0].step:,} to {shown[-1].step:,}" if len(shown) > 1 else f"Step {shown[0].step:,}"
+    if len(drawn) < num_rows:
+        caption += f"; {len(drawn)} of {num_rows:,} controllers and devices"
+    caption += ". Light stretches are in no stage: a row waits there, or does what has no stage."
+    return Timeline(panel=panel, seen=caption, num_rows=len(drawn), views=views)
+
+
+def _controller(rank: int) -> str:
+    return f"controller {rank}"
+
+
+def _kind_and_number(name: str) -> tuple[str, int]:
+    kind, _, number = name.rpartition(" ")
+    return (kind, int(number)) if number.isdecimal() else (name, 0)
+
+
+def _by_row(step: StepSpans) -> RowSpans:
+    return {_controller(rank): spans for rank, spans in enumerate(step.controllers)} | step.devices
+
+
+def _last_steps(steps: Sequence[StepSpans], drawn: Sequence[str]) -> Sequence[StepSpans]:
+    """Return as many of the last steps as fit, at least one."""
+    num_spans = 0
+    for first in reversed(range(len(steps))):
+        rows = _by_row(steps[first])
+        num_spans += sum(len(rows.get(name, ())) for name in drawn)
+        if num_spans > MAX_SPANS:
+            return steps[min(first + 1, len(steps) - 1) :]
+    return steps
+
+
+def _bars_of_stages(drawn: Sequence[str], steps: Sequence[StepSpans], zero_s: float, end_s: float) -> dict[str, Row]:
+    """Return the bars of each stage that has any; a row has no gaps: time in no stage is one, too."""
+    found = {stage: Row(y=[], x=[], base=[], customdata=[]) for stage in (*STAGES, "other", _IDLE)}
+    rows = [(step, _by_row(step)) for step in steps]
+
+    def add(stage: str, name: str, step: StepSpans, start_s: float, stop_s: float) -> None:
+        if stop_s > start_s:
+            values = (name, stop_s - start_s, round(start_s - zero_s, 4), [step.step, duration(stop_s - start_s)])
+            for column, value in zip(found[stage].values(), values, strict=True):
+                column.append(value)
+
+    for name in drawn:
+        reached_s = zero_s
+        for step, spans in rows:
+            for span in spans.get(name, ()):
+                start_s, stop_s = step.start_s + span.start_s, step.start_s + span.end_s
+                add(_IDLE, name, step, reached_s, start_s)
+                add(span.stage if span.stage in STAGES else "other", name, step, start_s, stop_s)
+                reached_s = max(reached_s, stop_s)
+        add(_IDLE, name, steps[-1], reached_s, end_s)
+    return {stage: bars for stage, bars in found.items() if bars["y"]}

@@ -113,17 +113,16 @@ def _warnings(rows: list[Row]) -> list[str]:
 
 def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tuple[str, Kind, int | None]:
     """Return the text of config.toml, the run's kind, and its number of steps."""
+    values: Any = {}
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     if not path.is_file():
         notes.append("config.toml is not there: the settings and the number of steps to go are unknown.")
-        return "", kinds["train"], None
-    text = path.read_text(encoding="utf-8", errors="replace")
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         notes.append(f"config.toml is not valid TOML ({error}): the number of steps to go is unknown.")
-        return text, kinds["train"], None
     kind = kinds.get(str(values.get("command", "train")), kinds["train"])
-    trainer: Any = values.get("trainer")
+    trainer = values.get("trainer")
     total = trainer.get("total_training_steps") if isinstance(trainer, dict) else None
     return text, kind, total if isinstance(total, int) and total > 0 else None
 

@@ -6,7 +6,7 @@ import os
 import tomllib
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -21,6 +21,8 @@ from gcore_runs.settings.run_config import BaseRunConfig
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
 
+_adapter = cache(TypeAdapter[Any])
+"""Returns a cached adapter: making one takes longer than using it."""
 _HELP = ("-h", "--help")
 _MAX_INT = 2**63 - 1
 _MAX_THREADS = 4096
@@ -54,13 +56,8 @@ def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], 
 
 
 def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: str) -> SettingsT:
-    """Return ``base`` with a TOML file (``--config``) and then the command line over it.
-
-    Raises:
-        UserError: see `merge`.
-    """
-    options = _options(args, type(base), extra=("config",))
-    return _over(base, options, args, prog=prog, description=description)
+    """Return ``base`` with a TOML file (``--config``) and then the command line over it; raises as `merge`."""
+    return _over(base, _options(args, type(base), extra=("config",)), args, prog=prog, description=description)
 
 
 def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, description: str = "") -> SettingsT:
@@ -84,14 +81,7 @@ def _over(base: SettingsT, options: dict[str, Any], args: Sequence[str], *, prog
     if config := options.pop("config", ""):
         base = merge(base, read_toml(config), source=config)
     _help_if_asked(args, type(base), prog=prog, description=description, default=base)
-    nested: dict[str, Any] = {}
-    for name, value in options.items():
-        *sections, last = name.split(".")
-        table = nested
-        for section in sections:
-            table = table.setdefault(section, {})
-        table[last] = value
-    return merge(base, nested)
+    return merge(base, _nested(options))
 
 
 def _help_if_asked(args: Sequence[str], kind: type, *, prog: str, description: str, **default: Any) -> None:
@@ -148,6 +138,7 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
     """
     options: dict[str, Any] = {}
     positional: list[str] = []
+    tables = [name for name, kind in types_by_name.items() if get_origin(kind) is dict]
     rest = deque(args)
     while rest:
         argument = rest.popleft()
@@ -156,7 +147,6 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
             continue
         given, has_value, value = argument[2:].partition("=")
         name = given.replace("-", "_")
-        tables = [n for n, t in types_by_name.items() if get_origin(t) is dict]
         is_entry = name.startswith(tuple(f"{table}." for table in tables))
         if name in tables:
             raise UserError(f"{as_option(name)} is a table; expected {as_option(name)}.NAME VALUE")
@@ -205,33 +195,42 @@ def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") ->
     Raises:
         UserError: an unknown field (with the nearest known one), a wrong type, a value out of bounds.
     """
-    values: dict[str, Any] = dataclasses.asdict(cast(Any, base))
-    known = setting_types(type(base))
-    _merge_known(values, overrides, prefix="", known=known, source=f"{source}: " if source else "")
-    return validated(type(base), values, source=source)
-
-
-def _merge_known(
-    values: dict[str, Any], overrides: Mapping[str, Any], *, prefix: str, known: Mapping[str, Any], source: str
-) -> None:
-    for key, value in overrides.items():
-        name = prefix + key
-        if key not in values:
-            while isinstance(value, Mapping) and value:
-                inner, value = next(iter(value.items()))
-                name = f"{name}.{inner}"
-            raise UserError(f"{source}unknown field {name}; {hint(name, known)}")
-        is_section = isinstance(values[key], dict) and name not in known
-        if is_section and isinstance(value, Mapping):
-            _merge_known(values[key], value, prefix=f"{name}.", known=known, source=source)
-        elif is_section:
-            raise UserError(f"{source}{name} is {value!r:.200}; expected a table")
-        elif isinstance(value, bool) and isinstance(values[key], int | float) and not isinstance(values[key], bool):
-            raise UserError(f"{source}{name} is {value}; expected a number")
-        elif isinstance(values[key], dict) and isinstance(value, Mapping):
-            values[key] = {**values[key], **value}
+    known, where = setting_types(type(base)), f"{source}: " if source else ""
+    values = dict(_flat(dataclasses.asdict(cast(Any, base)), known))
+    for name, value in _flat(overrides, known):
+        if name not in known:
+            if not any(setting.startswith(f"{name}.") for setting in known):
+                raise UserError(f"{where}unknown field {name}; {hint(name, known)}")
+            if value != {}:
+                raise UserError(f"{where}{name} is {value!r:.200}; expected a table")
+        elif isinstance(value, bool) and isinstance(values[name], int | float) and not isinstance(values[name], bool):
+            raise UserError(f"{where}{name} is {value}; expected a number")
+        elif isinstance(values[name], dict) and isinstance(value, Mapping):
+            values[name] = {**values[name], **value}
         else:
-            values[key] = value
+            values[name] = value
+    return validated(type(base), _nested(values), source=source)
+
+
+def _flat(values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value by its dotted name; a mapping is a value if it is empty, or one of the ``leaves``."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value and prefix + key not in leaves:
+            yield from _flat(value, leaves, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by their dotted names as nested tables."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        table = found
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[last] = value
+    return found
 
 
 def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str = "") -> SettingsT:
@@ -247,7 +246,7 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str =
         raise UserError(f"{where}{error}") from None
     except ValidationError as error:
         raise UserError(f"{where}{_refused(error)}") from None
-    for name, value in _flat(made):
+    for name, value in _flat(dataclasses.asdict(cast(Any, made))):
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{where}{name} is {number}; expected a finite number")
@@ -266,12 +265,6 @@ def converted(field: str, value: object, kind: Any) -> Any:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         raise UserError(f"{field} is {value!r:.200}; {_expected(error.errors()[0])}") from None
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return a cached adapter: making one takes longer than using it."""
-    return TypeAdapter(kind)
 
 
 def _refused(error: ValidationError) -> str:
@@ -309,12 +302,7 @@ def read_toml(path: Path | str) -> dict[str, Any]:
 
 def to_toml(config: BaseRunConfig) -> str:
     """Return every field as TOML; unset ones (None) are left out."""
-    return tomli_w.dumps(_without_none(dataclasses.asdict(config)))
-
-
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    set_ones = {name: value for name, value in values.items() if value is not None}
-    return {name: _without_none(value) if isinstance(value, dict) else value for name, value in set_ones.items()}
+    return tomli_w.dumps(_nested({name: v for name, v in _flat(dataclasses.asdict(config)) if v is not None}))
 
 
 def resolve(config: ConfigT) -> ConfigT:
@@ -339,17 +327,6 @@ def resolve(config: ConfigT) -> ConfigT:
 
 def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
     """Return the fields that differ, as ``name: old -> new``."""
-    a, b = dict(_flat(old)), dict(_flat(new))
-    return [
-        f"{name}: {a.get(name)} -> {b.get(name)}" for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)
-    ]
-
-
-def _flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value by its dotted name."""
-    values: dict[str, Any] = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+    a, b = ({name: v for name, v in _flat(dataclasses.asdict(c)) if v != {}} for c in (old, new))
+    changed = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+    return [f"{name}: {a.get(name)} -> {b.get(name)}" for name in changed]

@@ -11,8 +11,8 @@ import tomli_w
 from numpy.typing import NDArray
 
 from gcore_runs import check_at_least, check_fraction, parse_over
-from gcore_runs.display import Display
 from gcore_runs.errors import UserError
+from gcore_runs.loop.recorder import Display
 from gcore_runs.simulation.config import SimulateConfig
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from gcore_bench.grpo.measure import StepFigures, StepRecorder, TimedReward
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
 from gcore_controller import Span, State, run_inline, share_trainer
-from gcore_llm.backend import build_engine
 from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, Roles, SamplingRoles
+from gcore_llm.sampling.engines import start_policy
 from gcore_llm.sampling.evaluate import Evaluation
 from gcore_llm.sampling.rewards import reward_function
 from gcore_rollout import Completion, Engine, Failure, Request, RewardRunner, WrappedEngine
-from gcore_runs import build_tokenizer, resolve
+from gcore_runs import build_tokenizer, eos_token_ids, resolve
 
 
 def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
@@ -29,7 +29,8 @@ def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
     tokenizer = build_tokenizer(model)
     reward = TimedReward(reward_function(config))
     runner = RewardRunner(reward, config.reward_calls.runner)
-    watched = _WatchedEngine(asyncio.run(build_engine(config, model, tokenizer)))
+    policy = asyncio.run(start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model)))
+    watched = _WatchedEngine(policy)
     # No checkpoint is saved in this run.
     learner = start_trainer(config, model, model.parent / "checkpoints")
     recorder = _Recorder(watched, reward)

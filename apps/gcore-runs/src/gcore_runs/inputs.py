@@ -1,0 +1,156 @@
+"""A user's inputs: rows of data files, and language models in Hugging Face folders, with tokenizers and limits."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from gcore_runs.errors import UserError, one_line
+from gcore_runs.run_folder import json_object
+
+RowT = TypeVar("RowT")
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """Read the rows of a JSONL or Parquet file.
+
+    Raises:
+        UserError: the file is missing, unreadable, malformed or empty, or has another ending.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise UserError(f"data file {path} is a folder; expected a .jsonl or .parquet file")
+    if not file.is_file():
+        raise UserError(f"data file {path} does not exist")
+    try:
+        rows = _rows_of(file)
+    except OSError as error:
+        raise UserError(f"data file {path} cannot be read: {error.strerror or error}") from None
+    if not rows:
+        raise UserError(f"data file {path} has no rows")
+    return rows
+
+
+def _rows_of(path: Path) -> list[dict[str, Any]]:
+    match path.suffix:
+        case ".jsonl":
+            try:
+                # JSON strings may contain other characters that splitlines takes for line ends.
+                lines = path.read_text("utf-8").split("\n")
+            except UnicodeDecodeError as error:
+                raise UserError(f"data file {path} is not UTF-8: {error}") from None
+            return [json_object(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+        case ".parquet":
+            import pyarrow.parquet
+
+            try:
+                return pyarrow.parquet.read_table(path).to_pylist()
+            except pyarrow.ArrowException as error:
+                raise UserError(f"data file {path} is not Parquet: {error}") from None
+        case _:
+            raise UserError(f"data file {path} ends in {path.suffix!r}; expected .jsonl or .parquet")
+
+
+def columns(row: Mapping[str, Any]) -> str:
+    """Return the names of a row's columns, for errors."""
+    return ", ".join(map(repr, row)) or "none"
+
+
+def hold_out(rows: Sequence[RowT], *, size: int, seed: int) -> tuple[list[RowT], list[RowT]]:
+    """Return the rows to train on, and ``size`` held-out ones drawn by ``seed`` (at most a tenth), in their order."""
+    order = np.random.default_rng(seed).permutation(len(rows))
+    held_out = set(order[: min(size, len(rows) // 10)].tolist())
+    return [r for i, r in enumerate(rows) if i not in held_out], [rows[i] for i in sorted(held_out)]
+
+
+def check_model(path: Path, *, setting: str = "model") -> None:
+    """Check that a folder holds a model.
+
+    Raises:
+        UserError: not a Hugging Face folder with weights, or of an architecture that transformers does not know.
+    """
+    if not (path / "config.json").is_file():
+        raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json")
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"model folder {path} has a config.json that does not load: {error}") from None
+    if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
+        raise UserError(f"model folder {path} has no weights; expected model.safetensors")
+    check_safetensors(path)
+
+
+def build_tokenizer(path: Path) -> Any:
+    """Load the model folder's tokenizer.
+
+    Raises:
+        UserError: it has none, or one that does not load or has no end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"model folder {path} has no tokenizer; expected tokenizer.json (save_pretrained of the tokenizer)"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        # The parsers raise errors of many types.
+        raise UserError(
+            f"model folder {path} has a tokenizer that does not load: {type(error).__name__}: {error}"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model folder {path}: its tokenizer has no eos_token, so no response could end")
+    return tokenizer
+
+
+def eos_token_ids(tokenizer: Any, model: Path | None) -> list[int]:
+    """Return the tokens that end a response: the tokenizer's, and those of the model folder's generation settings."""
+    declared = None
+    if model is not None:
+        generation = model / "generation_config.json"
+        settings = generation if generation.is_file() else model / "config.json"
+        declared = json.loads(settings.read_text()).get("eos_token_id")
+    ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
+    return sorted(i for i in ids if i is not None)
+
+
+def max_sequence_length(model: Path) -> int | None:
+    """Return how many tokens a model takes, prompt and response together; None: any number.
+
+    Beyond that, a model with learned positions has no embedding, and one with rotary positions was not trained.
+    """
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(model).get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    return max(limit, round(original * factor)) if original and factor else limit
+
+
+def check_safetensors(folder: Path) -> None:
+    """Raise `UserError` if a safetensors file of the folder is damaged, or one that an index names is missing."""
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} is no index of weights: {type(error).__name__}: {error}") from None
+        if missing := [name for name in shards if not (folder / name).is_file()]:
+            raise UserError(f"model folder {folder} lacks {', '.join(missing)}, which {index.name} names")
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            # Only the header is read, which has the file's length.
+            with safe_open(file, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is damaged, or was not copied to its end: {one_line(error)}") from None
