@@ -65,7 +65,7 @@ def test_spans_are_written_relative_to_their_step_and_read_back(tmp_path: Path) 
     path = tmp_path / "spans.jsonl"
     writer = SpanWriter(path)
     first = [[span("gen", 1000.0, 1002.0), span("train", 1003.0, 1004.0)], [span("gen", 1000.5, 1001.0)]]
-    writer.write(1, first, spans_by_device={"trainer 0": [span("train", 1003.25, 1004.5)]})
+    writer.write(1, first, devices={"trainer 0": [span("train", 1003.25, 1004.5)]})
     writer.write(2, [[span("gen", 1005.0, 1006.00004)], []])
     rows = read_jsonl(path)
     assert rows == [

@@ -20,7 +20,7 @@ from gcore_controller import (
     RemoteRecorder,
     TrainerGroup,
 )
-from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.config import EVALUATED, DiffusionConfig
 from gcore_diffusion.modality import Job
 from gcore_diffusion.roles import Roles, SamplingRoles
 from gcore_diffusion.sampling.engines import judge_factory, sampler_factory, start_engines
@@ -74,9 +74,8 @@ async def start(
     await engines.close()
     from gcore_runs.on_ray.start import EngineFactory, start_ray_backend
 
-    factories: dict[ActorRole, Callable[[DiffusionConfig], EngineFactory]] = {
-        "engine": partial(sampler_factory, model=model)
-    }
+    factories: dict[ActorRole, Callable[[DiffusionConfig], EngineFactory]]
+    factories = {"engine": partial(sampler_factory, model=model)}
     if config.sizes.judges:
         factories["judge"] = judge_factory
     return await start_ray_backend(
@@ -91,13 +90,8 @@ async def start(
 
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
     """Make an image and score one, so that an error is found before anything is trained."""
-    rollout, first = config.rollout, prompts.train[0]
-    sampling = ImageSampling(
-        num_inference_steps=1,
-        guidance_scale=rollout.guidance_scale,
-        kernel=kernel_of(config),
-        size=rollout.image_size,
-    )
+    first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
+    sampling = ImageSampling(num_inference_steps=1, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size)
     try:
         (made,) = await images(sampler.policy, [ImageRequest(request_id="try", prompt=first.text, sampling=sampling)])
     except (ValueError, TypeError, RuntimeError) as error:
@@ -141,8 +135,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         metrics = evaluation.metrics()
         picture = self.run.samples / f"step-{step:06}.png"
         write_grid(picture, evaluation.images, evaluation.prompts, per_prompt=self.job.config.rollout.eval_n)
-        names = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
-        shown = ", ".join(f"{label} {metrics[name]:.3f}" for name, label in names.items() if name in metrics)
+        shown = ", ".join(f"{label} {metrics[name]:.3f}" for name, label in EVALUATED.items() if name in metrics)
         self.display.say(f"step {step}: held-out images: {shown}")
         return metrics
 

@@ -1,6 +1,6 @@
 """The `gcore-diffusion` command."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from gcore_diffusion.config import RECIPES, DiffusionConfig
+from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig
 from gcore_runs import EXISTING_FOLDER, Amount, Bound, Checked, Count, NonNegative
 from gcore_runs.command_line import Command, logs_command, report_command, run_command, run_training
 from gcore_runs.settings.parsing import parse, parse_arguments
@@ -65,12 +65,7 @@ def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
     from gcore_diffusion.training import train
 
-    labels = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
-
-    def rows(found: Mapping[str, float]) -> list[tuple[str, str]]:
-        return [(label, name) for name, label in labels.items() if name in found]
-
-    run_training(config, train, title="held-out prompts", rows=rows)
+    run_training(config, train, title="held-out prompts", labels=EVALUATED)
 
 
 def _sample(args: Sequence[str]) -> None:

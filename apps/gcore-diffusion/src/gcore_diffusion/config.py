@@ -28,6 +28,8 @@ KernelName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode"]
 
 NOISELESS: tuple[Algorithm, ...] = ("nft", "dpo", "reward_gradient")
 """Algorithms that use no log-probability: their images may be made without noise."""
+EVALUATED = {"val/score/mean": "reward", "val/held_out/mean": "reward not trained on", "val/accuracy": "accuracy"}
+"""Metrics of evaluations, and how they are called on the screen."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,9 +89,8 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         scores = np.array([score for own, _ in parts for score in own])
         metrics = {"perf/num_images": float(len(scores))}
         if len(scores):
-            metrics |= {
-                f"critic/score/{name}": float(getattr(scores, name)()) for name in ("mean", "max", "min", "std")
-            }
+            statistics = ("mean", "max", "min", "std")
+            metrics |= {f"critic/score/{name}": float(getattr(scores, name)()) for name in statistics}
         if seen := [score for _, own in parts for score in own]:
             metrics["held_out/score/mean"] = float(np.mean(seen))
         return metrics
@@ -103,14 +102,9 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         scores = [s for part in await ctx.group.all_gather([g.scores for g in groups]) for s in part]
         # Advantages and pairs compare the scores of a group; a differentiable reward needs no differences.
         has_signal = any(np.ptp(s) > 0 for s in scores) or config.algorithm.name == "reward_gradient"
-        return Prepared(
-            updates=_updates(
-                _prepared(groups, config, step, float(np.concatenate(scores).std())),
-                config.actor,
-                ctx.roles.learner.num_replicas,
-            ),
-            metrics={self.HAS_SIGNAL: float(has_signal)},
-        )
+        prepared = _prepared(groups, config, step, float(np.concatenate(scores).std()))
+        updates = _updates(prepared, config.actor, ctx.roles.learner.num_replicas)
+        return Prepared(updates=updates, metrics={self.HAS_SIGNAL: float(has_signal)})
 
     async def update(self, ctx: Context[Roles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
         del step
@@ -125,9 +119,10 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             means["training/rollout_ratio_dev"] = found[0]["actor/ratio_dev"]
         return means
 
-    async def update_policy(self, ctx: Context[Roles], step: int) -> None:
+    async def update_policy(self, ctx: Context[Roles], step: int, *, averaged: bool = False) -> None:
         del step
-        await self._update_policy(ctx, averaged=False)
+        self._version += 1
+        await ctx.roles.learner.update_policy(ctx.roles.policy, version=self._version, averaged=averaged)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
         """See `Modality.evaluate`; the average of the weights is evaluated, if there is one."""
@@ -135,15 +130,11 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             return None
         has_average = bool(self._config.actor.ema_decay) and step > 0
         if has_average:
-            await self._update_policy(ctx, averaged=True)
+            await self.update_policy(ctx, step, averaged=True)
         evaluation = await evaluate(ctx, self._config, self._job.prompts.val)
         if has_average:
-            await self._update_policy(ctx, averaged=False)
+            await self.update_policy(ctx, step)
         return evaluation
-
-    async def _update_policy(self, ctx: Context[Roles], *, averaged: bool) -> None:
-        self._version += 1
-        await ctx.roles.learner.update_policy(ctx.roles.policy, version=self._version, averaged=averaged)
 
     async def _scored(self, ctx: Context[Roles], index: int, prompt: Prompt, samples: list[ImageSample]) -> Group:
         """Score a group, and compute the reference's means of its images meanwhile."""
@@ -209,21 +200,14 @@ def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig,
 def _training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
     """Return an engine's image as the trainer takes it, with the recorded steps if it needs them."""
     t = made.trajectory
-    steps = {
-        "latents": t.latents,
-        "next_latents": t.next_latents,
-        "old_means": t.means,
-        "old_log_probs": t.log_probs,
-        "levels": t.levels,
-        "next_levels": t.next_levels,
-        "timesteps": t.timesteps,
-    }
+    if has_steps:
+        fields |= {name: getattr(t, name) for name in ("latents", "next_latents", "levels", "next_levels", "timesteps")}
+        fields |= {"old_means": t.means, "old_log_probs": t.log_probs}
     return DiffusionSample(
         clean_latents=made.latents,
         conditions=made.conditions,
         shared_conditions=made.shared_conditions,
         guidance_scale=made.guidance_scale,
-        **(steps if has_steps else {}),
         **fields,
     )
 

@@ -109,8 +109,8 @@ def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
     from gcore_llm.training import train
 
-    ways = [(way, f"val/{way}/score/mean") for way in ("greedy", "sampled")]
-    run_training(config, train, title="held-out score", rows=lambda _: ways)
+    labels = {f"val/{way}/score/mean": way for way in ("greedy", "sampled")}
+    run_training(config, train, title="held-out score", labels=labels)
 
 
 def _sample(args: Sequence[str]) -> None:

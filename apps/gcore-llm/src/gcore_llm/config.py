@@ -186,11 +186,7 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     @property
     def estimator(self) -> AdvantageEstimator:
-        """The advantage estimator, with what it needs.
-
-        Raises:
-            UserError: there is no such estimator, or the user's file has none.
-        """
+        """The advantage estimator, with what it needs; `UserError` if there is none of this name."""
         try:
             return get_advantage_estimator(self.adv_estimator)
         except ConfigError as error:

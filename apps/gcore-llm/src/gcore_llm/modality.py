@@ -100,14 +100,11 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
     throughput_of = "perf/total_num_tokens"
 
     def __init__(self, job: Job) -> None:
-        config = self._config = job.config
-        self._job = job
-        self._workload = job.workload
-        self._kl = kl_controller(config.algorithm.kl_ctrl)
-        self._sampling = sampling_params(config)
-        self._with_greedy = config.algorithm.estimator.needs_greedy
-        self._has_critic, self._has_reference = has_critic(config), has_reference(config)
-        self._keeps_cache = config.trainer.schedule == "async"
+        self._job, self._config, self._workload = job, job.config, job.workload
+        self._kl = kl_controller(job.config.algorithm.kl_ctrl)
+        self._sampling = sampling_params(job.config)
+        self._has_critic, self._has_reference = has_critic(job.config), has_reference(job.config)
+        self._keeps_cache = job.config.trainer.schedule == "async"
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -127,7 +124,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             n=self._config.rollout.n,
             seed=self._config.seed,
             timer=ctx.timer,
-            with_greedy=self._with_greedy,
+            with_greedy=self._config.algorithm.estimator.needs_greedy,
             compares=True,
             quota=wave.quota,
         )
@@ -156,7 +153,6 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         return [part.tolist() for part in balance(costs, num_parts)]
 
     async def prepare(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]) -> Prepared[list[MicroBatch]]:
-        """See `Modality.prepare`: score by the models in training, compute advantages, split in micro-batches."""
         config, groups = self._config, batch.groups
         num_updates = -(-batch.num_groups // (config.actor.ppo_mini_batch_size or batch.num_groups))
         # A batch is on-policy if the weights that generated it are those that its one update changes. A single update
@@ -166,16 +162,10 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         indices = sorted(i for part in await ctx.group.all_gather([g.prompt_index for g in groups]) for i in part)
         update_of = {index: place % num_updates for place, index in enumerate(indices)}
         scored = await self._scored(ctx, groups, needs_old=needs_old)
-        compared: dict[str, float] = {}
-        if config.algorithm.max_rollout_kl:
-            compared = await self._mismatch(ctx, step, groups, scored if needs_old else None)
+        compared = await self._mismatch(ctx, step, groups, scored if needs_old else None)
+        length = config.data.max_response_length
         samples, metrics = await prepare(
-            groups,
-            scored,
-            config.algorithm,
-            kl=self._kl,
-            max_response_length=config.data.max_response_length,
-            group=ctx.group,
+            groups, scored, config.algorithm, kl=self._kl, max_response_length=length, group=ctx.group
         )
         metrics |= compared
         metrics[self.HAS_SIGNAL] = float(_has_signal(batch.metrics | metrics))
@@ -187,7 +177,6 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         return Prepared(updates=updates * config.actor.ppo_epochs, metrics=metrics)
 
     async def update(self, ctx: Context[Roles], step: int, update: list[MicroBatch]) -> dict[str, float]:
-        """See `Modality.update`; the critic, if there is one, is updated first."""
         learner, config = ctx.roles.learner, self._config
         metrics: dict[str, float] = {}
         if self._has_critic:
@@ -249,6 +238,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         self, ctx: Context[Roles], step: int, groups: list[Group], scored: list[list[Sample]] | None
     ) -> dict[str, float]:
         """Return metrics of the engine's log-probs against the trainer's, which scores some responses if none is."""
+        if not self._config.algorithm.max_rollout_kl:
+            return {}
         version = ctx.roles.policy.weight_version
         if scored is not None:
             places = [(g, i) for g, samples in enumerate(scored) for i in range(len(samples))]

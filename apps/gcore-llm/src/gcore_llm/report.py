@@ -2,11 +2,9 @@
 
 from gcore_runs import Kind, Signal
 
-_UPDATE: tuple[Signal, ...] = (
-    ("Gradient norm", "actor/grad_norm", "L2 norm"),
-    ("Learning rate", "actor/lr", "per update"),
-    ("Throughput", "perf/throughput", "tokens/s"),
-)
+_GRADIENT: Signal = ("Gradient norm", "actor/grad_norm", "L2 norm")
+_THROUGHPUT: Signal = ("Throughput", "perf/throughput", "tokens/s")
+_UPDATE = (_GRADIENT, ("Learning rate", "actor/lr", "per update"), _THROUGHPUT)
 
 _TRAIN = Kind(
     title="Reward per step",
@@ -17,14 +15,14 @@ _TRAIN = Kind(
     evaluations={"greedy": "val/greedy/score/mean", "sampled": "val/sampled/score/mean"},
     signals=(
         ("Policy loss", "actor/pg_loss", "clipped objective, no unit"),
-        ("Gradient norm", "actor/grad_norm", "L2 norm"),
+        _GRADIENT,
         ("Entropy of the policy", "actor/entropy", "nats per token"),
         ("KL to the sampling policy", "actor/ppo_kl", "nats per token"),
         ("Engine-trainer mismatch", "training/rollout_k3_kl", "nats per token, both with the same weights"),
         ("Response length", "response_length/mean", "tokens"),
         ("Acceptance of sampling", "sampling/acceptance", "share of groups kept"),
         ("Waves of sampling", "sampling/waves", "waves per step"),
-        ("Throughput", "perf/throughput", "tokens/s"),
+        _THROUGHPUT,
     ),
     has_samples=True,
     after_warmup="Before reinforcement learning",

@@ -63,7 +63,11 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))
             environment = build_environment(config, tokenizer, rewards.runner)
-            run = supervisor.open_run(*_notices(config, prompts))
+            notices = [f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out"]
+            if prompts.num_too_long:
+                longest = config.data.max_prompt_length
+                notices.insert(0, f"left out {prompts.num_too_long} prompts longer than {longest} tokens")
+            run = supervisor.open_run(*notices)
             if not config.model and not run.model.is_dir():
                 from gcore_llm.finetune.warmup import make_warm_model
 
@@ -123,12 +127,6 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
         instead="on which the embedded model is warmed up, or a model of your own for any task: --model FOLDER",
     )
     return tiny_tokenizer()
-
-
-def _notices(config: TrainConfig, prompts: PromptSets) -> list[str]:
-    left_out = f"left out {prompts.num_too_long} prompts longer than {config.data.max_prompt_length} tokens"
-    sizes = f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out"
-    return [left_out, sizes] if prompts.num_too_long else [sizes]
 
 
 async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str], None]) -> None:

@@ -2,9 +2,10 @@
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 import tyro
@@ -65,12 +66,7 @@ def run_command(
 ) -> None:
     """Run one of an app's commands; wrong input ends it with exit code 2 and one message, an interruption with 130.
 
-    Args:
-        app: the app's command, such as gcore-llm.
-        commands: by name.
-        argv: the name and its arguments; None: the process's own.
-        usage: text for --help.
-        not_resumed: commands that do not continue after an interruption when they are called again.
+    ``not_resumed`` are commands that do not continue after an interruption when they are called again.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
@@ -110,15 +106,11 @@ def run_training(
     train: "Callable[[ConfigT, Display], Result]",
     *,
     title: str,
-    rows: Callable[[Mapping[str, float]], Iterable[tuple[str, str]]],
+    labels: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Train with a display, and show the held-out metrics before and after; exit code 3 if nothing was learned.
 
-    Args:
-        config: the run's settings.
-        train: runs the job.
-        title: heading of the table.
-        rows: returns the label and the metric's name of each row, for the metrics of an evaluation.
+    The table has the metrics with ``labels``, or if there are none all of ``val/``.
     """
     from rich.table import Table
 
@@ -130,8 +122,10 @@ def run_training(
         table = Table(title=title, title_justify="left")
         for column in ("", "before", "after"):
             table.add_column(column)
-        for label, name in rows(result.before):
-            table.add_row(label, f"{result.before[name]:.3f}", f"{result.after[name]:.3f}")
+        own = {name: name.rpartition("/")[2].replace("_", " ") for name in sorted(result.before) if name[:4] == "val/"}
+        for name, label in (labels or own).items():
+            if name in result.before:
+                table.add_row(label, f"{result.before[name]:.3f}", f"{result.after[name]:.3f}")
         display.console.print(table)
     display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
     if not result.has_signal:

@@ -17,11 +17,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """Read the rows of a JSONL or Parquet file.
-
-    Raises:
-        UserError: the file is missing, unreadable, malformed or empty, or has another ending.
-    """
+    """Read the rows of a JSONL or Parquet file; `UserError` if it is missing, unreadable, malformed or empty."""
     file = Path(path)
     if file.is_dir():
         raise UserError(f"data file {path} is a folder; expected a .jsonl or .parquet file")
@@ -69,11 +65,7 @@ def hold_out(rows: Sequence[RowT], *, size: int, seed: int) -> tuple[list[RowT],
 
 
 def check_model(path: Path, *, setting: str = "model") -> None:
-    """Check that a folder holds a model.
-
-    Raises:
-        UserError: not a Hugging Face folder with weights, or of an architecture that transformers does not know.
-    """
+    """Raise `UserError` unless it is a Hugging Face folder with weights of an architecture that transformers knows."""
     if not (path / "config.json").is_file():
         raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json")
     from transformers import AutoConfig
@@ -88,11 +80,7 @@ def check_model(path: Path, *, setting: str = "model") -> None:
 
 
 def build_tokenizer(path: Path) -> Any:
-    """Load the model folder's tokenizer.
-
-    Raises:
-        UserError: it has none, or one that does not load or has no end-of-sequence token.
-    """
+    """Load the model folder's tokenizer; `UserError` if none loads, or it has no end-of-sequence token."""
     from transformers import AutoTokenizer
 
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):

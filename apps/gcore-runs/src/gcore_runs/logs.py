@@ -54,15 +54,12 @@ def log_to(
     the result's ``with`` block. What is in the file already stays.
 
     Args:
-        role: letters, such as engine.
+        role: lower-case letters, such as engine; anything else is a `ValueError`.
         rank: among the processes of this role; None: there is one.
         redirect: what is written to standard output and standard error, by native libraries too, goes into the file. It
             is there at once, however the process ends, but as it was written: a line of level MARK follows within
             half a second. Without it warnings and errors are shown on standard error as well, as Python does by itself.
         max_file_bytes: see `MAX_FILE_BYTES`.
-
-    Raises:
-        ValueError: ``role`` is something else.
     """
     if not re.fullmatch(r"[a-z]+", role):
         raise ValueError(f"role is {role!r}; expected lower-case letters")
@@ -124,7 +121,7 @@ class _File(RotatingFileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        self._dated_bytes = self._status().st_size
+        self._dated_bytes = os.fstat(self._descriptor()).st_size
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """Drop a record if the disk is full: the run ends with an error where it cannot write its own files."""
@@ -145,7 +142,7 @@ class _File(RotatingFileHandler):
         """Date the output after the last dated line."""
         self.acquire()
         try:
-            status = self._status()
+            status = os.fstat(self._descriptor())
             if status.st_size > self._dated_bytes:
                 values = {"levelname": MARK, "name": "output", "msg": "until here", "created": status.st_mtime}
                 self.handle(logging.makeLogRecord(values))
@@ -155,9 +152,6 @@ class _File(RotatingFileHandler):
     def mark_every(self, seconds: float, ended: threading.Event) -> None:
         while not ended.wait(seconds):
             self.mark()
-
-    def _status(self) -> os.stat_result:
-        return os.fstat(self._descriptor())
 
     def _descriptor(self) -> int:
         assert self.stream is not None, "the log file is closed"
@@ -219,10 +213,8 @@ def merged_lines(
         role: processes of this role alone; empty: all.
         rank: processes of this rank alone; None: all.
         last: how many of the existing lines; 0: all.
-        follow: continue with lines that are written from now on, by new processes too, without an end.
-
-    Raises:
-        UserError: there are no such logs, and ``follow`` is not set.
+        follow: continue with lines that are written from now on, by new processes too, without an end. Without it,
+            it is a `UserError` if there are no such logs.
     """
     files: dict[Path, _LogFile] = {}
     with ExitStack() as opened:

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import version
-from typing import Self
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, Info, start_http_server
 
@@ -12,17 +12,12 @@ from gcore_runs.errors import UserError
 _STEP_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 
 
-class PrometheusExporter:
+class PrometheusExporter(AbstractContextManager["PrometheusExporter"]):
     """Serves ``http://HOST:PORT/metrics`` until it is closed.
 
     Every metric of metrics.jsonl is a gauge: ``critic/score/mean`` is ``gcore_critic_score_mean``, and its HELP text
-    the metric's own name. There are also ``gcore_step``, ``gcore_info`` and the histogram ``gcore_step_seconds``.
-
-    Args:
-        run: the run's name.
-        port: 0: any free one; see `port`.
-        host: address to serve at; the default is this machine's own.
-        app: the distribution whose run it is, for its version.
+    the metric's own name. There are also ``gcore_step``, ``gcore_info`` with the version of the distribution ``app``,
+    and the histogram ``gcore_step_seconds``. Port 0 is any free one; see `port`.
 
     Raises:
         UserError: it cannot be served there, for example because the port is in use.
@@ -57,9 +52,8 @@ class PrometheusExporter:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Serve these values from now on; other metrics keep theirs."""
         for name, value in metrics.items():
-            if name not in self._gauges:
-                self._gauges[name] = self._new_gauge(name)
-            self._gauges[name].set(value)
+            gauge = self._gauges[name] = self._gauges.get(name) or self._new_gauge(name)
+            gauge.set(value)
         if "timing_s/step" in metrics:
             self._step_seconds.observe(metrics["timing_s/step"])
         self._step.set(step)
@@ -77,9 +71,6 @@ class PrometheusExporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

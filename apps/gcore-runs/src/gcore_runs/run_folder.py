@@ -83,11 +83,7 @@ class RunFolder:
         return folder, resolve(folder.load_config(kind))
 
     def lock(self) -> None:
-        """Keep other processes from writing this run until this object is gone, or the process has ended in any way.
-
-        Raises:
-            UserError: another process has it.
-        """
+        """Keep other processes from writing this run while this object lives; `UserError` if one does already."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / ".lock").open("w")
@@ -129,11 +125,7 @@ def open_run(config: BaseRunConfig) -> RunFolder:
 
 
 def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file or folder next to ``target``, then rename it to ``target``.
-
-    Raises:
-        OSError: it cannot be written; ``target`` is its file name, and is as it was.
-    """
+    """Let ``write`` fill a temporary file or folder, then rename it to ``target``; an `OSError` has that name."""
     partial = target.with_name(f".{target.name}.partial")
     try:
         if partial.is_dir():
@@ -147,11 +139,7 @@ def write_atomically(target: Path, write: Callable[[Path], object]) -> None:
 
 
 def append_json(path: Path, row: dict[str, Any]) -> None:
-    """Add one line to a JSONL file.
-
-    Raises:
-        OSError: it cannot be written; ``path`` is its file name.
-    """
+    """Add one line to a JSONL file; an `OSError` has its name."""
     try:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -176,11 +164,7 @@ def json_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSONL file: none of a missing file, and without an incomplete last line.
-
-    Raises:
-        UserError: a complete line is no JSON object.
-    """
+    """Return the rows of a JSONL file, which may be missing or end in half a line; raises as `json_object`."""
     lines = path.read_text("utf-8", errors="replace").split("\n")[:-1] if path.is_file() else []
     return [json_object(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
@@ -240,10 +224,7 @@ class RunWarnings:
         self._recorded = {(row["step"], row["key"]) for row in read_jsonl(run.warnings)}
 
     def warn(self, step: int, message: str, *, key: str, count: int = 1) -> None:
-        """Record a warning, one sentence without a full stop, once for each step and key.
-
-        Warnings that are the same have one ``key``; ``count`` of them occurred in the step.
-        """
+        """Record a warning, a sentence without a full stop, once a step and key; it occurred ``count`` times there."""
         if (step, key) not in self._recorded:
             self._recorded.add((step, key))
             append_json(self._path, {"step": step, "key": key, "message": message, "count": count})
@@ -278,11 +259,9 @@ class StepSpans:
 
     def to_row(self) -> dict[str, Any]:
         """Return a line of the file; a span is ``[stage, start_s, end_s]``, rounded to tenths of milliseconds."""
-        row: dict[str, Any] = {"step": self.step, "start_s": round(self.start_s, _DIGITS)}
-        row["controllers"] = [_to_lists(spans) for spans in self.controllers]
-        if self.devices:
-            row["devices"] = {name: _to_lists(spans) for name, spans in self.devices.items()}
-        return row
+        controllers = [_to_lists(spans) for spans in self.controllers]
+        row = {"step": self.step, "start_s": round(self.start_s, _DIGITS), "controllers": controllers}
+        return row | ({"devices": {n: _to_lists(own) for n, own in self.devices.items()}} if self.devices else {})
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "StepSpans":
@@ -316,29 +295,25 @@ class SpanWriter:
         self._waits.append(span)
 
     def write(
-        self,
-        step: int,
-        spans_by_controller: Sequence[Sequence[Span]],
-        *,
-        spans_by_device: Mapping[str, Sequence[Span]] | None = None,
+        self, step: int, controllers: Sequence[Sequence[Span]], devices: Mapping[str, Sequence[Span]] | None = None
     ) -> None:
         """Record a step, whose spans, by rank and by device name, are in seconds of one clock; see `on_wall_clock`."""
-        devices = spans_by_device or {}
-        starts_s = [s.start_s for spans in (*spans_by_controller, *devices.values()) for s in spans]
-        if self._zero_s is not None and starts_s:
+        devices = devices or {}
+        starts_s = [s.start_s for spans in (*controllers, *devices.values()) for s in spans]
+        if self._zero_s is None:
+            # A resumed run continues where the process before it ended.
+            self._zero_s = min(starts_s) - self._end_s if starts_s else None
+        elif starts_s:
             waits = [replace(wait, end_s=min(wait.end_s, *starts_s)) for wait in self._waits]
-            spans_by_controller = [[*waits, *own] for own in spans_by_controller]
+            controllers = [[*waits, *own] for own in controllers]
             starts_s += [wait.start_s for wait in waits]
         self._waits = []
-        if self._zero_s is None and starts_s:
-            # A resumed run continues where the process before it ended.
-            self._zero_s = min(starts_s) - self._end_s
         zero_s = self._zero_s or 0.0
         start_s = min(starts_s, default=zero_s + self._end_s)
         spans = StepSpans(
             step=step,
             start_s=start_s - zero_s,
-            controllers=[_relative(spans, start_s) for spans in spans_by_controller],
+            controllers=[_relative(spans, start_s) for spans in controllers],
             devices={name: _relative(spans, start_s) for name, spans in devices.items()},
         )
         self._end_s = spans.end_s

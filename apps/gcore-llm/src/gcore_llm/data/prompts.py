@@ -102,38 +102,25 @@ def takes_special_tokens(text: str, tokenizer: Any) -> bool:
 
 
 def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) -> list[Prompt]:
-    """Render and tokenize prompts, for training, for evaluation and for `sample`.
-
-    Text rendered by a chat template has only the template's special tokens, other text has the tokenizer's, as with
-    ``tokenizer.apply_chat_template`` and ``tokenizer`` of transformers.
-    """
-    given = [(p, render(p.value, tokenizer, data, p.where)) for p in problems]
-    adds = [uses_plain_text(p.value, tokenizer, data) and takes_special_tokens(text, tokenizer) for p, text in given]
-    encoded = {
-        flag: iter(
-            tokenizer([text for (_, text), a in zip(given, adds, strict=True) if a == flag], add_special_tokens=flag)[
-                "input_ids"
-            ]
-        )
-        for flag in set(adds)
-    }
-    return [
-        Prompt(text=text, token_ids=tuple(next(encoded[flag])), row=p.row)
-        for (p, text), flag in zip(given, adds, strict=True)
+    """Render and tokenize prompts; text rendered by a chat template has only the template's special tokens."""
+    given = list(problems)
+    texts = [render(p.value, tokenizer, data, p.where) for p in given]
+    adds = [
+        uses_plain_text(p.value, tokenizer, data) and takes_special_tokens(text, tokenizer)
+        for p, text in zip(given, texts, strict=True)
     ]
+    token_ids: dict[int, list[int]] = {}
+    for flag in set(adds):
+        places = [place for place, own in enumerate(adds) if own == flag]
+        encoded = tokenizer([texts[place] for place in places], add_special_tokens=flag)
+        token_ids |= zip(places, encoded["input_ids"], strict=True)
+    return [Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=p.row) for i, p in enumerate(given)]
 
 
 def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
-    """Load the prompts of data.train-files and data.val-files.
-
-    Raises:
-        UserError: see `read_rows`, `render` and `images_of`; images do not match their prompt, or the model takes no
-            images; or no prompt is left to train on.
-    """
-    train, val = (
-        [prompt for path in paths for prompt in _load_file(path, data, tokenizer)]
-        for paths in (data.train_files, data.val_files)
-    )
+    """Load the prompts of data.train-files and data.val-files; `UserError` if a row is wrong, or no prompt is left."""
+    files = (data.train_files, data.val_files)
+    train, val = ([prompt for path in paths for prompt in _load_file(path, data, tokenizer)] for paths in files)
     sets = PromptSets.within(data.max_prompt_length, train, val)
     if not data.val_files:
         kept_train, kept_val = hold_out(sets.train, size=data.val_size, seed=seed)
@@ -196,11 +183,7 @@ def longest_sequence(model: Path | None) -> int | None:
 
 
 def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:
-    """Check before a run that its sequences fit the models' positions.
-
-    Raises:
-        UserError: the longest prompt and the longest response together are more than the policy or the critic takes.
-    """
+    """Raise `UserError` if the longest prompt and response together are more than the policy or the critic takes."""
     longest = max(len(prompt.token_ids) for prompt in (*prompts.train, *prompts.val))
     models = {"model": config.model}
     if config.algorithm.estimator.needs_critic and config.critic.model:

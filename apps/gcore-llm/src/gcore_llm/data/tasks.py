@@ -4,6 +4,7 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
+from itertools import accumulate
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gcore_llm.config import DataConfig, TaskConfig
@@ -18,11 +19,7 @@ _OURS = {"size": "task.num_train and task.num_val", "seed": "seed"}
 
 
 def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
-    """Generate a task's problems and make prompts of them; no held-out problem is trained on.
-
-    Raises:
-        UserError: see `make_problems`; or all problems are longer than data.max_prompt_length.
-    """
+    """Generate a task's problems and make prompts of them; raises as `make_problems`, or if all are too long."""
     train, val = (make_prompts(problems, tokenizer, data) for problems in make_problems(task, seed=seed))
     sets = PromptSets.within(data.max_prompt_length, train, val)
     if not sets.train or not sets.val:
@@ -35,11 +32,7 @@ def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) 
 
 
 def make_problems(task: TaskConfig, *, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Generate a task's training and held-out problems; none is among both.
-
-    Raises:
-        UserError: see `make_dataset`; or no problem is left to train on.
-    """
+    """Generate a task's training and held-out problems, none among both; raises as `make_settings`."""
     held_out = {p.value: p for p in _problems(task, size=task.num_val, seed=_VAL_SEED)}
     training = [p for p in _problems(task, size=task.num_train, seed=seed) if p.value not in held_out]
     if not training:
@@ -71,11 +64,9 @@ def _terms(entry: Mapping[str, Any]) -> str:
 def worked_sum(row: Mapping[str, Any]) -> str:
     """``7+8-3`` worked out from the left: ``15-3=12``."""
     terms: list[str] = re.findall(r"[+-]?\d+", _terms(row["entry"]))
-    lines: list[str] = []
-    while len(terms) > 1:
-        terms = [str(int(terms[0]) + int(terms[1])), *terms[2:]]
-        lines.append("".join(terms))
-    return "=".join(lines)
+    sums = accumulate(map(int, terms))
+    next(sums)
+    return "=".join("".join([str(total), *terms[place:]]) for place, total in enumerate(sums, 2))
 
 
 WORKED_EXAMPLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"chain_sum": worked_sum}
@@ -99,11 +90,7 @@ def make_dataset(task: TaskConfig, *, size: int, seed: int) -> Any:
 
 
 def make_settings(task: TaskConfig, *, size: int, seed: int) -> Any:
-    """Make the task's own settings, of the class that reasoning-gym has for it.
-
-    Raises:
-        UserError: reasoning-gym does not know the task or one of its settings, or refuses a value.
-    """
+    """Make the task's own settings, of reasoning-gym's class for it; `UserError` if it refuses one of them."""
     gym = import_reasoning_gym()
     params = _params(task.name, task.params, "task.params", gym)
     try:

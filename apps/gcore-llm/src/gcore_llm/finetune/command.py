@@ -1,6 +1,6 @@
 """The commands `sft`, `reward-model` and `dpo`: their recipes, arguments and output."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from gcore_llm.config import TaskConfig
 from gcore_llm.finetune.config import (
@@ -85,8 +85,4 @@ def run_fine_tuning(command: str, args: Sequence[str]) -> None:
     config = parse_fine_tuning(command, args)
     from gcore_llm.finetune.run import fine_tune
 
-    def rows(found: Mapping[str, float]) -> list[tuple[str, str]]:
-        names = sorted(name for name in found if name.startswith("val/"))
-        return [(name.rpartition("/")[2].replace("_", " "), name) for name in names]
-
-    run_training(config, fine_tune, title="held-out rows", rows=rows)
+    run_training(config, fine_tune, title="held-out rows")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from types import FrameType
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -227,8 +226,7 @@ class Stop:
         if self._is_requested and self._act is not None:
             self._act()
 
-    def _request(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def _request(self, *_: object) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._is_requested = True
         if not self._is_held_back:
@@ -238,13 +236,11 @@ class Stop:
 class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     """A `Recorder` that writes a run's folder and takes its checkpoints; apps say how to show steps and evaluations.
 
-    Attributes:
-        cells: What the screen shows of every step. The values of an evaluation stay until the next one.
-        stop: Ctrl-C, which is held back while the models are between two steps.
-        warnings: Where problems are reported.
+    Ctrl-C is held back while the models are between two steps; see `stop`.
     """
 
     cells: ClassVar[tuple[Cell, ...]]
+    """What the screen shows of every step. The values of an evaluation stay until the next one."""
 
     def __init__(
         self,
@@ -289,7 +285,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         metrics = metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
         metrics |= self.step_metrics(step, metrics)
         self._writer.write(step, metrics)
-        self._spans.write(step, spans, spans_by_device=devices)
+        self._spans.write(step, spans, devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         self.display.progressed(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
         self._num_idle = 0 if metrics.get(_SIGNAL, 1.0) else self._num_idle + 1

@@ -60,15 +60,12 @@ class Supervisor:
         app: distribution whose run it is, such as gcore-llm.
         display: where progress is shown; None: nowhere, but it is logged.
 
-    Attributes:
-        display: Where progress is shown.
-        run: The run's folder, once it is open.
-
     Raises:
         UserError: the metrics cannot be served where ``trainer.prometheus_port`` says, or no Ray cluster answers.
     """
 
     run: RunFolder
+    """The run's folder, once it is open."""
 
     def __init__(self, config: BaseRunConfig, *, app: str, display: Display | None = None) -> None:
         import torch
@@ -143,17 +140,11 @@ class Supervisor:
         return first_step
 
     def train(
-        self,
-        services: Backend[JobT, Any, Any],
-        job: JobT,
-        recorder: Callable[..., BaseRunRecorder[JobT, Any]],
+        self, services: Backend[JobT, Any, Any], job: JobT, recorder: Callable[..., BaseRunRecorder[JobT, Any]]
     ) -> None:
         """Run a job to its end, and continue from where its models are whenever something that can be replaced is lost.
 
-        Args:
-            services: what the job runs on; closed by the caller.
-            job: it resumes from the run's last checkpoint, if there is one.
-            recorder: class of the app's recorders.
+        It resumes from the run's last checkpoint, if there is one. The services are closed by the caller.
 
         Raises:
             KeyboardInterrupt: after a checkpoint of the last finished step.
@@ -257,9 +248,6 @@ class Supervisor:
     def finish(self, kinds: Mapping[str, Kind]) -> Result:
         """Warn if nothing was learned, write the report, and return the run's result.
 
-        Args:
-            kinds: what the report shows, by command; see `render_report`.
-
         Raises:
             UserError: the report cannot be written; everything else is there.
         """
@@ -299,13 +287,8 @@ def inline_backend(
 ) -> InlineBackend[Any, ConfigT, Any, Any]:
     """Return the backend of a run whose controllers are in this process, and share a trainer group.
 
-    Args:
-        config: the run's.
-        shared: role services that the controllers share.
-        roles: class of a controller's roles: the fields of ``shared``, and ``learner``.
-        learner: the models in training.
-        num_ranks: number of training ranks whose work is recorded.
-        close: ends the services other than the trainer group.
+    ``roles`` is the class of a controller's roles, with the fields of the ``shared`` ones and ``learner``; ``close``
+    ends the services other than the trainer group, and the work of ``num_ranks`` training ranks is recorded.
     """
     return InlineBackend(
         config,

@@ -29,16 +29,13 @@ _MAX_THREADS = 4096
 
 
 def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], ConfigT]], description: str) -> ConfigT:
-    """Return settings from a recipe, a TOML file and the command line, each over the one before.
+    """Return settings from a recipe, a TOML file and the command line, each over the one before; raises as `merge`.
 
     Args:
         args: the command's arguments.
         prog: the command as a user types it: ``gcore-llm train``.
         recipes: ``own_data`` and ``embedded`` are among them.
         description: the first line of the command's help.
-
-    Raises:
-        UserError: see `merge`.
     """
     options = _options(args, type(recipes["embedded"]()), extra=("config", "recipe"))
     config, recipe = options.get("config", ""), options.pop("recipe", "")
@@ -111,11 +108,7 @@ def as_option(name: str) -> str:
 
 
 def _options(args: Sequence[str], kind: type, *, extra: Sequence[str]) -> dict[str, Any]:
-    """Read the options for the settings of ``kind``, and the ``extra`` ones.
-
-    Raises:
-        UserError: see `_read_arguments`; or there are positional arguments, such as Hydra's ``name=value``.
-    """
+    """Read the options for the settings of ``kind``, and the ``extra`` ones, without positional arguments."""
     known = {**setting_types(kind), **dict.fromkeys(extra, str)}
     options, positional = _read_arguments([a for a in args if a not in _HELP], known)
     if not positional:
@@ -132,9 +125,6 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
 
     An option has one value, or all up to the next option where its type has several. ``--name=value`` is the same. A
     switch may be given without a value. Values are text; below a mapping such as ``task.params`` they are parsed.
-
-    Raises:
-        UserError: an unknown option (with the nearest known one), or one without a value.
     """
     options: dict[str, Any] = {}
     positional: list[str] = []
@@ -256,13 +246,9 @@ def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str =
 
 
 def converted(field: str, value: object, kind: Any) -> Any:
-    """Return a value as the type ``kind``: lists as tuples, text as enumerations or dates, and so on.
-
-    Raises:
-        UserError: it cannot be one; ``field`` names it.
-    """
+    """Return a value as the type ``kind``: lists as tuples, text as enumerations or dates; else `UserError`."""
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return _adapter(kind).validate_python(value)
     except ValidationError as error:
         raise UserError(f"{field} is {value!r:.200}; {_expected(error.errors()[0])}") from None
 
@@ -287,11 +273,7 @@ def _expected(error: Mapping[str, Any]) -> str:
 
 
 def read_toml(path: Path | str) -> dict[str, Any]:
-    """Return a TOML file's content.
-
-    Raises:
-        UserError: missing, or not TOML.
-    """
+    """Return a TOML file's content; `UserError` if it is missing, or not TOML."""
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
