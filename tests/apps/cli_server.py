@@ -18,7 +18,6 @@ HEAVY = {
     "gcore_llm": (
         "gcore_llm.finetune.run",
         "gcore_llm.finetune.trained_model",
-        "gcore_llm.inspect_run",
         "gcore_llm.report",
         "gcore_llm.training",
         "gcore_rollout.engines.hf.engine",

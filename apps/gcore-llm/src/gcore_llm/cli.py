@@ -115,7 +115,7 @@ def _train(args: Sequence[str]) -> None:
 
 def _sample(args: Sequence[str]) -> None:
     parsed = parse_arguments(SampleArgs, args, prog="gcore-llm sample")
-    from gcore_llm.inspect_run import sample_run
+    from gcore_llm.training import sample_run
 
     for text in asyncio.run(sample_run(**vars(parsed))):
         print(text)
@@ -123,7 +123,7 @@ def _sample(args: Sequence[str]) -> None:
 
 def _eval(args: Sequence[str]) -> None:
     parsed = parse_arguments(RunArgs, args, prog="gcore-llm eval", description="Score a run on its held-out prompts.")
-    from gcore_llm.inspect_run import evaluate_run
+    from gcore_llm.training import evaluate_run
 
     step, result = asyncio.run(evaluate_run(parsed.run))
     print(f"step {step}: held-out score {result.greedy:.3f} greedy, {result.sampled:.3f} sampled")

@@ -1,4 +1,4 @@
-"""`gcore-llm train`: from settings to a finished run, in this process or on a Ray cluster."""
+"""From settings to a finished run, in this process or on Ray; and samples and scores of its latest policy."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,18 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.prompts import PromptSets, check_lengths, load_files
+from gcore_llm.data.prompts import Problem, PromptSets, check_lengths, load_files, make_prompts
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
 from gcore_llm.sampling.engines import check_engine, engine_factory, start_policy
-from gcore_llm.sampling.evaluate import Evaluation
+from gcore_llm.sampling.evaluate import Evaluation, evaluate
 from gcore_llm.sampling.rewards import Rewards
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import EnvironmentRole, Failed, RewardRunner
+from gcore_rollout import Engine, EnvironmentRole, Failed, Request, RewardRunner, RolloutRoles, SamplingParams
 from gcore_runs import (
     Display,
     Result,
@@ -32,6 +33,7 @@ from gcore_runs import (
 )
 from gcore_runs.loop.instrumented_engine import Instrumentation
 from gcore_runs.settings.engine_config import EngineConfig
+from gcore_trainer import merge_lora
 
 if TYPE_CHECKING:
     from gcore_controller import ActorRole, Handles, RemoteRecorder
@@ -229,3 +231,67 @@ async def _run_controller(
         await job.program(recorder)(ctx.with_roles(roles))
     finally:
         await rewards.close()
+
+
+async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
+    """Return a run's config, tokenizer, engine with the weights of its last checkpoint, and that step; 0: none yet."""
+    import torch
+
+    run, config = RunFolder.opened(path, TrainConfig)
+    torch.set_num_threads(config.threads)
+    model = Path(config.model) if config.model else run.model
+    if not config.model and not model.is_dir():
+        raise UserError(
+            f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"
+        )
+    check_model(model)
+    tokenizer = build_tokenizer(model)
+    if config.rollout.is_on_servers:
+        # The run may be in the middle of a step on them.
+        config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
+    engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
+    checkpointer = Checkpointer(run.checkpoints)
+    if not checkpointer.steps():
+        return config, tokenizer, engine, 0
+    saved = checkpointer.load(only=["step", "trainer.model"])
+    weights = saved["trainer"]["model"].items()
+    if config.actor.lora is not None:
+        weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
+    await engine.update_weights(weights, version=saved["step"])
+    return config, tokenizer, engine, saved["step"]
+
+
+async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
+    """Complete a prompt ``n`` times."""
+    config, tokenizer, engine, _ = await _latest_policy(run)
+    [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
+    request = Request(
+        request_id="sample",
+        prompt_token_ids=ready.token_ids,
+        sampling=SamplingParams(max_tokens=max_tokens or config.data.max_response_length, temperature=temperature),
+        n=n,
+        seed=seed,
+    )
+    completions = [c async for c in engine.generate([request])]
+    await engine.close()
+    completions.sort(key=lambda c: c.index)
+    return [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+
+
+async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
+    """Return the step of a run's last checkpoint, and its scores on held-out prompts; `UserError` if it has none."""
+    config, tokenizer, engine, step = await _latest_policy(run)
+    prompts = load_prompts(config, tokenizer)
+    if not prompts.val:
+        raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
+    rewards = await Rewards.start(config)
+    roles = RolloutRoles(
+        policy=engine,
+        reward=rewards.runner,
+        tokenizer=tokenizer,
+        environment=build_environment(config, tokenizer, rewards.runner),
+    )
+    result = await evaluate(roles, prompts.val, config)
+    await rewards.close()
+    await engine.close()
+    return step, result

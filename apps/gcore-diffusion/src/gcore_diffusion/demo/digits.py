@@ -1,7 +1,6 @@
 """scikit-learn's digits in colours, the embedded model's training data, and a reward for its images."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -23,25 +22,13 @@ PROMPTS = [f"{colour} {digit}" for colour in COLOURS for digit in range(10)]
 """Every prompt of the demo, such as red 7."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Digits:
-    """Grey images [N, 8, 8] from 0 to 1, and the digits that they show [N]."""
-
-    images: NDArray[np.float32]
-    labels: NDArray[np.int64]
-
-    def half(self, which: int) -> "Digits":
-        """Return every second digit, from the one with index ``which``."""
-        return Digits(images=self.images[which::2], labels=self.labels[which::2])
-
-
 @cache
-def load() -> Digits:
-    """Return scikit-learn's 1,797 images, which are installed with it."""
+def load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return scikit-learn's 1,797 grey images [N, 8, 8] from 0 to 1, and the digits that they show [N]."""
     from sklearn.datasets import load_digits
 
     found: Any = load_digits()
-    return Digits(images=(found.images / 16).astype(np.float32), labels=found.target.astype(np.int64))
+    return (found.images / 16).astype(np.float32), found.target.astype(np.int64)
 
 
 class DigitReward:
@@ -55,12 +42,10 @@ class DigitReward:
         from sklearn.linear_model import LogisticRegression
         from sklearn.svm import SVC
 
+        images, labels = load()
+        pixels = images.reshape(len(images), -1)
         makes: list[Any] = [LogisticRegression(max_iter=2000), SVC(gamma=cast(Any, 0.02))]
-        halves = [load().half(0), load().half(1)]
-        self._trained, self._held_out = (
-            make.fit(half.images.reshape(len(half.images), -1), half.labels)
-            for make, half in zip(makes, halves, strict=True)
-        )
+        self._trained, self._held_out = (make.fit(pixels[i::2], labels[i::2]) for i, make in enumerate(makes))
 
     def check(self, height: int, width: int) -> None:
         """Raise `RewardConfigError` if the images are not of the digits' size."""

@@ -64,8 +64,8 @@ def pretrained_pipeline(config: DemoConfig, *, seed: int, display: Display) -> P
 def _train(pipeline: Any, config: DemoConfig, *, seed: int, display: Display) -> None:
     model = pipeline.transformer
     embedded, pooled = _embeddings(pipeline)
-    digits, colours = load(), torch.tensor(list(COLOURS.values()))
-    images, labels = torch.from_numpy(digits.images)[:, None], torch.from_numpy(digits.labels)
+    images, labels = map(torch.from_numpy, load())
+    images, colours = images[:, None], torch.tensor(list(COLOURS.values()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.01, betas=(0.9, 0.99))
     average = MovingAverage(dict(model.named_parameters()), _EMA_DECAY)
     generator, process = torch.Generator().manual_seed(seed), FlowProcess()

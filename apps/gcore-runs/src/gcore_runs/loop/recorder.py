@@ -240,7 +240,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     """
 
     cells: ClassVar[tuple[Cell, ...]]
-    """What the screen shows of every step. The values of an evaluation stay until the next one."""
+    """Numbers of every step on the screen. The values of an evaluation stay until the next one."""
 
     def __init__(
         self,

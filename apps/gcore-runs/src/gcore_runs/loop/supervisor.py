@@ -160,21 +160,21 @@ class Supervisor:
         num_losses = 0
         spans = SpanWriter(self.run.spans, last_step=job.first_step)
         while (loss := self._attempt(services, job, recorder, spans)) is not None:
-            num_losses = 1 if loss.has_progressed else num_losses + 1
-            while True:
+            num_losses = 0 if loss.has_progressed else num_losses
+            recovery = None
+            while recovery is None:
+                num_losses += 1
                 if num_losses > _MAX_LOSSES:
                     raise loss.error
                 try:
                     recovery = self.run_async(services.recover(loss.error, keeps_models=loss.present is not None))
                     job = self._resumed(services, job, loss.present if recovery.keeps_models else None)
-                    break
                 except RankError as error:
                     if error is loss.error:
                         raise
                     # A rank was killed while the first loss was being replaced.
                     display.say(f"{loss.error}; another loss came before everything was replaced")
-                    loss = _Loss(error)
-                    num_losses += 1
+                    recovery, loss = None, _Loss(error)
             spans.resume(last_step=job.first_step, cause=recovery.cause)
             display.say(f"{recovery.message}; continuing after step {job.first_step}")
 

@@ -88,29 +88,12 @@ class Tile(NamedTuple):
     note: str = "no step recorded yet"
 
 
-class Completion(NamedTuple):
-    """`verdict` is right, wrong, partly, or scored where the score does not say which."""
-
-    text: str
-    score: str
-    verdict: str
-
-
-class Sample(NamedTuple):
-    """A prompt with its completions before and after training, None where there is none yet."""
-
-    prompt: str
-    answer: str | None
-    before: Completion | None
-    after: Completion | None
-
-
 def tiles(run: Run) -> list[Tile]:
     steps, rewards = series(run.metrics, run.kind.key)
     _, throughput = series(run.metrics, "perf/throughput")
     _, step_times = series(run.metrics, "timing_s/step")
-    reward = Tile(f"{run.kind.name.capitalize()}, last step")
-    speed, step, wall = Tile("Throughput"), Tile("Step time"), Tile("Wall time")
+    labels = (f"{run.kind.name.capitalize()}, last step", "Throughput", "Step time", "Wall time")
+    reward, speed, step, wall = map(Tile, labels)
     if rewards:
         recent = rewards[-mean_window(len(rewards)) :]
         mean = f"mean of last {len(recent)}: {amount(statistics.fmean(recent))}"
@@ -159,37 +142,34 @@ def warmup_seen(run: Run) -> str:
     return run.kind.after_warmup
 
 
-def paired_samples(run: Run) -> list[Sample]:
+def paired_samples(run: Run) -> list[Row]:
+    """Return prompts with their answer and their completions before and after training; None: there is none yet."""
     pairs: list[tuple[Row | None, Row | None]] = list(zip_longest(run.before, run.after))
     if not run.has_paired_samples:
         pairs = [*((old, None) for old in run.before), *((None, new) for new in run.after)]
     scores = [number(row.get("score")) for row in (*run.before, *run.after)]
     verified = all(score is not None and -1 <= score <= 1 for score in scores)
-    samples: list[Sample] = []
+    samples: list[Row] = []
     for pair in pairs:
         either = pair[0] or pair[1] or {}
         answer = either.get("answer")
-        before, after = (_completion(row, verified=verified) for row in pair)
-        shown = None if answer is None else _clipped(answer)
-        samples.append(Sample(_clipped(either.get("prompt")), shown, before, after))
+        before, after = (_completion(row, verified=verified) if row else None for row in pair)
+        shown = {"prompt": _clipped(either.get("prompt")), "answer": None if answer is None else _clipped(answer)}
+        samples.append(shown | {"before": before, "after": after})
     return samples
 
 
-def _completion(row: Row | None, *, verified: bool) -> Completion | None:
+def _completion(row: Row, *, verified: bool) -> Row:
     """Return a completion with its verdict, if ``verified``: scores are in [-1, 1], 1 is right and 0 or less wrong."""
-    if not row:
-        return None
-    score = number(row.get("score"))
-    verdict = "scored"
+    score, verdict = number(row.get("score")), "scored"
     if verified and score is not None:
         verdict = "right" if score >= 1 else "wrong" if score <= 0 else "partly"
     shown = "not scored" if score is None else amount(score)
-    return Completion(text=_clipped(row.get("completion", "")), score=shown, verdict=verdict)
+    return {"text": _clipped(row.get("completion", "")), "score": shown, "verdict": verdict}
 
 
-def samples_seen(samples: Sequence[Sample]) -> str:
-    sides = {"before": [sample.before for sample in samples], "after": [sample.after for sample in samples]}
-    verdicts = {when: [completion.verdict for completion in side if completion] for when, side in sides.items()}
+def samples_seen(samples: Sequence[Row]) -> str:
+    verdicts = {when: [sample[when]["verdict"] for sample in samples if sample[when]] for when in ("before", "after")}
     return ", ".join(
         f"{found.count('right')} of {len(found)} right {when} training"
         for when, found in verdicts.items()

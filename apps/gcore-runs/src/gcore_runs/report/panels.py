@@ -41,9 +41,6 @@ _IDLE = "no stage"
 _CAUSE_COLORS = ("--other", "--muted", "--line")
 """Colours that distinguish neighbouring causes, whose names are shown at the pointer."""
 
-RowSpans: TypeAlias = dict[str, list[Span]]
-"""The spans of a step by the name of their row: a controller, or a device."""
-
 
 @dataclass(kw_only=True)
 class Panel:
@@ -252,22 +249,13 @@ def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
     return panel
 
 
-class View(NamedTuple):
-    """A range of time to look at, in the timeline's seconds."""
-
-    label: str
-    start_s: float
-    end_s: float
-    is_first: bool
-
-
 class Timeline(NamedTuple):
-    """The chart, its caption, and the ranges to choose from."""
+    """The chart, its caption, and the ranges to choose from: label, start_s, end_s, is_first."""
 
     panel: Panel
     seen: str
     num_rows: int
-    views: list[View]
+    views: list[Row]
 
 
 def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
@@ -284,7 +272,7 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     seconds = {stage: sum(own["x"]) for stage, own in bars.items()}
     counts = sorted({1, min(FIRST_VIEW_STEPS, len(shown)), len(shown)})
     views = [
-        View(
+        Row(
             label=f"Last {count} steps" if count > 1 else "Last step",
             start_s=shown[-count].start_s - zero_s,
             end_s=end_s - zero_s,
@@ -292,7 +280,7 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
         )
         for count in counts
     ]
-    [first] = [view for view in views if view.is_first]
+    [first] = [[view["start_s"], view["end_s"]] for view in views if view["is_first"]]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted", "width": 1, "dash": "dot"}}
     panel = Panel(
         title="Timeline",
@@ -303,7 +291,7 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
             "barmode": "overlay",
             "bargap": 0.3,
             "hovermode": "closest",
-            "xaxis": {"title": {}, "range": [first.start_s, first.end_s], "ticksuffix": " s"},
+            "xaxis": {"title": {}, "range": first, "ticksuffix": " s"},
             "shapes": [line | dict.fromkeys(("x0", "x1"), step.start_s - zero_s) for step in shown],
         },
     )
@@ -330,7 +318,7 @@ def _kind_and_number(name: str) -> tuple[str, int]:
     return (kind, int(number)) if number.isdecimal() else (name, 0)
 
 
-def _by_row(step: StepSpans) -> RowSpans:
+def _by_row(step: StepSpans) -> dict[str, list[Span]]:
     return {_controller(rank): spans for rank, spans in enumerate(step.controllers)} | step.devices
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from gcore_runs.run_folder import RunFolder, StepSpans
 
@@ -21,8 +21,7 @@ MAX_SPAN_STEPS = 50
 """Steps whose spans are read: the last ones."""
 
 MAX_PICTURES = 6
-"""Pictures shown: the first, the last, and others evenly between them."""
-
+"""Most pictures shown."""
 
 Signal = tuple[str, str, str]
 """Title, metric and unit of a chart."""
@@ -50,15 +49,6 @@ class Kind:
     """Pictures over time, in samples/step-*.png."""
     after_warmup: str
     """Caption of the warm-up's chart without a held-out score."""
-
-
-class Picture(NamedTuple):
-    """Images at a step, in one picture."""
-
-    step: int
-    data_uri: str
-    width: int
-    height: int
 
 
 class Run:
@@ -155,21 +145,23 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
     return rows
 
 
-def _read_pictures(folder: Path, notes: list[str]) -> list[Picture]:
+def _read_pictures(folder: Path, notes: list[str]) -> list[Row]:
+    """Return the first of the pictures, the last, and others evenly between them."""
     files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.png")}
     steps = sorted(files)
     if len(steps) > MAX_PICTURES:
         steps = [steps[round(i * (len(steps) - 1) / (MAX_PICTURES - 1))] for i in range(MAX_PICTURES)]
-    pictures: list[Picture] = []
+    pictures: list[Row] = []
     for step in steps:
         content = files[step].read_bytes()
         if content[:8] != _PNG_SIGNATURE or len(content) < 24:
             notes.append(f"{files[step].name} is no PNG file: left out.")
             continue
         # A PNG's header begins with its size (ISO/IEC 15948, 11.2.2).
-        width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
-        encoded = base64.b64encode(content).decode()
-        pictures.append(Picture(step, f"data:image/png;base64,{encoded}", width, height))
+        size = {name: int.from_bytes(content[at : at + 4], "big") for name, at in (("width", 16), ("height", 20))}
+        pictures.append(
+            {"step": step, "data_uri": f"data:image/png;base64,{base64.b64encode(content).decode()}"} | size
+        )
     return pictures
 
 
