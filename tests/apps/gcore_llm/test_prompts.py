@@ -11,7 +11,7 @@ from command_line import write_rows
 from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, GPT2Config, Qwen3Config
 
-from gcore_llm import inspect_run
+from gcore_llm import training
 from gcore_llm.config import AlgorithmConfig, CriticConfig, DataConfig, RolloutConfig, TaskConfig, TrainConfig
 from gcore_llm.data.prompts import PromptSets, check_lengths, load_files, longest_sequence
 from gcore_llm.data.tasks import load_task
@@ -62,9 +62,9 @@ def asked_by_sample(tokenizer: Any, config: TrainConfig, prompt: str, monkeypatc
         del path
         return config, tokenizer, engine, 0
 
-    monkeypatch.setattr(inspect_run, "_latest_policy", latest)
+    monkeypatch.setattr(training, "_latest_policy", latest)
     options: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_tokens": 1, "seed": 0}
-    assert asyncio.run(inspect_run.sample_run(Path(), prompt, **options)) == []
+    assert asyncio.run(training.sample_run(Path(), prompt, **options)) == []
     return list(engine.requests[0].prompt_token_ids)
 
 
