@@ -33,10 +33,8 @@ EVALUATED = {"val/score/mean": "reward", "val/held_out/mean": "reward not traine
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig(Checked):
+class DemoConfig(Checked, section="demo"):
     """The embedded model: a tiny Stable Diffusion 3 of coloured digits, trained on scikit-learn's."""
-
-    section = "demo"
 
     num_steps: Count = 300
     """Updates of its pretraining; fewer make it worse at digits."""
@@ -62,10 +60,8 @@ class DataConfig(BaseDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig(Checked):
+class RolloutConfig(Checked, section="rollout"):
     """Sampling of images."""
-
-    section = "rollout"
 
     n: Annotated[int, at_least(2, "at least 2: images of a prompt are compared")] = 16
     """Images of each prompt: the group that advantages compare."""

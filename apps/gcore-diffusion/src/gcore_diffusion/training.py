@@ -1,13 +1,12 @@
 """`gcore-diffusion train`: from settings to a finished run and its report."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.sampling.prompts import load_prompts
-from gcore_runs import Kind, Result, Supervisor, UserError, check_safetensors, resolve
+from gcore_runs import Kind, Result, Supervisor, UserError, check_safetensors, json_object, resolve
 
 if TYPE_CHECKING:
     from gcore_runs import Display
@@ -45,12 +44,7 @@ KINDS = {"diffusion": _KIND, "train": _KIND}
 def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
     """Train a diffusion model on a reward, or resume the run of this name.
 
-    Args:
-        config: the run's settings.
-        display: where progress is shown; None: nowhere, and `logging` gets the same lines.
-
-    Returns:
-        the run's folder, and its first and last evaluation.
+    Without a display, `logging` gets what it would show.
 
     Raises:
         UserError: wrong settings or data, found before anything is trained.
@@ -82,21 +76,11 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
 
 
 def check_pipeline(model: Path) -> None:
-    """Check before a run that a pipeline's folder is complete.
-
-    Raises:
-        UserError: not a folder of a diffusers pipeline, one that lacks a component, or has damaged weights.
-    """
+    """Raise `UserError` unless a folder is of a diffusers pipeline with all components, and no damaged weights."""
     index = model / "model_index.json"
     if not index.is_file():
         raise UserError(f"model is {str(model)!r}; expected a folder of a diffusers pipeline, with model_index.json")
-    try:
-        components: Any = json.loads(index.read_text())
-    except ValueError as error:
-        raise UserError(f"{index} is not JSON: {error}") from None
-    if not isinstance(components, dict):
-        raise UserError(f"{index} is {type(components).__name__}; expected a JSON object")
-    for name, value in components.items():
+    for name, value in json_object(index.read_text(), str(index)).items():
         # A library and a class; the pipeline does without components that are null.
         if name.startswith("_") or not isinstance(value, list) or None in value:
             continue

@@ -41,10 +41,8 @@ from gcore_trainer import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig(Checked):
+class TaskConfig(Checked, section="task"):
     """A reasoning-gym task, generated instead of read from files."""
-
-    section = "task"
 
     name: str = ""
     """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
@@ -86,10 +84,8 @@ class DataConfig(BaseDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupConfig(Checked):
+class WarmupConfig(Checked, section="warmup"):
     """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning."""
-
-    section = "warmup"
 
     max_steps: NonNegative = 0
     """Most updates; 0: no warm-up."""
@@ -211,10 +207,8 @@ class ActorConfig(BaseActorConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig(Checked):
+class CriticConfig(Checked, section="critic"):
     """The critic, where algorithm.adv-estimator is gae."""
-
-    section = "critic"
 
     model: str = ""
     """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""

@@ -43,12 +43,7 @@ if TYPE_CHECKING:
 def train(config: TrainConfig, display: Display | None = None) -> Result:
     """Train a policy by reinforcement learning, or resume the run of this name.
 
-    Args:
-        config: the run's settings.
-        display: where progress is shown; None: nowhere, and `logging` gets the same lines.
-
-    Returns:
-        the run's folder, and its first and last evaluation.
+    Without a display, `logging` gets what it would show.
 
     Raises:
         UserError: wrong settings or data, found before anything is written.

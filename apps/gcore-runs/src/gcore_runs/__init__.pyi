@@ -35,6 +35,7 @@ from .run_folder import (
     Result as Result,
     RunFolder as RunFolder,
     append_json as append_json,
+    json_object as json_object,
     open_run as open_run,
     read_jsonl as read_jsonl,
     write_atomically as write_atomically,

@@ -135,13 +135,15 @@ def _value(field: str, value: Any, kind: Any, *, default: Any) -> Any:
         return None
     if get_origin(kind) is tuple and len(get_args(kind)) == 1:
         kind = tuple[get_args(kind)[0], ...]  # tuple[str] is written for any number of them
+    kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
+    is_sequence = any((get_origin(k) or k) in (list, tuple) for k in kinds)
     if kind is str:
         value = str(value)
     elif isinstance(value, list) and get_args(kind)[:1] == (str,):
         value = [str(v) for v in value]
     elif isinstance(value, bool) and bool not in (kind, *get_args(kind)):
         raise UserError(f"{field} is {value}; expected {getattr(kind, '__name__', kind)}")
-    elif _is_sequence(kind) and not isinstance(value, list | tuple | type(default)):
+    elif is_sequence and not isinstance(value, list | tuple | type(default)):
         value = [value]  # one value on the command line
     try:
         return converted(field, value, kind)
@@ -153,11 +155,6 @@ def _value(field: str, value: Any, kind: Any, *, default: Any) -> Any:
 
 def _default(field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _is_sequence(kind: Any) -> bool:
-    kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
-    return any((get_origin(k) or k) in (list, tuple) for k in kinds)
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

@@ -12,10 +12,8 @@ from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, RewardMod
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(Checked):
+class OptimConfig(Checked, section="optim"):
     """AdamW, and a rate that warms up and then stays or decays to the run's end."""
-
-    section = "optim"
 
     lr: float = 1e-5
     """Learning rate."""

@@ -7,9 +7,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from types import FrameType
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -184,11 +185,23 @@ class RunJob(ABC, Generic[ConfigT]):
 JobT = TypeVar("JobT", bound=RunJob[Any])
 
 
+@contextmanager
+def interrupted_by(handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
+    """Let Ctrl-C call ``handler`` inside the block; outside the main thread, which gets no signals, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Stop:
     """Ctrl-C that ends a loop between two steps, where the last finished one can still be saved.
 
-    The second one raises Python's own `KeyboardInterrupt` immediately. Only the main thread gets signals; in another
-    one, nothing is noted.
+    The second one raises Python's own `KeyboardInterrupt` immediately.
     """
 
     is_orderly = False
@@ -197,18 +210,10 @@ class Stop:
     _is_held_back = False
     _act: Callable[[], object] | None = None
 
-    @contextmanager
-    def noted(self, act: Callable[[], object] | None = None) -> Generator[None]:
+    def noted(self, act: Callable[[], object] | None = None) -> AbstractContextManager[None]:
         """Note Ctrl-C inside the block, and call ``act`` unless it is held back."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         self._act = act
-        before = signal.signal(signal.SIGINT, self._request)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+        return interrupted_by(self._request)
 
     def check(self) -> None:
         """Raise `KeyboardInterrupt` if Ctrl-C was pressed."""
@@ -337,10 +342,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
 
 
 def check_signal(run: RunFolder, display: Display) -> bool:
-    """Return whether any step of a run had a learning signal, and warn if none had.
-
-    A run without recorded steps, or of a release that did not record signals, counts as one that had.
-    """
+    """Return whether any step of a run had a learning signal, or none recorded any, and warn otherwise."""
     rows: list[dict[str, Any]] = [row for row in read_jsonl(run.metrics) if _SIGNAL in row]
     if not rows or any(row[_SIGNAL] for row in rows):
         return True

@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import signal
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +16,7 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import Backend, InlineBackend, RankError, SharedTrainerGroup, share_trainer
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
-from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal
+from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal, interrupted_by
 from gcore_runs.report.page import render_report
 from gcore_runs.report.run import Kind
 from gcore_runs.run_folder import MetricsWriter, Result, RunFolder, SpanWriter, open_run, read_jsonl, write_atomically
@@ -81,7 +80,10 @@ class Supervisor:
     def __enter__(self) -> Self:
         trainer = self._config.trainer
         with ExitStack() as stack:
-            stack.enter_context(_interrupted_at_once())
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                # The runner's own handler, which replaces Python's default one and no other, waits until its task
+                # awaits something: a loading model or a blocking reward may do that late, or never.
+                stack.enter_context(interrupted_by(partial(signal.default_int_handler)))
             if isinstance(self._config, BaseRLConfig) and self._config.runtime == "ray":
                 from gcore_runs.on_ray.start import check_cluster
 
@@ -298,22 +300,3 @@ def inline_backend(
         program=lambda job, recorder: share_trainer(learner, job.program(recorder), roles=roles, num_ranks=num_ranks),
         close=close,
     )
-
-
-@contextmanager
-def _interrupted_at_once() -> Generator[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt` at any time inside the block, in coroutines of an `asyncio.Runner`, too.
-
-    The runner's own handler waits until its task awaits something, which a loading model or a blocking reward may do
-    late, or never. Outside the main thread, which alone gets signals, nothing is changed.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield
-        return
-    # The runner replaces Python's default handler itself, and no other.
-    signal.signal(signal.SIGINT, partial(signal.default_int_handler))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

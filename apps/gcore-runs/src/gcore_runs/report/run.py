@@ -1,17 +1,18 @@
 """Read a run's folder for its page, also while the run is in progress or after it was killed; and kinds of runs."""
 
 import base64
-import json
 import math
 import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from gcore_runs.run_folder import RunFolder, StepSpans
+from gcore_runs.errors import UserError
+from gcore_runs.run_folder import RunFolder, StepSpans, json_object
 
 Row: TypeAlias = dict[str, Any]
 
@@ -90,11 +91,9 @@ class Run:
 
 def _warnings(rows: list[Row]) -> list[str]:
     """Return a line for each kind of warning: its first message, and how often it occurred."""
-    by_key: dict[object, list[Row]] = {}
-    for row in rows:
-        by_key.setdefault(row.get("key"), []).append(row)
     lines: list[str] = []
-    for found in by_key.values():
+    for key in dict.fromkeys(row.get("key") for row in rows):
+        found = [row for row in rows if row.get("key") == key]
         times = sum(row.get("count", 1) for row in found)
         more = f" ({times:,} times in {len(found):,} steps, to step {found[-1].get('step')})" if times > 1 else ""
         lines.append(f"Step {found[0].get('step')}: {found[0]['message']}{more}.")
@@ -129,15 +128,12 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
     with path.open("rb") as file:
         lines = deque(enumerate(file, start=1), maxlen=last)
     for number, line in lines:
-        if not line.strip():
-            continue
-        try:
-            row: Any = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and required in row:
-            rows.append(row)
-        elif line.endswith(b"\n"):
+        with suppress(UserError):
+            row = json_object(line, path.name)
+            if required in row:
+                rows.append(row)
+                continue
+        if line.strip() and line.endswith(b"\n"):
             unreadable.append(number)
     if unreadable:
         shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")

@@ -64,9 +64,12 @@ class Checked:
     """
 
     section: ClassVar[str] = ""
-    """Dotted place of the fields, named in errors."""
+    """Dotted place of the fields, named in errors: ``class DataConfig(Checked, section="data")``."""
     error: ClassVar[type[Exception]] = UserError
     """Type of the errors."""
+
+    def __init_subclass__(cls, *, section: str | None = None) -> None:
+        cls.section = cls.section if section is None else section
 
     def __post_init__(self) -> None:
         check_bounds(self, self.section, self.error)

@@ -4,12 +4,11 @@ import dataclasses
 import math
 import os
 import tomllib
-import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
@@ -158,7 +157,7 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
             parsed = [_parsed(v) for v in values]
             options[name] = parsed[0] if len(parsed) == 1 else parsed
         else:
-            options[name] = None if values[0].lower() == "none" and _may_be_none(kind) else values[0]
+            options[name] = None if values[0].lower() == "none" and type(None) in get_args(kind) else values[0]
     return options, positional
 
 
@@ -168,10 +167,6 @@ def _parsed(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return {"True": True, "False": False}.get(text, text)
-
-
-def _may_be_none(kind: Any) -> bool:
-    return get_origin(kind) in (Union, types.UnionType) and type(None) in get_args(kind)
 
 
 def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") -> SettingsT:

@@ -18,10 +18,8 @@ _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswi
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseDataConfig(Checked):
+class BaseDataConfig(Checked, section="data"):
     """Files of training and held-out rows."""
-
-    section = "data"
 
     train_files: tuple[str, ...] = ()
     """JSONL or Parquet files."""
@@ -36,10 +34,8 @@ class BaseDataConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Checked):
+class ScheduleConfig(Checked, section="trainer"):
     """The run's length, its checkpoints and evaluations, and where its metrics go."""
-
-    section = "trainer"
 
     total_training_steps: Count = 200
     """Steps of the whole run."""
@@ -68,10 +64,8 @@ class BaseTrainerConfig(ScheduleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseActorConfig(Checked):
+class BaseActorConfig(Checked, section="actor"):
     """Which of the policy's parameters are trained, and in how much memory."""
-
-    section = "actor"
 
     lora_rank: NonNegative = 0
     """Train adapters of this rank, and nothing else; 0: all parameters."""
@@ -91,10 +85,8 @@ class BaseActorConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseAlgorithmConfig(Checked):
+class BaseAlgorithmConfig(Checked, section="algorithm"):
     """Dynamic sampling, from scores to the groups of a step."""
-
-    section = "algorithm"
 
     filter_groups: bool = True
     """Dynamic sampling: drop groups whose responses all score alike and sample again."""
@@ -138,10 +130,8 @@ class BaseRunConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayConfig(Checked):
+class RayConfig(Checked, section="ray"):
     """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths."""
-
-    section = "ray"
 
     address: str = ""
     """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run. Its token
@@ -160,10 +150,8 @@ class RayConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementConfig(Checked):
+class PlacementConfig(Checked, section="placement"):
     """Division of the engines of a run on ray between the policy and a judge; all ranks train."""
-
-    section = "placement"
 
     strategy: Strategy = "split"
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
