@@ -2,8 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from itertools import accumulate
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -83,29 +84,29 @@ def require_worked_examples(task: str, *, instead: str) -> None:
 def make_dataset(task: TaskConfig, *, size: int, seed: int) -> Any:
     """Make ``size`` problems of the task, to be indexed; raises as `make_settings`."""
     settings = make_settings(task, size=size, seed=seed)
-    try:
+    with _refusals(task):
         return import_reasoning_gym().factory.DATASETS[task.name][0](config=settings)
-    except Exception as error:
-        raise _refused(task, error) from error
 
 
 def make_settings(task: TaskConfig, *, size: int, seed: int) -> Any:
     """Make the task's own settings, of reasoning-gym's class for it; `UserError` if it refuses one of them."""
     gym = import_reasoning_gym()
     params = _params(task.name, task.params, "task.params", gym)
-    try:
+    with _refusals(task):
         settings = gym.factory.DATASETS[task.name][1](size=size, seed=seed, **params)
         if hasattr(settings, "validate"):
             settings.validate()
+        return settings
+
+
+@contextmanager
+def _refusals(task: TaskConfig) -> Generator[None]:
+    """Raise `UserError` instead of the assertions of a task, and of anything else that its settings lead it to."""
+    try:
+        yield
     except Exception as error:
-        raise _refused(task, error) from error
-    return settings
-
-
-def _refused(task: TaskConfig, error: Exception) -> UserError:
-    """A task checks its settings by assertions, and raises anything else that they lead it to."""
-    reason = one_line(error) or type(error).__name__
-    return UserError(f"task.name is {task.name!r} with task.params {task.params}: {reason}")
+        reason = one_line(error) or type(error).__name__
+        raise UserError(f"task.name is {task.name!r} with task.params {task.params}: {reason}") from error
 
 
 def _params(name: str, params: Mapping[str, Any], where: str, gym: Any) -> dict[str, Any]:
@@ -122,7 +123,9 @@ def _params(name: str, params: Mapping[str, Any], where: str, gym: Any) -> dict[
             raise UserError(f"{where}.{key} is {value!r}: {_OURS[key]} set it")
         if key not in known:
             raise UserError(f"{where}.{key} is not a setting of {name!r}; expected {_nearest(key, known)}")
-        found[key] = _value(f"{where}.{key}", value, hints[key], default=_default(known[key]))
+        make = known[key].default_factory
+        default = known[key].default if make is MISSING else make()
+        found[key] = _value(f"{where}.{key}", value, hints[key], default=default)
     if name == "composite":
         for i, spec in enumerate(found.get("datasets", [])):
             spec.config = _params(spec.name, spec.config, f"{where}.datasets[{i}].config", gym)
@@ -151,10 +154,6 @@ def _value(field: str, value: Any, kind: Any, *, default: Any) -> Any:
         if type(value) is type(default) and get_origin(kind) is not Literal:
             return value
         raise
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

@@ -4,6 +4,7 @@ How it looks is in `page.html.j2`.
 """
 
 import json
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -25,7 +26,6 @@ from gcore_runs.report.panels import (
     timeline,
 )
 from gcore_runs.report.run import Kind, Row, Run, number, series
-from gcore_runs.run_folder import write_atomically
 
 MAX_SAMPLES = 32
 MAX_TEXT_CHARS = 2000
@@ -44,7 +44,12 @@ def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
         FileNotFoundError: `run_dir` is not a run's folder.
     """
     page, path = _render(Run(run_dir, kinds)), run_dir / "report.html"
-    write_atomically(path, lambda partial: partial.write_text(page, encoding="utf-8"))
+    temporary = run_dir / f".report.html.{os.getpid()}"
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 
