@@ -4,7 +4,6 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, StateError, TrainerError
 from gcore_trainer.lora import merge_lora
-from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums, added
-from gcore_trainer.packing.row import named_scores
+from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums, added, named_scores
+from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.packing.vision import checkpoint_name, copy_processor
 from gcore_trainer.sample import NOTHING, MicroBatch, by_sample
 
@@ -255,8 +254,8 @@ class Trainer(BaseTrainer, ABC):
         except TrainerError as found:
             error = found
         samples = [s for batch in micro_batches for s in batch]
-        kept = [[s for s in batch if not self._objective.has_no_gradient(s)] for batch in micro_batches]
-        kept = [batch for batch in kept if batch]
+        learned = ([s for s in batch if not self._objective.has_no_gradient(s)] for batch in micro_batches)
+        kept = [batch for batch in learned if batch]
         everyones = self._replicas.gather_or_raise((self._objective.totals(samples), len(kept)), error)
         totals = sum((t for t, _ in everyones), BatchTotals(num_sequences=0, num_tokens=0))
         if not totals.num_sequences:
@@ -279,19 +278,21 @@ class Trainer(BaseTrainer, ABC):
         """
         if not self.num_routers:
             raise TrainerError("the model has no routers whose choice of experts could be recorded")
-        with self._recording_routing() as routing:
-            log_probs = self.log_probs(micro_batches)
+        routing: Routing = []
+        log_probs = self._predicted(micro_batches, "tokens", routing)
         return [list(zip(*pair, strict=True)) for pair in zip(log_probs, routing, strict=False)]
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Return the values [R] of the states before each sample's response tokens, under the present critic."""
         return self._predicted(micro_batches, "values")
 
-    def _predicted(self, micro_batches: Sequence[MicroBatch], scores: str) -> list[list[NDArray[np.float32]]]:
+    def _predicted(
+        self, micro_batches: Sequence[MicroBatch], scores: str, routing: Routing | None = None
+    ) -> list[list[NDArray[np.float32]]]:
         if self._objective.scores != scores:
             raise TrainerError(f"the trainer's model gives {self._objective.scores}; expected {scores}")
         num_passes = max(self._replicas.gather(len(micro_batches)))
-        return by_sample(self._predict(micro_batches, num_passes), micro_batches)
+        return by_sample(self._predict(micro_batches, num_passes, routing), micro_batches)
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -306,12 +307,10 @@ class Trainer(BaseTrainer, ABC):
         """Compute the gradient of all replicas' loss in ``num_passes`` passes; return the sums of this one."""
 
     @abstractmethod
-    def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
-        """Compute log-probs or values [N] of each micro-batch, in ``num_passes`` passes."""
-
-    @abstractmethod
-    def _recording_routing(self) -> AbstractContextManager[Sequence[list[NDArray[np.int16]]]]:
-        """Make `_predict` append the experts that it records: [P + R - 1, L, K] of each sample, a list a pass."""
+    def _predict(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None
+    ) -> list[NDArray[np.float32]]:
+        """Compute log-probs or values [N] of each micro-batch, in ``num_passes`` passes; see `PackedModel.predict`."""
 
 
 class TorchTrainer(Trainer):
@@ -389,8 +388,7 @@ class TorchTrainer(Trainer):
         computed_tokens = self._packed.num_computed_tokens - tokens_before
         return {name: value.item() for name, value in sums.items()} | {"perf/computed_tokens": computed_tokens}
 
-    def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
-        return self._packed.predict(micro_batches, num_passes)
-
-    def _recording_routing(self) -> AbstractContextManager[Sequence[list[NDArray[np.int16]]]]:
-        return self._packed.recording_routing()
+    def _predict(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None
+    ) -> list[NDArray[np.float32]]:
+        return self._packed.predict(micro_batches, num_passes, routing)

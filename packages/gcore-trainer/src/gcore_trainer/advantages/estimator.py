@@ -3,15 +3,14 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, AdvantageConfig
+from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, AdvantageConfig, Registry
 from gcore_trainer.errors import BatchError, StateError
-from gcore_trainer.registry import Registry
 from gcore_trainer.sample import Sample, require_finite
 
 _ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
@@ -82,7 +81,7 @@ class AdvantageEstimator:
         found = self.function(group, config)
         has_returns = isinstance(found, AdvantagesAndReturns)
         advantages, returns = (found.advantages, found.returns) if has_returns else (found, None)
-        if (returns is None) == self.needs_critic:
+        if has_returns != self.needs_critic:
             raise BatchError(
                 f"returns is {returns}; expected {'returns' if self.needs_critic else 'None'} for an advantage "
                 f"estimator with needs_critic={self.needs_critic}"
@@ -94,27 +93,9 @@ class AdvantageEstimator:
         return advantages, returns
 
 
-def advantage_estimator(
-    *,
-    needs_critic: bool = False,
-    needs_greedy: bool = False,
-    reads_token_rewards: bool = False,
-    whiten: bool = False,
-    min_group_size: int = 1,
-) -> Callable[[_Function], AdvantageEstimator]:
-    """Make a function of a `ScoredGroup` and an `AdvantageConfig` an `AdvantageEstimator` with these needs."""
-    return partial(
-        _estimator,
-        needs_critic=needs_critic,
-        needs_greedy=needs_greedy,
-        reads_token_rewards=reads_token_rewards,
-        whiten=whiten,
-        min_group_size=min_group_size,
-    )
-
-
-def _estimator(function: _Function, **needs: Any) -> AdvantageEstimator:
-    return AdvantageEstimator(function=function, **needs)
+def advantage_estimator(**needs: Any) -> Callable[[_Function], AdvantageEstimator]:
+    """Make an `AdvantageEstimator` with these needs, its fields, of a function that it calls."""
+    return lambda function: AdvantageEstimator(function=function, **needs)
 
 
 @cache
@@ -194,11 +175,7 @@ class FixedKLController:
         return {"value": self.value}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over a saved weight.
-
-        Raises:
-            StateError: the state is not one of `state`.
-        """
+        """Take over a saved weight; raise `StateError` for a state that is not one of `state`."""
         if set(state) != {"value"} or not 0 <= state["value"] < math.inf:
             raise StateError(f"state is {dict(state)}; expected one entry 'value', a finite number, 0 or more")
         self.value = float(state["value"])

@@ -12,15 +12,42 @@ D/V dimension of keys/values, Q queries of a block.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.context_parallel.groups import EqualSegments
-from gcore_trainer.packing.block_attention import Scoring, attend_block, block_gradients, include_sinks, sink_gradients
-from gcore_trainer.packing.pack import AttentionKind
+from gcore_trainer.packing.block_attention import (
+    AttentionKind,
+    Scoring,
+    attend_block,
+    block_gradients,
+    include_sinks,
+    sink_gradients,
+)
+
+
+class EqualSegments(NamedTuple):
+    """Segments of one length, whose chunks lie side by side in a ring rank's shard."""
+
+    start: int
+    """Place of the first segment's part in the shard."""
+    num_segments: int
+    chunk_length: int
+    """Each segment has two chunks here."""
+
+
+def equal_segments(segment_lengths: NDArray[np.int64], *, ring_size: int) -> list[EqualSegments]:
+    """Return the segments of every ring rank's shard, in order."""
+    result: list[EqualSegments] = []
+    start = 0
+    for length, count in zip(*np.unique(segment_lengths, return_counts=True), strict=True):
+        result.append(EqualSegments(start, int(count), int(length) // (2 * ring_size)))
+        start += int(length * count) // ring_size
+    return result
 
 
 def ring_attention(

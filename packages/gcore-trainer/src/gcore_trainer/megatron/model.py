@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from gcore_trainer.config import ParallelConfig
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.groups import sizes_of
-from gcore_trainer.packing.pack import AttentionKind
+from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.row import Row
 
 _SAME_NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups")

@@ -1,8 +1,8 @@
 """The Megatron-Core backend."""
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import Piece, Place, gather_weights, pieces_of
 from gcore_trainer.megatron.pipeline import Pass, from_last_stage, run_passes
 from gcore_trainer.megatron.routing import LayerRouters
-from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums
-from gcore_trainer.packing.row import Row, TokenScores, VocabShard, make_rows, named_scores, token_scores
+from gcore_trainer.objectives.policy import BatchTotals, Objective, TokenScores, add_sums, named_scores
+from gcore_trainer.packing.router_replay import Routing
+from gcore_trainer.packing.row import Row, VocabShard, make_rows, token_scores
 from gcore_trainer.sample import NOTHING, MicroBatch
 from gcore_trainer.trainer import Replicas, Trainer
 
@@ -114,7 +115,6 @@ class MegatronTrainer(Trainer):
             )
             self._routers = LayerRouters(architecture, parallel, stages)
             self.num_routers = self._routers.num_routers
-        self._recorded: list[list[NDArray[np.int16]]] | None = None
         self._make_rows = partial(
             make_rows,
             cp=cp if cp.size > 1 else None,
@@ -161,7 +161,9 @@ class MegatronTrainer(Trainer):
         return total | {"perf/computed_tokens": sum(p.row.num_tokens for p in passes if p.samples is not None)}
 
     @torch.no_grad()
-    def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
+    def _predict(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None
+    ) -> list[NDArray[np.float32]]:
         def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
             values = named_scores(self._scores(chunk, hidden, one.row))
             return values.sum(), values
@@ -170,20 +172,12 @@ class MegatronTrainer(Trainer):
             for chunk in self._chunks:
                 chunk.eval()
             passes = self._passes(micro_batches, num_passes)
-            self._routers.record(self._recorded is not None)
+            self._routers.record(routing is not None)
             results = run_passes(self._chunks, passes, finish)
-            if self._recorded is not None:
-                self._recorded += self._routers.recorded([p.row for p in passes[: len(micro_batches)]])
+            if routing is not None:
+                routing += self._routers.recorded([p.row for p in passes[: len(micro_batches)]])
+                self._routers.record(False)
         return from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
-
-    @contextmanager
-    def _recording_routing(self) -> Generator[Sequence[list[NDArray[np.int16]]]]:
-        self._recorded = recorded = []
-        try:
-            yield recorded
-        finally:
-            self._recorded = None
-            self._routers.record(False)
 
     def _scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
         """Compute `TokenScores`, or values [N], of a row from the last stage's output, the same on all of its ranks."""

@@ -16,12 +16,12 @@ from gcore_trainer.objectives.policy import (
     BatchTotals,
     Objective,
     PartialLoss,
+    TokenScores,
     check_fields,
     field_of,
     mask_of,
     token_weights,
 )
-from gcore_trainer.packing.row import TokenScores
 from gcore_trainer.sample import MicroBatch, Sample
 
 
@@ -38,7 +38,7 @@ class SFTObjective(Objective[TokenScores]):
         """Accept every sample: the loss reads nothing but tokens and masks."""
 
     def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
-        weight_N = token_weights(samples, "token-mean", totals=totals, like=scores.log_probs)
+        weight_N = token_weights(samples, "token-mean", None, totals=totals, like=scores.log_probs)
         mask = mask_of(samples, like=scores.log_probs)
         log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
         loss = -(weight_N * log_probs).sum()

@@ -91,9 +91,8 @@ class ValueObjective(Objective[torch.Tensor]):
 
     def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         config = self._config
-        weight_N = token_weights(
-            samples, config.loss_agg_mode, totals=totals, max_response_length=config.max_response_length, like=scores
-        )
+        mode, longest = config.loss_agg_mode, config.max_response_length
+        weight_N = token_weights(samples, mode, longest, totals=totals, like=scores)
         old, returns = (field_of(samples, field, like=scores) for field in ("values", "returns"))
         mask = mask_of(samples, like=scores)
         scores = torch.where(mask, scores, 0.0)
