@@ -235,7 +235,7 @@ def test_what_sees_no_images_refuses_them(qwen2_vl: Path, tmp_path: Path) -> Non
     with pytest.raises(UnsupportedModelError, match="expected one without images for PackedValueModel"):
         PackedValueModel.from_pretrained(qwen2_vl)
     with pytest.raises(UnsupportedModelError, match="model_type is 'qwen2_vl'"):
-        Architecture.of(AutoConfig.from_pretrained(qwen2_vl))
+        Architecture(AutoConfig.from_pretrained(qwen2_vl))
 
 
 def test_tokens_of_a_model_that_sees_are_not_divided(qwen2_vl: Path) -> None:

@@ -32,7 +32,7 @@ def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[s
     Raises:
         ConfigError: a name matches no layer.
     """
-    kinds = _ATTENTION if architecture.experts is not None else _ATTENTION + _MLP
+    kinds = _ATTENTION if architecture.num_experts else _ATTENTION + _MLP
     layers = [f"model.layers.{i}.{kind}" for i in range(architecture.num_layers) for kind in kinds]
     if config.target_modules == ("all-linear",):
         return frozenset(layers)

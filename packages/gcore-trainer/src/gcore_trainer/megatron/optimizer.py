@@ -43,9 +43,6 @@ class _Shard:
     moments: dict[str, Any]
     """Adam's, as the optimizer has them."""
 
-    def tensor(self, group: str) -> torch.Tensor:
-        return self.main.detach() if group == "model" else self.moments[group]
-
 
 class DistributedAdamW(AdamW):
     """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place."""
@@ -124,7 +121,7 @@ class DistributedAdamW(AdamW):
     def _parts(self, group: str) -> dict[str, list[TensorPart]]:
         parts: dict[str, list[TensorPart]] = {}
         for shard in self._shards:
-            flat = shard.tensor(group)
+            flat = shard.main.detach() if group == "model" else shard.moments[group]
             for whole in self._pieces[shard.parameter]:
                 for piece in whole.within(shard.start, shard.end):
                     part = TensorPart(

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from gcore_trainer.megatron.adapters import add_adapters, target_layers
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.groups import join_groups
-from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
+from gcore_trainer.megatron.hf_files import load_weights, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import Piece, Place, gather_weights, pieces_of
@@ -82,8 +81,7 @@ class MegatronTrainer(Trainer):
             raise ConfigError(
                 f"lora is {lora}; expected None for objective {type(objective).__name__}, which reads values"
             )
-        hf_config = AutoConfig.from_pretrained(path)
-        architecture = Architecture.of(hf_config)
+        architecture = Architecture(AutoConfig.from_pretrained(path))
         architecture.check_layout(parallel, dist.get_world_size())
         targets = None if lora is None else target_layers(architecture, lora)
         self._device = device or _default_device()
@@ -101,7 +99,7 @@ class MegatronTrainer(Trainer):
             config.finalize_model_grads_func = finalize_model_grads
             stages = make_chunks(architecture, parallel, config, has_value_head=self._has_value_head)
             named = _pieces(architecture, parallel, stages)
-            _load(self._path, named)
+            load_weights(self._path, named)
             trained = named if lora is None or targets is None else add_adapters(stages, named, targets, lora)
             settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
             self._chunks = [DistributedDataParallel(config, settings, stage.to(self._device)) for stage in stages]
@@ -200,7 +198,7 @@ class MegatronTrainer(Trainer):
             vocab=VocabShard(
                 group=tp_group,
                 start=parallel_state.get_tensor_model_parallel_rank() * weight_VD.shape[0],
-                vocab_size=self._architecture.vocab_size,
+                vocab_size=self._architecture.hf_config.vocab_size,
             ),
         )
         return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))
@@ -225,12 +223,12 @@ def _default_device() -> torch.device:
 def _pieces(
     architecture: Architecture, parallel: ParallelConfig, stages: Sequence[HiddenStatesGPT]
 ) -> dict[torch.nn.Parameter, list[Piece]]:
-    first_expert = 0
-    if architecture.experts is not None:
-        num_local = architecture.experts.num_experts // parallel.expert_model_parallel_size
-        first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    place = Place(tp_size=parallel.tensor_model_parallel_size, tp_rank=tp_rank, first_expert=first_expert)
+    num_local = architecture.num_experts // parallel.expert_model_parallel_size
+    place = Place(
+        tp_size=parallel.tensor_model_parallel_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        first_expert=parallel_state.get_expert_model_parallel_rank() * num_local,
+    )
     pieces: dict[torch.nn.Parameter, list[Piece]] = {}
     for stage in stages:
         layers: Any = stage.decoder.layers
@@ -240,14 +238,3 @@ def _pieces(
             layer = None if prefix is None else number_of[prefix]
             pieces[parameter] = pieces_of(architecture, place, name.removeprefix(prefix or ""), layer)
     return pieces
-
-
-@torch.no_grad()
-def _load(path: Path, pieces: dict[torch.nn.Parameter, list[Piece]]) -> None:
-    with closing(WeightFiles(path)) as files:
-        for parameter, of_parameter in pieces.items():
-            for piece in of_parameter:
-                # A causal LM's folder has no value head: a new critic's values begin at 0.
-                if piece.name != "score.weight" or piece.name in files:
-                    piece.view(parameter.view(-1)).copy_(files.read(piece))
-        files.check_layers()

@@ -9,6 +9,7 @@ Shapes: N response tokens of any number of sequences, laid end to end.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, assert_never
 
 import numpy as np
@@ -138,6 +139,7 @@ class PolicyLoss:
         return cls(loss=loss, ratio=ratio, clipped=nothing, clipped_lower=nothing)
 
 
+_loss_function = cache(POLICY_LOSSES.load)
 _Function = Callable[[PolicyTokens, PolicyLossConfig], PolicyLoss | torch.Tensor]
 
 
@@ -180,7 +182,7 @@ def policy_loss(
     tokens = PolicyTokens(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, lengths=lengths
     )
-    found = POLICY_LOSSES.load(config.loss_mode)(tokens, config)
+    found = _loss_function(config.loss_mode)(tokens, config)
     if isinstance(found, torch.Tensor):
         found = PolicyLoss.without_clip(found, tokens.ratio.detach())
     if found.loss.shape != log_probs.shape:
