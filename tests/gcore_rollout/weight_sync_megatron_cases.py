@@ -15,7 +15,7 @@ from gcore_trainer import (
     PolicyLossConfig,
     PolicyObjective,
 )
-from gcore_trainer.megatron.groups import leave_groups
+from gcore_trainer.megatron.architecture import leave_groups
 
 
 def megatron_steps(

@@ -1,8 +1,7 @@
 """The parts step and balance: a policy-gradient step, measured in the same way under every contender; their setup."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -35,18 +34,25 @@ _WARMUP = [
 """Enough to trigger the imports of a first step and to allocate moments, and so small that it frees no large blocks."""
 
 
-class Stepper(Protocol):
-    """A contender: a model, its optimizer and one way to make a step."""
-
-    def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> StepResult: ...
-
-
 def run(spec: Spec) -> dict[str, Figures]:
     """Return seconds and memory of a step, and its result; in the part balance those of this rank."""
     if spec.part == "setup":
         return _set_up(spec)
     if spec.part == "step":
-        return _measured(spec, _make_stepper(spec.contender, Path(spec.folder)))
+        folder = Path(spec.folder)
+        match spec.contender:
+            case "trl":
+                from gcore_bench.trainer.contenders.trl import TrlStep
+
+                return _measured(spec, TrlStep(folder))
+            case "verl":
+                from gcore_bench.trainer.contenders.verl import VerlStep
+
+                return _measured(spec, VerlStep(folder / "model"))
+            case kind:
+                from gcore_bench.trainer.contenders.gcore import GcoreStep
+
+                return _measured(spec, GcoreStep(folder / "model", kind))
     from gcore_bench.trainer.contenders.gcore import GcoreStep
 
     # Parameters are sharded, so that ranks wait for each other in every pass.
@@ -55,24 +61,7 @@ def run(spec: Spec) -> dict[str, Figures]:
         return _measured(spec, GcoreStep(Path(spec.folder) / "model", "gcore-shared", parallel=parallel))
 
 
-def _make_stepper(contender: str, folder: Path) -> Stepper:
-    """Import the contender's library and load the model."""
-    match contender:
-        case "trl":
-            from gcore_bench.trainer.contenders.trl import TrlStep
-
-            return TrlStep(folder)
-        case "verl":
-            from gcore_bench.trainer.contenders.verl import VerlStep
-
-            return VerlStep(folder / "model")
-        case _:
-            from gcore_bench.trainer.contenders.gcore import GcoreStep
-
-            return GcoreStep(folder / "model", contender)
-
-
-def _measured(spec: Spec, stepper: Stepper) -> dict[str, Figures]:
+def _measured(spec: Spec, stepper: Any) -> dict[str, Figures]:
     samples, batches = load_samples(Path(spec.folder) / "samples.npz"), spec.options["batches"][spec.rank]
     stepper.step(_WARMUP, [[0, 1]])
     results: list[StepResult] = []

@@ -11,8 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gcore_trainer.config import ParallelConfig
-from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.megatron.groups import sizes_of
+from gcore_trainer.megatron.architecture import Architecture, sizes_of
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.row import Row
 

@@ -1,16 +1,18 @@
 """The Megatron-Core backend."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
 from transformers import AutoConfig
@@ -19,14 +21,12 @@ from gcore_trainer.config import LoRAConfig, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import merge_lora
 from gcore_trainer.megatron.adapters import add_adapters, target_layers
-from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.architecture import Architecture, join_groups
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.groups import join_groups
 from gcore_trainer.megatron.hf_files import load_weights, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import Piece, Place, gather_weights, pieces_of
-from gcore_trainer.megatron.pipeline import Pass, from_last_stage, run_passes
 from gcore_trainer.megatron.routing import LayerRouters
 from gcore_trainer.objectives.policy import BatchTotals, Objective, TokenScores, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
@@ -34,7 +34,17 @@ from gcore_trainer.packing.row import Row, VocabShard, make_rows, token_scores
 from gcore_trainer.sample import NOTHING, MicroBatch
 from gcore_trainer.trainer import Replicas, Trainer
 
+T = TypeVar("T")
 _DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pass:
+    """A row that goes through the stages."""
+
+    row: Row
+    samples: MicroBatch | None
+    """None: a row for nothing, while other replicas still have micro-batches."""
 
 
 class MegatronTrainer(Trainer):
@@ -125,10 +135,10 @@ class MegatronTrainer(Trainer):
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
-        if self._lora is not None:
-            adapters = dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
-            weights = merge_lora(weights, adapters, self._lora)
-        yield from weights
+        adapters = (
+            {} if self._lora is None else dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
+        )
+        yield from merge_lora(weights, adapters, self._lora)
 
     def save_pretrained(self, path: str | Path) -> None:
         weights, is_classifier = self.export_weights(), self._has_value_head
@@ -141,7 +151,7 @@ class MegatronTrainer(Trainer):
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
 
-        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, None]:
+        def finish(chunk: Any, hidden: torch.Tensor, one: _Pass) -> tuple[torch.Tensor, None]:
             scores = self._scores(chunk, hidden, one.row)
             if one.samples is None:
                 return named_scores(scores).sum() * 0.0, None
@@ -154,15 +164,15 @@ class MegatronTrainer(Trainer):
             for chunk in self._chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
-            run_passes(self._chunks, passes, finish)
-        total = from_last_stage({name: value.item() for name, value in sums.items()})
+            _run_passes(self._chunks, passes, finish)
+        total = _from_last_stage({name: value.item() for name, value in sums.items()})
         return total | {"perf/computed_tokens": sum(p.row.num_tokens for p in passes if p.samples is not None)}
 
     @torch.no_grad()
     def _predict(
         self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None
     ) -> list[NDArray[np.float32]]:
-        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        def finish(chunk: Any, hidden: torch.Tensor, one: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
             values = named_scores(self._scores(chunk, hidden, one.row))
             return values.sum(), values
 
@@ -171,11 +181,11 @@ class MegatronTrainer(Trainer):
                 chunk.eval()
             passes = self._passes(micro_batches, num_passes)
             self._routers.record(routing is not None)
-            results = run_passes(self._chunks, passes, finish)
+            results = _run_passes(self._chunks, passes, finish)
             if routing is not None:
                 routing += self._routers.recorded([p.row for p in passes[: len(micro_batches)]])
                 self._routers.record(False)
-        return from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
+        return _from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
 
     def _scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
         """Compute `TokenScores`, or values [N], of a row from the last stage's output, the same on all of its ranks."""
@@ -203,7 +213,7 @@ class MegatronTrainer(Trainer):
         )
         return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))
 
-    def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Pass]:
+    def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[_Pass]:
         # Also in a step of which no sample has a gradient.
         num_passes = max(1, num_passes)
         is_interleaved = self._parallel.virtual_pipeline_model_parallel_size > 1
@@ -213,7 +223,7 @@ class MegatronTrainer(Trainer):
         samples = [*micro_batches, *[None] * (num_passes - len(micro_batches))]
         rows = self._make_rows([s or NOTHING for s in samples], equal_lengths=is_interleaved)
         self._routers.check(rows)
-        return [Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
+        return [_Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
 
 
 def _default_device() -> torch.device:
@@ -238,3 +248,47 @@ def _pieces(
             layer = None if prefix is None else number_of[prefix]
             pieces[parameter] = pieces_of(architecture, place, name.removeprefix(prefix or ""), layer)
     return pieces
+
+
+def _run_passes(chunks: Sequence[Any], passes: Sequence[_Pass], finish: Callable[..., Any]) -> list[Any]:
+    """Run all passes, backwards too where gradients are enabled.
+
+    Args:
+        finish: makes a loss, and a result, of the last stage, its output and the pass.
+
+    Returns:
+        the results on the last stage, on the others nothing.
+    """
+
+    def forward_step(passes: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        one: _Pass = next(passes)
+        output = chunk(one.row.input_ids, one.row.positions, None, packed_seq_params=one.row)
+        return output, partial(finished, chunk.module, one)
+
+    def finished(chunk: Any, one: _Pass, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, result = finish(chunk, output, one)
+        # Of a count of 0 tokens Megatron-Core makes no mean: gradients stay sums.
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
+
+    iterators = [iter(passes) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(chunks) if len(iterators) > 1 else chunks[0],
+        num_microbatches=len(passes),
+        # Of interleaved stages; elsewhere stages send each other the lengths of their messages.
+        seq_length=passes[0].row.num_tokens,
+        micro_batch_size=1,
+        forward_only=not torch.is_grad_enabled(),
+    )
+
+
+def _from_last_stage(value: T) -> T:
+    """Broadcast the last stage's value, which can be pickled, to all stages."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    last_rank: Any = parallel_state.get_pipeline_model_parallel_last_rank()
+    group: Any = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast_object_list(box, src=last_rank, group=group)
+    return box[0]

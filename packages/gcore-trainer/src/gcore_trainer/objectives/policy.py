@@ -288,7 +288,7 @@ def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -
     check_finite(micro_batches, *fields)
 
 
-def check_finite(micro_batches: Sequence[MicroBatch], *fields: str) -> None:
+def check_finite(micro_batches: Sequence[Sequence[Any]], *fields: str) -> None:
     """Check `Sample.check_finite` of every sample; an array that is None passes."""
     for i, batch in enumerate(micro_batches):
         for j, sample in enumerate(batch):
