@@ -222,7 +222,7 @@ def test_groups_that_do_not_fit_are_refused(
 
 @given(layout=layouts, lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8))
 def test_every_place_is_held_once_and_work_is_even(layout: Layout, lengths: list[int]) -> None:
-    sizes = {"ring_size": layout.ring_size, "ulysses_size": layout.ulysses_size}
+    sizes: dict[str, Any] = {"ring_size": layout.ring_size, "ulysses_size": layout.ulysses_size}
     multiples = ContextParallel(**sizes).padding
     padded = [-(-n // multiples.segment_multiple_of) * multiples.segment_multiple_of for n in lengths]
     padded.append(-sum(padded) % multiples.multiple_of or multiples.multiple_of)

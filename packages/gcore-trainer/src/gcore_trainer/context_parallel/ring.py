@@ -194,40 +194,26 @@ class _Passing:
 def _blocks(
     segments: list[EqualSegments], rank: int, *, source: int, size: int, window: int | None
 ) -> Iterator[tuple[EqualSegments, _Block]]:
-    """Yield what this rank computes with the keys and values of rank `source`."""
-    for segment in segments:
-        if window is None or window >= 2 * size * segment.chunk_length:
-            yield segment, _block(rank, source=source)
-        else:
-            for block in _windowed_blocks(rank, source, size, segment.chunk_length, window):
-                yield segment, block
+    """Yield what this rank computes with the keys and values of rank `source`, chunks `source` and 2R - 1 - `source`.
 
-
-def _windowed_blocks(rank: int, source: int, size: int, length: int, window: int) -> list[_Block]:
-    """Return the pairs of a chunk of queries and a chunk of keys in which any query sees a key.
-
-    Latest keys first: a query must meet a key that it sees before it meets blocks of keys that are all hidden from it.
+    With a window, it is the pairs of a chunk of queries and a chunk of keys in which any query sees a key. Latest keys
+    come first: a query must meet a key that it sees before it meets blocks of keys that are all hidden from it.
     """
-    blocks: list[_Block] = []
-    for i, query_chunk in ((0, rank), (1, 2 * size - 1 - rank)):
-        for j, key_chunk in ((1, 2 * size - 1 - source), (0, source)):
-            first = (query_chunk - key_chunk) * length
-            if first < 0 or first - length + 1 >= window:
-                continue
-            is_seen_whole = first + length - 1 < window
-            is_causal = first == 0 and is_seen_whole
-            band = None if is_seen_whole else (first, window)
-            blocks.append(_Block(slice(i, i + 1), slice(j, j + 1), is_causal=is_causal, band=band))
-    return blocks
-
-
-def _block(rank: int, *, source: int) -> _Block:
-    """Return what this rank computes with the chunks `source` and 2R - 1 - `source` of a segment."""
-    if source == rank:
-        return _Block(slice(0, 2), slice(0, 2), is_causal=True)
-    if source < rank:
-        return _Block(slice(0, 2), slice(0, 1), is_causal=False)
-    return _Block(slice(1, 2), slice(0, 2), is_causal=False)
+    for segment in segments:
+        length = segment.chunk_length
+        if window is None or window >= 2 * size * length:
+            queries = slice(1 if source > rank else 0, 2)
+            yield segment, _Block(queries, slice(0, 1 if source < rank else 2), is_causal=source == rank)
+            continue
+        for i, query_chunk in ((0, rank), (1, 2 * size - 1 - rank)):
+            for j, key_chunk in ((1, 2 * size - 1 - source), (0, source)):
+                first = (query_chunk - key_chunk) * length
+                if first < 0 or first - length + 1 >= window:
+                    continue
+                is_seen_whole = first + length - 1 < window
+                band = None if is_seen_whole else (first, window)
+                is_causal = first == 0 and is_seen_whole
+                yield segment, _Block(slice(i, i + 1), slice(j, j + 1), is_causal=is_causal, band=band)
 
 
 def _part(x: torch.Tensor, segment: EqualSegments, chunks: slice) -> torch.Tensor:

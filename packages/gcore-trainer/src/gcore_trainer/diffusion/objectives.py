@@ -120,9 +120,9 @@ class DenoisingPolicyObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         device = models.policy.device
+        names = ("latents", "next_latents", "levels", "next_levels", "timesteps", "old_log_probs")
         latents, following, levels, next_levels, timesteps, old_log_probs = (
-            stacked(samples, name, device, step=index)
-            for name in ("latents", "next_latents", "levels", "next_levels", "timesteps", "old_log_probs")
+            stacked(samples, name, device, step=index) for name in names
         )
         advantages = stacked(samples, "advantage", device)
         output = models.policy(latents, timesteps, Conditioned.of(samples, device))

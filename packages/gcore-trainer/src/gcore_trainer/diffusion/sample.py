@@ -1,7 +1,7 @@
 """Samples of diffusion trainers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,7 @@ from gcore_trainer.sample import require_finite
 
 Conditions = Mapping[str, NDArray[np.generic]]
 
-_PER_STEP = ("latents", "next_latents", "old_means", "old_log_probs", "ref_means")
-_OF_STEPS = ("levels", "next_levels", "timesteps")
+_PER_STEP = ("latents", "next_latents", "old_means", "old_log_probs", "ref_means", "levels", "next_levels", "timesteps")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,12 +51,10 @@ class DiffusionSample:
     """The prompt, for rewards that are differentiated."""
 
     def __post_init__(self) -> None:
-        if self.latents is None:
-            return
-        for name in (*_PER_STEP, *_OF_STEPS):
+        for name in _PER_STEP if self.latents is not None else ():
             value = getattr(self, name)
-            if value is not None and len(value) != len(self.latents):
-                raise BatchError(f"{name} has {len(value)} steps; expected as many as latents, {len(self.latents)}")
+            if value is not None and len(value) != self.num_steps:
+                raise BatchError(f"{name} has {len(value)} steps; expected as many as latents, {self.num_steps}")
 
     @property
     def num_steps(self) -> int:
@@ -71,18 +68,16 @@ class DiffusionSample:
             BatchError: an entry is not finite; the error names the image ``name`` and the field.
         """
         arrays = {field: getattr(self, field) for field in names}
-        arrays |= {f"conditions[{key!r}]": value for key, value in self.conditions.items()}
-        arrays |= {f"shared_conditions[{key!r}]": value for key, value in self.shared_conditions.items()}
+        for field_name in ("conditions", "shared_conditions"):
+            arrays |= {f"{field_name}[{key!r}]": value for key, value in getattr(self, field_name).items()}
         for label, value in arrays.items():
             if value is not None and np.issubdtype(np.asarray(value).dtype, np.floating):
                 require_finite(f"{name}.{label}", np.asarray(value))
 
     def at_steps(self, steps: Sequence[int]) -> "DiffusionSample":
         """Keep only these steps, in this order."""
-        indices = list(steps)
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        chosen = {n: values[n][indices] for n in (*_PER_STEP, *_OF_STEPS) if values[n] is not None}
-        return DiffusionSample(**(values | chosen))
+        indices, arrays = list(steps), {name: getattr(self, name) for name in _PER_STEP}
+        return replace(self, **{name: array[indices] for name, array in arrays.items() if array is not None})
 
 
 DiffusionMicroBatch = list[DiffusionSample]

@@ -89,7 +89,8 @@ def transformer_config(
     architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """Describe the model and its layout for Megatron-Core."""
-    hf, others = architecture.hf_config, dict[str, Any]()
+    hf = architecture.hf_config
+    others: dict[str, Any] = {}
     if architecture.num_experts:
         others = {
             "num_moe_experts": architecture.num_experts,
