@@ -8,6 +8,7 @@ from .advantages.estimator import (
     advantage_estimator as advantage_estimator,
     advantage_estimators as advantage_estimators,
     get_advantage_estimator as get_advantage_estimator,
+    rollout_mismatch as rollout_mismatch,
     whiten as whiten,
     whitening_moments as whitening_moments,
     with_advantages as with_advantages,

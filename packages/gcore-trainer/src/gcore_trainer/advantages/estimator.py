@@ -13,6 +13,7 @@ from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, Advantage
 from gcore_trainer.errors import BatchError, StateError
 from gcore_trainer.sample import Sample, require_finite
 
+_MAX_LOG_RATIO = 20.0
 _ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
@@ -270,6 +271,32 @@ async def with_advantages(
         counted = [_array(s, field)[s.mask] for own in found for s in own]
         metrics |= await _statistics(f"critic/{field}", counted, group)
     return found, metrics
+
+
+async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: Collectives) -> dict[str, float]:
+    """Return metrics of an engine's log-probs against the trainer's, of the tokens of all processes.
+
+    ``training/rollout_log_probs_diff_mean`` and ``_max`` are of absolute differences, in nats;
+    ``training/rollout_k3_kl`` is the mean of r - 1 - log r with r = pi_trainer / pi_engine, which estimates
+    KL(engine || trainer) in nats per token (J. Schulman, "Approximating KL divergence", 2020);
+    ``training/rollout_probs_diff_valid`` is 0 if there are no tokens, and then there are no others.
+
+    Args:
+        differences: the trainer's log-probs less the engine's, where they can be compared; NaN counts as 20 nats.
+    """
+    joined = np.concatenate([np.zeros(0), *differences])
+    log_ratio = np.where(np.isnan(joined), _MAX_LOG_RATIO, joined).clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    size = np.abs(log_ratio)
+    own = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
+    counts, sums, highest, k3 = zip(*await group.all_gather(own), strict=True)
+    if not sum(counts):
+        return {"training/rollout_probs_diff_valid": 0.0}
+    return {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_log_probs_diff_mean": float(sum(sums)) / sum(counts),
+        "training/rollout_log_probs_diff_max": float(max(highest)),
+        "training/rollout_k3_kl": float(sum(k3)) / sum(counts),
+    }
 
 
 async def _statistics(name: str, values: Sequence[NDArray[Any]], group: Collectives) -> dict[str, float]:
