@@ -43,11 +43,6 @@ def kl_estimates(
     The formulas are those of `gcore_trainer.kl_penalty`. Their mean over a response, and over the batch's
     responses, is what a KL controller is updated with.
 
-    Args:
-        log_probs: [R] of the policy.
-        ref_log_probs: [R] of the reference policy.
-        mask: [R] tokens of the policy.
-
     Raises:
         BatchError: a log-probability of a token in the mask is not finite.
     """
@@ -83,8 +78,6 @@ def kl_rewards(
 
     Args:
         log_probs: [R] of the policy that wrote it, before its update.
-        ref_log_probs: [R] of the reference policy.
-        mask: [R] tokens of the policy.
         coef: weight of the divergence; a controller's value.
 
     Returns:

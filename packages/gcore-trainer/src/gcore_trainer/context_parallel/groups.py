@@ -76,15 +76,10 @@ class ContextParallel:
 
 
 def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> ContextParallel:
-    """Make the process groups of all context-parallel groups; every rank of the world calls it with the same arguments.
+    """Make the process groups of all context-parallel groups, and return this rank's; all ranks of the world call it.
 
     Args:
-        cp_groups: world ranks of each context-parallel group, ascending, ring-major: consecutive `ulysses_size` ranks
-            exchange heads. Each rank of the world is in one of them.
-        ulysses_size: ranks that exchange tokens for heads; the others of a group make the ring.
-
-    Returns:
-        This rank's own.
+        cp_groups: world ranks of each group, ascending: consecutive `ulysses_size` of them exchange heads.
 
     Raises:
         ConfigError: the groups do not hold every rank once, are not ascending, or do not divide by `ulysses_size`.
@@ -209,12 +204,9 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _scatter_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Exchange a slice of the tokens with all heads for all tokens with a slice of the heads.
+    """Exchange a slice of the tokens with all heads for all tokens with a slice of the heads, [T, heads / U, D].
 
     DeepSpeed-Ulysses, arXiv:2309.14509, section 3.1. All tensors travel in one message.
-
-    Returns:
-        [T, heads / U, D] of each.
     """
     size = group.size()
     parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in tensors]

@@ -22,12 +22,10 @@ from gcore_trainer.diffusion.losses import (
 )
 from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, DiffusionSample, stacked
 from gcore_trainer.errors import BatchError
+from gcore_trainer.objectives.policy import PartialLoss
 
 if TYPE_CHECKING:
     from gcore_trainer.diffusion.denoiser import Denoiser
-
-PartialLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""A pass's part of the loss, and of sums that `DiffusionObjective.metrics` turns into metrics."""
 
 
 class Gaussian(Protocol):
@@ -71,9 +69,8 @@ class DiffusionObjective(ABC):
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         """Raise `BatchError` if the images lack something that the loss reads."""
 
-    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
+    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:  # noqa: ARG002 - of objectives over recorded steps
         """Return the number of passes over each micro-batch; the same on all ranks."""
-        del samples
         return self.num_timesteps
 
     def weight(self, samples: Sequence[DiffusionSample]) -> int:

@@ -31,8 +31,7 @@ class MovingAverage:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
         BELOW_ONE.require("ema_decay", decay)
-        self._parameters = dict(parameters)
-        self._decay = decay
+        self._parameters, self._decay = dict(parameters), decay
         self.tensors: dict[str, torch.Tensor] = {n: p.detach().clone() for n, p in self._parameters.items()}
 
     @torch.no_grad()
@@ -159,12 +158,9 @@ class DiffusionTrainer(BaseTrainer):
         Raises:
             ConfigError: there is no such average.
         """
-        if averaged:
-            if self._ema is None:
-                raise ConfigError("ema_decay is None: there is no average of the weights")
-            yield from self._denoiser.weights(self._ema.tensors)
-        else:
-            yield from self._denoiser.weights(self._averages().get("old"))
+        if averaged and self._ema is None:
+            raise ConfigError("ema_decay is None: there is no average of the weights")
+        yield from self._denoiser.weights(self._averages().get("ema" if averaged else "old"))
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
@@ -193,9 +189,7 @@ def step_means(
 ) -> list[list[NDArray[np.float32]]]:
     """Compute means [K, ...] of the Gaussians at each image's recorded steps, under a reference, for the KL term.
 
-    Args:
-        micro_batches: this replica's, one at least; another may have more of them.
-        replicas: those among which a sharded model is divided.
+    Each of the replicas, among which a sharded model is divided, has one micro-batch at least.
     """
     num_batches = max((replicas or Replicas()).gather(len(micro_batches)))
     found: list[list[NDArray[np.float32]]] = []

@@ -165,14 +165,9 @@ def policy_loss(
     mask: torch.Tensor,
     lengths: Sequence[int],
 ) -> PolicyLoss:
-    """Compute the loss that ``config.loss_mode`` names, at every token.
+    """Compute the loss that ``config.loss_mode`` names, at every token; the arguments are those of `PolicyTokens`.
 
-    Args:
-        log_probs: [N] of the policy, with its gradient.
-        old_log_probs: [N] of the policy that the ratio is against.
-        advantages: [N].
-        mask: [N] bool, the tokens that count; the others have loss 0 and no gradient, even where they hold NaN.
-        lengths: tokens of each sequence; N in all.
+    Tokens that do not count have loss 0 and no gradient, even where they hold NaN.
 
     Raises:
         ConfigError: there is no such loss, no such file, or the file does not import.

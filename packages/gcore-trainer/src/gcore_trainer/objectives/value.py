@@ -45,12 +45,7 @@ def value_loss(
 def value_moments(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the moments [5], in float64, that `explained_variance` needs; those of parts of a batch add up.
 
-    Count, and sum and sum of squares of the returns and of the errors.
-
-    Args:
-        values: [N] of the critic.
-        returns: [N].
-        mask: [N] bool, the tokens that count.
+    They are the count, and sum and sum of squares of the returns [N] and of the errors, where the mask is true.
     """
     counted = returns[mask].detach().double()
     errors = counted - values[mask].detach().double()

@@ -39,9 +39,7 @@ def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tenso
 def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
     """Lay out the sequences of a row, each with its own copy of its prompt, in rectangles of similar lengths.
 
-    Returns:
-        Places in the row [S, L] of each rectangle; what pads a sequence, at its end, points to 0. And [T] where each
-        token of the row stands among the flattened rectangles, in one of its sequences.
+    Returns the places [S, L] of each rectangle, padded with 0, and [T] where each token stands in them, flattened.
     """
     by_length: dict[int, list[NDArray[np.int64]]] = {}
     shared = {s.parent for s in batch.segments if s.parent}

@@ -180,9 +180,7 @@ def make_rows(
         dtype: of the model's activations.
         share_prefix: compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
         replay_routing: impose the experts that samples bring: the policy's, not those of a critic.
-        cp: this rank's place among those that divide a row's tokens; None: it is alone.
-        vision: of the model; None: it sees no images.
-        multiple_of: the number of each rank's tokens is a multiple of this.
+        multiple_of: of the number of each rank's tokens.
         equal_lengths: pad all to the longest.
 
     Raises:
