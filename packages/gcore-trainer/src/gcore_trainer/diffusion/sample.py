@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -105,14 +104,19 @@ class Conditioned:
         return cls(per_image=per_image, shared=shared, guidance_scale=first.guidance_scale)
 
 
-def stacked(samples: Sequence[DiffusionSample], name: str, device: torch.device, *, step: int | None = None) -> Any:
-    """Stack a field of samples to [B, ...], at one step if it has an entry for each.
+def stacked(
+    samples: Sequence[DiffusionSample], device: torch.device, *names: str, step: int | None = None
+) -> list[torch.Tensor]:
+    """Stack fields of samples to [B, ...], at one step if they have an entry for each.
 
     Raises:
         BatchError: an image has none.
     """
-    values = [getattr(s, name) for s in samples]
-    if any(value is None for value in values):
-        raise BatchError(f"{name} is None: the objective needs it for every image")
-    rows = values if step is None else [value[step] for value in values]
-    return torch.from_numpy(np.stack(rows).astype(np.float32)).to(device)
+    columns: list[torch.Tensor] = []
+    for name in names:
+        values = [getattr(s, name) for s in samples]
+        if any(value is None for value in values):
+            raise BatchError(f"{name} is None: the objective needs it for every image")
+        rows = values if step is None else [value[step] for value in values]
+        columns.append(torch.from_numpy(np.stack(rows).astype(np.float32)).to(device))
+    return columns

@@ -198,10 +198,8 @@ def step_means(
         conditions = Conditioned.of(samples, denoiser.device)
         means: list[NDArray[np.float32]] = []
         for step in range(samples[0].num_steps):
-            latents, levels, next_levels, timesteps = (
-                stacked(samples, name, denoiser.device, step=step)
-                for name in ("latents", "levels", "next_levels", "timesteps")
-            )
+            names = ("latents", "levels", "next_levels", "timesteps")
+            latents, levels, next_levels, timesteps = stacked(samples, denoiser.device, *names, step=step)
             output = denoiser(latents, timesteps, conditions)
             means.append(kernel(output, latents, levels, next_levels).mean.cpu().numpy())
         if i < len(micro_batches):

@@ -107,7 +107,8 @@ def _divisors(*counts: int) -> list[int]:
     return [n for n in range(1, min(counts) + 1) if all(count % n == 0 for count in counts)]
 
 
-_joined: tuple[ParallelConfig, ContextParallel] | None = None
+joined: tuple[ParallelConfig, ContextParallel] | None = None
+"""The layout and groups of this process."""
 
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, Any]:
@@ -131,13 +132,13 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
     Raises:
         ConfigError: this process has groups of other sizes.
     """
-    global _joined
-    if _joined is not None:
-        if _joined[0] != parallel:
+    global joined
+    if joined is not None:
+        if joined[0] != parallel:
             raise ConfigError(
-                f"parallel is {parallel}; expected {_joined[0]}, the layout of this process: Megatron-Core has only one"
+                f"parallel is {parallel}; expected {joined[0]}, the layout of this process: Megatron-Core has only one"
             )
-        return _joined[1]
+        return joined[1]
     parallel_state.initialize_model_parallel(**sizes_of(parallel), create_gloo_process_groups=False)
     # No random number is drawn, but sequence parallelism and recomputation switch between generators all the same.
     with torch.random.fork_rng([] if device.type == "cpu" else [device]):
@@ -149,24 +150,5 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
         dist.all_gather_object(groups, dist.get_process_group_ranks(own))
         unique = sorted({tuple(ranks) for ranks in groups})
         context_parallel = make_context_parallel([list(r) for r in unique], parallel.ulysses_sequence_parallel_size)
-    _joined = parallel, context_parallel
+    joined = parallel, context_parallel
     return context_parallel
-
-
-def leave_groups() -> None:
-    """Give the groups up, so that trainers of another layout can be made; all ranks call this together.
-
-    Trainers of the old layout cannot be used again; while they live, so do the threads of a gloo group.
-    """
-    global _joined
-    if _joined is None:
-        return
-    dist.barrier()
-    context_parallel = _joined[1]
-    # The first of the list stands for the world.
-    groups: list[Any] = (parallel_state._global_process_group_list or [None])[1:]  # pyright: ignore[reportPrivateUsage]
-    parallel_state.destroy_model_parallel()
-    for group in [*groups, context_parallel.ulysses, context_parallel.ring]:
-        if group is not None:
-            dist.destroy_process_group(group)
-    _joined = None
