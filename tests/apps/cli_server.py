@@ -17,7 +17,6 @@ from gcore_rollout import import_reasoning_gym
 HEAVY = {
     "gcore_llm": (
         "gcore_llm.finetune.run",
-        "gcore_llm.finetune.trained_model",
         "gcore_llm.report",
         "gcore_llm.training",
         "gcore_rollout.engines.hf.engine",
