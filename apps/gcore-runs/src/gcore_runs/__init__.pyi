@@ -80,7 +80,6 @@ from .settings.run_config import (
     check_bounds as check_bounds,
     check_finite as check_finite,
     check_fraction as check_fraction,
-    check_lowest as check_lowest,
     check_one_source as check_one_source,
     multiple_of as multiple_of,
     within as within,

@@ -7,7 +7,7 @@ default or its meaning differs.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from inspect import get_annotations
 from pathlib import Path
@@ -84,7 +84,7 @@ class Checked:
 
 
 def check_bounds(settings: Any, section: str = "", error: type[Exception] = UserError) -> None:
-    """Raise ``error`` if a field of a dataclass is out of the bounds in its type; ``section`` is the fields' place."""
+    """Raise ``error`` if a field is out of the bounds in its type, also in a section that is not `Checked` itself."""
     for name, bound, is_of_entries in _bounds(type(settings)):
         value = getattr(settings, name)
         for checked in value if is_of_entries else (value,):
@@ -92,6 +92,10 @@ def check_bounds(settings: Any, section: str = "", error: type[Exception] = User
                 shown = repr(str(checked)) if isinstance(checked, str | Path) else checked
                 verb = "holds" if is_of_entries else "is"
                 raise error(f"{section}{'.' if section else ''}{name} {verb} {shown}; expected {bound.expected}")
+    for own in fields(settings):
+        value = getattr(settings, own.name)
+        if is_dataclass(value) and not isinstance(value, Checked):
+            check_bounds(value, f"{section}.{own.name}".lstrip("."), error)
 
 
 @cache
@@ -113,12 +117,6 @@ def check_at_least(field: str, value: float, lowest: int) -> None:
     """Raise `UserError` if the value of a setting is below ``lowest``."""
     if value < lowest:
         raise UserError(f"{field} is {value}; expected {lowest} or more")
-
-
-def check_lowest(section: str, settings: object, **lowest: int) -> None:
-    """Raise `UserError` if one of a section's settings is below the given number."""
-    for name, number in lowest.items():
-        check_at_least(f"{section}.{name}".lstrip("."), getattr(settings, name), number)
 
 
 def check_fraction(field: str, value: float, *, above_zero: bool = False, below_one: bool = False) -> None:
