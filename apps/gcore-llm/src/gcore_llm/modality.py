@@ -102,7 +102,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
     def __init__(self, job: Job) -> None:
         self._job, self._config, self._workload = job, job.config, job.workload
         self._kl = kl_controller(job.config.algorithm.kl_ctrl)
-        self._sampling = sampling_params(job.config)
+        self._sampling, self._with_greedy = sampling_params(job.config), job.config.algorithm.estimator.needs_greedy
         self._has_critic, self._has_reference = has_critic(job.config), has_reference(job.config)
         self._keeps_cache = job.config.trainer.schedule == "async"
 
@@ -124,7 +124,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             n=self._config.rollout.n,
             seed=self._config.seed,
             timer=ctx.timer,
-            with_greedy=self._config.algorithm.estimator.needs_greedy,
+            with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,
         )
