@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.errors import Above0, Amount, Checked, Positive, Share, check_above_0, refusal
+from gcore_placement.errors import refusal
+from gcore_placement.quantities import Above0, Amount, Checked, Positive, Share, check_above_0
 
 
 @dataclass(frozen=True, kw_only=True)

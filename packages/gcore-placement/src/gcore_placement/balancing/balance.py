@@ -6,15 +6,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_placement.balancing.local_search import Assignment, refine, sum_per_part
-from gcore_placement.errors import (
-    PlacementError,
-    check_above_0,
-    check_amount_list,
-    check_amounts,
-    check_lengths,
-    check_positive,
-    refusal,
-)
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import check_above_0, check_amount_list, check_amounts, check_lengths, check_positive
 
 
 def balance(

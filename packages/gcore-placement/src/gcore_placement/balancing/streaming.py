@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement.errors import check_amount_list, check_positive
+from gcore_placement.quantities import check_amount_list, check_positive
 
 
 class StreamingBalancer:

@@ -8,11 +8,11 @@ from typing import Any
 
 from gcore_placement.cluster import DEVICES, Cluster, Device
 from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.forecast import RUN_FILE, Correction
+from gcore_placement.forecast import RUN_FILE, Correction, Job
 from gcore_placement.planning.planner import plan
+from gcore_placement.quantities import Lengths
 from gcore_placement.strategies import PLANNED
-from gcore_placement.workload.job import Job, Lengths
-from gcore_placement.workload.transformer import ModelShape
+from gcore_placement.workload.model_shape import ModelShape
 
 
 def main(argv: Sequence[str]) -> int:

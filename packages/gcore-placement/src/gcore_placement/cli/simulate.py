@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gcore_placement.cli.page import page
-from gcore_placement.errors import PlacementError, check_positive, refusal
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import check_positive
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
 from gcore_placement.simulation.simulator import Comparison, Simulator, compare
 from gcore_placement.simulation.waves import WaveRuns, run_in_turns, run_side_by_side

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.errors import Amount, Checked, Positive, check_above_0, refusal
+from gcore_placement.errors import refusal
 from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, stage_seconds
+from gcore_placement.quantities import Amount, Checked, Positive, check_above_0
 
 NUM_ROUNDS = 21
 """Rounds to remember; noise is estimated from the changes between them."""

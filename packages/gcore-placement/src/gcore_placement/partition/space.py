@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_placement.costs import EngineCosts
-from gcore_placement.errors import Amount, Checked, PlacementError, Positive, refusal
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import Amount, Checked, Positive
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

@@ -2,8 +2,8 @@
 
 from statistics import median
 
-from gcore_placement.errors import check_amounts, check_positive
 from gcore_placement.partition.space import PartitionSpace, RoleLoad, stage_seconds
+from gcore_placement.quantities import check_amounts, check_positive
 from gcore_placement.strategies import STRATEGIES, Strategy
 
 _WINDOW = 3

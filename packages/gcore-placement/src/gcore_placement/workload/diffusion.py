@@ -6,8 +6,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement.errors import Checked, Positive, check_lengths, check_positive, refusal
-from gcore_placement.workload.transformer import FORWARD_AND_BACKWARD
+from gcore_placement.errors import refusal
+from gcore_placement.quantities import FORWARD_AND_BACKWARD, Checked, Positive, check_lengths, check_positive
 
 Architecture = Literal["dit", "mmdit"]
 

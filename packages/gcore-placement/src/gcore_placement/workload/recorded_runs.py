@@ -10,8 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.errors import PlacementError, check_above_0, refusal
-from gcore_placement.workload.job import normal_quantiles
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import check_above_0, normal_quantiles
 from gcore_placement.workload.traces import RecordedStep, Trace, recorded_trace
 
 _NUM_QUANTILES = 4096

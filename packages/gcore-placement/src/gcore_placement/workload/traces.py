@@ -11,18 +11,17 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement.errors import (
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import (
     Above0,
     Amount,
     Checked,
-    PlacementError,
     Positive,
     check_above_0,
     check_amounts,
     check_lengths,
     check_positive,
     check_share,
-    refusal,
 )
 
 FORMAT = 1
