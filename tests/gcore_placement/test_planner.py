@@ -16,6 +16,7 @@ from gcore_placement import (
     Efficiency,
     Job,
     Lengths,
+    ModelShape,
     PlacementError,
     Plan,
     TrainingLayout,

@@ -66,7 +66,7 @@ class Candidates:
             for name, traits in reversed(STRATEGIES.items())
             if traits.is_planned and (traits.is_time_shared or (self.judge is not None and traits.follows_load))
         ]
-        strategies = worth_planning if strategy is None else [strategy]
+        strategies: list[Strategy] = worth_planning if strategy is None else [strategy]
         for choice in training.choices(self.setting.usable_bytes, self.setting.cluster.host_memory_bytes):
             free_bytes = self.setting.usable_bytes - (0.0 if choice.offload else choice.state_bytes)
             policies = self.policy.of(num_devices, free_bytes)
