@@ -1,5 +1,8 @@
-from .balancing.balance import balance as balance, micro_batches as micro_batches
-from .balancing.streaming import StreamingBalancer as StreamingBalancer
+from .balancing.balance import (
+    StreamingBalancer as StreamingBalancer,
+    balance as balance,
+    micro_batches as micro_batches,
+)
 from .cluster import Cluster as Cluster, Device as Device, Efficiency as Efficiency
 from .costs import (
     EngineCosts as EngineCosts,
@@ -50,11 +53,7 @@ from .simulation.simulator import (
     StrategyRun as StrategyRun,
     compare as compare,
 )
-from .strategies import (
-    STRATEGIES as STRATEGIES,
-    Strategy as Strategy,
-    StrategyTraits as StrategyTraits,
-)
+from .strategies import STRATEGIES as STRATEGIES, Strategy as Strategy, StrategyTraits as StrategyTraits
 from .workload.diffusion import DiffusionWorkload as DiffusionWorkload
 from .workload.model_shape import ModelShape as ModelShape
 from .workload.recorded_runs import (

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.errors import refusal
-from gcore_placement.quantities import Above0, Amount, Checked, Positive, Share, check_above_0
+from gcore_placement.quantities import Above0, Amount, Checked, Floats, Positive, Share, check_above_0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,7 @@ class Efficiency(Checked):
     swap_s: Amount = 1.0
     """Seconds to put an engine to sleep, or to wake it, in addition to its bytes."""
 
-    def together_s(self, one_s: NDArray[np.float64], other_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    def together_s(self, one_s: Floats, other_s: Floats) -> Floats:
         """Return the seconds of two kinds of work that could be done at the same time."""
         return np.maximum(one_s, other_s) + (1 - self.overlap) * np.minimum(one_s, other_s)
 

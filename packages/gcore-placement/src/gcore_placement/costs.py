@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gcore_placement.quantities import Amount, Checked, Positive, check_amounts
+from gcore_placement.quantities import Amount, Checked, Floats, Positive, check_amounts
 
-Number = TypeVar("Number", float, NDArray[np.float64])
+Number = TypeVar("Number", float, Floats)
 Costs = TypeVar("Costs")
 
 
@@ -69,9 +68,9 @@ class EngineLaws:
     """`EngineCosts` under several numbers of sequences at once."""
 
     devices_per_replica: int
-    max_num_seqs: NDArray[np.float64]
-    decode_base_s: NDArray[np.float64]
-    decode_per_sequence_s: NDArray[np.float64]
+    max_num_seqs: Floats
+    decode_base_s: Floats
+    decode_per_sequence_s: Floats
     decode_per_context_token_s: float
     prefill_per_token_s: float
 
@@ -100,13 +99,13 @@ class TrainingCosts(Checked):
 class TrainingLaws:
     """`TrainingCosts` of many layouts."""
 
-    base_s: NDArray[np.float64]
-    per_token_s: NDArray[np.float64]
-    per_pair_s: NDArray[np.float64]
-    forward_share: NDArray[np.float64]
+    base_s: Floats
+    per_token_s: Floats
+    per_pair_s: Floats
+    forward_share: Floats
     num_forward_passes: int
 
-    def seconds(self, *, tokens: float, pairs: float, num_devices: int) -> NDArray[np.float64]:
+    def seconds(self, *, tokens: float, pairs: float, num_devices: int) -> Floats:
         """Return the seconds of preparation and training of a step."""
         work_s = (self.per_token_s * tokens + self.per_pair_s * pairs) / num_devices
         return self.base_s + work_s * (1 + self.num_forward_passes * self.forward_share)

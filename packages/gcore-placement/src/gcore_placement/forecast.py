@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, EngineLaws, JobCosts, TrainingCosts, TrainingLaws, times
 from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.quantities import Checked, Lengths, Positive, Share, check_above_0, check_positive, lengths_of
+from gcore_placement.quantities import (
+    Checked,
+    Floats,
+    Lengths,
+    Positive,
+    Share,
+    check_above_0,
+    check_positive,
+    lengths_of,
+)
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.model_shape import ModelShape
 
@@ -75,7 +83,7 @@ class Job(Checked):
         return int(np.ceil(self.prompt_lengths.longest + self.response_lengths.longest))
 
     @cached_property
-    def wave_prompts(self) -> NDArray[np.float64]:
+    def wave_prompts(self) -> Floats:
         """Prompts of each wave of sampling, [num_waves].
 
         The first wave is sized by the acceptance rate. Where that is below 1, it falls short as often as not, by about
@@ -86,7 +94,7 @@ class Job(Checked):
         return np.array([total - short / 2, short] if short else [total])
 
     @cached_property
-    def wave_chances(self) -> NDArray[np.float64]:
+    def wave_chances(self) -> Floats:
         """Share of the steps that have the wave, [num_waves]."""
         return np.array([1.0, 0.5])[: self.wave_prompts.size]
 
@@ -150,7 +158,7 @@ def predict_step(
     """
     check_planned(strategy)
 
-    def seconds(stage: EngineStage, role: str, devices: int, engine: EngineCosts) -> NDArray[np.float64]:
+    def seconds(stage: EngineStage, role: str, devices: int, engine: EngineCosts) -> Floats:
         least = engine.devices_per_replica
         if not least <= devices <= num_devices:
             raise refusal(f"{role}_devices", devices, f"at least a replica ({least}), at most all ({num_devices})")
@@ -179,9 +187,7 @@ def check_planned(strategy: Strategy) -> None:
         raise refusal("strategy", strategy, f"one of {', '.join(PLANNED)}")
 
 
-def added_by_reward(
-    generation: NDArray[np.float64], judging: NDArray[np.float64], *, strategy: Strategy, last_s: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def added_by_reward(generation: Floats, judging: Floats, *, strategy: Strategy, last_s: Floats) -> Floats:
     """Return the seconds by which judging makes each wave longer than its generation: [num_waves, ...]."""
     if STRATEGIES[strategy].is_time_shared:
         return judging
@@ -204,15 +210,13 @@ def training_seconds(costs: TrainingCosts, tokens: float, pairs: float, num_devi
     return costs.num_forward_passes * costs.forward_share * pass_s, costs.base_s + pass_s
 
 
-def last_judgement_s(engine: EngineCosts | EngineLaws, job: Job) -> NDArray[np.float64]:
+def last_judgement_s(engine: EngineCosts | EngineLaws, job: Job) -> Floats:
     """Return the seconds of the last judgement, which nothing hides, of a response read and judged alone."""
     _, read, written = job.engine_role("reward")
     return np.asarray(engine.prefill_per_token_s * read.longest + engine.decode_base_s * written.mean)
 
 
-def waves_seconds(
-    engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage, num_replicas: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def waves_seconds(engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage, num_replicas: Floats) -> Floats:
     """Return the seconds of each wave of generation or reward on each number of replicas: [num_waves, num_replicas].
 
     The law of `EngineCosts` is summed over the decoding steps of the replica with the longest sequence: each sequence
@@ -223,7 +227,7 @@ def waves_seconds(
     _, read, written = job.engine_role(stage)
     num_reads, prompt_mean = 1 if stage == "generation" else job.n, read.mean
     context_tokens = prompt_mean * written.mean + (written.mean_square + written.mean) / 2
-    rows: list[NDArray[np.float64]] = []
+    rows: list[Floats] = []
     for prompts in job.wave_prompts.tolist():
         num_sequences, read_tokens = prompts * job.n, prompts * num_reads * prompt_mean
         each = np.maximum(num_sequences / num_replicas, min(1.0, num_sequences))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import Ints
 
 WORK = {"gen": "generation", "reward": "reward", "prepare": "preparation", "train": "training", "sync": "weight_sync"}
 """Columns of work by the stage of a device, in the order of a step."""
@@ -131,7 +132,7 @@ class Ledger:
             widths = np.diff(cuts)
             labels = [_stages(row, cuts) for row in step.controllers]
             held_up_by = np.min(labels, axis=0) if labels else np.full(len(widths), _NO_STAGE)
-            by_role: dict[str, list[NDArray[np.intp]]] = {}
+            by_role: dict[str, list[Ints]] = {}
             for name, row in rows.items():
                 by_role.setdefault(_role(name), []).append(_stages(row, cuts))
             for role, stages in by_role.items():
@@ -235,7 +236,7 @@ def _role(name: str) -> str:
     return kind if number.isdecimal() and kind else name
 
 
-def _stages(row: Sequence[tuple[str, int, int]], cuts: NDArray[np.int64]) -> NDArray[np.intp]:
+def _stages(row: Sequence[tuple[str, int, int]], cuts: NDArray[np.int64]) -> Ints:
     """Return the stage between each two cuts, as an index into `_STAGES`; unknown stages count as none."""
     stages = np.full(len(cuts) - 1, _NO_STAGE, dtype=np.intp)
     for stage, start, stop in sorted(row, key=lambda interval: interval[1]):
@@ -245,7 +246,7 @@ def _stages(row: Sequence[tuple[str, int, int]], cuts: NDArray[np.int64]) -> NDA
     return stages
 
 
-def _causes(role: str, held_up_by: NDArray[np.intp], any_busy: NDArray[np.bool_]) -> NDArray[np.intp]:
+def _causes(role: str, held_up_by: Ints, any_busy: NDArray[np.bool_]) -> Ints:
     """Return the column of a role's idle devices between each two cuts."""
     reasons = _CAUSE_BY_ROLE.get(role, {})
     causes = [stage if stage in _NAMED else reasons.get(stage, "unassigned") for stage in _STAGES]

@@ -15,6 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from gcore_placement.errors import PlacementError, refusal
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+
 
 def check_positive(field: str, value: object) -> None:
     """Check that `value` is an integer of at least 1."""
@@ -36,7 +39,7 @@ def check_share(field: str, value: float) -> None:
         raise refusal(field, value, "a number above 0, at most 1")
 
 
-def check_amounts(field: str, values: ArrayLike) -> NDArray[np.float64]:
+def check_amounts(field: str, values: ArrayLike) -> Floats:
     """Return finite numbers of at least 0 as float64 of the same shape; an error names the first wrong index."""
     try:
         amounts = np.asarray(values, dtype=np.float64)
@@ -50,7 +53,7 @@ def check_amounts(field: str, values: ArrayLike) -> NDArray[np.float64]:
     return amounts
 
 
-def check_amount_list(field: str, values: ArrayLike) -> NDArray[np.float64]:
+def check_amount_list(field: str, values: ArrayLike) -> Floats:
     """Return such numbers as float64 [num_items]."""
     amounts = check_amounts(field, values)
     if amounts.ndim != 1:
@@ -58,7 +61,7 @@ def check_amount_list(field: str, values: ArrayLike) -> NDArray[np.float64]:
     return amounts
 
 
-def check_lengths(field: str, values: ArrayLike) -> NDArray[np.float64]:
+def check_lengths(field: str, values: ArrayLike) -> Floats:
     """Return whole numbers of tokens as float64 of the same shape."""
     lengths = check_amounts(field, values)
     fractions = lengths != np.floor(lengths)
@@ -91,13 +94,13 @@ _EDGES = np.concatenate([np.linspace(0, 1, 513)[:-1], 1 - 2.0 ** -np.arange(10, 
 _MIDDLES = (_EDGES[1:] + _EDGES[:-1]) / 2
 
 
-def normal_quantiles(probabilities: NDArray[np.float64]) -> NDArray[np.float64]:
+def normal_quantiles(probabilities: Floats) -> Floats:
     """Return the quantiles of a standard normal variable, of the shape of the probabilities."""
     return np.vectorize(NormalDist().inv_cdf, otypes=[np.float64])(probabilities)
 
 
 @cache
-def _deviations() -> NDArray[np.float64]:
+def _deviations() -> Floats:
     return normal_quantiles(_MIDDLES)
 
 
@@ -105,9 +108,9 @@ def _deviations() -> NDArray[np.float64]:
 class Lengths:
     """A distribution over tokens, as rising values and their weights; use `log_normal` or `recorded`."""
 
-    values: NDArray[np.float64]
+    values: Floats
     """[num_values], rising."""
-    edges: NDArray[np.float64]
+    edges: Floats
     """[num_values + 1]: value i stands for probabilities from edge i to edge i + 1."""
 
     @classmethod
@@ -293,7 +296,7 @@ class TransformerWorkload:
         """The attention term of `flops`, per pair of a query token and a key token it attends to."""
         return float(FORWARD_AND_BACKWARD * 4 * self.num_hidden_layers * self.query_size)
 
-    def flops(self, lengths: ArrayLike) -> NDArray[np.float64]:
+    def flops(self, lengths: ArrayLike) -> Floats:
         """Return the model FLOPs of a forward and backward pass over sequences that attend only to themselves.
 
         For a sequence of L tokens, with h = hidden_size, i = intermediate_size, n = num_hidden_layers,
@@ -317,7 +320,7 @@ class TransformerWorkload:
         tokens = check_lengths("lengths", lengths)
         return self._flops(tokens=tokens, pairs=tokens * (tokens + 1) / 2)
 
-    def group_flops(self, prompt_length: ArrayLike, response_lengths: ArrayLike) -> NDArray[np.float64]:
+    def group_flops(self, prompt_length: ArrayLike, response_lengths: ArrayLike) -> Floats:
         """Return the model FLOPs of a training pass over groups whose responses share a prompt computed once.
 
         With P prompt tokens and responses of R_1 ... R_n tokens, the formula of `flops` over P + sum R_j tokens and
@@ -344,7 +347,7 @@ class TransformerWorkload:
         pairs = prompts * (prompts + 1) / 2 + prompts * responses.sum(axis=-1) + within_responses
         return self._flops(tokens=tokens, pairs=pairs)
 
-    def _flops(self, *, tokens: NDArray[np.float64], pairs: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _flops(self, *, tokens: Floats, pairs: Floats) -> Floats:
         return np.asarray(self.flops_per_token * tokens + self.flops_per_attended_pair * pairs, dtype=np.float64)
 
 

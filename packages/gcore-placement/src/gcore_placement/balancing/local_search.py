@@ -1,21 +1,23 @@
 """Bounded local search: exchanges between parts until the heaviest cannot be made lighter."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from gcore_placement.quantities import Floats, Ints
 
 NOTHING = -1
 """Marks an exchange that gives an item away and takes none back."""
 
 
-def sum_per_part(part_of: NDArray[np.intp], amounts: NDArray[np.float64], num_parts: int) -> NDArray[np.float64]:
+def sum_per_part(part_of: Ints, amounts: Floats, num_parts: int) -> Floats:
     """Return the summed amounts of the items in each part: [num_parts]."""
     return np.asarray(np.bincount(part_of, weights=amounts, minlength=num_parts), dtype=np.float64)
 
 
-def by_part(part_of: NDArray[np.intp], num_parts: int) -> NDArray[np.intp]:
+def by_part(part_of: Ints, num_parts: int) -> Ints:
     """Return the items sorted by their part, ties by index."""
     # Two bytes are sorted by radix, many times as fast.
     keys = part_of.astype(np.uint16) if num_parts <= 1 << 16 else part_of
@@ -24,56 +26,39 @@ def by_part(part_of: NDArray[np.intp], num_parts: int) -> NDArray[np.intp]:
 
 @dataclass(kw_only=True)
 class Assignment:
-    """Items in parts, mutable: `apply` keeps `part_of`, `loads` and `filled` in step.
+    """Items in parts, mutable: `apply` keeps `part_of`, `loads` and `filled` in step."""
 
-    Attributes:
-        costs: [num_items], falling, in [0, 1], which lets a part's number and a cost share one sort key.
-        weights: [num_items], what an item takes of its part's capacity.
-        capacity: bound on the summed weights of each part.
-        part_of: [num_items], the part of each item.
-        loads: [num_parts], the summed costs of each part.
-        filled: [num_parts], the summed weights of each part.
-    """
-
-    costs: NDArray[np.float64]
-    weights: NDArray[np.float64]
+    costs: Floats
+    """[num_items], falling, in [0, 1], which lets a part's number and a cost share one sort key."""
+    weights: Floats
+    """[num_items], what an item takes of its part's capacity."""
     capacity: float
-    part_of: NDArray[np.intp]
-    loads: NDArray[np.float64]
-    filled: NDArray[np.float64]
+    """Bound on the summed weights of each part."""
+    part_of: Ints
+    """[num_items], the part of each item."""
+    num_parts: int
+    loads: Floats = field(init=False)
+    """[num_parts], the summed costs of each part."""
+    filled: Floats = field(init=False)
+    """[num_parts], the summed weights of each part."""
 
-    @classmethod
-    def of(
-        cls,
-        part_of: NDArray[np.intp],
-        *,
-        costs: NDArray[np.float64],
-        weights: NDArray[np.float64],
-        capacity: float,
-        num_parts: int,
-    ) -> "Assignment":
-        return cls(
-            costs=costs,
-            weights=weights,
-            capacity=capacity,
-            part_of=part_of,
-            loads=sum_per_part(part_of, costs, num_parts),
-            filled=sum_per_part(part_of, weights, num_parts),
-        )
+    def __post_init__(self) -> None:
+        self.loads = sum_per_part(self.part_of, self.costs, self.num_parts)
+        self.filled = sum_per_part(self.part_of, self.weights, self.num_parts)
 
     @property
     def makespan(self) -> float:
         """The load of the heaviest part."""
         return float(self.loads.max())
 
-    def parts(self, index_of: NDArray[np.intp]) -> list[NDArray[np.intp]]:
+    def parts(self, index_of: Ints) -> list[Ints]:
         """Return the items of each part by their caller's index `index_of` [num_items], ascending."""
         part_of = np.empty_like(self.part_of)
         part_of[index_of] = self.part_of
         counts = np.bincount(part_of, minlength=len(self.loads))
         return np.split(by_part(part_of, len(self.loads)), np.cumsum(counts)[:-1])
 
-    def sample(self, per_part: int, *, first: int) -> "tuple[Assignment, NDArray[np.intp]]":
+    def sample(self, per_part: int, *, first: int) -> "tuple[Assignment, Ints]":
         """Return about `per_part` items of each part, evenly spaced by cost, and their indices; the others stay fixed.
 
         Args:
@@ -85,14 +70,8 @@ class Assignment:
         rank = np.arange(len(order)) - np.repeat(starts, counts)
         stride = np.repeat(np.maximum(counts // per_part, 1), counts)
         items = np.sort(order[rank % stride == first % stride])
-        sampled = Assignment(
-            costs=self.costs[items],
-            weights=self.weights[items],
-            capacity=self.capacity,
-            part_of=self.part_of[items],
-            loads=self.loads,
-            filled=self.filled,
-        )
+        sampled = replace(self, costs=self.costs[items], weights=self.weights[items], part_of=self.part_of[items])
+        sampled.loads, sampled.filled = self.loads, self.filled
         return sampled, items
 
     def apply(self, exchanges: "Exchanges") -> None:
@@ -107,17 +86,17 @@ class Assignment:
         self.filled[heavy] -= weight_shift
         self.filled[light] += weight_shift
 
-    def shift(self, given: NDArray[np.intp], taken: NDArray[np.intp]) -> NDArray[np.float64]:
+    def shift(self, given: Ints, taken: Ints) -> Floats:
         """Return the load that exchanges take from the heavy part to the light one: [num_pairs]."""
         return _shift(self.costs, given, taken)
 
 
-Exchanges = tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]
+Exchanges = tuple[Ints, Ints, Ints, Ints]
 """Heavy and light parts, [num_pairs], and the items that a heavy part gives and takes, [num_pairs, num_items]; these
 may be NOTHING. The load that is shifted is above 0, and below the gap between the two parts."""
 
 
-def _shift(amounts: NDArray[np.float64], given: NDArray[np.intp], taken: NDArray[np.intp]) -> NDArray[np.float64]:
+def _shift(amounts: Floats, given: Ints, taken: Ints) -> Floats:
     return amounts[given].sum(axis=1) - np.where(taken == NOTHING, 0.0, amounts[taken]).sum(axis=1)
 
 
@@ -132,7 +111,7 @@ class ExchangeSearch:
         self._assignment = assignment
         self._order = np.arange(len(assignment.costs))[::-1]
 
-    def best(self, heavy: NDArray[np.intp], light: NDArray[np.intp]) -> Exchanges:
+    def best(self, heavy: Ints, light: Ints) -> Exchanges:
         """The best exchange of each pair `heavy[i]`, `light[i]`; pairs without one that helps are left out."""
         state = self._assignment
         keys = self._sort_by_part_then_cost()
@@ -168,15 +147,8 @@ class ExchangeSearch:
         return heavy[best], light[best], given[best, None], taken[best, None]
 
     def _miss(
-        self,
-        heavy: NDArray[np.intp],
-        light: NDArray[np.intp],
-        given: NDArray[np.intp],
-        taken: NDArray[np.intp],
-        half_gap: NDArray[np.float64],
-        *,
-        possible: NDArray[np.bool_],
-    ) -> NDArray[np.float64]:
+        self, heavy: Ints, light: Ints, given: Ints, taken: Ints, half_gap: Floats, *, possible: NDArray[np.bool_]
+    ) -> Floats:
         """[num_queries], how far the load shifted is from half the gap; infinite where the exchange would not help."""
         state = self._assignment
         shift = state.shift(given[:, None], taken[:, None])
@@ -186,7 +158,7 @@ class ExchangeSearch:
         helps = (shift > 0) & (shift < 2 * half_gap)
         return np.where(possible & fits & helps, np.abs(shift - half_gap), np.inf)
 
-    def _sort_by_part_then_cost(self) -> NDArray[np.float64]:
+    def _sort_by_part_then_cost(self) -> Floats:
         """Sorts `_order` again and returns its keys; few items have moved since, which a stable sort is quick at."""
         keys = 2 * self._assignment.part_of[self._order] + self._assignment.costs[self._order]
         resort = np.argsort(keys, kind="stable")
@@ -204,9 +176,7 @@ GOLDEN = 0.6180339887498949
 """Multiples of it, without their whole part, are spread evenly over [0, 1]."""
 
 
-def swap_pairs(
-    assignment: Assignment, heavy: NDArray[np.intp], light: NDArray[np.intp], *, target: float, number: int
-) -> None:
+def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: float, number: int) -> None:
     """Make the best exchange of two items for two of each pair `heavy[i]`, `light[i]`, in place.
 
     Every sum of two items of the heavy part looks up, by bisection in the sorted sums of the light part, the one that
@@ -232,7 +202,7 @@ def swap_pairs(
     phase = number * GOLDEN % 1
     one, two = np.triu_indices(size, 1)
 
-    def sums_of(parts: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
+    def sums_of(parts: Ints) -> tuple[Ints, Ints, Floats]:
         """Both items of every sum, and the sums, [num_pairs, num_sums]; 4, more than any, where there are none."""
         place = ((np.arange(size) + phase) * np.maximum(counts[parts] / size, 1)[:, None]).astype(np.intp)
         exists = place < counts[parts][:, None]

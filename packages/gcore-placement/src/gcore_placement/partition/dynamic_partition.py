@@ -5,11 +5,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.errors import refusal
 from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, stage_seconds
-from gcore_placement.quantities import Amount, Checked, Positive, check_above_0
+from gcore_placement.quantities import Amount, Checked, Floats, Positive, check_above_0
 
 NUM_ROUNDS = 21
 """Rounds to remember; noise is estimated from the changes between them."""
@@ -19,7 +18,7 @@ _NORMAL_MEDIAN = 0.6745
 _WORK, _FLOOR, _CORRECTION, _DEVICES, _SIZE = slice(0, 2), slice(2, 4), slice(4, 6), 6, 7
 """Columns of a row: work for a size of 1, as a model has it; floors; corrections; the policy's devices; the size."""
 
-Load = tuple[NDArray[np.float64], NDArray[np.float64]]
+Load = tuple[Floats, Floats]
 """[R] device-seconds of work, and [R] seconds that devices do not shorten."""
 
 
@@ -44,7 +43,7 @@ class LoadHistory:
         self.rows = [*self.rows[1 - NUM_ROUNDS :], row]
 
     @property
-    def corrections(self) -> NDArray[np.float64]:
+    def corrections(self) -> Floats:
         """[R], median corrections of the model's work."""
         return self._medians(_CORRECTION) if self.rows else np.ones(2)
 
@@ -57,7 +56,7 @@ class LoadHistory:
         last = np.array(self.rows[-1])
         return self._load(last[_WORK], last[_FLOOR])
 
-    def noise(self) -> NDArray[np.float64]:
+    def noise(self) -> Floats:
         """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
         rows = np.array(self.rows)
         work, size = rows[:, _WORK], rows[:, _SIZE]
@@ -79,7 +78,7 @@ class LoadHistory:
         off = np.abs(np.log(last[_WORK] / settled))
         return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
 
-    def _load(self, work: NDArray[np.float64], floor: NDArray[np.float64]) -> Load:
+    def _load(self, work: Floats, floor: Floats) -> Load:
         return work * self.corrections * self._usual_size(), floor
 
     def _usual_size(self) -> float:
@@ -87,7 +86,7 @@ class LoadHistory:
         size = np.array(self.rows)[:, _SIZE]
         return float(size @ size / size.sum())
 
-    def _medians(self, columns: slice) -> NDArray[np.float64]:
+    def _medians(self, columns: slice) -> Floats:
         """Return medians over as much of the last rounds as `window` rounds of usual size: [R]."""
         rows = np.array(self.rows[::-1])
         before = np.cumsum(rows[:, _SIZE]) - rows[:, _SIZE]
@@ -95,7 +94,7 @@ class LoadHistory:
         return np.array([weighted_median(values, weights) for values in rows[:, columns].T])
 
 
-def weighted_median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+def weighted_median(values: Floats, weights: Floats) -> float:
     """Return the value below and above which half of the weight lies; the mean of two where it lies between them."""
     order = np.argsort(values, kind="stable")
     values, total = values[order], np.cumsum(weights[order])
@@ -210,7 +209,7 @@ class DynamicPartition:
         self._move(is_within_step=is_within_step)
         return self.partition
 
-    def predicted_seconds(self) -> NDArray[np.float64]:
+    def predicted_seconds(self) -> Floats:
         """Return the mean seconds of a round of usual size in each partition of `space`: [num_partitions].
 
         Raises:
@@ -238,7 +237,7 @@ class DynamicPartition:
         self._index = self.space.index(Partition(**state["partition"]))
         self._history.rows = [[float(value) for value in row] for row in state["history"]]
 
-    def _seconds(self, load: Load) -> NDArray[np.float64]:
+    def _seconds(self, load: Load) -> Floats:
         """Return mean seconds over the noise and the error of the law: [num_partitions]."""
         work, floor = load
         # [9, 1, 2] work of both roles at all pairs of nodes.
@@ -247,7 +246,7 @@ class DynamicPartition:
         seconds = stage_seconds(work * np.exp(deviation * nodes), floor, self.space.role_devices)
         return np.outer(_WEIGHTS, _WEIGHTS).ravel() @ seconds
 
-    def _nearest_best(self, seconds: NDArray[np.float64]) -> int:
+    def _nearest_best(self, seconds: Floats) -> int:
         fastest = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-12))
         return int(fastest[np.abs(fastest - self._index).argmin()])
 

@@ -6,11 +6,11 @@ from functools import cached_property
 from math import lcm
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from gcore_placement.costs import EngineCosts
 from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.quantities import Amount, Checked, Positive
+from gcore_placement.quantities import Amount, Checked, Floats, Positive
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -96,7 +96,7 @@ class PartitionSpace(Checked):
         return tuple(found)
 
     @cached_property
-    def role_devices(self) -> NDArray[np.float64]:
+    def role_devices(self) -> Floats:
         """[num_partitions, 2] devices of the policy and of the reward."""
         return np.array([[p.policy_devices, p.reward_devices] for p in self.partitions], dtype=np.float64)
 
@@ -197,6 +197,6 @@ def engine_load(costs: EngineCosts, work: EngineWork) -> tuple[float, float]:
     return replica_s * costs.devices_per_replica, costs.decode_base_s * work.longest
 
 
-def stage_seconds(work_R: ArrayLike, floor_R: ArrayLike, devices_PR: NDArray[np.float64]) -> NDArray[np.float64]:
+def stage_seconds(work_R: ArrayLike, floor_R: ArrayLike, devices_PR: Floats) -> Floats:
     """Return the seconds until both roles are done in each partition: [num_partitions]."""
     return np.max(np.asarray(floor_R) + np.asarray(work_R) / devices_PR, axis=-1)

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import EngineLaws, times
 from gcore_placement.forecast import EngineStage, last_judgement_s, waves_seconds
 from gcore_placement.planning.layouts import Setting, divides_heads, powers
-from gcore_placement.quantities import Lengths
+from gcore_placement.quantities import Floats, Lengths
 from gcore_placement.workload.model_shape import ModelShape
 
 _FLOPS_PER_WEIGHT = 2
@@ -28,7 +27,7 @@ class EngineRoofline:
     compute_bytes: int
     efficiency: Efficiency
 
-    def laws(self, max_num_seqs: NDArray[np.float64]) -> EngineLaws:
+    def laws(self, max_num_seqs: Floats) -> EngineLaws:
         """Return the replica's laws for several maxima of running sequences, each linear in the number that runs.
 
         A law goes through `decode_s` at one sequence and at its most. Between them `decode_s` of a dense model is at
@@ -71,7 +70,7 @@ class EngineRoofline:
         steady = prompt_lengths.mean + response_lengths.mean_square / (2 * response_lengths.mean)
         return max(steady, response_lengths.most_alive(prompt_lengths.mean)) * self.kv_token_bytes
 
-    def decode_s(self, num_seqs: NDArray[np.float64]) -> NDArray[np.float64]:
+    def decode_s(self, num_seqs: Floats) -> Floats:
         """Return the seconds of a step in which each sequence gets a token, without reading their keys and values.
 
         The weights are read (of experts, those that a token goes to) and multiplied by, see `Efficiency.overlap`; two
@@ -126,9 +125,9 @@ class Engines:
     longest_bytes: float
     """Keys and values of the longest sequence."""
     laws: EngineLaws
-    waves_s: NDArray[np.float64]
+    waves_s: Floats
     """[num_waves, num_replicas] seconds."""
-    last_s: NDArray[np.float64]
+    last_s: Floats
     """Seconds of the last judgement; 0 for a policy."""
 
     @property

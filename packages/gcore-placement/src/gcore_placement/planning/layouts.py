@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.forecast import Correction, Job
+from gcore_placement.quantities import Floats
 from gcore_placement.workload.model_shape import ModelShape
 
 Backend = Literal["torch", "megatron"]
@@ -54,12 +55,12 @@ class TrainingLayouts:
 
     sharded: NDArray[np.bool_]
     """ZeRO-3: the torch backend."""
-    tp: NDArray[np.float64]
-    pp: NDArray[np.float64]
-    cp: NDArray[np.float64]
-    dp: NDArray[np.float64]
+    tp: Floats
+    pp: Floats
+    cp: Floats
+    dp: Floats
     recompute: NDArray[np.bool_]
-    max_tokens: NDArray[np.float64]
+    max_tokens: Floats
 
     def __len__(self) -> int:
         return self.tp.size
@@ -81,7 +82,7 @@ class TrainingLayouts:
         return _from_rows([(layout.backend == "torch", *astuple(layout)[1:]) for layout in layouts])
 
     @property
-    def num_devices(self) -> NDArray[np.float64]:
+    def num_devices(self) -> Floats:
         return self.tp * self.pp * self.cp * self.dp
 
 
@@ -157,7 +158,7 @@ _MAX_LOGITS = 1 << 24
 _LOGITS_COPIES = 3
 """Float32 arrays of a chunk that are alive at once: log-probabilities, and two for their gradient."""
 
-Bytes = Mapping[str, NDArray[np.float64]]
+Bytes = Mapping[str, Floats]
 """Bytes of a device by part."""
 
 
@@ -191,8 +192,8 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
     # Where products are in float32, weights are their own masters.
     masters = 2 * MASTER_BYTES + (MASTER_BYTES if compute_bytes != MASTER_BYTES else 0)
     weights = gradients = optimizer = np.zeros(len(layouts))
-    gathered: list[NDArray[np.float64]] = []
-    kept: list[NDArray[np.float64]] = []
+    gathered: list[Floats] = []
+    kept: list[Floats] = []
     for model in job.trained:
         held = _held(model, layouts)
         weights = weights + np.where(layouts.sharded, MASTER_BYTES * held / ranks, compute_bytes * held)
@@ -227,17 +228,17 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
     }
 
 
-def resident_state(parts: Bytes) -> NDArray[np.float64]:
+def resident_state(parts: Bytes) -> Floats:
     """Return the part of `training_memory` that stays between steps unless it is moved to the host."""
     return parts["weights"] + parts["gradients"] + parts["optimizer"] + parts["reference"]
 
 
-def total(parts: Bytes) -> NDArray[np.float64]:
+def total(parts: Bytes) -> Floats:
     """Return the sum of all parts."""
     return np.sum(list(parts.values()), axis=0)
 
 
-def _held(model: ModelShape, layouts: TrainingLayouts) -> NDArray[np.float64]:
+def _held(model: ModelShape, layouts: TrainingLayouts) -> Floats:
     """Return the parameters of the heaviest stage on a tensor-parallel rank: whole layers, and embedding or head."""
     layers = np.ceil(model.workload.num_hidden_layers / layouts.pp)
     one_table = model.workload.hidden_size * (model.workload.vocab_size + 1)

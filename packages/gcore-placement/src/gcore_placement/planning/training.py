@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import TrainingLaws
@@ -17,6 +16,7 @@ from gcore_placement.planning.layouts import (
     training_layouts,
     training_memory,
 )
+from gcore_placement.quantities import Floats
 
 _FORWARD = 1 / 3
 """Share of the forward pass in the FLOPs of a forward and a backward pass."""
@@ -53,7 +53,7 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     bubble = 1 + (pp - 1) / micro_batches
     passes = np.where(layouts.recompute, 3.0, 2.0)
 
-    def rate(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+    def rate(sizes: Floats) -> Floats:
         """Return the bytes per second of each device in groups of these sizes."""
         return np.array([cluster.link_bytes_per_s(int(size)) for size in sizes]) * efficiency.links
 

@@ -3,23 +3,23 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts
+from gcore_placement.quantities import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Requests:
     """Requests to many replicas, each replica's in order of arrival."""
 
-    replica: NDArray[np.intp]
-    arrival: NDArray[np.float64]
+    replica: Ints
+    arrival: Floats
     """Seconds; of a replica's requests rising."""
-    prefill: NDArray[np.float64]
+    prefill: Floats
     """Tokens to compute before the first is decoded."""
-    context: NDArray[np.float64]
+    context: Floats
     """Tokens that the sequence holds when it starts."""
-    length: NDArray[np.float64]
+    length: Floats
     """Tokens to decode, at least 1."""
 
 
@@ -27,12 +27,12 @@ class Requests:
 class EngineRun:
     """When requests were done, and when replicas were busy."""
 
-    finish: NDArray[np.float64]
+    finish: Floats
     """Seconds at which each was done."""
-    busy_replica: NDArray[np.intp]
+    busy_replica: Ints
     """The replica of each stretch of time in which it had something to do."""
-    busy_from: NDArray[np.float64]
-    busy_to: NDArray[np.float64]
+    busy_from: Floats
+    busy_to: Floats
 
 
 def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> EngineRun:
@@ -57,7 +57,7 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     return batch.result()
 
 
-def _run_together(costs: EngineCosts, counts: NDArray[np.intp], requests: Requests) -> EngineRun:
+def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> EngineRun:
     """Simulate in closed form the case in which all requests of a replica start together and none waits."""
     order = np.lexsort((requests.length, requests.replica))
     used = np.flatnonzero(counts)
@@ -65,12 +65,12 @@ def _run_together(costs: EngineCosts, counts: NDArray[np.intp], requests: Reques
     starts = ends - counts[used]
     length = requests.length[order]
 
-    def up_to(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def up_to(values: Floats) -> Floats:
         """Sum over the requests of the same replica that end no later: [Q]."""
         total = np.cumsum(values)
         return total - np.repeat(total[starts] - values[starts], counts[used])
 
-    def from_here(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def from_here(values: Floats) -> Floats:
         """Sum over the requests of the same replica that end no earlier: [Q]."""
         return np.repeat(np.add.reduceat(values, starts), counts[used]) - up_to(values) + values
 
@@ -90,9 +90,7 @@ def _run_together(costs: EngineCosts, counts: NDArray[np.intp], requests: Reques
 class _Batch:
     """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
 
-    def __init__(
-        self, costs: EngineCosts, requests: Requests, order: NDArray[np.intp], counts: NDArray[np.intp]
-    ) -> None:
+    def __init__(self, costs: EngineCosts, requests: Requests, order: Ints, counts: Ints) -> None:
         self._costs = costs
         self._order = order
         # After the last request stands one that never arrives.
@@ -120,7 +118,7 @@ class _Batch:
         """The slot whose sequence ends next."""
         self._finish = np.empty(len(order))
         self._busy_since = np.zeros(num_replicas)
-        self._stretches: list[tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]]] = []
+        self._stretches: list[tuple[Ints, Floats, Floats]] = []
 
     def advance(self) -> None:
         """Advance each replica to its next event: the start or the end of one sequence."""
@@ -147,7 +145,7 @@ class _Batch:
         replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
         return EngineRun(finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
 
-    def _complete(self, replicas: NDArray[np.intp], steps: NDArray[np.float64], duration: NDArray[np.float64]) -> None:
+    def _complete(self, replicas: Ints, steps: Floats, duration: Floats) -> None:
         running, slot = self._running[replicas], self._first[replicas]
         time = self._time[replicas] + duration
         self._time[replicas] = time
@@ -172,7 +170,7 @@ class _Batch:
         is_idle = (after == self._end[empty]) | (self._arrival[after] >= time)
         self._stretches.append((empty[is_idle], self._busy_since[empty[is_idle]], time[is_idle]))
 
-    def _start(self, replicas: NDArray[np.intp], arrival: NDArray[np.float64]) -> None:
+    def _start(self, replicas: Ints, arrival: Floats) -> None:
         slot, held, time = self._running[replicas], self._held[replicas], self._time[replicas]
         running = slot.astype(np.float64)
         was_idle = (slot == 0) & (arrival >= time)

@@ -85,10 +85,7 @@ SCENARIOS = {
         _STEADY,
         # Reasoning grows and prompts get easy or stay too hard; the judge's answers stay as they are.
         replace(
-            _STEADY,
-            name="growing",
-            response_median=Drift(first=1000, last=4000),
-            acceptance=Drift(first=0.8, last=0.4),
+            _STEADY, name="growing", response_median=Drift(first=1000, last=4000), acceptance=Drift(first=0.8, last=0.4)
         ),
         # The judge is given longer rubrics, or learns to reason.
         replace(_STEADY, name="judge_grows", judge_median=Drift(first=300, last=2400)),

@@ -6,7 +6,6 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.errors import refusal
@@ -14,6 +13,7 @@ from gcore_placement.forecast import training_seconds
 from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.dynamic_partition import DynamicPartition, DynamicPartitionConfig
 from gcore_placement.partition.space import EngineWork, Partition, PartitionSpace, RoleLoad, engine_load
+from gcore_placement.quantities import Floats
 from gcore_placement.simulation.waves import (
     Moved,
     WaveOutcome,
@@ -306,10 +306,10 @@ class Simulator:
         self._progress(len(unknown))
 
     @cached_property
-    def _least_s(self) -> NDArray[np.float64]:
+    def _least_s(self) -> Floats:
         """[num_waves, num_partitions], a lower bound of a wave's seconds; the exact seconds once they are known."""
         policy_P = [p.policy_replicas for p in self.space.partitions]
-        rows: list[NDArray[np.float64]] = []
+        rows: list[Floats] = []
         for wave in self._waves:
             read_GN, written_GN = wave.prompt_length[:, None] + wave.response_length, wave.judge_length
             judging = EngineWork(
@@ -325,7 +325,7 @@ class Simulator:
         return np.array(rows)
 
 
-def _least_generating_s(costs: EngineCosts, policy_replicas: Sequence[int], wave: Wave) -> NDArray[np.float64]:
+def _least_generating_s(costs: EngineCosts, policy_replicas: Sequence[int], wave: Wave) -> Floats:
     """Return a lower bound of the seconds in which the policy's replicas finish a wave: [num_partitions].
 
     A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response; every

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.partition.space import EngineWork, Partition
+from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests, run_replicas
 from gcore_placement.workload.traces import Wave
 
@@ -17,8 +17,8 @@ def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
 
     So most groups stay together, and on each replica a group's prompt is computed once.
     """
-    parts: list[tuple[NDArray[np.float64], ...]] = []
-    replicas: list[NDArray[np.intp]] = []
+    parts: list[tuple[Floats, ...]] = []
+    replicas: list[Ints] = []
     for number, wave in enumerate(waves):
         num_groups, n = wave.response_length.shape
         index = np.arange(num_groups * n)
@@ -29,15 +29,11 @@ def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
         parts.append((np.where(is_first, prompt, 0.0), prompt, wave.response_length.ravel()))
     prefill, context, length = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Requests(
-        replica=np.concatenate(replicas),
-        arrival=np.zeros(len(length)),
-        prefill=prefill,
-        context=context,
-        length=length,
+        replica=np.concatenate(replicas), arrival=np.zeros(len(length)), prefill=prefill, context=context, length=length
     )
 
 
-def judge_requests(waves: Sequence[Wave], ready_Q: NDArray[np.float64], num_replicas: int) -> Requests:
+def judge_requests(waves: Sequence[Wave], ready_Q: Floats, num_replicas: int) -> Requests:
     """Return the judgements, dealt in turn to a wave's replicas as responses finish; each reads prompt and response."""
     wave_Q = np.repeat(np.arange(len(waves)), [wave.response_length.size for wave in waves])
     read = np.concatenate([(w.prompt_length[:, None] + w.response_length).ravel() for w in waves])
@@ -53,13 +49,13 @@ def judge_requests(waves: Sequence[Wave], ready_Q: NDArray[np.float64], num_repl
     )
 
 
-def wave_starts(waves: Sequence[Wave]) -> NDArray[np.intp]:
+def wave_starts(waves: Sequence[Wave]) -> Ints:
     """Return the index of the first request of each wave: [W]."""
     sizes = np.array([wave.response_length.size for wave in waves])
     return np.cumsum(sizes) - sizes
 
 
-def context_tokens(requests: Requests) -> NDArray[np.float64]:
+def context_tokens(requests: Requests) -> Floats:
     """Return the sum over a request's tokens of the tokens that its sequence holds: [Q]."""
     return requests.context * requests.length + requests.length**2 / 2
 
@@ -221,14 +217,14 @@ def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) 
         requests.arrival[is_late] = np.maximum(requests.arrival[is_late], late_s)
 
 
-def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: NDArray[np.float64]) -> NDArray[np.float64]:
+def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     """Return the busy seconds of each wave's replicas up to a moment, summed: [W]."""
     wave_I = run.busy_replica // replicas_per_wave
     seconds_I = np.maximum(np.minimum(run.busy_to, until_W[wave_I]) - run.busy_from, 0.0)
     return np.asarray(np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64)
 
 
-def _alone_s(costs: EngineCosts, requests: Requests) -> NDArray[np.float64]:
+def _alone_s(costs: EngineCosts, requests: Requests) -> Floats:
     """Return the seconds of each request if nothing else ran: [Q]."""
     return (
         (costs.decode_base_s + costs.decode_per_sequence_s) * requests.length
@@ -237,7 +233,7 @@ def _alone_s(costs: EngineCosts, requests: Requests) -> NDArray[np.float64]:
     )
 
 
-def _works(requests: Requests, starts: NDArray[np.intp]) -> list[EngineWork]:
+def _works(requests: Requests, starts: Ints) -> list[EngineWork]:
     """Return the work of each wave; requests are in order of waves."""
     sums = [
         np.add.reduceat(values, starts).tolist()

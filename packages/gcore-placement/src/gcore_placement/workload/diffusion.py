@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from gcore_placement.errors import refusal
-from gcore_placement.quantities import FORWARD_AND_BACKWARD, Checked, Positive, check_lengths, check_positive
+from gcore_placement.quantities import FORWARD_AND_BACKWARD, Checked, Floats, Positive, check_lengths, check_positive
 
 Architecture = Literal["dit", "mmdit"]
 
@@ -66,7 +66,7 @@ class DiffusionWorkload(Checked):
         num_timesteps: ArrayLike = 1,
         classifier_free_guidance: bool = False,
         backward: bool = False,
-    ) -> NDArray[np.float64]:
+    ) -> Floats:
         """Model FLOPs of the transformer over latents, of any shapes that broadcast.
 
         With N = heights * widths image and T text tokens, h = hidden_size, m = mlp_ratio, a latent takes at each of its
@@ -105,7 +105,7 @@ class DiffusionWorkload(Checked):
         passes = timesteps * (2 if classifier_free_guidance else 1) * (FORWARD_AND_BACKWARD if backward else 1)
         return np.asarray(passes * self._forward(rows * columns, text), dtype=np.float64)
 
-    def _forward(self, image: NDArray[np.float64], text: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _forward(self, image: Floats, text: Floats) -> Floats:
         """FLOPs of one timestep: 2 for each weight and what it is applied to, and the attention."""
         h, m, layers, patch = self.hidden_size, self.mlp_ratio, self.num_layers, self.patch_size**2
         of_image = layers * (4 + 2 * m) * h**2 + patch * h * (self.in_channels + self.out_channels)

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.errors import refusal
-from gcore_placement.quantities import TransformerWorkload, required
+from gcore_placement.quantities import Floats, TransformerWorkload, required
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
@@ -110,7 +109,7 @@ class ModelShape:
         mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
         return outside + -(-mlps // w.num_hidden_layers)
 
-    def parameters_read(self, num_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+    def parameters_read(self, num_tokens: Floats) -> Floats:
         """Return the parameters that forward passes over so many tokens each read.
 
         Experts that no token goes to are not, nor, but for a row a token, embeddings that are not the head, too.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.quantities import check_above_0, normal_quantiles
+from gcore_placement.quantities import Floats, check_above_0, normal_quantiles
 from gcore_placement.workload.traces import RecordedStep, Trace, recorded_trace
 
 _NUM_QUANTILES = 4096
@@ -103,7 +103,7 @@ def step_lengths(step: SampledLengths, *, sigma: float) -> NDArray[np.int64]:
     return np.concatenate([np.sort(lengths), top])
 
 
-def _cut(lengths: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
+def _cut(lengths: Floats, limit: int) -> Floats:
     return np.clip(lengths, 1, limit)
 
 

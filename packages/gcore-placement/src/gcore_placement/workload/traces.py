@@ -16,6 +16,8 @@ from gcore_placement.quantities import (
     Above0,
     Amount,
     Checked,
+    Floats,
+    Ints,
     Positive,
     check_above_0,
     check_amounts,
@@ -33,11 +35,11 @@ _OF_RESPONSES = ("response_length", "judge_length")
 class Wave:
     """Groups that are sampled together: generated, judged, and kept or dropped."""
 
-    prompt_length: NDArray[np.float64]
+    prompt_length: Floats
     """[G]"""
-    response_length: NDArray[np.float64]
+    response_length: Floats
     """[G, N]"""
-    judge_length: NDArray[np.float64]
+    judge_length: Floats
     """[G, N]"""
 
 
@@ -59,13 +61,13 @@ class Trace:
     """[G] within its step: from 0, without gaps."""
     accepted: NDArray[np.bool_]
     """[G] whether the step trains on the group."""
-    prompt_length: NDArray[np.float64]
+    prompt_length: Floats
     """[G]"""
-    response_length: NDArray[np.float64]
+    response_length: Floats
     """[G, N]"""
-    judge_length: NDArray[np.float64]
+    judge_length: Floats
     """[G, N] of the judgement of each response."""
-    payload_bytes: NDArray[np.float64]
+    payload_bytes: Floats
     """[G], bytes of a prompt in addition to its tokens, such as images and video."""
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class Trace:
         return int(self.step[-1]) + 1
 
     @cached_property
-    def _step_bounds(self) -> NDArray[np.intp]:
+    def _step_bounds(self) -> Ints:
         return np.searchsorted(self.step, np.arange(self.num_steps + 1))
 
     def step_slice(self, step: int) -> slice:
@@ -215,7 +217,7 @@ def _waves(step: RecordedStep) -> NDArray[np.int64]:
     return np.asarray(np.searchsorted(first, np.arange(step.num_prompts), side="right") - 1, dtype=np.int64)
 
 
-def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Generator) -> Floats:
     """Return [count] whole lengths, shuffled, with the given quantiles: one from each of `count` equal shares.
 
     Raises:
@@ -248,7 +250,7 @@ class Drift:
     back_step: int | None = None
     """Step from which the value is `first` again after a jump."""
 
-    def over(self, num_steps: int) -> NDArray[np.float64]:
+    def over(self, num_steps: int) -> Floats:
         """Return the value of each step, which grows by equal ratios unless it jumps: [num_steps]."""
         if self.jump_step is not None:
             step = np.arange(num_steps)
@@ -317,9 +319,7 @@ class TraceRecipe(Checked):
         wave_G = np.repeat(np.concatenate([np.arange(len(step)) for step in waves]), groups_W)
         num_groups = len(step_G)
 
-        def drawn(
-            median: NDArray[np.float64], sigma: float, shape: tuple[int, ...], longest: int
-        ) -> NDArray[np.float64]:
+        def drawn(median: Floats, sigma: float, shape: tuple[int, ...], longest: int) -> Floats:
             own, shared = np.sqrt(1 - self.group_correlation), np.sqrt(self.group_correlation)
             deviation = own * rng.standard_normal(shape) + shared * rng.standard_normal((shape[0], 1))
             return np.clip(np.round(median[step_G, None] * np.exp(sigma * deviation)), 1, longest)
