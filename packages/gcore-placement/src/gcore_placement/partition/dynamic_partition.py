@@ -23,10 +23,7 @@ Load = tuple[Floats, Floats]
 
 
 class LoadHistory:
-    """The last rounds, mutable. A round counts by its size, so that a handful of prompts decides nothing.
-
-    Shapes: R = 2 roles, policy and reward.
-    """
+    """The last rounds, mutable, of R = 2 roles. A round counts by its size: a handful of prompts decides nothing."""
 
     def __init__(self, config: "DynamicPartitionConfig") -> None:
         self._config = config
@@ -38,9 +35,8 @@ class LoadHistory:
         if self._config.is_corrected:
             found = [load.correction(d, last) for load, d, last in zip(loads, devices, found, strict=True)]
         corrections = np.clip(found, 1 / _MAX_CORRECTION, _MAX_CORRECTION).tolist()
-        work = [load.work_device_s / size for load in loads]
-        row = [*work, *(load.floor_s for load in loads), *corrections, float(devices[0]), size]
-        self.rows = [*self.rows[1 - NUM_ROUNDS :], row]
+        work, floors = [load.work_device_s / size for load in loads], [load.floor_s for load in loads]
+        self.rows = [*self.rows[1 - NUM_ROUNDS :], [*work, *floors, *corrections, float(devices[0]), size]]
 
     @property
     def corrections(self) -> Floats:
@@ -150,27 +146,18 @@ class DynamicPartition:
     """Decides after each round which devices generate and which judge, from the measured load.
 
     The scheme of G-Core (arXiv 2507.22789): generation and reward co-exist on disjoint devices, and devices move from
-    the role that idles to the one that is busy. A round is a step, or a wave of dynamic sampling, which is a part of
-    one. Each role's time is `floor + work / devices`, corrected by what was measured; the load is the median of the
-    last rounds, with a noise estimated from their changes. The best partition is the one in which the slower role's
-    time, over that noise and what the law may be off by, is shortest in the mean. Devices move where that time falls by
-    more than a move takes, over a horizon, and only as far as it would were the medians off by their noise. So a load
-    that stays, with its noise, moves devices to the best partition and seldom after that: loads that call for a step
-    back lie beyond a band.
+    the role that idles to the one that is busy. A round is a step, or a wave of dynamic sampling. Each role's time is
+    `floor + work / devices`, corrected by what was measured; the load is the median of the last rounds, with a noise
+    estimated from their changes. The best partition is the one in which the slower role's time, over that noise and
+    what the law may be off by, is shortest in the mean. Devices move where that time falls by more than a move takes,
+    over a horizon, and only as far as it would were the medians off by their noise. So a load that stays, with its
+    noise, moves devices to the best partition and seldom after that.
 
     A last round far off the medians is an outlier or the first after a jump; the next one decides. Until then devices
     go where the worse of the two cases is least bad: where the time for either load, over the shortest for that load,
     is least. After a jump, however large, the best partition is reached in `config.jump_rounds` rounds.
 
-    Pure, deterministic, and symmetric in policy and reward.
-
-    Args:
-        space: the partitions that the cluster allows.
-        start: the first of them.
-        config: conditions under which devices move.
-
-    Raises:
-        PlacementError: `start` is not in `space`.
+    Pure, deterministic, and symmetric in policy and reward. Raises PlacementError where `start` is not in `space`.
     """
 
     def __init__(self, space: PartitionSpace, start: Partition, config: DynamicPartitionConfig | None = None) -> None:
@@ -196,13 +183,8 @@ class DynamicPartition:
         """Observe a round on the present partition; return the partition of the next.
 
         Args:
-            policy: its part of the round.
-            reward: its part.
             size: of the round in any unit, such as prompts, where rounds differ: work grows with it, floors do not.
             is_within_step: whether the next round belongs to the same step; a move then takes `move_within_s`.
-
-        Raises:
-            PlacementError: `size` is not above 0.
         """
         check_above_0("size", size)
         self._history.add((policy, reward), (self.partition.policy_devices, self.partition.reward_devices), size)
@@ -210,11 +192,7 @@ class DynamicPartition:
         return self.partition
 
     def predicted_seconds(self) -> Floats:
-        """Return the mean seconds of a round of usual size in each partition of `space`: [num_partitions].
-
-        Raises:
-            PlacementError: no round has been observed.
-        """
+        """Return the mean seconds of a round of usual size, once one was observed, by partition: [num_partitions]."""
         if not self._history.rows:
             raise refusal("observed rounds", 0, "at least 1")
         return self._seconds(self._history.settled())
@@ -229,11 +207,7 @@ class DynamicPartition:
         return {"partition": asdict(self.partition), "history": [list(row) for row in self._history.rows]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state` returned.
-
-        Raises:
-            PlacementError: its partition is not one of the cluster's, as after a change of size: start again.
-        """
+        """Continue from a `state()`; PlacementError where a cluster that has changed has no such partition."""
         self._index = self.space.index(Partition(**state["partition"]))
         self._history.rows = [[float(value) for value in row] for row in state["history"]]
 

@@ -67,10 +67,8 @@ class PartitionSpace(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.partitions:
-            least = sum(
-                limits.devices_per_replica * (limits.counts(10**12, self.unit_devices).start)
-                for limits in (self.policy, self.reward)
-            )
+            roles = (self.policy, self.reward)
+            least = sum(role.devices_per_replica * role.counts(10**12, self.unit_devices).start for role in roles)
             raise PlacementError(
                 f"num_devices is {self.num_devices}; expected at least {least}, for the fewest replicas of both roles "
                 f"in units of {self.unit_devices} devices"
@@ -83,15 +81,22 @@ class PartitionSpace(Checked):
         reward_counts = self.reward.counts(self.num_devices, self.unit_devices)
         found: list[Partition] = []
         for policy_replicas in policy_counts:
-            rest = self.num_devices - policy_replicas * self.policy.devices_per_replica
-            most = rest // self.reward.devices_per_replica
+            policy_devices = policy_replicas * self.policy.devices_per_replica
+            most = (self.num_devices - policy_devices) // self.reward.devices_per_replica
             fitting = range(reward_counts.start, min(reward_counts.stop, most + 1), reward_counts.step)
             if not fitting:
                 break
-            partition = self._partition(policy_replicas, fitting[-1])
             # Of partitions with as many judges, the one with most policy replicas leaves fewest devices unassigned.
-            if found and found[-1].reward_replicas == partition.reward_replicas:
+            if found and found[-1].reward_replicas == fitting[-1]:
                 found.pop()
+            reward_devices = fitting[-1] * self.reward.devices_per_replica
+            partition = Partition(
+                policy_replicas=policy_replicas,
+                reward_replicas=fitting[-1],
+                policy_devices=policy_devices,
+                reward_devices=reward_devices,
+                unassigned_devices=self.num_devices - policy_devices - reward_devices,
+            )
             found.append(partition)
         return tuple(found)
 
@@ -102,11 +107,9 @@ class PartitionSpace(Checked):
 
     def index(self, partition: Partition) -> int:
         """Return the index of a partition among `partitions`. Raises PlacementError if it is not one of them."""
-        try:
-            return self.partitions.index(partition)
-        except ValueError:
-            accepted = f"one of the {len(self.partitions)} that the cluster allows"
-            raise refusal("partition", partition, accepted) from None
+        if partition not in self.partitions:
+            raise refusal("partition", partition, f"one of the {len(self.partitions)} that the cluster allows")
+        return self.partitions.index(partition)
 
     def nearest(self, policy_devices: float) -> Partition:
         """Return the partition whose policy has about so many devices."""
@@ -115,17 +118,6 @@ class PartitionSpace(Checked):
     def from_data(self, data: Mapping[str, int]) -> Partition:
         """Return the partition of a mapping. Raises PlacementError if the cluster does not allow it."""
         return self.partitions[self.index(Partition(**data))]
-
-    def _partition(self, policy_replicas: int, reward_replicas: int) -> Partition:
-        policy_devices = policy_replicas * self.policy.devices_per_replica
-        reward_devices = reward_replicas * self.reward.devices_per_replica
-        return Partition(
-            policy_replicas=policy_replicas,
-            reward_replicas=reward_replicas,
-            policy_devices=policy_devices,
-            reward_devices=reward_devices,
-            unassigned_devices=self.num_devices - policy_devices - reward_devices,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +173,6 @@ def engine_load(costs: EngineCosts, work: EngineWork) -> tuple[float, float]:
     is decoded. A step's base is paid for the longest sequence, and, where sequences queue, for all tokens before it,
     `max_num_seqs` at a time; without a queue that part is small. The slower role's time by these laws is within 15 % of
     simulated waves of 256 prompts, whatever the partition, for judgements of 100 to 6000 tokens.
-
-    Args:
-        costs: costs of one replica.
-        work: work of all replicas.
 
     Returns:
         Device-seconds of work that replicas share, and seconds that more of them do not shorten.

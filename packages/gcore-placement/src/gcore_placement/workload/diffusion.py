@@ -23,9 +23,6 @@ class DiffusionWorkload(Checked):
     and text tokens with weights of their own, and joint attention (SD3; Esser et al., arXiv:2403.03206). Fields carry
     the names of diffusers' configs; every number is an integer of at least 1, but for those of the text, which are 0
     in `dit`.
-
-    Raises:
-        PlacementError: a field is out of these bounds.
     """
 
     architecture: Architecture
@@ -67,7 +64,7 @@ class DiffusionWorkload(Checked):
         classifier_free_guidance: bool = False,
         backward: bool = False,
     ) -> Floats:
-        """Model FLOPs of the transformer over latents, of any shapes that broadcast.
+        """Return the model FLOPs of the transformer over latents, of any shapes that broadcast, in the broadcast shape.
 
         With N = heights * widths image and T text tokens, h = hidden_size, m = mlp_ratio, a latent takes at each of its
         timesteps, twice with guidance and thrice with a backward pass, in each layer
@@ -83,12 +80,8 @@ class DiffusionWorkload(Checked):
             heights: rows of the latent's tokens: its pixels over `patch_size`.
             widths: columns of its tokens.
             text_tokens: of each prompt; 0 in `dit`.
-            num_timesteps: at which the transformer is computed.
             classifier_free_guidance: every timestep is computed with the prompt and without.
             backward: FLOPs of training, forward and backward; else those of sampling.
-
-        Returns:
-            FLOPs, of the broadcast shape.
 
         Raises:
             PlacementError: a number is negative, not finite or not whole, shapes do not broadcast, or `dit` has text.
