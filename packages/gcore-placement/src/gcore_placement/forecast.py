@@ -150,11 +150,8 @@ def predict_step(
 
     Args:
         num_devices: all devices; they train together.
-        policy_devices: devices that generate; all in colocated.
+        policy_devices: devices that generate, at least a replica; all in colocated.
         reward_devices: devices of the judge; all in colocated, 0 without a judge.
-
-    Raises:
-        PlacementError: the strategy is not planned, or devices do not hold one replica.
     """
     check_planned(strategy)
 
@@ -276,10 +273,7 @@ class Correction:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Load the correction of a run: its folder, its `placement.json`, or a file with `state()` alone.
-
-        Raises PlacementError where the file does not exist, or holds no such state.
-        """
+        """Load the correction of a run: its folder, its `placement.json`, or a file with `state()` alone."""
         file = Path(path) / RUN_FILE if Path(path).is_dir() else Path(path)
         found = cls()
         try:
@@ -295,10 +289,7 @@ class Correction:
         return found
 
     def observe(self, stage: Stage, *, predicted_s: float, measured_s: float) -> None:
-        """Observe the measured seconds of a kind of work, and those that the uncorrected model predicts for it.
-
-        Raises PlacementError where the stage is not known, or seconds are not finite and above 0.
-        """
+        """Observe the seconds of a kind of work, above 0: measured, and as the uncorrected model predicts them."""
         _check_stage(stage)
         check_above_0("predicted_s", predicted_s)
         check_above_0("measured_s", measured_s)
