@@ -44,7 +44,6 @@ class Candidates:
 
     @cached_property
     def _work_s(self) -> float:
-        """Device-seconds of a step's matrix products."""
         job, reached, factor = self.setting.job, self.setting.efficiency, self.setting.correction.factor
         products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / reached.training
         pairs_s = sum(m.workload.flops_per_attended_pair for m in job.trained) * job.training_pairs / reached.attention

@@ -15,7 +15,6 @@ from gcore_placement.partition.dynamic_partition import DynamicPartition, Dynami
 from gcore_placement.partition.space import EngineWork, Partition, PartitionSpace, RoleLoad, engine_load
 from gcore_placement.quantities import Floats
 from gcore_placement.simulation.waves import (
-    Moved,
     WaveOutcome,
     context_tokens,
     policy_requests,
@@ -149,13 +148,9 @@ class Simulator:
     """Simulates one trace under any strategy; work that strategies have in common is simulated once.
 
     Args:
-        trace: the work of the steps.
-        costs: costs of all roles. A generative reward is needed: without one there is nothing to partition.
-        space: the partitions that the cluster allows.
+        costs: costs of all roles, with a generative reward: without one there is nothing to partition.
+        space: the partitions that the cluster allows, of replicas as large as those of the costs.
         progress: called with the number of waves just simulated.
-
-    Raises:
-        PlacementError: `costs` has no reward, decoding takes no time, or the engines of `costs` and `space` differ.
     """
 
     def __init__(
@@ -207,9 +202,9 @@ class Simulator:
             self._simulate(range(len(self._waves)), index)
 
     def clairvoyant(self) -> StrategyRun:
-        """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
+        """Simulate the fastest partition of each wave, known in advance, with moves that take no time; exact, too.
 
-        No strategy that keeps to the space's partitions takes less in any wave. Exact, as `best_split`.
+        No strategy that keeps to the space's partitions takes less in any wave.
         """
         while True:
             chosen = self._least_s.argmin(axis=1).tolist()
@@ -249,17 +244,13 @@ class Simulator:
         for number, wave in enumerate(self._waves):
             partition = policy.partition
             if partition == before:
+                index = self.space.index(partition)
                 # The rest of its step is simulated with it.
-                end = next(end for end in self._end if end > number)
-                self._simulate(range(number, end), self.space.index(partition))
-                outcome = self._known[number, self.space.index(partition)]
+                self._simulate(range(number, next(end for end in self._end if end > number)), index)
+                outcome = self._known[number, index]
             else:
-                moved = Moved(
-                    policy_replicas=max(0, partition.policy_replicas - before.policy_replicas),
-                    reward_replicas=max(0, partition.reward_replicas - before.reward_replicas),
-                    load_s=config.move_within_s if is_within_step else config.move_s,
-                )
-                (outcome,) = simulate_waves(self.costs, [wave], partition, moved)
+                late_s = config.move_within_s if is_within_step else config.move_s
+                (outcome,) = simulate_waves(self.costs, [wave], partition, before=before, late_s=late_s)
                 self._progress(1)
             outcomes.append(outcome)
             partitions.append(partition)
@@ -328,8 +319,7 @@ class Simulator:
 def _least_generating_s(costs: EngineCosts, policy_replicas: Sequence[int], wave: Wave) -> Floats:
     """Return a lower bound of the seconds in which the policy's replicas finish a wave: [num_partitions].
 
-    A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response; every
-    token adds what it adds.
+    A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response.
     """
     least: list[float] = []
     for num_replicas in policy_replicas:

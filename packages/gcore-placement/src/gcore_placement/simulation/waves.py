@@ -70,7 +70,7 @@ class WaveOutcome:
 
     seconds: float
     device_s: dict[str, float]
-    """Device-seconds of work and idleness by the ledger's names; they add up to devices * seconds."""
+    """Device-seconds by the ledger's names of work and idleness; they add up to devices * seconds."""
     generation_s: float
     """Seconds until all was generated."""
     first_response_s: float
@@ -79,15 +79,6 @@ class WaveOutcome:
     """Seconds until all would have been judged, had each judgement had a replica to itself."""
     policy_work: EngineWork
     reward_work: EngineWork
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """Replicas, the last of their role, that have just changed to it: they start late in the first wave."""
-
-    policy_replicas: int = 0
-    reward_replicas: int = 0
-    load_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,19 +92,30 @@ class WaveRuns:
 
 
 def simulate_waves(
-    costs: JobCosts, waves: Sequence[Wave], place: Partition | int, moved: Moved | None = None
+    costs: JobCosts,
+    waves: Sequence[Wave],
+    place: Partition | int,
+    *,
+    before: Partition | None = None,
+    late_s: float = 0,
 ) -> list[WaveOutcome]:
     """Simulate waves: side by side on a partition, or in turns on so many devices.
 
     Side by side, each response is judged once it is done; in turns, all devices generate, swap, and judge. The swap
     back is not part of the wave.
+
+    Args:
+        before: another partition; replicas that a role did not have there, its last ones, start the first wave late.
     """
     outcomes: list[WaveOutcome] = []
     policy, reward = costs.policy, reward_costs(costs)
     replicas = _replicas(costs, place)
     for chunk in _chunks(waves, costs, replicas):
-        late = (moved if not outcomes else None) or Moved()
-        runs = run_waves(costs, chunk, place, late)
+        late = (0, 0)
+        if before is not None and not outcomes:
+            had = before.policy_replicas, before.reward_replicas
+            late = max(0, replicas[0] - had[0]), max(0, replicas[1] - had[1])
+        runs = run_waves(costs, chunk, place, late, late_s)
         starts = wave_starts(chunk)
         generation_W = np.maximum.reduceat(runs.generated.finish, starts)
         end_W = np.maximum.reduceat(runs.judged.finish, starts)
@@ -131,11 +133,10 @@ def simulate_waves(
             uncontended_W = end_W
         else:
             late_W = np.zeros(len(chunk))
-            late_W[0] = late.load_s
+            late_W[0] = late_s
             after_W, late_before_W = end_W - generation_W, np.minimum(late_W, generation_W)
             late_after_W = np.minimum(late_W, end_W) - late_before_W
-            late_policy = late.policy_replicas * policy.devices_per_replica
-            late_reward = late.reward_replicas * reward.devices_per_replica
+            late_policy, late_reward = late[0] * policy.devices_per_replica, late[1] * reward.devices_per_replica
             judging_before_W = _busy_s(runs.judged, replicas[1], generation_W) * reward.devices_per_replica
             judging_after_W = judging_W - judging_before_W
             policy_tail_W = generation_W * place.policy_devices - generating_W - late_policy * late_before_W
@@ -168,12 +169,13 @@ def simulate_waves(
     return outcomes
 
 
-def run_waves(costs: JobCosts, waves: Sequence[Wave], place: Partition | int, late: Moved | None = None) -> WaveRuns:
-    """Run both engines; `simulate_waves` accounts for the result."""
-    late = late or Moved()
+def run_waves(
+    costs: JobCosts, waves: Sequence[Wave], place: Partition | int, late: tuple[int, int] = (0, 0), late_s: float = 0.0
+) -> WaveRuns:
+    """Run both engines, with so many replicas of each role that are late; `simulate_waves` accounts for the result."""
     policy_replicas, reward_replicas = _replicas(costs, place)
     responses = policy_requests(waves, policy_replicas)
-    _delay(responses, policy_replicas, late.policy_replicas, late.load_s)
+    _delay(responses, policy_replicas, late[0], late_s)
     generated = run_replicas(costs.policy, len(waves) * policy_replicas, responses)
     ready_Q = generated.finish
     if isinstance(place, int):
@@ -181,7 +183,7 @@ def run_waves(costs: JobCosts, waves: Sequence[Wave], place: Partition | int, la
         ready_W = np.maximum.reduceat(ready_Q, starts) + costs.swap.sleep_s + costs.swap.wake_s
         ready_Q = np.repeat(ready_W, np.diff(np.append(starts, len(ready_Q))))
     judgements = judge_requests(waves, ready_Q, reward_replicas)
-    _delay(judgements, reward_replicas, late.reward_replicas, late.load_s)
+    _delay(judgements, reward_replicas, late[1], late_s)
     judged = run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
     return WaveRuns(responses=responses, generated=generated, judgements=judgements, judged=judged)
 
