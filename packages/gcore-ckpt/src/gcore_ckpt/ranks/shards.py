@@ -107,7 +107,7 @@ class Holdings(NamedTuple):
 def collect(state: State, rank: int = 0) -> Holdings:
     """Find what this process, `rank` of its group, holds in `state`; nothing is copied."""
     leaves = _Leaves()
-    tree = encode(state, leaves.add, rank)
+    tree = encode(state, leaves.add, rank).node
     return Holdings(tree, tuple(leaves.boxes), tuple(leaves.data))
 
 
@@ -130,7 +130,7 @@ class _Leaves:
             return Leaf(node={"array": self._add_array(cast("NumpyArray", leaf), path)})
         if is_megatron(leaf, "ShardedObject"):  # a small value, under the key that it has in all processes
             value: Any = leaf
-            return Leaf(node=encode(value.data, self.add, path=(*path, "data")), key=value.unique_key)
+            return Leaf(node=encode(value.data, self.add, path=(*path, "data")).node, key=value.unique_key)
         if isinstance(leaf, Shards):
             name = self._new_name(path)
             for part in leaf.parts:

@@ -15,7 +15,7 @@ from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import DTYPES, Box
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
-from gcore_ckpt.storage.base import INDEX_FILE, StepFiles, Storage
+from gcore_ckpt.storage import INDEX_FILE, StepFiles, Storage
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 
 WEIGHTS_FILE = "model.safetensors"
