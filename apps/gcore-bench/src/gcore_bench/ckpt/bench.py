@@ -87,7 +87,7 @@ def _outcome(part: str, contender: str, options: CkptOptions, folder: Path, phas
     world_size = {"save": options.ranks, "load": options.ranks // 2}[phase] if part == "ranks" else 1
     specs = [
         Spec(
-            work=f"gcore_bench.ckpt.{'ranks' if part == 'ranks' else 'work'}",
+            work="gcore_bench.ckpt.work",
             part=part,
             contender=contender,
             folder=str(folder),
