@@ -258,16 +258,16 @@ def _run(
     programs: Sequence[Program], log: Path, *, poll_s: float, timeout_s: float = math.inf
 ) -> tuple[list[int], list[tuple[float, Footprint]]]:
     """Run programs until all have ended, or a moment after one has failed; return exit codes, and sizes over time."""
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[subprocess.Popen[Any]] = []
     seen: set[psutil.Process] = set()
     footprints: list[tuple[float, Footprint]] = []
     with log.open("wb") as file:
         try:
-            start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
             for program in programs:
                 env, folder = {**os.environ, **QUIET, **program.environment}, program.folder
-                processes.append(start(program.command, env=env, cwd=folder, start_new_session=True, **streams))
+                process = subprocess.Popen(program.command, env=env, cwd=folder, start_new_session=True, **streams)
+                processes.append(process)
             end_s, has_failed = time.monotonic() + timeout_s, False
             while alive := [process for process in processes if process.poll() is None]:
                 if not has_failed and any(process.returncode for process in processes):
@@ -292,7 +292,7 @@ def _run(
     return [process.returncode for process in processes], footprints or [(time.monotonic(), nothing)]
 
 
-def _footprint(processes: Sequence["subprocess.Popen[bytes]"], seen: set[psutil.Process]) -> Footprint:
+def _footprint(processes: Sequence["subprocess.Popen[Any]"], seen: set[psutil.Process]) -> Footprint:
     sizes: list[int] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):

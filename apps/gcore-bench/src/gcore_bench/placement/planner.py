@@ -183,18 +183,14 @@ def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> P
 
 def _measured(run: SmallRun, options: PlacementOptions) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="gcore-bench-") as folder:
-        specs = [
-            Spec(
-                work="gcore_bench.placement.small_run_work",
-                contender=run.kind,
-                folder=folder,
-                options={"threads": 1, "run": run, "steps": options.steps},
-                rank=rank,
-                world_size=run.ranks,
-            )
-            for rank in range(run.ranks)
-        ]
-        return run_processes(specs)[run.kind]
+        first = Spec(
+            work="gcore_bench.placement.small_run_work",
+            contender=run.kind,
+            folder=folder,
+            options={"run": run, "steps": options.steps},
+            world_size=run.ranks,
+        )
+        return run_processes([replace(first, rank=rank) for rank in range(run.ranks)])[run.kind]
 
 
 def planner_table(figures: PlannerFigures) -> Table:
