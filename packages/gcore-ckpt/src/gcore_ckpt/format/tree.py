@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 State: TypeAlias = Any
 """Nested dict (str or int keys), list and tuple of tensors, arrays, None, bool, int, float, str and `PerRank`."""
@@ -42,8 +42,7 @@ class PerRank:
     value: State
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leaf:
+class Leaf(NamedTuple):
     """An encoded leaf, and the key that it takes in its dict where its own name is what counts in all processes."""
 
     node: Node

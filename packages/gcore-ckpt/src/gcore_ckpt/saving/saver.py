@@ -11,18 +11,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
+from gcore_ckpt.format import index as stored
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.data_file import BLOCK_BYTES, DIGITS, FileLayout, PlacedBox, checksum, digest, lay_out_file
-from gcore_ckpt.format.index import (
-    DataFile,
-    Index,
-    StoredShard,
-    StoredTensor,
-    decode_index,
-    decode_tensor,
-    encode_index,
-    encode_shard,
-)
+from gcore_ckpt.format.data_file import BLOCK_BYTES, FileLayout, PlacedBox, checksum, digest, lay_out_file
+from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
 from gcore_ckpt.format.tree import Node, merge, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
@@ -44,10 +36,9 @@ class _Report:
     error: str | None = None
 
     def add_shard(self, box: PlacedBox, file: str, offset_bytes: int, checksums: str) -> None:
-        assert len(checksums) % DIGITS == 0
         held = box.held
         tensor = self.tensors.setdefault(held.name, {"dtype": held.dtype, "shape": [*held.shape], "shards": []})
-        tensor["shards"].append(encode_shard(file, offset_bytes, held.box, checksums))
+        tensor["shards"].append(stored.encode_shard(file, offset_bytes, held.box, checksums))
 
 
 class _Base(NamedTuple):
@@ -59,8 +50,8 @@ class _Base(NamedTuple):
 
     @classmethod
     def of(cls, step: int, index: Index) -> "_Base":
-        shards = ((name, tensor, shard) for name, tensor in index.tensors.items() for shard in tensor.shards)
-        return cls(step, index.files, {(name, shard.box): (tensor, shard) for name, tensor, shard in shards})
+        tensors = index.tensors.items()
+        return cls(step, index.files, {(name, shard.box): (t, shard) for name, t in tensors for shard in t.shards})
 
 
 class Saver:
@@ -98,7 +89,7 @@ class Saver:
             self._base = None
             with suppress(Exception):  # a damaged or unreadable step is none to build on; this save writes all
                 with self._storage.open_step(base) as files:
-                    index = decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
+                    index = stored.decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
                 self._base = _Base.of(base, index)
         return attempt
 
@@ -190,7 +181,7 @@ class Saver:
         for name, (base_step, file) in links.items():
             self._storage.link_file(attempt, base_step, file, name)
         sizes = {name: file.size_bytes for name, file in index.files.items()}
-        self._storage.commit(attempt, step, encode_index(index), sizes)
+        self._storage.commit(attempt, step, stored.encode_index(index), sizes)
         if self._incremental:
             self._base = _Base.of(step, index)
 
@@ -248,7 +239,7 @@ def _merged_index(reports: Sequence[_Report]) -> Index:
         raise ValueError(f"no rank holds any element of the tensors {missing[:5]}")
     return Index(
         tree=tree,
-        tensors={name: decode_tensor(name, tensor, files, BLOCK_BYTES) for name, tensor in merged.items()},
+        tensors={name: stored.decode_tensor(name, tensor, files, BLOCK_BYTES) for name, tensor in merged.items()},
         files=files,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         num_ranks=len(reports),
