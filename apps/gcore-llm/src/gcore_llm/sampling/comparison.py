@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gcore_rollout import Failed, Group, GroupRewardRunner, Prompt
+from gcore_rollout import Failed, Group, Prompt, RewardRunner
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Adds to each response's own score a weighted score against the other responses of its group."""
 
-    runner: GroupRewardRunner
+    runner: RewardRunner
     weight: float
 
     async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
@@ -34,22 +34,18 @@ class Comparison:
         Raises:
             RewardError: it failed, and failures are not dropped.
         """
-        await self.runner.score(prompt=prompt.text, completions=["", ""], row=prompt.row)
+        await self.runner.score_group(prompt=prompt.text, completions=["", ""], row=prompt.row)
 
     async def _compared(self, group: Group, prompt: Prompt, tokenizer: Any) -> Group | None:
         texts = [tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in group.responses]
-        scored = await self.runner.score(prompt=prompt.text, completions=texts, row=prompt.row)
+        scored = await self.runner.score_group(prompt=prompt.text, completions=texts, row=prompt.row)
         if isinstance(scored, Failed):
             return None
         responses = [
             replace(
                 response,
                 score=response.score + self.weight * one.score,
-                parts={
-                    **response.parts,
-                    "model": one.score,
-                    **{f"model/{name}": part for name, part in one.parts.items()},
-                },
+                parts={**response.parts, **one.as_parts("model")},
             )
             for response, one in zip(group.responses, scored, strict=True)
         ]

@@ -13,7 +13,6 @@ from gcore_rollout import (
     ChatEncoder,
     CompositeReward,
     Engine,
-    GroupRewardRunner,
     HTTPReward,
     JudgeModel,
     JudgeReward,
@@ -80,7 +79,7 @@ class Rewards:
             else:
                 asking = await _judge(config, instrumentation, judge, models)
                 if isinstance(asking, PairwiseJudge):
-                    runner = GroupRewardRunner(asking, config.reward_calls.runner)
+                    runner = RewardRunner(asking, config.reward_calls.runner)
                     comparison = Comparison(runner=runner, weight=settings.weight)
                 else:
                     rewards["model"] = asking

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
-from gcore_rollout.rewards.reward import answer, is_async, located, name_of
-from gcore_rollout.rewards.runner import ThreadedReward
+from gcore_rollout.rewards.reward import ThreadedReward, located, name_of
+from gcore_rollout.rewards.runner import answer, is_async
 
 Images = NDArray[np.uint8]
 """Images [B, H, W, 3]."""

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
 from gcore_rollout.images.reward import Images, Rows, import_pillow, png
-from gcore_rollout.rewards.reward import Scored, checked
-from gcore_rollout.rewards.runner import RetryPolicy
+from gcore_rollout.rewards.reward import Scored
+from gcore_rollout.rewards.runner import RetryPolicy, checked
 
 _LONGEST_ERROR_TEXT = 500
 """Characters of a server's answer that an error shows."""
