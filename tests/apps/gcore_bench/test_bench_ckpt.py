@@ -106,7 +106,7 @@ def test_one_bit_is_a_difference() -> None:
         ),
         (
             {"json": Path("/nowhere/figures.json")},
-            "json is /nowhere/figures.json; expected a file in an existing folder",
+            "json is '/nowhere/figures.json'; expected a file in an existing folder",
         ),
     ],
 )

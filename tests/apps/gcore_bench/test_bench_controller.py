@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"controllers": (1, 3)}, "samples is 64; expected a multiple of 3"),
         ({"workers": 5}, "samples is 64; expected a multiple of 5"),
         ({"devices": (8, 12)}, "devices holds 12; expected a multiple of 8"),
-        ({"html": Path("/nowhere/x.html")}, "html is /nowhere/x.html; expected a file in an existing folder"),
+        ({"html": Path("/nowhere/x.html")}, "html is '/nowhere/x.html'; expected a file in an existing folder"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -36,7 +36,7 @@ class Options(QuickOptions):
         ({"sigma": float("nan")}, r"sigma is nan; expected a number in \[0, 10\)"),
         ({"ranks": (2, 0)}, "ranks holds 0; expected at least 1"),
         ({"ranks": ()}, "ranks is empty; expected at least one entry"),
-        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in an existing folder"),
+        ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
     ],
 )
 def test_options_out_of_their_bounds_are_refused(options: dict[str, Any], message: str) -> None:

@@ -83,7 +83,7 @@ def test_verl_is_not_asked_for_more_than_it_may_take() -> None:
             {"study_folder": Path("/nowhere/study")},
             "study_folder is /nowhere/study; expected a path in an existing folder",
         ),
-        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in an existing folder"),
+        ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

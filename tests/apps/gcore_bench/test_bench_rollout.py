@@ -222,7 +222,7 @@ async def test_an_isolation_that_the_machine_does_not_give_is_left_out(monkeypat
         ({"contenders": ()}, "contenders is empty"),
         ({"hidden_size": 192}, "hidden_size is 192; expected a multiple of 128"),
         ({"sigma": float("nan")}, "sigma is nan"),
-        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in an existing folder"),
+        ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

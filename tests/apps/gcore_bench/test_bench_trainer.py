@@ -147,7 +147,7 @@ def test_the_table_shows_ratios_to_gcore() -> None:
         ({"lengths": (8,)}, "lengths holds 8; expected at least 32"),
         ({"logits_mb": 0.0}, "logits_mb is 0.0; expected a number above 0"),
         ({"sigma": -1.0}, "sigma is -1.0"),
-        ({"json": Path("/nowhere/x.json")}, "json is /nowhere/x.json; expected a file in an existing folder"),
+        ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

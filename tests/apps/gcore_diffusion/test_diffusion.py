@@ -316,7 +316,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "one side": (lambda _: ["--rollout.size", "8"], "rollout.size is ['8']; expected more values"),
     "guidance below none": (
         lambda _: ["--rollout.guidance-scale", "-1"],
-        "rollout.guidance_scale is -1.0; expected 0 or more",
+        "rollout.guidance_scale is -1.0; expected a finite number, 0 or more",
     ),
     "size": (lambda _: ["--rollout.size", "7", "7"], "the pipeline makes no image of 'a 0' with these settings"),
     "layers to adapt": (lambda _: ["--actor.lora-rank", "2", "--actor.target-modules", "zzz"], "zzz"),

@@ -340,7 +340,7 @@ def test_wrong_arguments_of_sample_and_eval(cli: Cli, own_args: list[str]) -> No
         (["--n", "0"], "n is 0; expected 1 or more"),
         (["--n", "x"], "n is 'x'; expected a valid integer"),
         (["--temperature", "nan"], "temperature is nan; expected a finite number"),
-        (["--temperature", "-1"], "temperature is -1.0; expected 0 or more"),
+        (["--temperature", "-1"], "temperature is -1.0; expected a finite number, 0 or more"),
         (["--max-tokens", "-5"], "max_tokens is -5; expected 0 or more"),
         (["--max-tokens", "5000"], "expected at most 512, which the model takes"),
         (["--seed", "-1"], "seed is -1; expected 0 or more"),

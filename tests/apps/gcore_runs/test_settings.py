@@ -18,7 +18,7 @@ from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.simulate.command import parse_simulate
-from gcore_runs import UserError, check_at_least
+from gcore_runs import NonNegative, UserError
 from gcore_runs.settings.other_names import NOT_HERE, OTHER_NAMES, hint
 from gcore_runs.settings.parsing import as_option, merge, parse, setting_types
 from gcore_runs.simulation.config import SimulateConfig
@@ -201,12 +201,8 @@ def test_one_response_where_no_group_is_compared(cli: Cli, own_args: list[str], 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRollout(RolloutConfig):
-    top_k: int = 0
+    top_k: NonNegative = 0
     """Most probable tokens to draw from; 0: all."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("rollout.top_k", self.top_k, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

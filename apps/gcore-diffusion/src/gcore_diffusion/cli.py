@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from gcore_diffusion.config import RECIPES, DiffusionConfig
-from gcore_runs import UserError, check_lowest
+from gcore_runs import EXISTING_FOLDER, Amount, Bound, Checked, Count, NonNegative
 from gcore_runs.command_line import Command, logs_command, report_command, run_command, run_training
 from gcore_runs.settings.parsing import parse, parse_arguments
 
@@ -26,31 +27,27 @@ gcore-diffusion COMMAND --help documents every option.
 """
 
 
+_PNG = Bound(lambda path: path.suffix.lower() == ".png", "a file that ends in .png")
+
+
 @dataclass(frozen=True, kw_only=True)
-class SampleArgs:
+class SampleArgs(Checked):
     """Make images with a run's latest policy."""
 
     run: tyro.conf.Positional[Path]
     """The run's folder."""
     prompt: tyro.conf.Positional[str]
     """The prompt."""
-    n: int = 8
+    n: Count = 8
     """How many images."""
-    num_inference_steps: int = 0
+    num_inference_steps: NonNegative = 0
     """Denoising steps; 0: as in the run's evaluation."""
-    guidance_scale: float = 0.0
+    guidance_scale: Amount = 0.0
     """Scale of classifier-free guidance; 0: that of the run's evaluation."""
-    seed: int = 0
+    seed: NonNegative = 0
     """Seed of the images."""
-    out: Path = Path("images.png")
+    out: Annotated[Path, _PNG, EXISTING_FOLDER] = Path("images.png")
     """The PNG file to write."""
-
-    def __post_init__(self) -> None:
-        check_lowest("", self, n=1, num_inference_steps=0, guidance_scale=0, seed=0)
-        if self.out.suffix.lower() != ".png":
-            raise UserError(f"out is {str(self.out)!r}; expected a file that ends in .png")
-        if not self.out.absolute().parent.is_dir():
-            raise UserError(f"out is {str(self.out)!r}; expected a file in an existing folder")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,19 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from gcore_diffusion.sampling.reward_config import JudgeConfig, RewardConfig
 from gcore_runs import (
+    Amount,
     BaseActorConfig,
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
     BaseTrainerConfig,
+    Checked,
+    Count,
+    FractionAbove0,
+    FractionBelow1,
+    NonNegative,
+    Positive,
     UserError,
-    check_finite,
-    check_fraction,
-    check_lowest,
+    at_least,
 )
 from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig, OptimizerConfig
 
@@ -26,18 +31,17 @@ NOISELESS: tuple[Algorithm, ...] = ("nft", "dpo", "reward_gradient")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoConfig:
+class DemoConfig(Checked):
     """The embedded model: a tiny Stable Diffusion 3 of coloured digits, trained on scikit-learn's."""
 
-    num_steps: int = 300
+    section = "demo"
+
+    num_steps: Count = 300
     """Updates of its pretraining; fewer make it worse at digits."""
-    batch_size: int = 128
+    batch_size: Count = 128
     """Images an update."""
     cache_dir: str = ""
     """Folder where a pretrained model is kept for later runs; empty: gcore-diffusion in the user's cache folder."""
-
-    def __post_init__(self) -> None:
-        check_lowest("demo", self, num_steps=1, batch_size=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,62 +51,59 @@ class DataConfig(BaseDataConfig):
     train_files: tuple[str, ...] = ()
     """JSONL or Parquet files of prompts, or text files with one in each line; the reward gets the other columns as they
     are."""
-    val_size: int = 32
+    val_size: NonNegative = 32
     """How many prompts to hold out if there are no val-files; never more than a tenth of them."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
-    train_batch_size: int = 8
+    train_batch_size: Count = 8
     """Prompts a step, each with rollout.n images."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Checked):
     """Sampling of images."""
 
-    n: int = 16
+    section = "rollout"
+
+    n: Annotated[int, at_least(2, "at least 2: images of a prompt are compared")] = 16
     """Images of each prompt: the group that advantages compare."""
-    num_inference_steps: int = 10
+    num_inference_steps: Count = 10
     """Denoising steps of an image in training."""
-    guidance_scale: float = 1.0
+    guidance_scale: Amount = 1.0
     """Scale of classifier-free guidance in training; 1: none."""
     kernel: KernelName = "flow_sde"
     """How steps with noise are made: Flow-GRPO's (flow_sde), DanceGRPO's (dance_sde), coefficient-preserving (cps),
     DDIM's (ddim, for models of DDPM's kind), or none with noise (ode)."""
-    noise_level: float = 0.7
+    noise_level: Positive = 0.7
     """Level of the kernel's noise; of ddim its eta."""
-    window_size: int = 0
+    window_size: NonNegative = 0
     """Number of steps with noise, which are those trained on: Flow-GRPO-Fast's one or two; 0: all."""
     window_range: tuple[int, int] = (0, 0)
     """First step and the one after the last that a window may have; (0, 0): the first half of the steps."""
     window_schedule: Literal["random", "sliding"] = "random"
     """random: each prompt has a window of its own, drawn for each step (Flow-GRPO-Fast); sliding: all have the same,
     which moves from the first steps to the last (MixGRPO)."""
-    window_steps: int = 25
+    window_steps: Count = 25
     """Training steps after which a sliding window moves by one."""
     size: tuple[int, int] = (0, 0)
     """Height and width in pixels; (0, 0): the pipeline's own."""
-    max_sequence_length: int = 0
+    max_sequence_length: NonNegative = 0
     """Tokens of a prompt, where the pipeline has a limit to set; 0: its own. Shorter is faster."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the sampler's weights."""
-    max_num_images: int = 64
+    max_num_images: Count = 64
     """Most images that an engine makes at once."""
-    num_processes: int = 0
+    num_processes: NonNegative = 0
     """Engines, each a process of its own; 0: one in the controllers' process, or on ray one for each controller."""
-    eval_num_inference_steps: int = 0
+    eval_num_inference_steps: NonNegative = 0
     """Steps of held-out images, made without noise; 0: as in training."""
-    eval_guidance_scale: float = 0.0
+    eval_guidance_scale: Amount = 0.0
     """Scale of guidance for held-out images; 0: as in training."""
-    eval_n: int = 4
+    eval_n: Count = 4
     """Held-out images of a prompt."""
 
     def __post_init__(self) -> None:
-        if self.n < 2:
-            raise UserError(f"rollout.n is {self.n}; expected at least 2: images of a prompt are compared")
-        check_lowest("rollout", self, num_inference_steps=1, window_steps=1, max_num_images=1, eval_n=1)
-        check_lowest("rollout", self, window_size=0, num_processes=0, eval_num_inference_steps=0, max_sequence_length=0)
-        check_lowest("rollout", self, guidance_scale=0, eval_guidance_scale=0)
-        check_finite("rollout.noise_level", self.noise_level, above_zero=True)
+        super().__post_init__()
         if self.window_size > self.num_inference_steps:
             raise UserError(
                 f"rollout.window_size is {self.window_size}; expected at most rollout.num_inference_steps="
@@ -143,18 +144,12 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     norm_adv_by: Literal["group", "global"] = "global"
     """Advantages are scores less their prompt's mean, over the standard deviation of the prompt's (group) or of the
     whole batch's (global)."""
-    adv_clip_max: float = 5.0
+    adv_clip_max: Positive = 5.0
     """Advantages are clipped to +- this."""
-    timestep_fraction: float = 1.0
+    timestep_fraction: FractionAbove0 = 1.0
     """Share of the recorded steps that is trained on, drawn for each batch."""
-    reward_gradient_steps: int = 1
+    reward_gradient_steps: Count = 1
     """Last steps of sampling that reward_gradient goes back through."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_lowest("algorithm", self, reward_gradient_steps=1)
-        check_fraction("algorithm.timestep_fraction", self.timestep_fraction, above_zero=True)
-        check_finite("algorithm.adv_clip_max", self.adv_clip_max, above_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,32 +160,27 @@ class ActorConfig(BaseActorConfig):
     loss: DenoisingPolicyConfig = field(default_factory=DenoisingPolicyConfig)
     nft: NFTConfig = field(default_factory=NFTConfig)
     dpo: DiffusionDPOConfig = field(default_factory=DiffusionDPOConfig)
-    num_updates: int = 2
+    num_updates: Count = 2
     """Updates a step, each on its share of the batch."""
-    micro_batch_size: int = 96
+    micro_batch_size: Count = 96
     """Most images in a pass: bounds memory, changes nothing else."""
-    ema_decay: float = 0.0
+    ema_decay: FractionBelow1 = 0.0
     """Decay of a moving average of the weights, which is evaluated and exported; 0: there is none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the passes; weights stay in float32."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_lowest("actor", self, num_updates=1, micro_batch_size=1)
-        check_fraction("actor.ema_decay", self.ema_decay, below_one=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(BaseTrainerConfig):
     """Training ranks, and the run's length."""
 
-    total_training_steps: int = 50
+    total_training_steps: Count = 50
     """Steps of the whole run."""
-    num_processes: int = 1
+    num_processes: Count = 1
     """Ranks that parameters (FSDP2) and images are divided among; more than one on ray."""
-    test_freq: int = 10
+    test_freq: Count = 10
     """Steps between evaluations on held-out prompts."""
-    save_freq: int = 20
+    save_freq: Count = 20
     """Steps between checkpoints."""
 
 

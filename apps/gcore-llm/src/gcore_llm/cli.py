@@ -19,9 +19,12 @@ from gcore_llm.config import (
 )
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_runs import (
+    Amount,
+    Checked,
     Command,
+    Count,
+    NonNegative,
     RunArgs,
-    check_lowest,
     logs_command,
     parse,
     parse_arguments,
@@ -75,24 +78,21 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {"embedded": embedded, "own_data
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleArgs:
+class SampleArgs(Checked):
     """Complete a prompt with a run's latest policy."""
 
     run: tyro.conf.Positional[Path]
     """The run's folder."""
     prompt: tyro.conf.Positional[str]
     """The prompt; a chat template is applied as in training."""
-    n: int = 1
+    n: Count = 1
     """How many completions."""
-    temperature: float = 0.0
+    temperature: Amount = 0.0
     """0: greedy."""
-    max_tokens: int = 0
+    max_tokens: NonNegative = 0
     """Longest completion; 0: the run's data.max_response_length."""
-    seed: int = 0
+    seed: NonNegative = 0
     """Seed of the samples."""
-
-    def __post_init__(self) -> None:
-        check_lowest("", self, n=1, temperature=0, max_tokens=0, seed=0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

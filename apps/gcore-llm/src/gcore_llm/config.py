@@ -2,21 +2,26 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
 from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig
 from gcore_runs import (
+    Amount,
     BaseActorConfig,
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
     BaseTrainerConfig,
+    Checked,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
     UserError,
-    check_finite,
-    check_fraction,
-    check_lowest,
+    above,
+    check_bounds,
     check_one_source,
 )
 from gcore_runs.settings.engine_config import EngineConfig, SpeculativeConfig
@@ -36,21 +41,20 @@ from gcore_trainer import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig:
+class TaskConfig(Checked):
     """A reasoning-gym task, generated instead of read from files."""
+
+    section = "task"
 
     name: str = ""
     """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
     params: dict[str, Any] = field(default_factory=dict[str, Any])
     """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
     number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
-    num_train: int = 10_000
+    num_train: Count = 10_000
     """Training problems to generate; those that are also held out are left out."""
-    num_val: int = 256
+    num_val: Count = 256
     """Held-out problems to generate."""
-
-    def __post_init__(self) -> None:
-        check_lowest("task", self, num_train=1, num_val=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +70,14 @@ class DataConfig(BaseDataConfig):
     or the bytes of an image file; they stand where text has <image>, or a message a part of type image. Empty: none."""
     apply_chat_template: Literal["auto", "never"] = "auto"
     """auto: text becomes a user message wherever the tokenizer has a chat template."""
-    train_batch_size: int = 32
+    train_batch_size: Count = 32
     """Prompts a step, each with rollout.n responses."""
-    max_prompt_length: int = 1024
+    max_prompt_length: Count = 1024
     """Longest prompt in tokens; longer ones are left out, counted and reported."""
-    max_response_length: int = 512
+    max_response_length: Count = 512
     """Longest response in tokens."""
-    num_workers: int = 0
+    num_workers: NonNegative = 0
     """Threads that read rows ahead."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_lowest("data", self, max_prompt_length=1, max_response_length=1, num_workers=0)
 
     @property
     def max_length(self) -> int:
@@ -86,23 +86,21 @@ class DataConfig(BaseDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupConfig:
+class WarmupConfig(Checked):
     """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning."""
 
-    max_steps: int = 0
-    """Most updates; 0: no warm-up."""
-    batch_size: int = 128
-    """Worked examples an update."""
-    lr: float = 2e-3
-    """Learning rate."""
-    target_accuracy: float = 0.4
-    """Stop as soon as sampled answers reach this accuracy on held-out problems."""
-    test_freq: int = 25
-    """Updates between two such checks."""
+    section = "warmup"
 
-    def __post_init__(self) -> None:
-        check_lowest("warmup", self, max_steps=0, batch_size=1, test_freq=1, target_accuracy=0)
-        check_finite("warmup.lr", self.lr, above_zero=True)
+    max_steps: NonNegative = 0
+    """Most updates; 0: no warm-up."""
+    batch_size: Count = 128
+    """Worked examples an update."""
+    lr: Positive = 2e-3
+    """Learning rate."""
+    target_accuracy: Amount = 0.4
+    """Stop as soon as sampled answers reach this accuracy on held-out problems."""
+    test_freq: Count = 25
+    """Updates between two such checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,22 +110,23 @@ class RolloutConfig(EngineConfig):
     weights_dir: str = ""
     """Existing folder that this machine and the servers see under the same path: new weights go through it."""
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
-    n: int = 8
+    n: Count = 8
     """Responses a prompt: the size of a group; at least 2 where the responses of a group are compared."""
-    temperature: float = 1.0
+    temperature: Annotated[float, above(0, "above 0: greedy samples never differ")] = 1.0
     """Divides the logits when sampling, and when the trainer scores."""
-    max_num_seqs: int = 256
+    max_num_seqs: Count = 256
     """Most responses generated at once, by each replica."""
     partial_rollout: bool = False
     """Start more prompts than are needed, stop when enough groups are complete, and continue the others in the next
     step, under its weights: no step waits for the longest responses."""
-    over_sample_rate: float = 0.5
+    over_sample_rate: Amount = 0.5
     """In partial rollout, how many more prompts are started, as a share of those that are needed."""
-    max_staleness: int = 8
+    max_staleness: Count = 8
     """Responses with a token by weights of more than this many steps before are generated again from scratch."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
     def __post_init__(self) -> None:
+        check_bounds(self, "rollout")
         self.check_engine("rollout")
         if self.is_on_servers != bool(self.weights_dir):
             raise UserError(
@@ -139,15 +138,11 @@ class RolloutConfig(EngineConfig):
                 f"rollout.engine is {self.engine!r}; expected 'vllm' with rollout.speculative.num_speculative_tokens "
                 f"{self.speculative.num_speculative_tokens}; a server has an option of its own for it"
             )
-        check_lowest("rollout", self, n=1, max_staleness=1, max_num_seqs=1)
-        check_finite("rollout.over_sample_rate", self.over_sample_rate)
         if self.partial_rollout and self.multi_turn.is_used:
             raise UserError(
                 "rollout.partial_rollout is true; expected false with several turns (rollout.multi_turn): an "
                 "environment cannot wait for the next step"
             )
-        if not self.temperature > 0:
-            raise UserError(f"rollout.temperature is {self.temperature}; expected above 0: greedy samples never differ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,24 +155,21 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     function (PATH.py:function)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo."""
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     """Discount per token, in reinforce_plus_plus and gae."""
-    lam: float = 1.0
+    lam: Fraction = 1.0
     """Weight of longer horizons, in gae."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     old_log_probs: Literal["rollout", "trainer"] = "rollout"
     """Denominator of the ratio: the engine's own log-probs, or the trainer's before its first update of the step."""
-    max_rollout_kl: float = 0.01
+    max_rollout_kl: Amount = 0.01
     """A line on the screen warns when engine and trainer, with the same weights, differ by more nats per token
     (training/rollout_k3_kl, of a sample of each step's responses); 0: they are not compared."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_finite("algorithm.max_rollout_kl", self.max_rollout_kl)
-        for name in ("gamma", "lam"):
-            check_fraction(f"algorithm.{name}", getattr(self, name))
         estimator = self.estimator
         if self.kl_ctrl.kl_coef and not estimator.reads_token_rewards:
             accepted = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
@@ -214,31 +206,26 @@ class ActorConfig(BaseActorConfig):
     router_replay: Literal["disabled", "R2"] = "disabled"
     """R2: in a mixture of experts, the updates of a step send tokens through the experts that they passed through when
     the old log-probs were computed, so that ratios do not jump where a router is near a tie."""
-    ppo_mini_batch_size: int = 0
+    ppo_mini_batch_size: NonNegative = 0
     """Prompts an update; 0: the whole batch in one update."""
-    ppo_epochs: int = 1
+    ppo_epochs: Count = 1
     """Passes over the batch."""
-    ppo_max_token_len: int = 16_384
+    ppo_max_token_len: Count = 16_384
     """Most tokens a micro-batch: bounds memory, changes nothing else."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_lowest("actor", self, ppo_mini_batch_size=0, ppo_epochs=1, ppo_max_token_len=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig:
+class CriticConfig(Checked):
     """The critic, where algorithm.adv-estimator is gae."""
+
+    section = "critic"
 
     model: str = ""
     """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""
     optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)
-    warmup_steps: int = 0
+    warmup_steps: NonNegative = 0
     """First steps that train the critic alone."""
-
-    def __post_init__(self) -> None:
-        check_lowest("critic", self, warmup_steps=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +234,7 @@ class TrainerConfig(BaseTrainerConfig):
 
     backend: Literal["torch", "megatron"] = "torch"
     """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
-    num_processes: int = 1
+    num_processes: Count = 1
     """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     schedule: Literal["sync", "one_step_off", "async"] = "sync"

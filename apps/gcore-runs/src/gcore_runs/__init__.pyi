@@ -37,6 +37,27 @@ from .run_folder import (
     write_atomically as write_atomically,
     write_jsonl as write_jsonl,
 )
+from .settings.bounds import (
+    EXISTING_FOLDER as EXISTING_FOLDER,
+    Amount as Amount,
+    Bound as Bound,
+    Checked as Checked,
+    Count as Count,
+    Fraction as Fraction,
+    FractionAbove0 as FractionAbove0,
+    FractionBelow1 as FractionBelow1,
+    NonNegative as NonNegative,
+    Positive as Positive,
+    above as above,
+    at_least as at_least,
+    check_at_least as check_at_least,
+    check_bounds as check_bounds,
+    check_finite as check_finite,
+    check_fraction as check_fraction,
+    check_lowest as check_lowest,
+    multiple_of as multiple_of,
+    within as within,
+)
 from .settings.parsing import (
     as_option as as_option,
     converted as converted,
@@ -60,10 +81,6 @@ from .settings.run_config import (
     PlacementConfig as PlacementConfig,
     RayConfig as RayConfig,
     ScheduleConfig as ScheduleConfig,
-    check_at_least as check_at_least,
-    check_finite as check_finite,
-    check_fraction as check_fraction,
-    check_lowest as check_lowest,
     check_one_source as check_one_source,
 )
 from .training_ranks import rank_spec as rank_spec

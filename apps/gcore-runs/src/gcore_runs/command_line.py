@@ -11,8 +11,8 @@ import tyro
 
 from gcore_controller import RankError
 from gcore_runs.errors import UserError, one_line, said
+from gcore_runs.settings.bounds import Checked, NonNegative
 from gcore_runs.settings.parsing import parse_arguments
-from gcore_runs.settings.run_config import check_at_least
 
 if TYPE_CHECKING:
     from gcore_runs.display import Display
@@ -148,7 +148,7 @@ def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogsArgs:
+class LogsArgs(Checked):
     """Show what a run's processes logged, merged by time."""
 
     run: tyro.conf.Positional[Path]
@@ -159,7 +159,7 @@ class LogsArgs:
     """Only processes of this role: main, controller, engine, trainer, ...; empty: all."""
     rank: int | None = None
     """Only processes of this rank; None: all."""
-    lines: int = 0
+    lines: NonNegative = 0
     """How many of the existing lines, the last ones; 0: all of them."""
 
 
@@ -169,7 +169,6 @@ def logs_command(app: str, args: Sequence[str]) -> None:
     from gcore_runs.logs import merged_lines
     from gcore_runs.run_folder import RunFolder
 
-    check_at_least("lines", parsed.lines, 0)
     folder = RunFolder.existing(parsed.run).path / "logs"
     try:
         for line in merged_lines(folder, role=parsed.role, rank=parsed.rank, last=parsed.lines, follow=parsed.follow):

@@ -6,14 +6,16 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_runs import UserError, check_at_least, check_finite, check_fraction
+from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least
 from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig, ScheduleConfig, check_one_source
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, RewardModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimConfig(Checked):
     """AdamW, and a rate that warms up and then stays or decays to the run's end."""
+
+    section = "optim"
 
     lr: float = 1e-5
     """Learning rate."""
@@ -23,7 +25,7 @@ class OptimConfig:
     """Decoupled weight decay."""
     lr_warmup_steps: int = 0
     """Steps over which the rate rises linearly; alternatively, lr-warmup-steps-ratio."""
-    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_steps_ratio: Fraction = 0.0
     """Share of the run over which the rate rises linearly, if lr-warmup-steps is 0."""
     lr_scheduler_type: LRSchedulerType = "cosine"
     """After the warm-up, the rate stays (constant), or falls until the run's last step (linear, cosine)."""
@@ -33,7 +35,7 @@ class OptimConfig:
     """Largest global gradient norm; a larger one is scaled down to it."""
 
     def __post_init__(self) -> None:
-        check_fraction("optim.lr_warmup_steps_ratio", self.lr_warmup_steps_ratio)
+        super().__post_init__()
         if self.lr_warmup_steps and self.lr_warmup_steps_ratio:
             raise UserError(
                 f"optim.lr_warmup_steps_ratio is {self.lr_warmup_steps_ratio}; expected 0 with optim.lr_warmup_steps "
@@ -62,34 +64,24 @@ class OptimConfig:
 class RowsConfig(BaseDataConfig):
     """Rows of answers or pairs, under TRL's column names."""
 
-    val_size: int = 256
+    val_size: NonNegative = 256
     """How many rows to hold out if there are no val-files; never more than a tenth of them."""
     apply_chat_template: Literal["auto", "never"] = "auto"
     """auto: a prompt and its answer given as text become messages wherever the tokenizer has a chat template."""
-    max_length: int = 2048
+    max_length: Annotated[int, at_least(2)] = 2048
     """Longest row in tokens, of a pair each side; longer ones are left out, counted and reported."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("data.max_length", self.max_length, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthConfig(ScheduleConfig):
     """The run's length, its checkpoints and evaluations, and where its metrics go."""
 
-    fewest_steps: ClassVar[int] = 0
-
-    total_epochs: float = 1.0
+    total_epochs: Positive = 1.0
     """Passes over the training rows, rounded up to whole steps."""
-    total_training_steps: int = 0
+    total_training_steps: NonNegative = 0
     """Steps; 0: as many as total-epochs takes."""
-    save_freq: int = 100
+    save_freq: Count = 100
     """Steps between checkpoints."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_finite("trainer.total_epochs", self.total_epochs, above_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +95,7 @@ class FineTuneConfig(BaseRunConfig):
     """The run's folder is RUNS_DIR/NAME."""
     model: str = ""
     """A local Hugging Face folder to start from; empty: a tiny one is made."""
-    seed: int = 0
+    seed: NonNegative = 0
     """Seed of the embedded model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of activations; the weights are float32."""
@@ -142,12 +134,8 @@ class PairsConfig(FineTuneConfig):
     """Settings that the two commands share which learn from pairs."""
 
     rows_are_pairs: ClassVar[bool] = True
-    warmup_steps: int = 0
+    warmup_steps: NonNegative = 0
     """Supervised updates of the embedded model on the task's worked examples, before the pairs."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,123 +1,86 @@
-"""The settings that runs of several commands share, each documented and bounded in one place, and checks of bounds.
+"""The settings that runs of several commands share, each documented and bounded in one place.
 
 An app's config extends these dataclasses: it adds settings of its own, and declares a shared one again where its
 default or its meaning differs.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
 from gcore_runs.errors import UserError
+from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
 from gcore_trainer import LoRAConfig
 
-
-def check_at_least(field: str, value: float, lowest: int) -> None:
-    """Raise `UserError` if the value of a setting is below ``lowest``."""
-    if value < lowest:
-        raise UserError(f"{field} is {value}; expected {lowest} or more")
-
-
-def check_lowest(section: str, settings: object, **lowest: int) -> None:
-    """Raise `UserError` if one of a section's settings is below the given number."""
-    for name, number in lowest.items():
-        check_at_least(f"{section}.{name}".lstrip("."), getattr(settings, name), number)
-
-
-def check_fraction(field: str, value: float, *, above_zero: bool = False, below_one: bool = False) -> None:
-    """Raise `UserError` if the value of a setting is not a number from 0 to 1."""
-    is_low = value <= 0 if above_zero else value < 0
-    if is_low or not (value < 1 if below_one else value <= 1):
-        interval = f"{'(' if above_zero else '['}0, 1{')' if below_one else ']'}"
-        raise UserError(f"{field} is {value}; expected a number in {interval}")
-
-
-def check_finite(field: str, value: float, *, above_zero: bool = False) -> None:
-    """Raise `UserError` if the value of a setting is not finite, or too low."""
-    if not (0 < value < math.inf if above_zero else 0 <= value < math.inf):
-        raise UserError(f"{field} is {value}; expected a finite number{' above 0' if above_zero else ', 0 or more'}")
+_FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseDataConfig:
+class BaseDataConfig(Checked):
     """Files of training and held-out rows."""
+
+    section = "data"
 
     train_files: tuple[str, ...] = ()
     """JSONL or Parquet files."""
     val_files: tuple[str, ...] = ()
     """Files of held-out rows; empty: data.val-size rows are taken out of the training files."""
-    val_size: int = 64
+    val_size: NonNegative = 64
     """How many rows to hold out if there are no val-files; never more than a tenth of them."""
-    train_batch_size: int = 32
+    train_batch_size: Count = 32
     """Rows a step."""
-    shuffle_seed: int = 0
+    shuffle_seed: NonNegative = 0
     """Seed of the order of rows, and of which are held out."""
-
-    def __post_init__(self) -> None:
-        check_lowest("data", self, train_batch_size=1, val_size=0, shuffle_seed=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Checked):
     """The run's length, its checkpoints and evaluations, and where its metrics go."""
 
-    fewest_steps: ClassVar[int] = 1
+    section = "trainer"
 
-    total_training_steps: int = 200
+    total_training_steps: Count = 200
     """Steps of the whole run."""
-    save_freq: int = 25
+    save_freq: Count = 25
     """Steps between checkpoints."""
-    max_ckpt_to_keep: int = 2
+    max_ckpt_to_keep: Count = 2
     """Checkpoints kept, the last ones."""
-    test_freq: int = 50
+    test_freq: Count = 50
     """Steps between evaluations on held-out rows; the first and last step always evaluate."""
     tensorboard: bool = True
     """Write TensorBoard events alongside metrics.jsonl."""
-    prometheus_port: int = 0
+    prometheus_port: Annotated[
+        int, Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
+    ] = 0
     """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
     prometheus_host: str = "127.0.0.1"
     """Address to serve them at; 127.0.0.1: to this machine alone."""
-
-    def __post_init__(self) -> None:
-        check_lowest(
-            "trainer", self, total_training_steps=self.fewest_steps, save_freq=1, max_ckpt_to_keep=1, test_freq=1
-        )
-        if not 0 <= self.prometheus_port <= 65_535:
-            raise UserError(
-                f"trainer.prometheus_port is {self.prometheus_port}; expected a port from 1 to 65535, or 0 for none"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseTrainerConfig(ScheduleConfig):
     """Settings of training and of the run's length."""
 
-    num_processes: int = 1
+    num_processes: Count = 1
     """Training ranks, each a process with a device of its own."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_lowest("trainer", self, num_processes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseActorConfig:
+class BaseActorConfig(Checked):
     """Which of the policy's parameters are trained, and in how much memory."""
 
-    lora_rank: int = 0
+    section = "actor"
+
+    lora_rank: NonNegative = 0
     """Train adapters of this rank, and nothing else; 0: all parameters."""
-    lora_alpha: int = 32
+    lora_alpha: Count = 32
     """An adapter's output is scaled by lora-alpha / lora-rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Layers that get an adapter, such as q_proj or to_q; all-linear: all but the head."""
     enable_gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
-
-    def __post_init__(self) -> None:
-        check_lowest("actor", self, lora_rank=0, lora_alpha=1)
 
     @property
     def lora(self) -> LoRAConfig | None:
@@ -128,20 +91,19 @@ class BaseActorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseAlgorithmConfig:
+class BaseAlgorithmConfig(Checked):
     """Dynamic sampling, from scores to the groups of a step."""
+
+    section = "algorithm"
 
     filter_groups: bool = True
     """Dynamic sampling: drop groups whose responses all score alike and sample again."""
-    max_num_gen_batches: int = 4
+    max_num_gen_batches: Count = 4
     """Most waves of sampling a step; then the step trains on what it has."""
-
-    def __post_init__(self) -> None:
-        check_lowest("algorithm", self, max_num_gen_batches=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseRunConfig:
+class BaseRunConfig(Checked):
     """Settings of every command that makes a run."""
 
     may_change: ClassVar[tuple[str, ...]] = (
@@ -158,7 +120,7 @@ class BaseRunConfig:
     )
     """Settings, and beginnings of their names, that a resumed run may change."""
 
-    name: str = "default"
+    name: Annotated[str, _FOLDER_NAME] = "default"
     """The run's folder is RUNS_DIR/NAME."""
     runs_dir: str = "runs"
     """Folder of all run folders."""
@@ -166,50 +128,42 @@ class BaseRunConfig:
     """auto: continue the run of this name; never: start a new one in NAME-2, NAME-3, ..."""
     model: str = ""
     """A local folder of the model to train; empty: a tiny one is made."""
-    seed: int = 0
+    seed: NonNegative = 0
     """Seed of everything random but the order of the data."""
-    threads: int = 0
+    threads: NonNegative = 0
     """Threads of matrix products; 0: one a core."""
     device: str = "auto"
     """cpu, cuda, cuda:NUMBER, or auto: cuda where there is one."""
     trainer: ScheduleConfig = field(default_factory=ScheduleConfig)
 
-    def __post_init__(self) -> None:
-        check_at_least("threads", self.threads, 0)
-        check_at_least("seed", self.seed, 0)
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise UserError(f"name is {self.name!r}; expected a plain folder name")
-
 
 @dataclass(frozen=True, kw_only=True)
-class RayConfig:
+class RayConfig(Checked):
     """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths."""
+
+    section = "ray"
 
     address: str = ""
     """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run. Its token
     is taken from RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."""
-    cpus_per_process: float = 1.0
+    cpus_per_process: Amount = 1.0
     """CPUs that each controller, engine and training rank reserves."""
-    gpus_per_engine: float = 1.0
+    gpus_per_engine: Amount = 1.0
     """GPUs that each engine, of the policy or a judge, reserves where device is cuda; parts of one may be shared."""
-    gpus_per_rank: float = 1.0
+    gpus_per_rank: Amount = 1.0
     """GPUs that each training rank reserves where device is cuda."""
     elastic: bool = True
     """Where nodes are lost or missing, continue with as many processes as the cluster has capacity for, and grow to the
     numbers of controllers, engines and ranks that are set as nodes join; False: the run ends without that capacity."""
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, above(0, "above 0")] = 600.0
     """Seconds until the cluster has capacity for the processes of a role, and they have started."""
-
-    def __post_init__(self) -> None:
-        for name in ("cpus_per_process", "gpus_per_engine", "gpus_per_rank"):
-            check_finite(f"ray.{name}", getattr(self, name))
-        if not self.timeout_s > 0:
-            raise UserError(f"ray.timeout_s is {self.timeout_s}; expected above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Checked):
     """Division of the engines of a run on ray between the policy and a judge; all ranks train."""
+
+    section = "placement"
 
     strategy: Strategy = "split"
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
@@ -217,11 +171,8 @@ class PlacementConfig:
     the load has jumped, as long as that saves more than it costs. colocated: each of rollout.num-processes devices has
     an engine of both, and all generate, then all judge; the engines that wait are asleep. auto: dynamic, or colocated
     where that takes less, swaps included."""
-    horizon_steps: int = 20
+    horizon_steps: Count = 20
     """Steps over which a move must save more time than it takes; how long moves take is measured."""
-
-    def __post_init__(self) -> None:
-        check_lowest("placement", self, horizon_steps=1)
 
 
 class Replicas(Protocol):
@@ -248,7 +199,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     runtime: Literal["inline", "ray"] = "inline"
     """inline: all controllers in this process; ray: controllers, engines and training ranks are actors of a Ray
     cluster, and what dies is replaced."""
-    controllers: int = 1
+    controllers: Count = 1
     """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
     data: BaseDataConfig = field(default_factory=BaseDataConfig)
     algorithm: BaseAlgorithmConfig = field(default_factory=BaseAlgorithmConfig)
@@ -259,7 +210,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("controllers", self.controllers, 1)
         if self.runtime == "ray" and 0 < self.rollout.num_processes < self.controllers:
             raise UserError(
                 f"rollout.num_processes is {self.rollout.num_processes}; expected controllers={self.controllers} or "
