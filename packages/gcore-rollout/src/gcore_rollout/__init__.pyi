@@ -127,6 +127,7 @@ from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,
     JudgeModel as JudgeModel,
     JudgeReward as JudgeReward,
+    Reduce as Reduce,
     ScorePattern as ScorePattern,
 )
 from .rewards.kinds.pairwise import PairwiseJudge as PairwiseJudge, Winner as Winner, WinnerPattern as WinnerPattern
@@ -142,9 +143,7 @@ from .rewards.registry import (
     EnvironmentRole as EnvironmentRole,
     ImageRewardKind as ImageRewardKind,
     ImageRewardSettings as ImageRewardSettings,
-    JudgeOptions as JudgeOptions,
     MultiTurnConfig as MultiTurnConfig,
-    Reduce as Reduce,
     build_image_reward as build_image_reward,
     build_reward as build_reward,
     load_function as load_function,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gcore_rollout.errors import RequestError, RewardConfigError, RewardError
 from gcore_rollout.multi_turn.chat import ChatEncoder
@@ -19,54 +19,6 @@ if TYPE_CHECKING:
     from gcore_rollout.images.reward import ImageRewardFunction
 
 KindT = TypeVar("KindT")
-
-Reduce = Literal["mean", "median", "majority"]
-"""How several verdicts become one. The majority is the most frequent score, and the lowest of those on a tie."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeOptions:
-    """Settings of the questions to a generative reward model and of the reading of its verdicts; a base of settings."""
-
-    template: str = ""
-    """File with the question, with fields in braces; empty: how good it is, from 0 to 10."""
-    n: int = 1
-    """Verdicts on each question."""
-    reduce: Reduce = "mean"
-    """How several verdicts become one score."""
-    temperature: float = 1.0
-    """Temperature of its sampling; 0: greedy."""
-    max_response_length: int = 512
-    """Longest verdict in tokens."""
-    pattern: str = ""
-    """Regular expression whose first group is the score; its last match in a verdict counts. Empty: "Score: 7"."""
-    low: float = 0.0
-    """The score that is scaled to 0."""
-    high: float = 10.0
-    """The score that is scaled to 1."""
-
-    def check(self) -> None:
-        """Check the settings.
-
-        Raises:
-            RewardConfigError: a setting is out of its range.
-        """
-        for name, least in (("n", 1), ("max_response_length", 1), ("temperature", 0)):
-            if not getattr(self, name) >= least:
-                raise RewardConfigError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        if self.low == self.high:
-            raise RewardConfigError(f"low and high are both {self.low}; expected two scores")
-
-    def question(self, *, setting: str) -> str:
-        """Read the file of the question; empty: there is none. ``setting`` is its name, for errors.
-
-        Raises:
-            RewardConfigError: the file cannot be read.
-        """
-        try:
-            return Path(self.template).read_text("utf-8") if self.template else ""
-        except (OSError, UnicodeDecodeError) as error:
-            raise RewardConfigError(f"{setting} is {self.template!r}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

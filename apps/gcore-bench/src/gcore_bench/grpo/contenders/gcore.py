@@ -14,8 +14,7 @@ from gcore_llm.backend import build_engine
 from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, Roles, SamplingRoles
-from gcore_llm.sampling.evaluate import Evaluation
-from gcore_llm.sampling.rewards import reward_function
+from gcore_llm.sampling.rewards import Evaluation, reward_function
 from gcore_rollout import Completion, Engine, Failure, Request, RewardRunner, WrappedEngine
 from gcore_runs import build_tokenizer, resolve
 

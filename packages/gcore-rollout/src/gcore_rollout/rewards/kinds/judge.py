@@ -9,18 +9,21 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from gcore_rollout.engines.protocol import Engine, Request, SamplingParams
 from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError
 from gcore_rollout.images.reward import Images, Rows, png
-from gcore_rollout.rewards.registry import JudgeOptions, Reduce
 from gcore_rollout.rewards.reward import Scored
 
 if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import VisionProcessor
 
 T = TypeVar("T")
+
+Reduce = Literal["mean", "median", "majority"]
+"""How several verdicts become one. The majority is the most frequent score, and the lowest of those on a tie."""
+
 _QUESTION = """Here are a request and an answer to it.
 
 Request:
@@ -59,12 +62,6 @@ class JudgeModel:
     def __post_init__(self) -> None:
         if self.n < 1:
             raise RewardConfigError(f"n is {self.n}; expected at least 1")
-
-    @classmethod
-    def with_options(cls, options: JudgeOptions, **fields: Any) -> Self:
-        """Return a model that is asked as the settings say; ``fields`` are the others."""
-        sampling = SamplingParams(max_tokens=options.max_response_length, temperature=options.temperature)
-        return cls(sampling=sampling, n=options.n, **fields)
 
     async def ask(self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None) -> list[list[str]]:
         """Return ``n`` verdicts on each question, in one call of the engine.
@@ -153,11 +150,6 @@ class ScorePattern(LastMatch):
             raise RewardConfigError(
                 f"low and high are {self.low} and {self.high}; expected finite numbers, low below high"
             )
-
-    @classmethod
-    def with_options(cls, options: JudgeOptions) -> Self:
-        """Return the pattern that the settings name."""
-        return cls(pattern=options.pattern or cls.pattern, low=options.low, high=options.high)
 
     def __call__(self, text: str) -> float | None:
         try:
