@@ -33,12 +33,7 @@ class Pixels:
 
 
 class VisionProcessor:
-    """A model folder's image processor, and the number of tokens of an image.
-
-    Args:
-        processor: the image processor of transformers.
-        config: the config of the model.
-    """
+    """A model folder's image processor of transformers, and the number of tokens of an image by the model's config."""
 
     def __init__(self, processor: Any, config: Any) -> None:
         self._processor = processor
@@ -70,11 +65,7 @@ class VisionProcessor:
         return cls(processor, config)
 
     def num_tokens(self, image: bytes) -> int:
-        """Return the number of tokens that an encoded image takes in a prompt.
-
-        Raises:
-            RequestError: the bytes are no image.
-        """
+        """Return the number of tokens that an encoded image takes in a prompt; `RequestError` if it is no image."""
         width, height = _opened(image).size
         return self._processor.get_number_of_image_patches(height, width) // self._merge**2
 
@@ -105,11 +96,7 @@ class VisionProcessor:
         return found
 
     def check(self, request_id: str, prompt_token_ids: Sequence[int], images: Sequence[bytes]) -> None:
-        """Refuse images that do not fit a prompt's places for them.
-
-        Raises:
-            RequestError: bytes that are no image, other numbers of images or of their tokens, or images side by side.
-        """
+        """Raise `RequestError` for bytes that are no image, or images that do not fit a prompt's places for them."""
         for image in images:
             _decoded(image)
         needed = [self.num_tokens(image) for image in images]
@@ -120,11 +107,7 @@ class VisionProcessor:
             )
 
     def process(self, images: Sequence[bytes]) -> Pixels:
-        """Return the pixels of one or more encoded images.
-
-        Raises:
-            RequestError: bytes are no image.
-        """
+        """Return the pixels of one or more encoded images; `RequestError` if bytes are no image."""
         inputs: Mapping[str, torch.Tensor] = self._processor(images=[_decoded(i) for i in images], return_tensors="pt")
         return Pixels(
             pixel_values=inputs["pixel_values"].numpy().astype(np.float32, copy=False),
