@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Literal
 
 import torch
 
@@ -19,9 +18,9 @@ from gcore_rollout import Completion, Engine, Failure, Request, RewardRunner, Wr
 from gcore_runs import build_tokenizer, resolve
 
 
-def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
+def run(task: Task) -> list[StepFigures]:
     """Make the steps of ``task`` and return the figures of each."""
-    model = task.model
+    model, engine = task.model, "vllm" if task.uses_vllm else "hf"
     config = resolve(train_config(task.workload, engine=engine, steps=task.steps, threads=task.threads, seed=task.seed))
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)

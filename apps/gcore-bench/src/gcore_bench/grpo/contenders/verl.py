@@ -168,7 +168,7 @@ def _hydra(value: object) -> str:
             return str(value)
 
 
-def _figures(workload: Workload, metrics: Path) -> list[StepFigures]:
+def _figures(workload: Workload, metrics: Path) -> list[dict[str, Any]]:
     rows: list[Mapping[str, float]] = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
     return [
         StepFigures.reported(
