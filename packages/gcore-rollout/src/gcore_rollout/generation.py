@@ -351,11 +351,7 @@ class _PendingGroup:
         self._prompt_ids: NDArray[np.int64] | None = None
 
     def start_with(self, prompt_ids: NDArray[np.int64]) -> None:
-        """Set the tokens that an episode starts with.
-
-        Raises:
-            RequestError: another episode of the group started with other tokens.
-        """
+        """Set the tokens that an episode starts with; `RequestError` if another of the group started with others."""
         if self._prompt_ids is not None and not np.array_equal(prompt_ids, self._prompt_ids):
             raise RequestError(
                 "rollout.multi_turn.environment started episodes of one row with different messages; expected the same "

@@ -25,11 +25,7 @@ _VLLM_ENVIRONMENT = {
 
 
 def run(options: GrpoOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for.
-
-    Raises:
-        BenchError: a process failed; the message names its log.
-    """
+    """Measure, print and write the figures that ``options`` asks for; `BenchError` if a process fails."""
     with Session(options, console, notes=notes(options), unit="workload") as session:
         for name in WORKLOADS if options.workload == "all" else (options.workload,):
             runs = _run_rounds(WORKLOADS[name], options, say=session.say)

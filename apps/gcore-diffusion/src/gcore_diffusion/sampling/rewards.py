@@ -43,8 +43,7 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
 
     Raises:
         UserError: a folder that is not of a judge's model.
-        RewardError: there is no such reward, it lacks a setting, a file does not import, or local weights are of
-            another model.
+        RewardError: there is no such reward, it lacks a setting, or a file is not as expected.
     """
     settings, gradient = config.reward, reward_gradient(config)
     known = ImageRewardSettings(
@@ -61,11 +60,7 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
 
 
 def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
-    """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient.
-
-    Raises:
-        RewardError: a file that does not import.
-    """
+    """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient."""
     kind = config.reward.kind
     if config.algorithm.name != "reward_gradient" or ":" not in kind or kind.startswith(("http://", "https://")):
         return None
@@ -73,11 +68,7 @@ def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
 
 
 async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, width: int) -> None:
-    """Score two grey images of the run's size, so that a broken reward is found before anything is trained.
-
-    Raises:
-        RewardError: it does not score them.
-    """
+    """Score two grey images of the size; `RewardError` if the reward is broken, before anything is trained."""
     if check := getattr(reward, "check", None):
         check(height, width)
     images = np.full((2, height, width, 3), 128, np.uint8)

@@ -47,11 +47,7 @@ class Comparison:
     weight: float
 
     async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
-        """Return the groups with their new scores, without those whose comparison failed.
-
-        Raises:
-            RewardError: a comparison failed, and failures are not dropped.
-        """
+        """Return the groups with their new scores, without those whose comparison failed and is dropped."""
         tasks = [asyncio.create_task(self._compared(group, prompt, tokenizer)) for group, prompt in groups]
         try:
             return [group for group in await asyncio.gather(*tasks) if group is not None]
@@ -60,11 +56,7 @@ class Comparison:
                 task.cancel()
 
     async def try_on(self, prompt: Prompt) -> None:
-        """Compare two empty responses, so that a broken comparison is found before a run starts.
-
-        Raises:
-            RewardError: it failed, and failures are not dropped.
-        """
+        """Compare two empty responses, so that a broken comparison is found before a run starts."""
         await self.runner.score_group(prompt=prompt.text, completions=["", ""], row=prompt.row)
 
     async def _compared(self, group: Group, prompt: Prompt, tokenizer: Any) -> Group | None:
@@ -79,19 +71,15 @@ class Comparison:
         return replace(group, responses=responses)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Scores responses through `runner` until it is closed; made by `start`.
+    """Scores responses until it is closed; made by `start`."""
 
-    Attributes:
-        comparison: Scores the responses of a group against each other; None: they are not compared.
-    """
-
-    def __init__(
-        self, reward: RewardFunction, config: TrainConfig, *, comparison: Comparison | None, models: AsyncExitStack
-    ) -> None:
-        self.runner = RewardRunner(reward, config.reward_calls.runner)
-        self.comparison = comparison
-        self._models = models
+    runner: RewardRunner
+    comparison: Comparison | None
+    """Scores the responses of a group against each other; None: they are not compared."""
+    models: AsyncExitStack
+    """Frees the models."""
 
     @classmethod
     async def start(
@@ -99,10 +87,7 @@ class Rewards:
     ) -> Self:
         """Load the rewards that the config names.
 
-        Args:
-            config: of the run.
-            instrumentation: of a judge's replicas.
-            judge: the engine of a judge's model, to be closed with the rewards; None: it is started here.
+        ``judge`` is the engine of a judge's model, to be closed with the rewards; None: it is started here.
 
         Raises:
             UserError: a bad setting, or a folder that is no such model.
@@ -111,7 +96,8 @@ class Rewards:
         settings, calls, comparison = config.reward_model, config.reward_calls.runner, None
         async with AsyncExitStack() as models:
             if settings.kind == "none":
-                return cls(reward_function(config), config, comparison=None, models=models.pop_all())
+                runner = RewardRunner(reward_function(config), calls)
+                return cls(runner=runner, comparison=None, models=models.pop_all())
             rewards: dict[str, RewardFunction] = {}
             # First what cannot leave a model behind if it fails.
             if config.reward or config.task.name:
@@ -132,21 +118,16 @@ class Rewards:
                     rewards["model"] = asking
             weights = {name: settings.weight if name == "model" else 1.0 for name in rewards}
             reward = CompositeReward(rewards, weights=weights) if rewards else no_reward
-            return cls(reward, config, comparison=comparison, models=models.pop_all())
+            return cls(runner=RewardRunner(reward, calls), comparison=comparison, models=models.pop_all())
 
     async def close(self) -> None:
         """Free the models. Idempotent."""
         self.runner.close()
-        await self._models.aclose()
+        await self.models.aclose()
 
 
 def reward_function(config: TrainConfig) -> RewardFunction:
-    """Load the reward function that the config names.
-
-    Raises:
-        UserError: none is named.
-        RewardError: it does not load.
-    """
+    """Load the reward function that the config names; `UserError` if it names none."""
     if config.reward:
         return build_reward(config.reward)
     if config.task.name:

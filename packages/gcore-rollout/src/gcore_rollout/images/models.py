@@ -40,9 +40,6 @@ class CLIPReward:
         path: a Hugging Face folder of a CLIP model, with tokenizer and image processor.
         device: such as cpu or cuda:0.
         scale: factor of the cosine; None: the model's own over 26.
-
-    Raises:
-        RewardConfigError: the folder holds no such model.
     """
 
     def __init__(self, path: str | Path, *, device: str = "cpu", scale: float | None = 1.0) -> None:
@@ -71,9 +68,6 @@ class AestheticReward:
         path: a Hugging Face folder of a CLIP model, with its image processor.
         head: a safetensors file of the head: ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
         device: such as cpu or cuda:0.
-
-    Raises:
-        RewardConfigError: there is no such model or head.
     """
 
     def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
@@ -106,9 +100,6 @@ class ImageRewardScore:
         weights: ImageReward.pt, or the same as safetensors.
         tokenizer: a Hugging Face folder of the tokenizer, bert-base-uncased with BLIP's two tokens.
         device: such as cpu or cuda:0.
-
-    Raises:
-        RewardConfigError: either is something else.
     """
 
     def __init__(self, weights: str | Path, tokenizer: str | Path, *, device: str = "cpu") -> None:

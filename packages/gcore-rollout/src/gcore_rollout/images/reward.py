@@ -105,11 +105,7 @@ class JPEGCompressibility:
 class ColourReward:
     """Cosine similarity, from 0 to 1, of the prompt's colour and the image's mean colour, weighted by brightness.
 
-    Args:
-        colours: by the word of a prompt that names them; each red, green and blue from 0 to 1.
-
-    Raises:
-        RewardConfigError: there are no colours, or one is out of range.
+    ``colours`` has red, green and blue from 0 to 1 by the word of a prompt that names them.
     """
 
     def __init__(self, colours: Mapping[str, tuple[float, float, float]]) -> None:

@@ -20,9 +20,7 @@ _BEFORE: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "ass
 class ChatEncoder:
     """Renders and tokenizes messages by a tokenizer's chat template; without one, contents as they are.
 
-    Args:
-        tokenizer: of transformers.
-        template_options: further variables of the template, such as ``enable_thinking``.
+    ``template_options`` are further variables of the template, such as ``enable_thinking``.
     """
 
     def __init__(self, tokenizer: Any, *, template_options: Mapping[str, Any] | None = None) -> None:

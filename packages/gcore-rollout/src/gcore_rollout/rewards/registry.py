@@ -109,9 +109,6 @@ class MultiTurnConfig:
             reward: scores what is revised.
             prompt_key: column of a row that has the messages to answer, for revisions.
             on_error: reaction to an environment that fails.
-
-        Raises:
-            RewardError: the environment does not load.
         """
         if not self.is_used:
             return None
@@ -203,21 +200,14 @@ def reward_names() -> list[str]:
 
 
 def build_reward(spec: str) -> RewardFunction:
-    """Make the registered reward of this name, or import the function that ``PATH.py:function`` names.
-
-    Raises:
-        RewardError: it does not load.
-    """
+    """Make the registered reward of this name, or import the function that ``PATH.py:function`` names."""
     return _REWARDS[spec]() if spec in _REWARDS else load_reward(spec)
 
 
 def build_image_reward(name: str, settings: ImageRewardSettings, *, setting: str) -> "ImageRewardFunction":
-    """Make the image reward that a setting names.
+    """Make the image reward of a registered kind, at an http(s) URL, or by ``PATH.py:function``.
 
-    Args:
-        name: of a registered kind, an http(s) URL, or ``PATH.py:function``.
-        settings: of rewards.
-        setting: the name of the setting, such as ``reward.kind``, for errors.
+    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors.
 
     Raises:
         RewardConfigError: there is no such reward, or it lacks a setting.

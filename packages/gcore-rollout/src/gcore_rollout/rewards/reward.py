@@ -120,13 +120,10 @@ def exit_error(error: BaseException) -> RewardExitError:
 class ThreadedReward:
     """Runs a reward in at most ``max_workers`` daemon threads, so that generation continues meanwhile.
 
-    No thread can be stopped: a call that was abandoned holds its thread until it returns, and one that never returns
-    holds it until the process ends; threads of `concurrent.futures` and `asyncio.to_thread` would keep the process from
-    ending. Code that can hang belongs in a sandbox or on a server.
-
-    Args:
-        reward: synchronous, and safe to be called by several threads.
-        max_workers: threads, which are started on demand.
+    The reward is synchronous, and safe to be called by several threads, which are started on demand. None can be
+    stopped: a call that was abandoned holds its thread until it returns, and one that never returns until the process
+    ends; threads of `concurrent.futures` and `asyncio.to_thread` would keep it from ending. Code that can hang belongs
+    in a sandbox or on a server.
     """
 
     def __init__(self, reward: Callable[..., Any], *, max_workers: int = 8) -> None:

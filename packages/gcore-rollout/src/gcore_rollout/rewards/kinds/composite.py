@@ -14,15 +14,8 @@ class CompositeReward:
     """The weighted sum of named rewards, which run at the same time.
 
     Each reward's own score, before its weight, is the part of its name, and its parts are below that: ``judge`` and
-    ``judge/parsed``. Their feedback is joined by blank lines.
-
-    Args:
-        rewards: by name; one that is synchronous runs on the event loop, so wrap one that takes long in
-            `ThreadedReward`.
-        weights: one for each name; they need not sum to 1, and 0 measures a reward without using it.
-
-    Raises:
-        RewardConfigError: no reward, other names in ``weights``, or a weight that is not finite.
+    ``judge/parsed``. Their feedback is joined by blank lines. A synchronous reward runs on the event loop, so wrap one
+    that takes long in `ThreadedReward`. Weights need not sum to 1, and 0 measures a reward without using it.
     """
 
     def __init__(self, rewards: Mapping[str, RewardFunction], *, weights: Mapping[str, float]) -> None:

@@ -65,11 +65,7 @@ class JSONServer:
         self._session: Any = None
 
     async def post(self, message: Mapping[str, Any], *, expected: str) -> Mapping[str, Any]:
-        """Send a message, and return the answer, an object that must have a field ``expected``.
-
-        Raises:
-            RewardError: the message is not JSON, or the server refused, answered otherwise, or in no attempt.
-        """
+        """Send a message, and return the answer, an object with a field ``expected``; `RewardError` otherwise."""
         try:
             body = json.dumps(message, allow_nan=False).encode()
         except (TypeError, ValueError) as error:

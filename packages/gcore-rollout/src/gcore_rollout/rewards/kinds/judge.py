@@ -64,11 +64,7 @@ class JudgeModel:
             raise RewardConfigError(f"n is {self.n}; expected at least 1")
 
     async def ask(self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None) -> list[list[str]]:
-        """Return ``n`` verdicts on each question, in one call of the engine.
-
-        Args:
-            questions: any number of texts.
-            images: encoded files of each question; None: there are no images.
+        """Return ``n`` verdicts on each question, in one call of the engine; ``images`` are encoded files of each.
 
         Raises:
             RequestError: a question that the engine cannot take, such as one longer than its context.
@@ -102,11 +98,7 @@ class JudgeModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LastMatch:
-    """The base of patterns: reads the first group of the last match in a text.
-
-    Raises:
-        RewardConfigError: it is no regular expression with a group.
-    """
+    """The base of patterns, regular expressions with a group: reads the first group of the last match in a text."""
 
     wanted: ClassVar[str]
     """The content of the group, for errors."""
@@ -133,9 +125,6 @@ class ScorePattern(LastMatch):
     """Reads ``Score: 7``: the last match in an answer, scaled from [low, high] to [0, 1].
 
     A number outside of the range is no score.
-
-    Raises:
-        RewardConfigError: no regular expression with a group, or no such range.
     """
 
     wanted: ClassVar = "the number"
@@ -167,13 +156,6 @@ class Judge(Generic[T]):
         template: as for `str.format`, without attributes and indexes; a literal brace is doubled, and braces in values
             have no meaning. Empty: the class's own.
         parse: reads a verdict; None: it cannot be read.
-
-    Raises:
-        RewardConfigError: the template cannot be read, or lacks a field that is needed.
-
-    Attributes:
-        num_verdicts: Verdicts so far.
-        num_unparsable: Those that could not be read.
     """
 
     question: ClassVar[str]
@@ -289,12 +271,7 @@ class JudgeReward(_ScoreJudge):
         super().__init__(model, template, parse, reduce, substitute)
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        """Score one completion.
-
-        Raises:
-            NoScoreError: no verdict could be parsed, and ``on_unparsable`` is "drop".
-            RewardError: the row lacks a column of the template.
-        """
+        """Score one completion; `NoScoreError` if no verdict counts, `RewardError` if the row lacks a column."""
         [verdicts] = await self.ask([self._filled(row, prompt=prompt, completion=completion)])
         counted = self._counted(verdicts)
         if not counted:
@@ -314,10 +291,7 @@ class ImageJudgeReward(_ScoreJudge):
 
     `JudgeReward` for images: every image is a question of its own, and all images of a call are one batch. The template
     has ``{prompt}`` and columns of the row; empty: how well the image shows the prompt, from 0 to 10. A verdict that
-    cannot be parsed has the score ``unparsable_score``.
-
-    Raises:
-        RewardConfigError: the model has no `JudgeModel.vision`, or another argument cannot be used.
+    cannot be parsed has the score ``unparsable_score``. The model needs its `JudgeModel.vision`.
     """
 
     question = _IMAGE_QUESTION

@@ -82,11 +82,10 @@ class PairwiseJudge(Judge[Winner]):
         self._substitute = _POINTS["tie"] if on_unparsable == "tie" else None
 
     async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
-        """Score the completions of one prompt.
+        """Score the completions of one prompt; `RewardError` if the row lacks a column of the template.
 
         Raises:
             NoScoreError: fewer than two completions, or one of them has no verdict that could be parsed.
-            RewardError: the row lacks a column of the template.
         """
         if len(completions) < 2:
             raise NoScoreError(f"a group of {len(completions)} has nothing to compare")
@@ -103,15 +102,11 @@ class PairwiseJudge(Judge[Winner]):
 
     def _scored(self, one: int, points: Mapping[tuple[int, int], list[float | None]], num_completions: int) -> Scored:
         """Score a completion by the points of the first in each verdict."""
-        verdicts: list[float | None] = []
-        agreements: list[bool] = []
-        for other in range(num_completions):
-            if other == one:
-                continue
-            first = points[one, other]
-            second = [None if p is None else 1.0 - p for p in points[other, one]]
-            agreements += [a == b for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-            verdicts += [*first, *second]
+        others = [other for other in range(num_completions) if other != one]
+        pairs = [(points[one, other], [None if p is None else 1.0 - p for p in points[other, one]]) for other in others]
+        verdicts = [p for first, second in pairs for p in (*first, *second)]
+        both = [(a, b) for first, second in pairs for a, b in zip(first, second, strict=True)]
+        agreements = [a == b for a, b in both if a is not None and b is not None]
         num_parsed = sum(p is not None for p in verdicts)
         counted = [p for p in (self._substitute if p is None else p for p in verdicts) if p is not None]
         if not counted:

@@ -33,10 +33,6 @@ class SequenceClassifierReward:
         max_batch_tokens: B x T of a batch at most; a longer sequence is a batch of its own.
         max_wait_s: how long the first call of a batch waits for others.
         max_length: most tokens of a sequence; default: the model's ``max_position_embeddings``.
-
-    Raises:
-        UnsupportedModelError: the model has more than one label, or no pad token.
-        RewardConfigError: a bad setting.
     """
 
     def __init__(

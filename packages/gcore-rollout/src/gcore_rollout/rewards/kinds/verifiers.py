@@ -59,11 +59,7 @@ class ReasoningGymReward:
 
 
 class MathVerifyReward:
-    """1 if math-verify finds the completion's answer equal to the row's, else 0.
-
-    Args:
-        answer_key: the row's column that holds the right answer (LaTeX or a plain expression).
-    """
+    """1 if math-verify finds the completion's answer equal to the one in the row's column ``answer_key``, else 0."""
 
     def __init__(self, *, answer_key: str = "answer") -> None:
         try:
