@@ -56,7 +56,7 @@ class Task:
 
     @property
     def uses_vllm(self) -> bool:
-        """Whether the contender generates by vLLM in its own process."""
+        """True if the contender generates by vLLM in its own process."""
         return self.contender.endswith("-vllm")
 
 

@@ -74,8 +74,10 @@ class VisionProcessor:
         if num_places != len(images):
             raise RequestError(f"a prompt has {len(images)} images; expected {num_places}, for which it has places")
         sizes = iter([self.num_tokens(image) for image in images])
-        counts = (next(sizes) if token == self.image_token_id else 1 for token in token_ids)
-        return tuple(token for token, count in zip(token_ids, counts, strict=True) for _ in range(count))
+        expanded: list[int] = []
+        for token in token_ids:
+            expanded.extend([token] * next(sizes) if token == self.image_token_id else [token])
+        return tuple(expanded)
 
     def places(self, prompt_token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Return the first token and the number of tokens of each image in an expanded prompt."""
