@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 
@@ -55,8 +56,8 @@ def _run_rounds(workload: Workload, options: GrpoOptions, *, say: Callable[[str]
         measured = steps[options.warmup_steps :]
         if measured[-1].lengths:
             lengths[turn.round] = measured[-1].lengths
-        found = {"footprint": footprint, "steps": measured}
-        runs.append(StepRun(part=workload.name, contender=turn.contender, round=turn.round, load=turn.load, **found))
+        place: dict[str, Any] = {"part": workload.name, "contender": turn.contender, "round": turn.round}
+        runs.append(StepRun(**place, load=turn.load, footprint=footprint, steps=measured))
         say(f"{turn.where} {median(step.wall_s for step in measured):.3f} s a step, load {turn.load:.1f}")
     return runs
 

@@ -12,7 +12,7 @@ from gcore_bench.harness.processes import Spec
 
 def run(spec: Spec) -> list[dict[str, Any]]:
     """Return the figures of every step."""
-    own = {**spec.options, "model": Path(spec.options["model"]), "threads": spec.threads}
+    own: dict[str, Any] = {**spec.options, "model": Path(spec.options["model"]), "threads": spec.threads}
     task = Task(workload=WORKLOADS[spec.part], contender=spec.contender, **own)
     name = "setup" if spec.contender == MODEL else f"contenders.{spec.contender.removesuffix('-vllm')}"
     steps: list[StepFigures] = import_module(f"gcore_bench.grpo.{name}").run(task)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gcore_bench.grpo.measure import StepFigures
+from gcore_bench.grpo.measure import reported_step
 from gcore_bench.grpo.setup import train_config
 from gcore_bench.grpo.workload import Task, Workload
 from gcore_bench.harness.processes import Program
@@ -43,7 +43,7 @@ def program(task: Task, *, folder: Path) -> Program:
 def _figures(workload: Workload, metrics: Path) -> list[dict[str, Any]]:
     rows: list[Mapping[str, float]] = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [
-        StepFigures.reported(
+        reported_step(
             row,
             workload.samples_per_step,
             # Responses are scored while others of the step are being generated.
