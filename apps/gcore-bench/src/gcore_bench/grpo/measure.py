@@ -33,7 +33,7 @@ class StepFigures:
     """Length of each completion; empty if a contender reports no more than mean and maximum."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], **figures: float) -> Self:
+    def of(cls, lengths: Sequence[int], **figures: Any) -> Self:
         """Make the figures of a step whose completions have these lengths."""
         sizes: dict[str, Any] = {"num_samples": len(lengths), "mean_length": fmean(lengths), "max_length": max(lengths)}
         return cls(**sizes, lengths=lengths, **figures)
