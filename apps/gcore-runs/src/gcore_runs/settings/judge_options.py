@@ -30,11 +30,6 @@ class JudgeOptions(Checked):
     high: float = 10.0
     """The score that is scaled to 1."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.low == self.high:
-            raise UserError(f"{self.section}.low and high are both {self.low}; expected two scores")
-
     def question(self) -> str:
         """Read the file of the question; empty: there is none.
 
@@ -52,5 +47,7 @@ class JudgeOptions(Checked):
         return JudgeModel(sampling=sampling, n=self.n, **fields)
 
     def scores(self) -> ScorePattern:
-        """Return what reads the score of a verdict."""
+        """Return what reads the score of a verdict; `UserError` if the scores to scale are one."""
+        if self.low == self.high:
+            raise UserError(f"{self.section}.low and high are both {self.low}; expected two scores")
         return ScorePattern(pattern=self.pattern or ScorePattern.pattern, low=self.low, high=self.high)
