@@ -17,7 +17,7 @@ from gcore_rollout import import_reasoning_gym
 HEAVY = {
     "gcore_llm": (
         "gcore_llm.finetune.run",
-        "gcore_llm.finetune.trained_model",
+        "gcore_llm.finetune.run",
         "gcore_llm.inspect_run",
         "gcore_llm.recorder",
         "gcore_llm.report",

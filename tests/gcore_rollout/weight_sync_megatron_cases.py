@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron_groups import leave_groups
 from rank import Rank
 
 from gcore_trainer import (
@@ -15,7 +16,6 @@ from gcore_trainer import (
     PolicyLossConfig,
     PolicyObjective,
 )
-from gcore_trainer.megatron.groups import leave_groups
 
 
 def megatron_steps(

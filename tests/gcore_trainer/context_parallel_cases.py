@@ -15,9 +15,9 @@ from trainer_oracles import SIZES, Group, make_samples
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from gcore_trainer import PackedBatch, pack
-from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel, padding_multiples
-from gcore_trainer.context_parallel.plan import ContextParallelPlan, sum_over_ranks
-from gcore_trainer.packing.pack import AttentionKind, PackedPlan
+from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel, sum_over_ranks
+from gcore_trainer.packing.block_attention import AttentionKind
+from gcore_trainer.packing.row import PackedPlan
 from gcore_trainer.torch import packed_model as packed_attention
 
 
@@ -105,7 +105,7 @@ class Footprint(TorchDispatchMode):
 
 
 def padded(groups: list[Group], layout: Layout, *, share_prefix: bool = False) -> PackedBatch:
-    multiples = padding_multiples(ring_size=layout.ring_size, ulysses_size=layout.ulysses_size)
+    multiples = ContextParallel(ring_size=layout.ring_size, ulysses_size=layout.ulysses_size).padding
     return pack(
         make_samples(groups, seed=0),
         share_prefix=share_prefix,
@@ -152,12 +152,12 @@ def attended_without(rank: Rank, case: AttentionCase, num_missing: int) -> None:
 def plan_of(rank: Rank, groups: list[Group], packed_for: Layout, share_prefix: bool, divided_by: Layout) -> None:
     """Makes a plan for a row that was packed for another layout."""
     batch = padded(groups, packed_for, share_prefix=share_prefix)
-    ContextParallelPlan(batch, _context(divided_by), device=torch.device("cpu"), dtype=torch.float32)
+    PackedPlan(batch, cp=_context(divided_by), device=torch.device("cpu"), dtype=torch.float32)
 
 
 def place_in_groups(rank: Rank, cp_groups: list[list[int]], ulysses_size: int) -> tuple[int, int, int, int, int]:
     cp = make_context_parallel(cp_groups, ulysses_size)
-    return cp.size, cp.rank, cp.ring_rank, cp.ulysses_rank, cp.padding.multiple_of
+    return cp.size, cp.rank, *divmod(cp.rank, cp.ulysses_size), cp.padding.multiple_of
 
 
 def summed(rank: Rank, layout: Layout, weights: torch.Tensor) -> tuple[float, torch.Tensor]:
@@ -181,9 +181,12 @@ def model_gradients_at_once(groups: list[Group], layout: Layout, share_prefix: b
 
 def model_gradients(rank: Rank, groups: list[Group], layout: Layout, share_prefix: bool) -> dict[str, torch.Tensor]:
     batch, cp = padded(groups, layout, share_prefix=share_prefix), _context(layout)
-    plan = ContextParallelPlan(batch, cp, device=torch.device("cpu"), dtype=torch.float64)
+    plan = PackedPlan(batch, cp=cp, device=torch.device("cpu"), dtype=torch.float64)
     gradients = _model_gradients(
-        batch, plan, torch.from_numpy(cp.places(batch)), lambda x: sum_over_ranks(x, cp.ulysses, cp.ring)
+        batch,
+        plan,
+        torch.from_numpy(cp.places(batch.segment_lengths)),
+        lambda x: sum_over_ranks(x, cp.ulysses, cp.ring),
     )
     loss = gradients.pop("loss")
     for group in (cp.ulysses, cp.ring):
@@ -248,10 +251,10 @@ def _attended(case: AttentionCase, plan: PackedPlan, places: torch.Tensor) -> At
     )
 
 
-def _plan(case: AttentionCase) -> tuple[ContextParallelPlan, torch.Tensor]:
+def _plan(case: AttentionCase) -> tuple[PackedPlan, torch.Tensor]:
     batch, cp = case.batch(), _context(case.layout)
-    plan = ContextParallelPlan(batch, cp, device=torch.device("cpu"), dtype=case.dtype)
-    return plan, torch.from_numpy(cp.places(batch))
+    plan = PackedPlan(batch, cp=cp, device=torch.device("cpu"), dtype=case.dtype)
+    return plan, torch.from_numpy(cp.places(batch.segment_lengths))
 
 
 @cache

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron_groups import leave_groups
 from numpy.typing import NDArray
 from rank import Rank
 
@@ -20,7 +21,6 @@ from gcore_trainer import (
     PolicyLossConfig,
     PolicyObjective,
 )
-from gcore_trainer.megatron.groups import leave_groups
 from gcore_trainer.objectives.policy import check_fields
 
 Layout = Mapping[str, Any]

@@ -42,11 +42,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from gcore_trainer import PackedModel, UnsupportedModelError, pack
+from gcore_trainer import PackedModel, UnsupportedModelError, pack, sample as packing
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.packing import block_attention, pack as packing
+from gcore_trainer.packing import block_attention
+from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.linear_attention import mix
-from gcore_trainer.packing.pack import AttentionKind, PackedPlan
+from gcore_trainer.packing.row import PackedPlan
 
 WINDOW = 8
 LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
@@ -201,7 +202,7 @@ def test_a_layer_is_dense_attention_of_each_sequence(
     inputs = [*rows, *([] if sinks_H is None else [sinks_H])]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_NUM_WINDOW_ROWS", num_rows)
+        patch.setattr(packing, "NUM_WINDOW_ROWS", num_rows)
         patch.setattr(block_attention, "_NUM_PLAIN_SCORES", num_scores)
         plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
         layer = AttentionKind(scale=scale, sliding_window=window, softcap=softcap, sinks=sinks_H)
@@ -258,12 +259,9 @@ def test_a_recurrence_starts_again_with_each_sequence(lengths: list[Group], shar
 
 
 def test_ranks_do_not_divide_linear_attention(tmp_path: Path) -> None:
-    class TwoRanks(ContextParallel):
-        size = 2  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType] - no groups needed
-
     packed = PackedModel.from_pretrained(save_model(ARCHITECTURES["qwen3_next"], tmp_path, seed=0))
     with pytest.raises(UnsupportedModelError, match=r"'qwen3_next' has linear attention, and 2 ranks are to divide"):
-        packed.divide_tokens(TwoRanks())
+        packed.divide_tokens(ContextParallel(ring_size=2))
 
 
 def test_logits_changed_in_an_unknown_way_are_refused(folders: dict[str, Path]) -> None:

@@ -17,7 +17,8 @@ from hypothesis import given, strategies as st
 from rank_pool import RankPool
 from trainer_oracles import Group, deviation
 
-from gcore_trainer.context_parallel.groups import equal_segments, local_places, padding_multiples
+from gcore_trainer.context_parallel.groups import ContextParallel
+from gcore_trainer.context_parallel.ring import equal_segments
 
 pytestmark = pytest.mark.slow
 
@@ -221,13 +222,13 @@ def test_groups_that_do_not_fit_are_refused(
 
 @given(layout=layouts, lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8))
 def test_every_place_is_held_once_and_work_is_even(layout: Layout, lengths: list[int]) -> None:
-    sizes = {"ring_size": layout.ring_size, "ulysses_size": layout.ulysses_size}
-    multiples = padding_multiples(**sizes)
+    sizes: dict[str, Any] = {"ring_size": layout.ring_size, "ulysses_size": layout.ulysses_size}
+    multiples = ContextParallel(**sizes).padding
     padded = [-(-n // multiples.segment_multiple_of) * multiples.segment_multiple_of for n in lengths]
     padded.append(-sum(padded) % multiples.multiple_of or multiples.multiple_of)
     segment_lengths = np.array(padded)
     size = layout.ring_size * layout.ulysses_size
-    shares = [local_places(segment_lengths, **sizes, rank=rank) for rank in range(size)]
+    shares = [ContextParallel(**sizes, rank=rank).places(segment_lengths) for rank in range(size)]
     assert {share.size for share in shares} == {sum(padded) // size}
     assert (np.sort(np.concatenate(shares)) == np.arange(sum(padded))).all()
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,10 +235,10 @@ def test_what_sees_no_images_refuses_them(qwen2_vl: Path, tmp_path: Path) -> Non
     with pytest.raises(UnsupportedModelError, match="expected one without images for PackedValueModel"):
         PackedValueModel.from_pretrained(qwen2_vl)
     with pytest.raises(UnsupportedModelError, match="model_type is 'qwen2_vl'"):
-        Architecture.of(AutoConfig.from_pretrained(qwen2_vl))
+        Architecture(AutoConfig.from_pretrained(qwen2_vl))
 
 
 def test_tokens_of_a_model_that_sees_are_not_divided(qwen2_vl: Path) -> None:
     packed = PackedModel.from_pretrained(qwen2_vl)
     with pytest.raises(UnsupportedModelError, match="expected context and sequence parallel sizes of 1"):
-        packed.divide_tokens(ContextParallel(ring=cast(Any, SimpleNamespace(size=lambda: 2))))
+        packed.divide_tokens(ContextParallel(ring_size=2))

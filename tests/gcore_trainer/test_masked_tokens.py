@@ -46,8 +46,7 @@ from gcore_trainer import (
     whiten,
     whitening_moments,
 )
-from gcore_trainer.advantages.rollout_correction import RolloutIS, RolloutRS
-from gcore_trainer.config import POLICY_LOSSES, DPOLossType
+from gcore_trainer.config import POLICY_LOSSES, DPOLossType, RolloutIS, RolloutRS
 
 GROUPS = [Group(7, [9, 1, 5]), Group(3, [6])]
 STILL = OptimizerConfig(lr=1e-30, grad_clip=float("inf"))

@@ -52,7 +52,7 @@ QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "f
 )
 def test_a_layout_that_does_not_divide_says_what_would(name: str, layout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        Architecture.of(CONFIGS[name]).check_layout(ParallelConfig(**layout), world_size=8)
+        Architecture(CONFIGS[name]).check_layout(ParallelConfig(**layout), world_size=8)
     assert message in str(error.value)
 
 
@@ -88,12 +88,12 @@ def test_a_layout_that_does_not_divide_says_what_would(name: str, layout: dict[s
 )
 def test_what_is_not_converted_is_refused(config: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError) as error:
-        Architecture.of(config)
+        Architecture(config)
     assert message in str(error.value)
 
 
 def test_llama3_rotary_embeddings_are_accepted() -> None:
-    Architecture.of(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE))
+    Architecture(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE))
 
 
 @pytest.mark.slow

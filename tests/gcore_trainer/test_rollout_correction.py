@@ -16,7 +16,7 @@ from gcore_trainer import (
     rollout_correction,
     weight_moments,
 )
-from gcore_trainer.advantages.rollout_correction import RolloutIS, RolloutRS
+from gcore_trainer.config import RolloutIS, RolloutRS
 
 Array = NDArray[np.float64]
 
@@ -172,7 +172,7 @@ def test_all_weights_zero_is_no_division_by_zero() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_is": "group"}, "rollout_is is 'group'; expected token, sequence or none"),
+        ({"rollout_is": "group"}, "rollout_is is 'group'; expected one of token, sequence, or none"),
         ({"rollout_is_threshold": 0.0}, "rollout_is_threshold is 0.0"),
         ({"rollout_is_threshold": math.nan}, "rollout_is_threshold is nan"),
         ({"rollout_is": "token", "rollout_is_threshold_lower": 3.0}, "rollout_is_threshold_lower is 3.0"),

@@ -36,8 +36,7 @@ from gcore_trainer import (
     whiten,
     whitening_moments,
 )
-from gcore_trainer.advantages.rollout_correction import RolloutIS, RolloutRS
-from gcore_trainer.config import POLICY_LOSSES as BUILT_IN
+from gcore_trainer.config import POLICY_LOSSES as BUILT_IN, RolloutIS, RolloutRS
 
 TOLERANCE = 1e-6
 """Of a difference, relative to the largest expected entry; our advantages and weights are float32."""

@@ -3,14 +3,17 @@
 import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Cli, Server, served
 from house import APPS, READMES, ROOT, fenced_blocks, names_of_tests, relative
 
 from gcore_llm.config import TrainConfig
@@ -83,6 +86,10 @@ ADVICE = (
     "is neither known nor run: if it takes seconds and needs nothing, let RUN_HERE match it; "
     "otherwise put it in CHECKED_ELSEWHERE with the CI step or the test that runs it"
 )
+
+
+SHELL_SYNTAX = re.compile(r"[|;&<>$`*?~\n]")
+"""What only a shell understands, wherever it stands in a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,27 +191,40 @@ def test_shell_commands_are_all_checked(document: Path) -> None:
     assert not unknown, "\n".join(unknown)
 
 
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """Both apps, imported once for the commands of all documents."""
+    with ExitStack() as stack:
+        yield {
+            app: stack.enter_context(served(app.replace("-", "_"), tmp_path_factory.mktemp(app)))
+            for app in ("gcore-llm", "gcore-diffusion")
+        }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
-def test_shell_commands_run(document: Path, tmp_path: Path) -> None:
+def test_shell_commands_run(document: Path, tmp_path: Path, servers: dict[str, Server]) -> None:
     """All that are not checked elsewhere, in the document's order and in one empty folder."""
-    script: list[str] = []
-    for command in commands(document):
-        if is_run_here(command):
-            text = command.text.removeprefix("uv run ")
-            script.append(f"{text} {SHORTENED.get(text, '')}".strip())
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    result = subprocess.run(
-        ["bash", "-euxo", "pipefail", "-c", "\n".join(script)],
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    for command in filter(is_run_here, commands(document)):
+        text = command.text.removeprefix("uv run ")
+        text = f"{text} {SHORTENED.get(text, '')}".strip()
+        app = text.partition(" ")[0]
+        if app in servers and not SHELL_SYNTAX.search(text):
+            finished = Cli(servers[app], tmp_path)(*shlex.split(text)[1:])
+            assert finished.code == 0, (command, finished)
+            continue
+        result = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert result.returncode == 0, (command, result)
 
 
 @pytest.mark.parametrize("pattern", CHECKED_ELSEWHERE)

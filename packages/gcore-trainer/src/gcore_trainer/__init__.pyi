@@ -8,6 +8,7 @@ from .advantages.estimator import (
     advantage_estimator as advantage_estimator,
     advantage_estimators as advantage_estimators,
     get_advantage_estimator as get_advantage_estimator,
+    rollout_mismatch as rollout_mismatch,
     whiten as whiten,
     whitening_moments as whitening_moments,
     with_advantages as with_advantages,
@@ -18,7 +19,6 @@ from .advantages.estimators.reinforce_plus_plus import discounted_returns as dis
 from .advantages.estimators.remax import remax_advantages as remax_advantages
 from .advantages.estimators.rloo import rloo_advantages as rloo_advantages
 from .advantages.reward_shaping import (
-    RewardKL as RewardKL,
     follow_divergence as follow_divergence,
     kl_estimates as kl_estimates,
     kl_rewards as kl_rewards,
@@ -26,23 +26,25 @@ from .advantages.reward_shaping import (
     policy_and_reference as policy_and_reference,
 )
 from .advantages.rollout_correction import (
-    RolloutCorrectionConfig as RolloutCorrectionConfig,
     rollout_correction as rollout_correction,
     weight_moments as weight_moments,
     with_rollout_correction as with_rollout_correction,
 )
-from .advantages.shaping_config import KLControlConfig as KLControlConfig, OverlongConfig as OverlongConfig
 from .config import (
     AdvantageConfig as AdvantageConfig,
     DPOConfig as DPOConfig,
+    KLControlConfig as KLControlConfig,
     KLPenalty as KLPenalty,
     LoRAConfig as LoRAConfig,
     LossAggMode as LossAggMode,
     LRSchedulerType as LRSchedulerType,
     OptimizerConfig as OptimizerConfig,
+    OverlongConfig as OverlongConfig,
     ParallelConfig as ParallelConfig,
     PolicyLossConfig as PolicyLossConfig,
+    RewardKL as RewardKL,
     RewardModelConfig as RewardModelConfig,
+    RolloutCorrectionConfig as RolloutCorrectionConfig,
     ValueLossConfig as ValueLossConfig,
 )
 from .diffusion.config import (
@@ -82,9 +84,9 @@ from .objectives.policy import (
     Objective as Objective,
     PartialLoss as PartialLoss,
     PolicyLoss as PolicyLoss,
-    PolicyLossFunction as PolicyLossFunction,
     PolicyObjective as PolicyObjective,
     PolicyTokens as PolicyTokens,
+    TokenScores as TokenScores,
     aggregation_weights as aggregation_weights,
     clipped_surrogate as clipped_surrogate,
     policy_loss as policy_loss,
@@ -104,9 +106,14 @@ from .objectives.value import (
     value_loss as value_loss,
     value_moments as value_moments,
 )
-from .packing.pack import PackedBatch as PackedBatch, pack as pack
-from .packing.row import TokenScores as TokenScores, token_scores as token_scores
-from .sample import Images as Images, MicroBatch as MicroBatch, Sample as Sample
+from .packing.row import token_scores as token_scores
+from .sample import (
+    Images as Images,
+    MicroBatch as MicroBatch,
+    PackedBatch as PackedBatch,
+    Sample as Sample,
+    pack as pack,
+)
 from .torch.frozen_model import FrozenModel as FrozenModel
 from .torch.packed_model import PackedModel as PackedModel
 from .torch.parallel import TorchParallel as TorchParallel

@@ -1,23 +1,79 @@
-"""Settings of optimizers, losses, adapters and layouts, each with its bounds."""
+"""Settings of optimizers, losses, advantages, adapters and layouts, each with its bounds; and algorithms by name."""
 
+import importlib.util
 import math
+import pkgutil
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.registry import Registry
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLPenalty = Literal["k1", "k2", "k3", "k1+", "k3+"]
+RewardKL = Literal["k1", "k2", "k3"]
 LRSchedulerType = Literal["constant", "linear", "cosine"]
 DPOLossType = Literal["sigmoid", "ipo", "hinge"]
+RolloutIS = Literal["token", "sequence"]
+_TokenRS = Literal["token_k1", "token_k2", "token_k3"]
+_SequenceRS = Literal["seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"]
+RolloutRS = Literal[_TokenRS, _SequenceRS, "seq_max_k2", "seq_max_k3"]
+
+
+class Registry:
+    """The algorithms of one kind: a folder of this package holds a file for each; a user's own is PATH.py:function."""
+
+    def __init__(self, package: str, setting: str) -> None:
+        self._package = package
+        self._setting = setting
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the built-in algorithms; none of their files is imported."""
+        spec = importlib.util.find_spec(self._package)
+        assert spec is not None
+        return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
+
+    def load(self, name: str) -> Any:
+        """Import a built-in algorithm by its name, or a user's own by ``PATH.py:function``.
+
+        Raises:
+            ConfigError: there is no such algorithm, no such file, or the file does not import.
+        """
+        if name in self.names:
+            return getattr(importlib.import_module(f"{self._package}.{name}"), name)
+        file, _, function = name.rpartition(":")
+        is_path = file.endswith(".py") and function.isidentifier()
+        require(self._setting, name, is_path, f"one of {', '.join(self.names)}, or PATH.py:function")
+        return _load_function(Path(file).resolve(), function, f"{self._setting} is {name!r}")
+
+
+@cache
+def _load_function(path: Path, name: str, setting: str) -> Callable[..., Any]:
+    if not path.is_file():
+        raise ConfigError(f"{setting}; expected a file that exists, and {path} does not")
+    module_name = f"gcore_trainer_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickling look their module up by name.
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{setting}: {path} does not import ({type(error).__name__}: {error})") from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise ConfigError(f"{setting}; expected one of {', '.join(public) or 'none'}, which {path} defines")
+    return function
+
 
 POLICY_LOSSES = Registry("gcore_trainer.losses.policy", "loss_mode")
-"""The policy losses; asking for their names imports none of them."""
-
-MAX_K3 = 10.0
-"""Largest value of the k3 estimate of a token's KL divergence, in the loss and in the reward; verl's bound."""
 
 
 class Bound(NamedTuple):
@@ -31,244 +87,295 @@ class Bound(NamedTuple):
         require(field, value, self.holds(value), self.accepted)
 
 
-ABOVE_ZERO = Bound(lambda v: 0 < v < math.inf, "a finite number above 0")
-NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "a finite number, 0 or more")
-FRACTION = Bound(lambda v: 0 <= v <= 1, "a number in [0, 1]")
-BELOW_ONE = Bound(lambda v: 0 <= v < 1, "a number in [0, 1)")
-AT_LEAST_0 = Bound(lambda v: v >= 0, "0 or more")
-AT_LEAST_1 = Bound(lambda v: v >= 1, "1 or more")
-
-
-def one_of(literal: Any) -> Bound:
-    """Return the bound of a setting that is one of a ``Literal``'s values."""
-    choices = get_args(literal)
-    return Bound(lambda v: v in choices, f"one of {', '.join(choices)}")
-
-
 def require(field: str, value: object, holds: bool, accepted: str) -> None:
-    """Check a setting.
-
-    Raises:
-        ConfigError: the check does not hold.
-    """
+    """Raise `ConfigError` unless a check of a setting holds."""
     if not holds:
         raise ConfigError(f"{field} is {value!r}; expected {accepted}")
 
 
-def require_bounds(settings: object, **bounds: Bound) -> None:
-    """Check settings by the bounds of these fields.
+ABOVE_ZERO = Bound(lambda v: 0 < v < math.inf, "a finite number above 0")
+NOT_NEGATIVE = Bound(lambda v: 0 <= v < math.inf, "a finite number, 0 or more")
+BELOW_ONE = Bound(lambda v: 0 <= v < 1, "a number in [0, 1)")
+AT_LEAST_0 = Bound(lambda v: v >= 0, "0 or more")
+AT_LEAST_1 = Bound(lambda v: v >= 1, "1 or more")
+_MORE_THAN_0 = Bound(lambda v: v > 0, "above 0")
+_VETO = Bound(lambda v: v is None or 0 < v < 1, "a number in (0, 1), or none")
+_BETAS = Bound(lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two in [0, 1)")
+
+Count = Annotated[int, AT_LEAST_1]
+AboveZero = Annotated[float, ABOVE_ZERO]
+NotNegative = Annotated[float, NOT_NEGATIVE]
+Fraction = Annotated[float, Bound(lambda v: 0 <= v <= 1, "a number in [0, 1]")]
+_Length = Annotated[int | None, Bound(lambda v: v is None or v >= 1, "1 or more")]
+
+
+class Checked:
+    """A dataclass of settings, each within what its type says: a ``Literal``, or ``Annotated`` with a `Bound`.
 
     Raises:
         ConfigError: a setting is out of its bounds.
     """
-    for field, bound in bounds.items():
-        bound.require(field, getattr(settings, field))
+
+    def __post_init__(self) -> None:
+        for name, bound in _bounds(type(self)):
+            bound.require(name, getattr(self, name))
+
+
+@cache
+def _bounds(kind: Any) -> list[tuple[str, Bound]]:
+    found: list[tuple[str, Bound]] = []
+    for field in fields(kind):
+        found += [(field.name, bound) for bound in getattr(field.type, "__metadata__", ())]
+        for literal in (own for own in (field.type, *get_args(field.type)) if get_origin(own) is Literal):
+            choices, is_optional = get_args(literal), literal is not field.type
+            accepted = f"one of {', '.join(choices)}{', or none' if is_optional else ''}"
+            found.append((field.name, Bound([*choices, *[None] * is_optional].__contains__, accepted)))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """AdamW with gradient clipping, and a rate that warms up and then stays or decays."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    lr_warmup_steps: int = 0
+    lr: AboveZero = 1e-6
+    betas: Annotated[tuple[float, float], _BETAS] = (0.9, 0.999)
+    eps: AboveZero = 1e-8
+    weight_decay: NotNegative = 0.0
+    lr_warmup_steps: Annotated[int, AT_LEAST_0] = 0
     """Steps over which the rate rises linearly to ``lr``."""
     lr_scheduler_type: LRSchedulerType = "constant"
     """After the warm-up the rate stays (constant) or falls to ``min_lr_ratio * lr`` (linear, cosine)."""
     total_training_steps: int = 0
     """Update at which the rate ends; 0: not known yet, to be set before training."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Fraction = 0.0
     """Fraction of ``lr`` that is left at the end."""
-    grad_clip: float = 1.0
+    grad_clip: Annotated[float, _MORE_THAN_0] = 1.0
     """Largest global gradient norm; a larger one is scaled down to it."""
-    max_nonfinite_steps: int = 10
+    max_nonfinite_steps: Count = 10
     """A step whose gradient is NaN or infinite is skipped; this many in a row end the run."""
 
     def __post_init__(self) -> None:
-        warmup = self.lr_warmup_steps
-        require_bounds(
-            self,
-            lr=ABOVE_ZERO,
-            betas=Bound(lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two in [0, 1)"),
-            eps=ABOVE_ZERO,
-            weight_decay=NOT_NEGATIVE,
-            lr_warmup_steps=AT_LEAST_0,
-            lr_scheduler_type=one_of(LRSchedulerType),
-            total_training_steps=Bound(
-                lambda v: v == 0 or v > warmup, f"more than lr_warmup_steps={warmup}, or 0 where it is not known yet"
-            ),
-            min_lr_ratio=FRACTION,
-            grad_clip=Bound(lambda v: v > 0, "above 0"),
-            max_nonfinite_steps=AT_LEAST_1,
-        )
+        super().__post_init__()
+        total, warmup = self.total_training_steps, self.lr_warmup_steps
+        accepted = f"more than lr_warmup_steps={warmup}, or 0 where it is not known yet"
+        require("total_training_steps", total, total == 0 or total > warmup, accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoRAConfig:
+class LoRAConfig(Checked):
     """Low-rank adapters instead of full fine-tuning."""
 
-    rank: int = 16
+    rank: Count = 16
     """Rank of each adapter's matrices."""
-    alpha: int = 32
+    alpha: Count = 32
     """An adapter's output is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] = ("all-linear",)
+    target_modules: Annotated[tuple[str, ...], Bound(bool, "at least one name")] = ("all-linear",)
     """Names of the layers that get one, such as q_proj; all-linear: all but the head."""
-
-    def __post_init__(self) -> None:
-        require_bounds(self, rank=AT_LEAST_1, alpha=AT_LEAST_1, target_modules=Bound(bool, "at least one name"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
+class AdvantageConfig(Checked):
     """The settings that advantage estimators read."""
 
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo."""
-    gamma: float = 1.0
+    gamma: Fraction = 1.0
     """Discount per token, in reinforce_plus_plus and gae."""
-    lam: float = 1.0
+    lam: Fraction = 1.0
     """Weight of longer horizons, in gae."""
-
-    def __post_init__(self) -> None:
-        require_bounds(self, gamma=FRACTION, lam=FRACTION)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLossConfig:
+class OverlongConfig(Checked):
+    """Scoring and training of responses that reach or come close to data.max-response-length."""
+
+    buffer_len: Annotated[int, AT_LEAST_0] = 0
+    """Number of last tokens over which a response's score falls linearly (DAPO's soft punishment); 0: none."""
+    penalty_factor: NotNegative = 1.0
+    """How far the score has fallen at the limit."""
+    filter: bool = False
+    """Do not train on responses that were cut off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControlConfig(Checked):
+    """The KL penalty in the reward."""
+
+    kl_coef: NotNegative = 0.0
+    """Weight of the divergence from the initial policy in every token's reward; 0: none."""
+    kl_penalty: RewardKL = "k1"
+    """Estimator of that divergence."""
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: the weight follows the divergence."""
+    target_kl: AboveZero = 0.1
+    """Mean divergence per token to reach, in adaptive."""
+    horizon: Count = 10_000
+    """Responses over which the weight adapts, in adaptive."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.type == "adaptive" and not self.kl_coef:
+            raise ConfigError("kl_coef is 0; expected above 0 with algorithm.kl_ctrl.type 'adaptive'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig(Checked):
+    """The correction of a batch; with the defaults the mismatch is only measured."""
+
+    rollout_is: RolloutIS | None = None
+    """Importance sampling by each token's ratio (token) or by the product of a sequence's ratios (sequence)."""
+    rollout_is_threshold: AboveZero = 2.0
+    """A larger weight is truncated to this one."""
+    rollout_is_threshold_lower: float | None = None
+    """If this is set, a weight below it or above ``rollout_is_threshold`` becomes 0 instead (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Weights are divided by their mean over the batch."""
+    rollout_rs: RolloutRS | None = None
+    """Rejection by a divergence of each token, or by a sequence's sum, mean or maximum of it.
+
+    With r the ratio: k1 is -log r, k2 is (log r)^2 / 2 and k3 is r - 1 - log r. seq_mean_k1 is the geometric mean.
+    """
+    rollout_rs_threshold: float | None = None
+    """Upper bound, of a divergence in k2 and k3, of the inverse ratio pi_rollout / pi_old in k1; more is rejected."""
+    rollout_rs_threshold_lower: float | None = None
+    """Lower bound of the inverse ratio in k1; None: 1 / ``rollout_rs_threshold``."""
+    rollout_token_veto_threshold: Annotated[float | None, _VETO] = None
+    """A sequence with a token whose ratio is below this is rejected as a whole."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weighs, limit, least = self.rollout_is is not None, self.rollout_is_threshold, self.rollout_is_threshold_lower
+        rule, upper, lower = self.rollout_rs, self.rollout_rs_threshold, self.rollout_rs_threshold_lower
+        accepted = f"a number above 0 and up to rollout_is_threshold={limit}, and a rollout_is"
+        require("rollout_is_threshold_lower", least, least is None or (weighs and 0 < least <= limit), accepted)
+        normalize = self.rollout_is_batch_normalize
+        require("rollout_is_batch_normalize", normalize, weighs or not normalize, "a rollout_is with it")
+        if rule is None:
+            require("rollout_rs_threshold", upper, upper is None, "none without a rollout_rs")
+            require("rollout_rs_threshold_lower", lower, lower is None, "none without a rollout_rs")
+            return
+        is_above_zero = upper is not None and 0 < upper < math.inf
+        require("rollout_rs_threshold", upper, is_above_zero, f"a finite number above 0 (rollout_rs is {rule!r})")
+        assert upper is not None
+        if not rule.endswith("k1"):
+            accepted = f"none (rollout_rs is {rule!r}, which has no lower bound)"
+            require("rollout_rs_threshold_lower", lower, lower is None, accepted)
+        elif lower is None:
+            require("rollout_rs_threshold", upper, upper >= 1, "1 or more, or a rollout_rs_threshold_lower with it")
+        else:
+            accepted = f"a number above 0 and up to rollout_rs_threshold={upper}"
+            require("rollout_rs_threshold_lower", lower, 0 < lower <= upper, accepted)
+
+    @property
+    def is_active(self) -> bool:
+        """True if anything is corrected."""
+        return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig(Checked):
     """The policy's loss. Names and meanings are verl's."""
 
     loss_mode: str = "vanilla"
     """PPO's clipped ratio (vanilla), a sequence's ratio (gspo), a clipped weight (cispo), a smooth gate (sapo), or a
     user's own (PATH.py:function)."""
-    clip_ratio_low: float = 0.2
+    clip_ratio_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_ratio_low."""
-    clip_ratio_high: float = 0.28
+    clip_ratio_high: Annotated[float, AT_LEAST_0] = 0.28
     """The ratio is clipped at 1 + clip_ratio_high (DAPO's clip-higher)."""
-    clip_ratio_c: float | None = None
+    clip_ratio_c: Annotated[float | None, Bound(lambda v: v is None or v > 1, "above 1, or None")] = None
     """Dual clip: bound of the loss of a negative advantage, in advantages; above 1."""
-    tau_pos: float = 1.0
+    tau_pos: AboveZero = 1.0
     """SAPO: steepness of the gate for advantages above 0."""
-    tau_neg: float = 1.05
+    tau_neg: AboveZero = 1.05
     """SAPO: steepness of the gate for other advantages."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Aggregation of token losses (see `aggregation_weights`)."""
-    kl_loss_coef: float = 0.0
+    kl_loss_coef: NotNegative = 0.0
     """Weight of the KL divergence to the reference policy in the loss; 0 needs no reference."""
     kl_loss_type: KLPenalty = "k3"
     """Estimator of that divergence; with a + its gradient is unbiased."""
-    entropy_coeff: float = 0.0
+    entropy_coeff: NotNegative = 0.0
     """Weight of the entropy bonus."""
-    max_response_length: int | None = None
+    max_response_length: _Length = None
     """Divisor of ``seq-mean-token-sum-norm``, which needs it: the longest response that the run allows."""
 
     def __post_init__(self) -> None:
-        require_bounds(self, clip_ratio_low=FRACTION, clip_ratio_high=AT_LEAST_0)
-        POLICY_LOSSES.check(self.loss_mode)
-        if self.clip_ratio_c is not None:
-            require("clip_ratio_c", self.clip_ratio_c, self.clip_ratio_c > 1, "above 1, or None")
-            has_dual_clip = getattr(POLICY_LOSSES.load(self.loss_mode), "has_dual_clip", False)
+        super().__post_init__()
+        if self.clip_ratio_c is not None or self.loss_mode not in POLICY_LOSSES.names:
+            holds = getattr(POLICY_LOSSES.load(self.loss_mode), "has_dual_clip", False) or self.clip_ratio_c is None
             accepted = f"None for loss_mode {self.loss_mode!r}, which has no dual clip"
-            require("clip_ratio_c", self.clip_ratio_c, has_dual_clip, accepted)
-        require_bounds(
-            self,
-            tau_pos=ABOVE_ZERO,
-            tau_neg=ABOVE_ZERO,
-            loss_agg_mode=one_of(LossAggMode),
-            kl_loss_coef=NOT_NEGATIVE,
-            kl_loss_type=one_of(KLPenalty),
-            entropy_coeff=NOT_NEGATIVE,
-            max_response_length=Bound(lambda v: v is None or v >= 1, "1 or more"),
-        )
+            require("clip_ratio_c", self.clip_ratio_c, holds, accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueLossConfig:
+class ValueLossConfig(Checked):
     """The critic's loss."""
 
-    cliprange_value: float = 0.5
+    cliprange_value: Annotated[float, _MORE_THAN_0] = 0.5
     """A value moves at most this far from the one before the step's first update."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Aggregation of token losses (see `aggregation_weights`)."""
-    max_response_length: int | None = None
+    max_response_length: _Length = None
     """Divisor of ``seq-mean-token-sum-norm``, which needs it: the longest response that the run allows."""
-
-    def __post_init__(self) -> None:
-        require_bounds(
-            self,
-            cliprange_value=Bound(lambda v: v > 0, "above 0"),
-            loss_agg_mode=one_of(LossAggMode),
-            max_response_length=Bound(lambda v: v is None or v >= 1, "1 or more"),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOConfig:
+class DPOConfig(Checked):
     """Direct preference optimisation."""
 
-    beta: float = 0.1
+    beta: AboveZero = 0.1
     """Strength of the pull to the reference policy."""
     loss_type: DPOLossType = "sigmoid"
     """DPO's logistic loss (sigmoid), IPO's squared one (ipo), SLiC's (hinge)."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Bound(lambda v: 0 <= v < 0.5, "a number in [0, 0.5)")] = 0.0
     """Assumed fraction of pairs with swapped labels, in sigmoid."""
 
-    def __post_init__(self) -> None:
-        below_half = Bound(lambda v: 0 <= v < 0.5, "a number in [0, 0.5)")
-        require_bounds(self, beta=ABOVE_ZERO, loss_type=one_of(DPOLossType), label_smoothing=below_half)
-
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig:
+class RewardModelConfig(Checked):
     """Bradley-Terry training of a reward model."""
 
-    center_rewards_coefficient: float = 0.0
+    center_rewards_coefficient: NotNegative = 0.0
     """Weight of the squared sum of a pair's rewards, which keeps them around 0."""
 
-    def __post_init__(self) -> None:
-        require_bounds(self, center_rewards_coefficient=NOT_NEGATIVE)
+
+_TP, _PP, _CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+_VPP = "virtual_pipeline_model_parallel_size"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """Sizes under verl's and Megatron's names; what they leave of the world is data parallel."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Count = 1
     """Ranks that divide each layer's matrices (megatron)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Count = 1
     """Ranks that divide the layers (megatron)."""
-    virtual_pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: Count = 1
     """Chunks of layers that each pipeline rank has, interleaved (megatron)."""
-    context_parallel_size: int = 1
+    context_parallel_size: Count = 1
     """Ranks that divide the tokens of every sequence."""
-    ulysses_sequence_parallel_size: int = 1
+    ulysses_sequence_parallel_size: Count = 1
     """Ranks among these that exchange tokens for attention heads (Ulysses); the others pass keys and values (ring)."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: Count = 1
     """Ranks that divide the experts of a mixture of experts (megatron)."""
     sequence_parallel: bool = False
     """Divide the tokens outside attention and MLP over the tensor-parallel ranks (megatron)."""
 
     def __post_init__(self) -> None:
-        require_bounds(self, **{name: AT_LEAST_1 for name in vars(self) if name != "sequence_parallel"})
-        if self.context_parallel_size % self.ulysses_sequence_parallel_size:
-            raise ConfigError(
-                f"ulysses_sequence_parallel_size is {self.ulysses_sequence_parallel_size}; expected a divisor of "
-                f"context_parallel_size={self.context_parallel_size}"
-            )
+        super().__post_init__()
+        cp, ulysses, vpp = (getattr(self, name) for name in (_CP, "ulysses_sequence_parallel_size", _VPP))
+        require("ulysses_sequence_parallel_size", ulysses, cp % ulysses == 0, f"a divisor of {_CP}={cp}")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ConfigError("sequence_parallel is true; expected tensor_model_parallel_size above 1")
-        if self.virtual_pipeline_model_parallel_size > 1 and self.pipeline_model_parallel_size == 1:
-            raise ConfigError(
-                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size}; expected "
-                "pipeline_model_parallel_size above 1"
-            )
+            raise ConfigError(f"sequence_parallel is true; expected {_TP} above 1")
+        require(_VPP, vpp, vpp == 1 or self.pipeline_model_parallel_size > 1, f"{_PP} above 1")
 
     def check_torch(self) -> None:
         """Raise `ConfigError` for a size that the torch backend does not have."""
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
-            if (value := getattr(self, name)) > 1:
-                raise ConfigError(f"{name} is {value}; expected 1 for the torch backend, or the megatron backend")
+        for name in (_TP, _PP, "expert_model_parallel_size"):
+            size = getattr(self, name)
+            require(name, size, size == 1, "1 for the torch backend, or the megatron backend")
 
     @property
     def model_parallel_size(self) -> int:
@@ -281,14 +388,11 @@ class ParallelConfig:
         Raises:
             ConfigError: the sizes do not divide the world.
         """
-        if world_size % self.model_parallel_size:
-            sizes = " x ".join(
-                f"{name}={getattr(self, name)}"
-                for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-                if getattr(self, name) > 1
-            )
+        num_ranks = self.model_parallel_size
+        if world_size % num_ranks:
+            sizes = " x ".join(f"{n}={getattr(self, n)}" for n in (_TP, _PP, _CP) if getattr(self, n) > 1)
             raise ConfigError(
-                f"{sizes} is {self.model_parallel_size}; expected a divisor of the world of {world_size} ranks: "
-                f"{self.model_parallel_size * max(1, world_size // self.model_parallel_size)} ranks would fit"
+                f"{sizes} is {num_ranks}; expected a divisor of the world of {world_size} ranks: "
+                f"{num_ranks * max(1, world_size // num_ranks)} ranks would fit"
             )
-        return world_size // self.model_parallel_size
+        return world_size // num_ranks

@@ -1,17 +1,29 @@
-"""Samples of language models, which trainers learn from."""
+"""Samples of language models, and their packing end to end in one row.
 
-from collections.abc import Sequence
+No padding is computed, and a prompt that many samples share is computed once. A row of T tokens is made of segments. A
+*causal* segment starts from nothing: a prompt, or a prompt with its only response. A *branch* segment is one of several
+responses to a prompt: its tokens see the prompt's and their own predecessors. A response's last token predicts nothing,
+so it is never an input.
+
+Where the row is divided among ranks, its length must be a multiple of something: padding tokens, of id 0, then
+follow the real ones of a causal segment or make up a last segment of their own, so that no real token sees them.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.errors import BatchError
+from gcore_trainer.errors import BatchError, ConfigError
 
 _LARGEST = np.finfo(np.float32).max
+NUM_WINDOW_ROWS = 512
+"""Queries of a tile under a sliding window: its keys are at most so many and the window's."""
 _PER_TOKEN = (
     "response_mask",
     "advantages",
@@ -113,12 +125,11 @@ class Sample:
                 raise BatchError(f"{field} has dtype {value.dtype}; expected int64")
         if self.response_mask is not None and self.response_mask.dtype != np.bool_:
             raise BatchError(f"response_mask has dtype {self.response_mask.dtype}; expected bool")
+        shape = self.response_ids.shape
         for field in _PER_TOKEN:
-            value_or_none: NDArray[np.generic] | None = getattr(self, field)
-            if value_or_none is not None and value_or_none.shape != self.response_ids.shape:
-                raise BatchError(
-                    f"{field} has shape {value_or_none.shape}; expected that of response_ids, {self.response_ids.shape}"
-                )
+            array: NDArray[np.generic] | None = getattr(self, field)
+            if array is not None and array.shape != shape:
+                raise BatchError(f"{field} has shape {array.shape}; expected that of response_ids, {shape}")
         routing = self.routed_experts
         if routing is not None and (routing.ndim != 3 or routing.shape[0] != self.num_inputs):
             raise BatchError(
@@ -142,10 +153,7 @@ class Sample:
         return np.ones(self.response_ids.size, np.bool_) if self.response_mask is None else self.response_mask
 
     def check_finite(self, name: str, *fields: str) -> None:
-        """Refuse NaN and infinities at the tokens that count.
-
-        Args:
-            fields: names of per-token arrays; one that is None passes.
+        """Refuse NaN and infinities at the tokens that count in per-token arrays; one that is None passes.
 
         Raises:
             BatchError: an entry that counts is not finite.
@@ -172,3 +180,216 @@ def by_sample(
         np.split(v, np.cumsum([s.response_ids.size for s in batch])[:-1])
         for v, batch in zip(values, micro_batches, strict=True)
     ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bucket:
+    """Segments of similar length, attended to as one rectangle. S segments, Lq queries, Lk keys."""
+
+    query_index: NDArray[np.int64]
+    """[S, Lq] places in the packed row; what pads a segment points to 0 and is never read back."""
+    key_index: NDArray[np.int64]
+    """[S, Lk]."""
+    prompt_lengths: NDArray[np.int64] | None
+    """[S] for branches, whose keys are Lk - Lq places of their prompts, so many of them real, and then the queries'
+    own places, causally. None: the keys are the queries' places, causally; padding follows every real token."""
+
+    def tiles(self, window: int | None) -> "Iterator[Tile]":
+        """Yield the bucket as one tile, or as several where a sliding window hides keys from some of its queries."""
+        num_queries = self.query_index.shape[1]
+        queries_SQ = keys_SK = np.arange(num_queries)[None]
+        if self.prompt_lengths is not None:
+            lengths_S1 = self.prompt_lengths[:, None]
+            place_1P = np.arange(self.key_index.shape[1] - num_queries)[None]
+            # Padding comes after all.
+            prompts_SP = np.where(place_1P < lengths_S1, place_1P, np.iinfo(np.int64).max)
+            queries_SQ = lengths_S1 + queries_SQ
+            keys_SK = np.concatenate([prompts_SP, queries_SQ], axis=1)
+        if window is not None and window > queries_SQ.max():
+            window = None
+        num_rows = num_queries if window is None else NUM_WINDOW_ROWS
+        for first in range(0, num_queries, num_rows):
+            rows = slice(first, first + num_rows)
+            is_seen_SK = keys_SK <= queries_SQ[:, rows][:, -1:]
+            if window is not None:
+                is_seen_SK &= keys_SK > queries_SQ[:, rows][:, :1] - window
+            seen = is_seen_SK.any(0)
+            is_hidden = None
+            if window is not None or self.prompt_lengths is not None:
+                keys_S11K, queries_S1Q1 = keys_SK[:, None, None, seen], queries_SQ[:, None, rows, None]
+                is_hidden = keys_S11K > queries_S1Q1
+                if window is not None:
+                    is_hidden |= keys_S11K <= queries_S1Q1 - window
+            yield Tile(self.query_index[:, rows], self.key_index[:, seen], is_hidden)
+
+
+class Tile(NamedTuple):
+    """Some queries of each segment of a bucket, and the keys that any of them sees."""
+
+    query_index: NDArray[np.int64]
+    """[S, Lq] places in the packed row."""
+    key_index: NDArray[np.int64]
+    """[S, Lk]."""
+    is_hidden: NDArray[np.bool_] | None
+    """[S or 1, 1, Lq, Lk]; None: causal."""
+
+
+class Segment(NamedTuple):
+    """A segment of a row; a branch has the prompt that it follows as its parent."""
+
+    start: int
+    length: int
+    parent: "Segment | None"
+    num_padding: int
+    """Tokens of the length that are padding, at its end."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBatch:
+    """T packed tokens that predict N response tokens, in the samples' order, from U distinct places."""
+
+    input_ids: NDArray[np.int64]
+    """[T]."""
+    positions: NDArray[np.int64]
+    """[T] place of each token in its own sequence; padding at the end of a segment repeats the last."""
+    segments: list[Segment]
+    """All segments, in the row's order; their lengths sum to T."""
+    buckets: list[Bucket]
+    unpack_index: NDArray[np.int64]
+    """[T] where each token's attention output stands among the flattened rectangles of all buckets."""
+    predict_index: NDArray[np.int64]
+    """[U] packed places whose next-token distribution is needed."""
+    target_place: NDArray[np.int64]
+    """[N] which of those U predicts each response token."""
+    target_ids: NDArray[np.int64]
+    """[N]."""
+    last_prompt_places: NDArray[np.int64]
+    """Place of each sample's last prompt token in the row."""
+    first_response_places: NDArray[np.int64]
+    """Place of each sample's first response token in the row; the last response token has none."""
+
+    @property
+    def segment_lengths(self) -> NDArray[np.int64]:
+        """Lengths of the segments, with their padding."""
+        return np.array([s.length for s in self.segments])
+
+    def input_places(self, samples: Sequence[Sample]) -> list[NDArray[np.int64]]:
+        """Return the places [P + R - 1] of each sample's input tokens in the row."""
+        return [
+            np.concatenate([np.arange(last - s.prompt_ids.size, last) + 1, first + np.arange(s.response_ids.size - 1)])
+            for s, last, first in zip(samples, self.last_prompt_places, self.first_response_places, strict=True)
+        ]
+
+
+def pack(
+    samples: MicroBatch, *, share_prefix: bool = True, multiple_of: int = 1, segment_multiple_of: int = 1
+) -> PackedBatch:
+    """Pack one micro-batch.
+
+    Args:
+        multiple_of: pad the row so that T is a multiple of it.
+        segment_multiple_of: pad every segment so that its length is a multiple of it.
+
+    Raises:
+        ConfigError: a multiple is below 1, or segments are to be padded where they share prompts: the padding of a
+            prompt would stand between it and its responses.
+    """
+    for name, value in (("multiple_of", multiple_of), ("segment_multiple_of", segment_multiple_of)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; expected 1 or more")
+    if share_prefix and segment_multiple_of > 1:
+        raise ConfigError(f"segment_multiple_of is {segment_multiple_of} with share_prefix=True; expected False")
+    by_prompt: dict[bytes | int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        by_prompt.setdefault(sample.prompt_key if share_prefix else i, []).append(i)
+
+    pieces: list[NDArray[np.int64]] = []
+    segments: list[Segment] = []
+    last_prompt_places, first_response_places = (np.empty(len(samples), np.int64) for _ in range(2))
+    total = 0
+
+    def add(*parts: NDArray[np.int64], parent: Segment | None = None) -> Segment:
+        nonlocal total
+        num_real = sum(part.size for part in parts)
+        num_padding = -num_real % segment_multiple_of
+        pieces.extend([*parts, np.zeros(num_padding, np.int64)])
+        segments.append(Segment(total, num_real + num_padding, parent, num_padding))
+        total += num_real + num_padding
+        return segments[-1]
+
+    for members in by_prompt.values():
+        prompt = samples[members[0]].prompt_ids
+        last_prompt_places[members] = total + prompt.size - 1
+        if len(members) == 1:
+            first_response_places[members] = total + prompt.size
+            add(prompt, samples[members[0]].response_ids[:-1])
+            continue
+        root = add(prompt)
+        for i in members:
+            first_response_places[i] = total
+            if samples[i].response_ids.size > 1:
+                add(samples[i].response_ids[:-1], parent=root)
+    if num_padding := -total % math.lcm(multiple_of, segment_multiple_of):
+        add(np.zeros(num_padding, np.int64))
+
+    starts, lengths = _bounds(segments)
+    first_positions = np.array([s.parent.length if s.parent else 0 for s in segments])
+    last_positions = first_positions + lengths - 1 - np.array([s.num_padding for s in segments])
+    response_lengths = np.array([s.response_ids.size for s in samples])
+    ends = np.cumsum(response_lengths)
+    places = np.repeat(first_response_places - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
+    places[ends - response_lengths] = last_prompt_places
+    predict_index, target_place = np.unique(places, return_inverse=True)
+    buckets, unpack_index = _bucketed(segments, total)
+    return PackedBatch(
+        input_ids=np.concatenate(pieces),
+        positions=np.minimum(
+            np.arange(total) - np.repeat(starts - first_positions, lengths), np.repeat(last_positions, lengths)
+        ),
+        segments=segments,
+        buckets=buckets,
+        unpack_index=unpack_index,
+        predict_index=predict_index,
+        target_place=target_place,
+        target_ids=np.concatenate([s.response_ids for s in samples]),
+        last_prompt_places=last_prompt_places,
+        first_response_places=first_response_places,
+    )
+
+
+def _bucketed(segments: list[Segment], num_tokens: int) -> tuple[list[Bucket], NDArray[np.int64]]:
+    """Group segments with about equal lengths and prompts."""
+    groups: dict[tuple[int, int], list[Segment]] = {}
+    for segment in segments:
+        prompt_length = 0 if segment.parent is None else rounded_length(segment.parent.length)
+        groups.setdefault((prompt_length, rounded_length(segment.length)), []).append(segment)
+    buckets: list[Bucket] = []
+    unpack_index = np.empty(num_tokens, np.int64)
+    offset = 0
+    for _, members in sorted(groups.items()):
+        query_index, is_real = _rectangle(*_bounds(members))
+        unpack_index[query_index[is_real]] = offset + np.flatnonzero(is_real)
+        offset += query_index.size
+        key_index, prompt_lengths = query_index, None
+        if parents := [s.parent for s in members if s.parent]:
+            prompt_starts, prompt_lengths = _bounds(parents)
+            prompt_index, _ = _rectangle(prompt_starts, prompt_lengths)
+            key_index = np.concatenate([prompt_index, query_index], axis=1)
+        buckets.append(Bucket(query_index=query_index, key_index=key_index, prompt_lengths=prompt_lengths))
+    return buckets, unpack_index
+
+
+def rounded_length(length: int) -> int:
+    """Round up to a power of two, at least 16."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def _bounds(segments: list[Segment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return np.array([s.start for s in segments]), np.array([s.length for s in segments])
+
+
+def _rectangle(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Packed places [S, L] of segments padded to the longest, and which of them are real."""
+    columns = np.arange(lengths.max())
+    is_real = columns < lengths[:, None]
+    return np.where(is_real, starts[:, None] + columns, 0), is_real

@@ -3,8 +3,7 @@
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, StateError, TrainerError
 from gcore_trainer.lora import merge_lora
-from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums, added
-from gcore_trainer.packing.row import named_scores
+from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums, added, named_scores
+from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.packing.vision import checkpoint_name, copy_processor
 from gcore_trainer.sample import NOTHING, MicroBatch, by_sample
 
@@ -49,13 +48,18 @@ class Replicas:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def gather_or_raise(self, value: T, error: TrainerError | None) -> list[T]:
-        """Return every replica's value; if one passes an error, all raise the first, so that none waits for another."""
-        everyones = self.gather((value, error))
-        if found := next(((rank, e) for rank, (_, e) in enumerate(everyones) if e is not None), None):
-            rank, first = found
-            raise error or type(first)(f"data-parallel rank {rank}: {first}")
-        return [v for v, _ in everyones]
+    def gather_or_raise(self, compute: Callable[[], T]) -> list[T]:
+        """Return what every replica computes; if one raises an error, all do, so that none waits for another."""
+        try:
+            own = compute()
+        except TrainerError as error:
+            self.gather((None, error))
+            raise
+        everyones = self.gather((own, None))
+        for rank, (_, error) in enumerate(everyones):
+            if error is not None:
+                raise type(error)(f"data-parallel rank {rank}: {error}")
+        return [value for value, _ in everyones]
 
 
 class AdamW:
@@ -130,13 +134,14 @@ class BaseTrainer:
         ConfigError: the learning rate decays, and ``total_training_steps`` is not set.
     """
 
-    def __init__(self, *, config: OptimizerConfig, optimizer: AdamW, replicas: Replicas) -> None:
+    def __init__(self, *, config: OptimizerConfig, optimizer: AdamW, objective: Any, replicas: Replicas) -> None:
         if config.lr_scheduler_type != "constant" and not config.total_training_steps:
             raise ConfigError(
                 f"total_training_steps is 0; expected 1 or more for lr_scheduler_type {config.lr_scheduler_type!r}"
             )
         self._config = config
         self._optimizer = optimizer
+        self._objective = objective
         self._replicas = replicas
         self.step = 0
         """Steps taken so far, those skipped for their gradient included."""
@@ -146,7 +151,9 @@ class BaseTrainer:
         self.data_parallel_size = replicas.size
         """Number of replicas, each with samples of its own."""
 
-    def _apply_gradient(self) -> dict[str, float]:
+    def _update(self, sums: dict[str, float]) -> dict[str, float]:
+        """Update with the gradient; return its metrics, and the objective's of all replicas' sums."""
+        metrics = self._objective.metrics(added(self._replicas.gather(sums)))
         lr = learning_rate(self._config, self.step)
         grad_norm, limit = self._optimizer.update(lr), self._config.max_nonfinite_steps
         self._nonfinite_steps = 0 if np.isfinite(grad_norm) else self._nonfinite_steps + 1
@@ -159,7 +166,8 @@ class BaseTrainer:
                     "lower lr"
                 )
         self.step += 1
-        return {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/nonfinite_steps": float(self._nonfinite_steps)}
+        own = {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/nonfinite_steps": float(self._nonfinite_steps)}
+        return metrics | own
 
     def state(self) -> dict[str, Any]:
         """Return all that a resumed trainer needs, under the same names in every backend and layout.
@@ -228,10 +236,6 @@ class Trainer(BaseTrainer, ABC):
     num_routers: int = 0
     """Layers whose choice of experts can be recorded and imposed; 0 for a model without experts."""
 
-    def __init__(self, *, objective: Objective[Any], **options: Any) -> None:
-        super().__init__(**options)
-        self._objective = objective
-
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Make one update on all samples of all replicas; the result does not depend on how they are split.
 
@@ -249,21 +253,18 @@ class Trainer(BaseTrainer, ABC):
                 count, or there are none at all.
             NonFiniteGradientError: too many skipped steps in a row.
         """
-        error = None
-        try:
+        learned = ([s for s in batch if not self._objective.has_no_gradient(s)] for batch in micro_batches)
+        kept = [batch for batch in learned if batch]
+
+        def checked() -> tuple[BatchTotals, int]:
             self._objective.check(micro_batches)
-        except TrainerError as found:
-            error = found
-        samples = [s for batch in micro_batches for s in batch]
-        kept = [[s for s in batch if not self._objective.has_no_gradient(s)] for batch in micro_batches]
-        kept = [batch for batch in kept if batch]
-        everyones = self._replicas.gather_or_raise((self._objective.totals(samples), len(kept)), error)
+            return self._objective.totals([s for batch in micro_batches for s in batch]), len(kept)
+
+        everyones = self._replicas.gather_or_raise(checked)
         totals = sum((t for t, _ in everyones), BatchTotals(num_sequences=0, num_tokens=0))
         if not totals.num_sequences:
             raise BatchError("micro_batches holds no sample; expected at least one in any replica")
-        sums = self._backward(kept, max(n for _, n in everyones), totals)
-        metrics = self._objective.metrics(added(self._replicas.gather(sums)))
-        return metrics | self._apply_gradient()
+        return self._update(self._backward(kept, max(n for _, n in everyones), totals))
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Return the log-probabilities [R] of each sample's response; another replica may have more micro-batches."""
@@ -279,19 +280,21 @@ class Trainer(BaseTrainer, ABC):
         """
         if not self.num_routers:
             raise TrainerError("the model has no routers whose choice of experts could be recorded")
-        with self._recording_routing() as routing:
-            log_probs = self.log_probs(micro_batches)
+        routing: Routing = []
+        log_probs = self._predicted(micro_batches, "tokens", routing)
         return [list(zip(*pair, strict=True)) for pair in zip(log_probs, routing, strict=False)]
 
     def values(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Return the values [R] of the states before each sample's response tokens, under the present critic."""
         return self._predicted(micro_batches, "values")
 
-    def _predicted(self, micro_batches: Sequence[MicroBatch], scores: str) -> list[list[NDArray[np.float32]]]:
+    def _predicted(
+        self, micro_batches: Sequence[MicroBatch], scores: str, routing: Routing | None = None
+    ) -> list[list[NDArray[np.float32]]]:
         if self._objective.scores != scores:
             raise TrainerError(f"the trainer's model gives {self._objective.scores}; expected {scores}")
         num_passes = max(self._replicas.gather(len(micro_batches)))
-        return by_sample(self._predict(micro_batches, num_passes), micro_batches)
+        return by_sample(self._predict(micro_batches, num_passes, routing), micro_batches)
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -306,12 +309,10 @@ class Trainer(BaseTrainer, ABC):
         """Compute the gradient of all replicas' loss in ``num_passes`` passes; return the sums of this one."""
 
     @abstractmethod
-    def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
-        """Compute log-probs or values [N] of each micro-batch, in ``num_passes`` passes."""
-
-    @abstractmethod
-    def _recording_routing(self) -> AbstractContextManager[Sequence[list[NDArray[np.int16]]]]:
-        """Make `_predict` append the experts that it records: [P + R - 1, L, K] of each sample, a list a pass."""
+    def _predict(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None
+    ) -> list[NDArray[np.float32]]:
+        """Compute log-probs or values [N] of each micro-batch, in ``num_passes`` passes; see `PackedModel.predict`."""
 
 
 class TorchTrainer(Trainer):
@@ -356,10 +357,9 @@ class TorchTrainer(Trainer):
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = ((name, whole(p.detach())) for name, p in self._parameters.items())
-        if self._packed.lora is not None:
-            adapters = {name: whole(p.detach()) for name, p in self._adamw.parameters.items()}
-            parameters = merge_lora(parameters, adapters, self._packed.lora)
-        yield from parameters
+        adapters = {} if self._packed.lora is None else self._adamw.parameters
+        whole_adapters = {name: whole(p.detach()) for name, p in adapters.items()}
+        yield from merge_lora(parameters, whole_adapters, self._packed.lora)
 
     def save_pretrained(self, path: str | Path) -> None:
         model, weights = self._packed.model, None
@@ -389,8 +389,7 @@ class TorchTrainer(Trainer):
         computed_tokens = self._packed.num_computed_tokens - tokens_before
         return {name: value.item() for name, value in sums.items()} | {"perf/computed_tokens": computed_tokens}
 
-    def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
-        return self._packed.predict(micro_batches, num_passes)
-
-    def _recording_routing(self) -> AbstractContextManager[Sequence[list[NDArray[np.int16]]]]:
-        return self._packed.recording_routing()
+    def _predict(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None
+    ) -> list[NDArray[np.float32]]:
+        return self._packed.predict(micro_batches, num_passes, routing)

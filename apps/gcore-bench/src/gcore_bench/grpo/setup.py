@@ -77,24 +77,21 @@ def run(task: Task) -> list[StepFigures]:
 
 def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:
     """Fine-tune gcore-llm's tiny model until about four of ten sampled sums are correct."""
-    from gcore_llm.finetune.warmup import warm_up
+    from gcore_llm.finetune.warmup import make_warm_model
     from gcore_llm.sampling.rewards import reward_function
-    from gcore_llm.tiny_model import make_tiny_model
+    from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_rollout import RewardRunner
-    from gcore_runs import build_tokenizer
     from gcore_runs.display import Display
 
     warmup = WarmupConfig(max_steps=400, target_accuracy=0.4, test_freq=10)
     config = replace(resolve(train_config(workload, threads=threads)), warmup=warmup)
     run = RunFolder(folder.with_name(f"{folder.name}-run"))
-    initial = run.path / "initial-model"
-    make_tiny_model(initial, seed=config.seed)
-    tokenizer = build_tokenizer(initial)
+    tokenizer = tiny_tokenizer()
     prompts = load_train_prompts(config, tokenizer)
     judged = replace(prompts, val=prompts.train[:_NUM_JUDGED])
     with Display() as display:
         reward = RewardRunner(reward_function(config), config.reward_calls.runner)
-        asyncio.run(warm_up(config, run, initial, judged, tokenizer, reward, display))
+        asyncio.run(make_warm_model(config, run, judged, tokenizer, reward, display))
     run.model.rename(folder)
     shutil.rmtree(run.path)
 

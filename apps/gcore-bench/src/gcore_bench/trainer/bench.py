@@ -23,8 +23,6 @@ from gcore_bench.trainer.workload import (
 )
 from gcore_trainer import Sample
 
-_STEP, _PARTS = "gcore_bench.trainer.step", "gcore_bench.trainer.parts"
-"""Modules that do the work of the parts."""
 _TOLERANCE = 1e-4
 
 
@@ -45,7 +43,7 @@ def run(options: TrainerOptions, console: Console) -> None:
     with Session(options, console, notes=notes(options)) as session:
         start_server(options.threads)
         run_processes(_specs("setup", Contender("setup"), options, session.folder))
-        samples = load_samples(session.folder / "samples.npz")
+        samples = load_samples(session.folder)
         dealt = deals(options, samples)
         for part in dict.fromkeys(options.parts):
             if part == "tokens":
@@ -104,7 +102,7 @@ def _specs(part: str, contender: Contender, options: TrainerOptions, folder: Pat
     more = {} if contender.batches is None else {"batches": contender.batches}
     return [
         Spec(
-            work=_STEP if part in ("setup", "step", "balance") else _PARTS,
+            work="gcore_bench.trainer.parts",
             part=part,
             contender=contender.name,
             folder=str(folder),

@@ -6,7 +6,6 @@ from typing import Annotated, Literal, get_args
 from gcore_bench.harness.options import (
     BenchError,
     BenchOptions,
-    Bound,
     Count,
     NonNegative,
     Sigma,
@@ -14,6 +13,7 @@ from gcore_bench.harness.options import (
     at_least,
     multiple_of,
 )
+from gcore_runs import Bound
 
 PartName = Literal["step", "tokens", "balance", "log-probs", "context", "mfu"]
 StepContender = Literal["trl", "verl", "gcore-padded", "gcore-packed", "gcore-shared"]

@@ -1,4 +1,4 @@
-"""The parts log-probs, context and mfu: one measurement of gcore-trainer each.
+"""The parts' work: a step, in the same way under every contender, and one measurement of gcore-trainer each.
 
 Shapes: N tokens, D hidden size, V vocabulary.
 """
@@ -11,11 +11,23 @@ import numpy as np
 import torch
 
 from gcore_bench.harness.measure import measured
+from gcore_bench.harness.models import make_model
 from gcore_bench.harness.processes import Spec, joined_world
 from gcore_bench.harness.report import Figures
-from gcore_bench.trainer.updates import LOSS, OPTIMIZER
-from gcore_bench.trainer.workload import LONG_VOCAB_SIZE, context_layouts
+from gcore_bench.trainer.options import TrainerOptions
+from gcore_bench.trainer.updates import LOSS, OPTIMIZER, StepResult
+from gcore_bench.trainer.workload import (
+    LONG_VOCAB_SIZE,
+    context_layouts,
+    load_samples,
+    long_workload,
+    make_samples,
+    off_policy,
+    save_samples,
+    step_workload,
+)
 from gcore_llm.learning.preparation import PEAK_FLOPS
+from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_placement import TransformerWorkload
 from gcore_trainer import (
     PackedModel,
@@ -44,11 +56,33 @@ _SHAPE = TransformerWorkload(
     vocab_size=151_936,
 )
 """The shape of Qwen2.5-0.5B."""
+_WARMUP = [
+    Sample(
+        prompt_ids=np.array([1, 2]),
+        response_ids=np.array([2, 1]),
+        advantages=np.array([a, a], np.float32),
+        old_log_probs=np.full(2, -9.0, np.float32),
+    )
+    for a in (1.0, -1.0)
+]
+"""Enough to trigger the imports of a first step and to allocate moments, and so small that it frees no large blocks."""
 
 
 def run(spec: Spec) -> dict[str, Figures]:
     """Return the figures of a part by row."""
+    folder = Path(spec.folder)
     match spec.part:
+        case "setup":
+            return _set_up(folder, TrainerOptions(**spec.options))
+        case "step":
+            return _measured(spec, _make_stepper(spec.contender, folder))
+        case "balance":
+            from gcore_bench.trainer.contenders.gcore import GcoreStep
+
+            # Parameters are sharded, so that ranks wait for each other in every pass.
+            with joined_world(spec):
+                parallel = TorchParallel.join(ParallelConfig())
+                return _measured(spec, GcoreStep(folder / "model", "gcore-shared", parallel=parallel))
         case "log-probs":
             return {f"{size:,} {spec.contender}": _figures(spec, size) for size in spec.options["vocab_sizes"]}
         case "context":
@@ -56,6 +90,43 @@ def run(spec: Spec) -> dict[str, Figures]:
                 return _long_steps(spec)
         case _:
             return _utilisation(spec)
+
+
+def _set_up(folder: Path, options: TrainerOptions) -> dict[str, Figures]:
+    """Write ``model``, ``long-model``, ``tokenizer`` and ``samples``, which contenders share."""
+    make_model(folder / "model", step_workload(options), max_length=options.max_tokens, seed=options.seed)
+    make_model(folder / "long-model", long_workload(options), max_length=max(options.lengths) + 1, seed=options.seed)
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    samples = make_samples(options)
+    (log_probs,) = PackedModel.from_pretrained(folder / "model").log_probs([samples])
+    save_samples(folder, off_policy(samples, log_probs, seed=options.seed))
+    return {}
+
+
+def _make_stepper(contender: str, folder: Path) -> Any:
+    """Import the contender's library and load the model."""
+    match contender:
+        case "trl":
+            from gcore_bench.trainer.contenders.trl import TrlStep
+
+            return TrlStep(folder)
+        case "verl":
+            from gcore_bench.trainer.contenders.verl import VerlStep
+
+            return VerlStep(folder / "model")
+        case _:
+            from gcore_bench.trainer.contenders.gcore import GcoreStep
+
+            return GcoreStep(folder / "model", contender)
+
+
+def _measured(spec: Spec, stepper: Any) -> dict[str, Figures]:
+    """Return seconds and memory of a step, and its result; of one rank among several its own."""
+    samples, batches = load_samples(Path(spec.folder)), spec.options["batches"][spec.rank]
+    stepper.step(_WARMUP, [[0, 1]])
+    results: list[StepResult] = []
+    times = measured(lambda: results.append(stepper.step(samples, batches)), times=spec.options["steps"])
+    return {spec.contender: times.figures() | dataclasses.asdict(results[0])}
 
 
 def _figures(spec: Spec, vocab_size: int) -> Figures:

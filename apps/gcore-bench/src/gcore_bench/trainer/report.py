@@ -4,80 +4,79 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from gcore_bench.harness.report import Cell, Rows, Summary, figure, megabytes, over, rows_table
+from gcore_bench.harness.report import Cell, Rows, Summary, figure, megabytes, over, ratio, rows_table
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.workload import Deal
 
 
 def part_table(summary: Summary, options: TrainerOptions, deals: Mapping[str, Deal]) -> Table:
     """Return the table of any part but tokens."""
-    rows = summary.rows
-    match summary.part:
-        case "step":
-            title, base = "one policy-gradient step", rows.get("gcore-shared", {})
-            columns: list[tuple[str, Cell]] = [
-                ("step s", figure("step_s", ".3f")),
-                ("over shared", over("step_s", base)),
-                ("CPU s", figure("cpu_s", ".3f")),
-                ("over shared", over("cpu_s", base)),
-                ("extra MB", megabytes()),
-                ("over shared", over("peak_bytes", base)),
-                ("tokens", figure("computed_tokens", ",.0f")),
-                ("loss", figure("loss", ".5f")),
-                ("grad norm", figure("grad_norm", ".4f")),
-            ]
-        case "balance":
-            title, base = "gcore-shared on 2 FSDP ranks", rows["balanced"]
-            rows = {
-                name: {**row, **deals[name].imbalance, "count": deals[name].num_passes} for name, row in rows.items()
-            }
-            columns = [
-                ("step s", figure("step_s", ".3f")),
-                ("ratio", over("step_s", base)),
-                ("CPU s, slowest", figure("cpu_s", ".3f")),
-                ("CPU s, all", figure("total_cpu_s", ".3f")),
-                ("ranks max/mean", figure("ranks", ".3f")),
-                ("passes max/mean", figure("passes", ".3f")),
-                ("passes", figure("count", ".0f")),
-                ("loss", figure("loss", ".5f")),
-            ]
-        case "log-probs":
-            title, rows = (
-                "log-probabilities, forward and backward",
-                dict(sorted(rows.items(), key=lambda item: -item[1]["tokens"])),
-            )
-            columns = [
-                ("tokens", figure("tokens", ",.0f")),
-                ("logits MB", megabytes("logits_bytes")),
-                ("extra MB", megabytes()),
-                ("over logits", lambda row: f"{row['peak_bytes'] / row['logits_bytes']:.2f}x"),
-                ("s", figure("step_s", ".3f")),
-                ("CPU s", figure("cpu_s", ".3f")),
-                ("mean log-prob", figure("log_probs", ".4f")),
-            ]
-        case "context":
-            title, rows = (
-                "one long sequence, divided among ranks",
-                dict(sorted(rows.items(), key=lambda item: item[1]["tokens"])),
-            )
-            columns = [
-                ("step s", figure("step_s", ".3f")),
-                ("us a token", lambda row: f"{1e6 * row['step_s'] / row['tokens']:,.0f}"),
-                ("CPU s, slowest rank", figure("cpu_s", ".3f")),
-                ("us a token", lambda row: f"{1e6 * row['cpu_s'] / row['tokens']:,.0f}"),
-                ("CPU s, all", figure("total_cpu_s", ".3f")),
-                ("extra MB a rank", megabytes()),
-                ("loss", figure("loss", ".5f")),
-            ]
-        case _:
-            title = "packed training in bfloat16"
-            columns = [
-                ("step s", figure("step_s", ".3f")),
-                ("peak MB", megabytes()),
-                ("MFU", figure("mfu", ".1%")),
-                ("over 45 %", over("mfu", rows["gcore"], "target")),
-            ]
-    shown = rows_table(title, rows, columns)
+    rows, base = summary.rows, {}
+    step_s, loss, cpu_s = figure("step_s", ".3f"), figure("loss", ".5f"), figure("cpu_s", ".3f")
+    all_cpu_s = figure("total_cpu_s", ".3f")
+    if summary.part == "balance":
+        rows = {name: {**row, **deals[name].imbalance, "count": deals[name].num_passes} for name, row in rows.items()}
+        base = rows["balanced"]
+    elif summary.part == "step":
+        base = rows.get("gcore-shared", {})
+    elif summary.part in ("log-probs", "context"):
+        sign = 1 if summary.part == "context" else -1
+        rows = dict(sorted(rows.items(), key=lambda item: sign * item[1]["tokens"]))
+    titles = {
+        "step": "one policy-gradient step",
+        "balance": "gcore-shared on 2 FSDP ranks",
+        "log-probs": "log-probabilities, forward and backward",
+        "context": "one long sequence, divided among ranks",
+        "mfu": "packed training in bfloat16",
+    }
+    columns: dict[str, list[tuple[str, Cell]]] = {
+        "step": [
+            ("step s", step_s),
+            ("over shared", over("step_s", base)),
+            ("CPU s", cpu_s),
+            ("over shared", over("cpu_s", base)),
+            ("extra MB", megabytes()),
+            ("over shared", over("peak_bytes", base)),
+            ("tokens", figure("computed_tokens", ",.0f")),
+            ("loss", loss),
+            ("grad norm", figure("grad_norm", ".4f")),
+        ],
+        "balance": [
+            ("step s", step_s),
+            ("ratio", over("step_s", base)),
+            ("CPU s, slowest", cpu_s),
+            ("CPU s, all", all_cpu_s),
+            ("ranks max/mean", figure("ranks", ".3f")),
+            ("passes max/mean", figure("passes", ".3f")),
+            ("passes", figure("count", ".0f")),
+            ("loss", loss),
+        ],
+        "log-probs": [
+            ("tokens", figure("tokens", ",.0f")),
+            ("logits MB", megabytes("logits_bytes")),
+            ("extra MB", megabytes()),
+            ("over logits", lambda row: f"{row['peak_bytes'] / row['logits_bytes']:.2f}x"),
+            ("s", step_s),
+            ("CPU s", cpu_s),
+            ("mean log-prob", figure("log_probs", ".4f")),
+        ],
+        "context": [
+            ("step s", step_s),
+            ("us a token", lambda row: f"{1e6 * row['step_s'] / row['tokens']:,.0f}"),
+            ("CPU s, slowest rank", cpu_s),
+            ("us a token", lambda row: f"{1e6 * row['cpu_s'] / row['tokens']:,.0f}"),
+            ("CPU s, all", all_cpu_s),
+            ("extra MB a rank", megabytes()),
+            ("loss", loss),
+        ],
+        "mfu": [
+            ("step s", step_s),
+            ("peak MB", megabytes()),
+            ("MFU", figure("mfu", ".1%")),
+            ("over 45 %", lambda row: ratio(row["mfu"], row["target"])),
+        ],
+    }
+    shown = rows_table(titles[summary.part], rows, columns[summary.part])
     shown.caption = f"medians of {options.rounds} rounds of {options.steps}; load of the machine {summary.load:.1f}"
     return shown
 

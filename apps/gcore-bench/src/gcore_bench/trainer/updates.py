@@ -1,10 +1,14 @@
 """Loss, optimizer and result of a step: the same for every contender."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from gcore_trainer import OptimizerConfig, PolicyLossConfig
+from gcore_trainer import OptimizerConfig, PolicyLossConfig, Sample
 
 OPTIMIZER = OptimizerConfig(lr=1e-9, grad_clip=1.0)
 """The rate is so low that the weights stay the same, and every step computes the same loss."""
@@ -21,22 +25,38 @@ class StepResult:
     """Tokens that passed through the model's layers, padding included."""
 
 
-def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    """Return the optimizer that `TorchTrainer` would make."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=OPTIMIZER.lr,
-        betas=OPTIMIZER.betas,
-        eps=OPTIMIZER.eps,
-        weight_decay=OPTIMIZER.weight_decay,
-        fused=True,
-    )
+class LossStep(ABC):
+    """Steps of a model under the loss of another library, with the optimizer that `TorchTrainer` would make."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        settings: dict[str, Any] = {name: getattr(OPTIMIZER, name) for name in ("lr", "betas", "eps", "weight_decay")}
+        self._optimizer = torch.optim.AdamW(model.parameters(), fused=True, **settings)
+
+    def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> StepResult:
+        """Add up the losses of the batches of samples, and update."""
+        self.start(samples, batches)
+        loss, computed_tokens = 0.0, 0
+        for batch in batches:
+            partial_loss, num_tokens = self.partial_loss(batch)
+            partial_loss.backward()
+            loss += partial_loss.item()
+            computed_tokens += num_tokens
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.grad_clip)
+        self._optimizer.step()
+        # gcore keeps gradients allocated, too: they are in the memory before every contender's step, and in no peak.
+        self._optimizer.zero_grad(set_to_none=False)
+        return StepResult(loss=loss, grad_norm=grad_norm.item(), computed_tokens=float(computed_tokens))
+
+    @abstractmethod
+    def start(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> None:
+        """Prepare the inputs of a step."""
+
+    @abstractmethod
+    def partial_loss(self, batch: Sequence[int]) -> tuple[torch.Tensor, int]:
+        """Return the part of the loss that these samples make up, and the number of computed tokens."""
 
 
-def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Clip the gradient, step and zero it; return its norm before clipping."""
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.grad_clip)
-    optimizer.step()
-    # gcore keeps gradients allocated, too: they are in the memory before every contender's step, and in no peak.
-    optimizer.zero_grad(set_to_none=False)
-    return grad_norm.item()
+def padded(rows: Sequence[Any], *, side: str = "right") -> torch.Tensor:
+    """Stack arrays of different lengths, with zeros after (or before) the shorter ones."""
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_side=side)

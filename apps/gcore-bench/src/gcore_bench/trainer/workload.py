@@ -3,10 +3,11 @@
 Indices are of samples in group order: sample i answers prompt i // n. Importing this module imports no torch.
 """
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,6 @@ BALANCE_RANKS = 2
 BATCHINGS = ("trl", "gcore-padded", "gcore-packed", "gcore-shared")
 """Contenders whose ways of batching differ; verl receives the batches of gcore-packed."""
 
-_FIELDS = ("prompt_ids", "response_ids", "advantages", "old_log_probs")
 _OFF_POLICY = 0.1
 """Standard deviation of noise on log-probabilities that imitates an older policy; some ratios are clipped."""
 
@@ -74,17 +74,14 @@ def off_policy(samples: Sequence[Sample], log_probs: Sequence[NDArray[np.float32
     ]
 
 
-def save_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples to a file for the processes of contenders."""
-    arrays: dict[str, Any] = {f"{f}-{i}": getattr(s, f) for i, s in enumerate(samples) for f in _FIELDS}
-    np.savez(path, allow_pickle=False, **arrays)
+def save_samples(folder: Path, samples: Sequence[Sample]) -> None:
+    """Write samples to a folder for the processes of contenders."""
+    (folder / "samples").write_bytes(pickle.dumps(samples))
 
 
-def load_samples(path: Path) -> list[Sample]:
+def load_samples(folder: Path) -> list[Sample]:
     """Read the samples that `save_samples` wrote."""
-    with np.load(path) as arrays:
-        count = len(arrays.files) // len(_FIELDS)
-        return [Sample(**{f: arrays[f"{f}-{i}"] for f in _FIELDS}) for i in range(count)]
+    return pickle.loads((folder / "samples").read_bytes())
 
 
 def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: str) -> list[list[int]]:

@@ -47,17 +47,10 @@ class OptimConfig(Checked):
     def build(self, *, total_training_steps: int) -> OptimizerConfig:
         """Return the trainer's settings for a run of this many steps."""
         warmup_steps = self.lr_warmup_steps or round(self.lr_warmup_steps_ratio * total_training_steps)
-        return OptimizerConfig(
-            lr=self.lr,
-            betas=self.betas,
-            weight_decay=self.weight_decay,
-            lr_warmup_steps=warmup_steps,
-            lr_scheduler_type=self.lr_scheduler_type,
-            # A warm-up longer than the run is cut short by its end.
-            total_training_steps=max(total_training_steps, warmup_steps + 1),
-            min_lr_ratio=self.min_lr_ratio,
-            grad_clip=self.grad_clip,
-        )
+        same = {name: value for name, value in vars(self).items() if not name.startswith("lr_warmup")}
+        # A warm-up longer than the run is cut short by its end.
+        length = max(total_training_steps, warmup_steps + 1)
+        return OptimizerConfig(**same, lr_warmup_steps=warmup_steps, total_training_steps=length)
 
 
 @dataclass(frozen=True, kw_only=True)

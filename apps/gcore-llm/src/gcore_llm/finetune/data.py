@@ -1,5 +1,6 @@
 """Examples of a run: rows of files or of a task, checked, tokenized, filtered and split."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -7,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gcore_llm.data.prompts import are_messages
+from gcore_llm.data.prompts import Problem, are_messages
+from gcore_llm.data.tasks import WORKED_EXAMPLES, make_problems, require_worked_examples
 from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig, RowsConfig
 from gcore_llm.finetune.tokens import Encoder, Messages, Tokens
 from gcore_placement import TransformerWorkload, micro_batches
@@ -68,6 +70,33 @@ def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row
         notices.append(f"left out {counts['equal']} rows whose chosen and rejected answers are equal")
     prepare = _scored if isinstance(config, RewardModelRunConfig) else _learned
     return ExampleSets(train=[prepare(t) for t in train], val=[prepare(t) for t in val], notices=notices)
+
+
+def task_rows(config: FineTuneConfig) -> tuple[list[Row], list[Row]]:
+    """Return a task's training and held-out problems with their worked answers, and wrong ones for pairs.
+
+    Raises:
+        UserError: there are no worked answers to the task, or see `make_problems`.
+    """
+    require_worked_examples(config.task.name, instead="or rows of your own: --data.train-files FILE")
+    rng = np.random.default_rng(config.seed)
+    train, val = (
+        [_row(config, problem, rng) for problem in part] for part in make_problems(config.task, seed=config.seed)
+    )
+    return train, val
+
+
+def _row(config: FineTuneConfig, problem: Problem, rng: np.random.Generator) -> Row:
+    answer = WORKED_EXAMPLES[config.task.name](problem.row)
+    if not config.rows_are_pairs:
+        return {"prompt": problem.value, "completion": answer}, f"task {config.task.name}"
+    return {"prompt": problem.value, "chosen": answer, "rejected": _miscounted(answer, rng)}, f"task {config.task.name}"
+
+
+def _miscounted(answer: str, rng: np.random.Generator) -> str:
+    """Return the answer with its last number up to twenty too high or too low."""
+    error = int(rng.integers(1, 21)) * int(rng.choice([-1, 1]))
+    return re.sub(r"-?\d+$", lambda last: str(int(last[0]) + error), answer)
 
 
 def _read(paths: Sequence[str]) -> list[Row]:

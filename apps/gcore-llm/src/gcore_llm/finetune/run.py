@@ -3,23 +3,38 @@
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import PromptLoader
 from gcore_llm.data.prompts import longest_sequence
-from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig
-from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples
-from gcore_llm.finetune.demo import make_model, task_rows
+from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig, RewardModelRunConfig
+from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples, task_rows
 from gcore_llm.finetune.tokens import Encoder
+from gcore_llm.finetune.warmup import make_model
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import Stop, Supervisor
 from gcore_runs.errors import UserError
-from gcore_runs.run_folder import MetricsWriter, Result
+from gcore_runs.run_folder import MetricsWriter, Result, write_atomically
 from gcore_runs.settings.parsing import resolve
+from gcore_trainer import (
+    DPOObjective,
+    MicroBatch,
+    Objective,
+    PackedModel,
+    PackedValueModel,
+    RewardModelObjective,
+    SFTObjective,
+    TokenScores,
+    TorchTrainer,
+)
 
 if TYPE_CHECKING:
     from gcore_runs.display import Display
@@ -46,12 +61,12 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Resul
         tokenizer, encoder = _tokenizer(config)
         rows = task_rows(config) if config.task.name else None
         sets = load_examples(config, encoder, rows)
-        _check_fits(sets, Path(config.model) if config.model else None)
+        model = Path(config.model) if config.model else None
+        _check_fits(sets, model)
         run = supervisor.open_run(*sets.notices, f"{len(sets.train):,} training rows, {len(sets.val):,} held out")
-        if rows and not config.model and not run.model.is_dir():
+        if rows and model is None and not run.model.is_dir():
             supervisor.run_async(make_model(config, run, tokenizer, rows[0], supervisor.display))
-        model = Path(config.model) if config.model else run.model
-        _Loop(config, sets, supervisor).train(model, tokenizer)
+        _Loop(config, sets, supervisor, tokenizer).train(model or run.model)
         return supervisor.finish(KINDS)
 
 
@@ -67,17 +82,13 @@ def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
     if model:
         check_model(model)
     tokenizer = build_tokenizer(model) if model else tiny_tokenizer()
-    encoder = Encoder(
-        tokenizer,
-        eos_token_ids=eos_token_ids(tokenizer, model),
-        apply_chat_template=config.data.apply_chat_template == "auto",
-    )
-    return tokenizer, encoder
+    applies = config.data.apply_chat_template == "auto"
+    return tokenizer, Encoder(tokenizer, eos_token_ids=eos_token_ids(tokenizer, model), apply_chat_template=applies)
 
 
 def _check_fits(sets: ExampleSets, model: Path | None) -> None:
     limit = longest_sequence(model)
-    longest = max(s.prompt_ids.size + s.response_ids.size for e in (*sets.train, *sets.val) for s in e)
+    longest = max(_num_tokens([s]) for e in (*sets.train, *sets.val) for s in e)
     if limit and longest > limit:
         raise UserError(
             f"the longest row has {longest} tokens; expected at most {limit}, which the model takes; a lower "
@@ -85,26 +96,39 @@ def _check_fits(sets: ExampleSets, model: Path | None) -> None:
         )
 
 
-class _Loop:
-    """The steps of one run, with its checkpoints and evaluations."""
+def _num_tokens(samples: Iterable[Any]) -> int:
+    return sum(s.prompt_ids.size + s.response_ids.size for s in samples)
 
-    def __init__(self, config: FineTuneConfig, sets: ExampleSets, supervisor: Supervisor) -> None:
+
+def _objective(config: FineTuneConfig) -> Objective[Any]:
+    if isinstance(config, DPORunConfig):
+        return DPOObjective(config.loss)
+    if isinstance(config, RewardModelRunConfig):
+        return RewardModelObjective(config.loss)
+    return SFTObjective()
+
+
+class _Loop:
+    """The steps of one run, with its model, checkpoints and evaluations."""
+
+    def __init__(self, config: FineTuneConfig, sets: ExampleSets, supervisor: Supervisor, tokenizer: Any) -> None:
         self._config = config
         self._sets = sets
         self._supervisor = supervisor
+        self._tokenizer = tokenizer
         self._display = supervisor.display
+        self._objective = _objective(config)
         num_rows = math.ceil(config.trainer.total_epochs * len(sets.train))
         self._total = config.trainer.total_training_steps or math.ceil(num_rows / config.data.train_batch_size)
         self._stop = Stop()
         self._held_out = "-"
 
-    def train(self, model: Path, tokenizer: Any) -> None:
+    def train(self, model: Path) -> None:
         """Train from the last checkpoint, or from the initial model, to the export."""
-        from gcore_llm.finetune.trained_model import TrainedModel
         from gcore_llm.learning.preparation import workload_of
 
-        run = self._supervisor.run
-        with Checkpointer(run.checkpoints, keep=self._config.trainer.max_ckpt_to_keep) as checkpointer:
+        config, run = self._config, self._supervisor.run
+        with Checkpointer(run.checkpoints, keep=config.trainer.max_ckpt_to_keep) as checkpointer:
             saved = checkpointer.load() if checkpointer.steps() else None
             if saved and saved["digest"] != self._sets.digest:
                 raise UserError(
@@ -115,46 +139,88 @@ class _Loop:
             if first_step is None:
                 return
             self._workload = workload_of(model)
-            self._trained = TrainedModel(self._config, model, tokenizer, total_training_steps=self._total)
+            self._packed = (PackedValueModel if self._objective.scores == "values" else PackedModel).from_pretrained(
+                model,
+                device=config.device,
+                compute_dtype=getattr(torch, config.dtype),
+                gradient_checkpointing=config.enable_gradient_checkpointing,
+                max_length=config.data.max_length,
+            )
+            optimizer = config.optim.build(total_training_steps=self._total)
+            self._trainer = TorchTrainer(self._packed, optimizer=optimizer, objective=self._objective)
             with self._stop.noted():
                 train, val = self._sets.train, self._sets.val
-                if isinstance(self._config, DPORunConfig):
+                if isinstance(config, DPORunConfig):
                     train, val = self._with_reference(is_resumed=saved is not None)
                 self._val = self._micro_batches(val)
-                self._loader: PromptLoader[Example] = PromptLoader(train, seed=self._config.data.shuffle_seed)
+                self._loader: PromptLoader[Example] = PromptLoader(train, seed=config.data.shuffle_seed)
                 if saved:
-                    self._trained.trainer.load_state(saved["trainer"])
+                    self._trainer.load_state(saved["trainer"])
                     self._loader.load_state(saved["loader"])
                 with self._supervisor.metrics_writer(last_step=first_step) as writer:
                     self._steps(first_step, checkpointer, writer)
             checkpointer.wait()
-        self._supervisor.export(self._trained.export)
+        self._supervisor.export(self._export)
+
+    def _export(self, path: Path) -> None:
+        """Write a Hugging Face folder.
+
+        transformers scores a classifier's last token that is no padding. So the tokenizer's padding token is set only
+        where it does not end responses; otherwise a padded batch would be scored before its end, and is refused
+        instead.
+        """
+        if self._objective.scores == "values":
+            pad = self._tokenizer.pad_token_id
+            self._packed.model.config.pad_token_id = None if pad == self._tokenizer.eos_token_id else pad
+        self._trainer.save_pretrained(path)
+        self._tokenizer.save_pretrained(path)
 
     def _with_reference(self, *, is_resumed: bool) -> tuple[list[Example], list[Example]]:
-        from gcore_llm.finetune.trained_model import with_reference_log_probs
+        """Return the training and held-out pairs with their log-probs under the initial model.
 
+        They are computed once for the whole data set, and kept in the run's folder: a frozen copy of the model would
+        take memory during the whole run and a forward pass whenever a pair is used again.
+        """
         examples = [*self._sets.train, *self._sets.val]
         path = self._supervisor.run.path / "reference_log_probs.npz"
+        sizes = [s.response_ids.size for e in examples for s in e]
         if not is_resumed:
             self._display.phase("reference log-probs", total=len(examples))
+            found: dict[int, Any] = {}
+            for batch in self._micro_batches(examples):
+                found |= {id(s): own for s, own in zip(batch, self._trainer.log_probs([batch])[0], strict=True)}
+                self._display.progressed(len(found) // 2)
+                self._stop.check()
+            log_probs = np.concatenate([found[id(s)] for e in examples for s in e])
 
-        def progressed(num_done: int) -> None:
-            self._display.progressed(num_done)
-            self._stop.check()
+            def write(partial: Path) -> None:
+                with partial.open("wb") as file:
+                    np.savez(file, log_probs=log_probs)
 
-        def compute() -> dict[int, Any]:
-            return self._trained.log_probs(self._micro_batches(examples), progressed)
-
-        examples = with_reference_log_probs(examples, path, compute, reuse=is_resumed)
+            write_atomically(path, write)
+        elif not path.is_file():
+            raise UserError(
+                f"{path} is missing; expected the initial model's log-probs; --resume never starts a new run"
+            )
+        else:
+            with np.load(path) as file:
+                log_probs = file["log_probs"]
+            if log_probs.size != sum(sizes):
+                raise UserError(
+                    f"{path} holds log-probs of {log_probs.size} tokens; expected {sum(sizes)}, as the data has: the "
+                    "data of a run cannot change; --resume never starts a new run"
+                )
+        parts = iter(np.split(log_probs, np.cumsum(sizes)[:-1]))
+        examples = [[replace(s, ref_log_probs=next(parts)) for s in example] for example in examples]
         return examples[: len(self._sets.train)], examples[len(self._sets.train) :]
 
     def _steps(self, first_step: int, checkpointer: Checkpointer, writer: MetricsWriter) -> None:
-        config, total, trainer, loader = self._config, self._total, self._trained.trainer, self._loader
+        config, total, loader = self._config, self._total, self._loader
         self._display.phase("training", total=total, done=first_step)
         step = saved_step = first_step
 
         def save() -> None:
-            state = {"step": step, "trainer": trainer.state(), "loader": loader.state()}
+            state = {"step": step, "trainer": self._trainer.state(), "loader": loader.state()}
             checkpointer.save(step, {**state, "digest": self._sets.digest})
 
         try:
@@ -164,7 +230,7 @@ class _Loop:
                 self._stop.check()
                 start_s = time.perf_counter()
                 batch = [example for _, example in loader.take(config.data.train_batch_size)]
-                metrics = trainer.train_step(self._micro_batches(batch))
+                metrics = self._trainer.train_step(self._micro_batches(batch))
                 step += 1
                 num_tokens, step_s = sum(map(_num_tokens, batch)), time.perf_counter() - start_s
                 metrics |= {
@@ -185,7 +251,7 @@ class _Loop:
                 save()
             raise
 
-    def _micro_batches(self, examples: Sequence[Example]) -> list[list[Any]]:
+    def _micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
         return in_micro_batches(examples, workload=self._workload, max_tokens=self._config.max_token_len)
 
     def _record(self, step: int, metrics: dict[str, float], writer: MetricsWriter) -> None:
@@ -206,14 +272,25 @@ class _Loop:
             self._display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
     def _evaluate(self, step: int, writer: MetricsWriter) -> None:
+        """Record the objective's metrics of the held-out samples, under ``val/``."""
         if not self._val:
             return
-        metrics = self._trained.evaluate(self._val, self._stop.check)
-        writer.write(step, metrics)
-        shown = {name.rpartition("/")[2].replace("_", " "): f"{value:.3f}" for name, value in metrics.items()}
+        totals = self._objective.totals([s for batch in self._val for s in batch])
+        sums: dict[str, float] = {}
+        for batch in self._val:
+            for name, value in self._objective.partial_loss(self._scores(batch), batch, totals)[1].items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+            self._stop.check()
+        # Predictions come without entropies.
+        found = {name: value for name, value in self._objective.metrics(sums).items() if name != "sft/entropy"}
+        writer.write(step, {f"val/{name}": value for name, value in found.items()})
+        shown = {name.rpartition("/")[2].replace("_", " "): f"{value:.3f}" for name, value in found.items()}
         self._held_out = shown["loss"]
         self._display.say(f"step {step}: held-out " + ", ".join(f"{name} {value}" for name, value in shown.items()))
 
-
-def _num_tokens(example: Example) -> int:
-    return sum(s.prompt_ids.size + s.response_ids.size for s in example)
+    def _scores(self, batch: MicroBatch) -> Any:
+        predict = self._trainer.values if self._objective.scores == "values" else self._trainer.log_probs
+        scores = torch.cat([torch.from_numpy(own) for own in predict([batch])[0]])
+        if self._objective.scores == "values":
+            return scores
+        return TokenScores(log_probs=scores, entropies=torch.zeros_like(scores))

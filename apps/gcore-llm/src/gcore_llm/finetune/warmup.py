@@ -1,25 +1,28 @@
-"""Supervised warm-up of the embedded model on a task's worked examples."""
+"""Making the embedded model: a tiny one, trained on a task's worked examples."""
 
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gcore_llm.config import TrainConfig
+from gcore_llm.config import TrainConfig, WarmupConfig
 from gcore_llm.data.prompts import PromptSets
 from gcore_llm.data.tasks import WORKED_EXAMPLES
+from gcore_llm.finetune.config import FineTuneConfig, PairsConfig
+from gcore_llm.finetune.data import Row
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_runs import Display, RunFolder, append_json, write_atomically, write_jsonl
 from gcore_trainer import OptimizerConfig, Sample
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gcore_rollout import RewardRunner
     from gcore_trainer import TorchTrainer
 
-Check = Callable[[int, float], Awaitable[bool]]
-"""Called with an update's number and its loss; returns whether the model is good enough."""
+Check = Callable[["TorchTrainer", int, float], Awaitable[bool]]
+"""Called with the trainer, an update's number and its loss; returns whether the model is good enough."""
 
 
 async def make_warm_model(
@@ -30,23 +33,7 @@ async def make_warm_model(
     reward: "RewardRunner",
     display: Display,
 ) -> None:
-    """Make ``run.model``: the embedded model, trained until it samples enough right answers."""
-    initial = run.path / "initial-model"
-    write_atomically(initial, lambda path: make_tiny_model(path, seed=config.seed))
-    await warm_up(config, run, initial, prompts, tokenizer, reward, display)
-    shutil.rmtree(initial)
-
-
-async def warm_up(
-    config: TrainConfig,
-    run: RunFolder,
-    initial: Path,
-    prompts: PromptSets,
-    tokenizer: Any,
-    reward: "RewardRunner",
-    display: Display,
-) -> None:
-    """Make ``run.model``: the model in ``initial``, trained until it samples enough right answers.
+    """Make ``run.model``: the embedded model, trained until it samples enough right answers.
 
     Each check samples answers to the held-out prompts, and is recorded in ``warmup.jsonl``.
     """
@@ -56,88 +43,93 @@ async def warm_up(
     from gcore_runs.loop.instrumented_engine import Instrumentation
 
     worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
-    samples = [worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
-    trainer = supervised_trainer(
-        initial,
-        OptimizerConfig(lr=warmup.lr, betas=(0.9, 0.95), lr_warmup_steps=50),
-        device=config.device,
-        temperature=config.rollout.temperature,
-        max_length=config.data.max_length,
-    )
+    samples = [_worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]
+    initial = _initial_model(run, config.seed)
     policy = await build_engine(config, initial, tokenizer, instrumentation=Instrumentation(logs=run.logs))
     roles = RolloutRoles(policy=policy, reward=reward, tokenizer=tokenizer)
 
-    async def check(step: int, loss: float) -> bool:
+    async def check(trainer: "TorchTrainer", step: int, loss: float) -> bool:
         await policy.update_weights(trainer.export_weights(), version=step)
         result = await evaluate(roles, prompts.val, config)
         append_json(run.warmup, {"step": step, "sft/loss": loss, **result.metrics()})
         display.warmed_up(step, loss=loss, accuracy=result.sampled)
         return result.sampled >= warmup.target_accuracy
 
+    options: dict[str, Any] = {"temperature": config.rollout.temperature, "max_length": config.data.max_length}
     try:
-        await train_on_examples(
-            trainer,
-            samples,
-            run,
-            tokenizer,
-            display,
-            steps=warmup.max_steps,
-            batch_size=warmup.batch_size,
-            seed=config.seed,
-            test_freq=warmup.test_freq,
-            check=check,
-        )
+        trainer = _trainer(initial, warmup.lr, warmup_steps=50, device=config.device, **options)
+        await _train(trainer, samples, warmup, run, tokenizer, display, seed=config.seed, check=check)
     finally:
         await policy.close()
 
 
-def worked_sample(tokenizer: Any, prompt_ids: Sequence[int], answer: str) -> Sample:
+async def make_model(
+    config: FineTuneConfig, run: RunFolder, tokenizer: Any, rows: Sequence[Row], display: Display
+) -> None:
+    """Make ``run.model``, a tiny model; for pairs it is trained on the chosen answers first."""
+    steps = config.warmup_steps if isinstance(config, PairsConfig) else 0
+    if not steps:
+        write_atomically(run.model, lambda path: make_tiny_model(path, seed=config.seed))
+        return
+    warmup = WarmupConfig(max_steps=steps, batch_size=64)
+    samples = [_worked_sample(tokenizer, tokenizer(row["prompt"])["input_ids"], row["chosen"]) for row, _ in rows]
+
+    async def check(trainer: "TorchTrainer", step: int, loss: float) -> bool:
+        del trainer
+        display.progressed(step, [("loss", f"{loss:.3f}")])
+        append_json(run.warmup, {"step": step, "sft/loss": loss})
+        return False
+
+    trainer = _trainer(_initial_model(run, config.seed), warmup.lr, warmup_steps=20, device=config.device)
+    await _train(trainer, samples, warmup, run, tokenizer, display, seed=config.seed, check=check)
+
+
+def _initial_model(run: RunFolder, seed: int) -> "Path":
+    initial = run.path / "initial-model"
+    write_atomically(initial, lambda path: make_tiny_model(path, seed=seed))
+    return initial
+
+
+def _worked_sample(tokenizer: Any, prompt_ids: Sequence[int], answer: str) -> Sample:
     """Return a prompt with its worked answer, to be learned to the end of the sequence."""
     response = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
     return Sample(prompt_ids=np.array(prompt_ids), response_ids=np.array(response))
 
 
-def supervised_trainer(model: Path, optimizer: OptimizerConfig, **options: Any) -> "TorchTrainer":
-    """Load a model for supervised training; ``options`` are those of `PackedModel.from_pretrained`."""
+def _trainer(model: "Path", lr: float, *, warmup_steps: int, **options: Any) -> "TorchTrainer":
     from gcore_trainer import PackedModel, SFTObjective, TorchTrainer
 
     packed = PackedModel.from_pretrained(model, **options)
+    optimizer = OptimizerConfig(lr=lr, betas=(0.9, 0.95), lr_warmup_steps=warmup_steps)
     return TorchTrainer(packed, optimizer=optimizer, objective=SFTObjective())
 
 
-async def train_on_examples(
+async def _train(
     trainer: "TorchTrainer",
     samples: Sequence[Sample],
+    warmup: WarmupConfig,
     run: RunFolder,
     tokenizer: Any,
     display: Display,
     *,
-    steps: int,
-    batch_size: int,
     seed: int,
-    test_freq: int,
     check: Check,
 ) -> None:
-    """Train on random batches of worked examples, and write the model's folder ``run.model``.
-
-    Args:
-        steps: most updates.
-        seed: of the batches.
-        test_freq: updates between two checks; the last update has one, too.
-        check: ends the training early.
-    """
+    """Train on random batches until a check, of which the last update has one, ends it; write ``run.model``."""
     write_jsonl(run.warmup, [])
-    display.phase("warm-up (supervised)", total=steps)
+    display.phase("warm-up (supervised)", total=warmup.max_steps)
     order = np.random.default_rng(seed)
-    for step in range(1, steps + 1):
-        batch = [samples[i] for i in order.integers(0, len(samples), batch_size)]
+    for step in range(1, warmup.max_steps + 1):
+        batch = [samples[i] for i in order.integers(0, len(samples), warmup.batch_size)]
         loss = trainer.train_step([batch])["sft/loss"]
         display.progressed(step)
-        if (step % test_freq == 0 or step == steps) and await check(step, loss):
+        is_due = step % warmup.test_freq == 0 or step == warmup.max_steps
+        if is_due and await check(trainer, step, loss):
             break
 
-    def write(path: Path) -> None:
+    def write(path: "Path") -> None:
         trainer.save_pretrained(path)
         tokenizer.save_pretrained(path)
 
     write_atomically(run.model, write)
+    shutil.rmtree(run.path / "initial-model")

@@ -24,6 +24,7 @@ from gcore_trainer import (
     kl_rewards,
     overlong_penalty,
     policy_and_reference,
+    rollout_mismatch,
     with_advantages,
     with_rollout_correction,
 )
@@ -36,8 +37,6 @@ _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
 """Arrays of a sample that advantages and corrections are made of."""
 _SHARE = 0.02
 _PROBE_TOKENS = 32
-_MAX_LOG_RATIO = 20.0
-"""Bound of a log-ratio; one that is not finite counts as this."""
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -92,12 +91,10 @@ async def prepare(
     ]
     divergence: dict[str, float] = {}
     if algorithm.kl_ctrl.kl_coef:
-        divergence = await follow_divergence(
-            [s for own in samples for s in own], algorithm.kl_ctrl.kl_penalty, kl, group
-        )
+        everyone = [s for own in samples for s in own]
+        divergence = await follow_divergence(everyone, algorithm.kl_ctrl.kl_penalty, kl, group)
     settings = _advantage_config(algorithm.norm_adv_by_std_in_grpo, algorithm.gamma, algorithm.lam)
-    greedy_scores = [g.greedy_score for g in groups]
-    estimator = get_advantage_estimator(algorithm.adv_estimator)
+    estimator, greedy_scores = get_advantage_estimator(algorithm.adv_estimator), [g.greedy_score for g in groups]
     found, metrics = await with_advantages(samples, rewards, greedy_scores, estimator, settings, group)
     metrics |= divergence
     if algorithm.old_log_probs == "trainer":
@@ -233,31 +230,13 @@ def single_responses(groups: Sequence[Group], chosen: Sequence[tuple[int, int]])
 async def mismatch(
     groups: Sequence[Group], log_probs: LogProbs, version: int, *, keeps_cache: bool, group: Collectives
 ) -> dict[str, float]:
-    """Return metrics of the engine's log-probs against the trainer's, of all controllers' `comparable` tokens.
-
-    ``training/rollout_log_probs_diff_mean`` and ``_max`` are of absolute differences, in nats;
-    ``training/rollout_k3_kl`` is the mean of r - 1 - log r with r = pi_trainer / pi_engine, which estimates
-    KL(engine || trainer) in nats per token (J. Schulman, "Approximating KL divergence", 2020);
-    ``training/rollout_probs_diff_valid`` is 0 if no token can be compared, and then there are no others.
-    """
-    differences = [np.zeros(0)]
+    """Return `gcore_trainer.rollout_mismatch` of all controllers' `comparable` tokens."""
+    differences: list[NDArray[np.floating]] = []
     for (g, i), ours in log_probs.items():
         response = groups[g].responses[i]
         compared = comparable(response, version, keeps_cache=keeps_cache)
         differences.append(ours[compared].astype(np.float64) - response.log_probs[compared])
-    joined = np.concatenate(differences)
-    log_ratio = np.where(np.isnan(joined), _MAX_LOG_RATIO, joined).clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    size = np.abs(log_ratio)
-    own = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
-    counts, sums, highest, k3 = zip(*await group.all_gather(own), strict=True)
-    if not sum(counts):
-        return {"training/rollout_probs_diff_valid": 0.0}
-    return {
-        "training/rollout_probs_diff_valid": 1.0,
-        "training/rollout_log_probs_diff_mean": float(sum(sums)) / sum(counts),
-        "training/rollout_log_probs_diff_max": float(max(highest)),
-        K3: float(sum(k3)) / sum(counts),
-    }
+    return await rollout_mismatch(differences, group)
 
 
 async def probe(policy: Engine, groups: Sequence[Group], sampling: SamplingParams, *, seed: int) -> list[Group]:

@@ -3,17 +3,17 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, AdvantageConfig
+from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, AdvantageConfig, Registry
 from gcore_trainer.errors import BatchError, StateError
-from gcore_trainer.registry import Registry
 from gcore_trainer.sample import Sample, require_finite
 
+_MAX_LOG_RATIO = 20.0
 _ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
@@ -82,7 +82,7 @@ class AdvantageEstimator:
         found = self.function(group, config)
         has_returns = isinstance(found, AdvantagesAndReturns)
         advantages, returns = (found.advantages, found.returns) if has_returns else (found, None)
-        if (returns is None) == self.needs_critic:
+        if has_returns != self.needs_critic:
             raise BatchError(
                 f"returns is {returns}; expected {'returns' if self.needs_critic else 'None'} for an advantage "
                 f"estimator with needs_critic={self.needs_critic}"
@@ -94,27 +94,9 @@ class AdvantageEstimator:
         return advantages, returns
 
 
-def advantage_estimator(
-    *,
-    needs_critic: bool = False,
-    needs_greedy: bool = False,
-    reads_token_rewards: bool = False,
-    whiten: bool = False,
-    min_group_size: int = 1,
-) -> Callable[[_Function], AdvantageEstimator]:
-    """Make a function of a `ScoredGroup` and an `AdvantageConfig` an `AdvantageEstimator` with these needs."""
-    return partial(
-        _estimator,
-        needs_critic=needs_critic,
-        needs_greedy=needs_greedy,
-        reads_token_rewards=reads_token_rewards,
-        whiten=whiten,
-        min_group_size=min_group_size,
-    )
-
-
-def _estimator(function: _Function, **needs: Any) -> AdvantageEstimator:
-    return AdvantageEstimator(function=function, **needs)
+def advantage_estimator(**needs: Any) -> Callable[[_Function], AdvantageEstimator]:
+    """Make an `AdvantageEstimator` with these needs, its fields, of a function that it calls."""
+    return lambda function: AdvantageEstimator(function=function, **needs)
 
 
 @cache
@@ -194,11 +176,7 @@ class FixedKLController:
         return {"value": self.value}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take over a saved weight.
-
-        Raises:
-            StateError: the state is not one of `state`.
-        """
+        """Take over a saved weight; raise `StateError` for a state that is not one of `state`."""
         if set(state) != {"value"} or not 0 <= state["value"] < math.inf:
             raise StateError(f"state is {dict(state)}; expected one entry 'value', a finite number, 0 or more")
         self.value = float(state["value"])
@@ -293,6 +271,32 @@ async def with_advantages(
         counted = [_array(s, field)[s.mask] for own in found for s in own]
         metrics |= await _statistics(f"critic/{field}", counted, group)
     return found, metrics
+
+
+async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: Collectives) -> dict[str, float]:
+    """Return metrics of an engine's log-probs against the trainer's, of the tokens of all processes.
+
+    ``training/rollout_log_probs_diff_mean`` and ``_max`` are of absolute differences, in nats;
+    ``training/rollout_k3_kl`` is the mean of r - 1 - log r with r = pi_trainer / pi_engine, which estimates
+    KL(engine || trainer) in nats per token (J. Schulman, "Approximating KL divergence", 2020);
+    ``training/rollout_probs_diff_valid`` is 0 if there are no tokens, and then there are no others.
+
+    Args:
+        differences: the trainer's log-probs less the engine's, where they can be compared; NaN counts as 20 nats.
+    """
+    joined = np.concatenate([np.zeros(0), *differences])
+    log_ratio = np.where(np.isnan(joined), _MAX_LOG_RATIO, joined).clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    size = np.abs(log_ratio)
+    own = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
+    counts, sums, highest, k3 = zip(*await group.all_gather(own), strict=True)
+    if not sum(counts):
+        return {"training/rollout_probs_diff_valid": 0.0}
+    return {
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_log_probs_diff_mean": float(sum(sums)) / sum(counts),
+        "training/rollout_log_probs_diff_max": float(max(highest)),
+        "training/rollout_k3_kl": float(sum(k3)) / sum(counts),
+    }
 
 
 async def _statistics(name: str, values: Sequence[NDArray[Any]], group: Collectives) -> dict[str, float]:

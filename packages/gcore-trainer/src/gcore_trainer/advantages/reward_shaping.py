@@ -1,18 +1,18 @@
 """Length and KL penalties, which are added to a response's score before advantages are computed."""
 
-import math
 from collections.abc import Sequence
-from typing import Literal, assert_never
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import Collectives, FixedKLController
-from gcore_trainer.config import MAX_K3
+from gcore_trainer.config import NOT_NEGATIVE, RewardKL
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import Sample, require_finite
 
-RewardKL = Literal["k1", "k2", "k3"]
+MAX_K3 = 10.0
+"""Largest value of the k3 estimate of a token's KL divergence, in the loss and in the reward; verl's bound."""
 
 
 def overlong_penalty(
@@ -30,8 +30,7 @@ def overlong_penalty(
         raise ConfigError(
             f"overlong_buffer_len is {overlong_buffer_len}; expected 1 to max_response_length={max_response_length}"
         )
-    if not 0 <= penalty_factor < math.inf:
-        raise ConfigError(f"penalty_factor is {penalty_factor}; expected a finite number, 0 or more")
+    NOT_NEGATIVE.require("penalty_factor", penalty_factor)
     exceeded = length - (max_response_length - overlong_buffer_len)
     return -penalty_factor * min(max(exceeded / overlong_buffer_len, 0.0), 1.0)
 
@@ -43,11 +42,6 @@ def kl_estimates(
 
     The formulas are those of `gcore_trainer.kl_penalty`. Their mean over a response, and over the batch's
     responses, is what a KL controller is updated with.
-
-    Args:
-        log_probs: [R] of the policy.
-        ref_log_probs: [R] of the reference policy.
-        mask: [R] tokens of the policy.
 
     Raises:
         BatchError: a log-probability of a token in the mask is not finite.
@@ -84,8 +78,6 @@ def kl_rewards(
 
     Args:
         log_probs: [R] of the policy that wrote it, before its update.
-        ref_log_probs: [R] of the reference policy.
-        mask: [R] tokens of the policy.
         coef: weight of the divergence; a controller's value.
 
     Returns:

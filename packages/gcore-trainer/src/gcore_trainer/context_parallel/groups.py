@@ -1,20 +1,27 @@
-"""The process groups of context parallelism, and the places of a packed row that each rank of a group holds.
+"""The ranks that divide a packed row: their process groups, the places that each holds, and attention over the row.
 
 Ranks are ring-major: rank = ring_rank * ulysses_size + ulysses_rank. With R ring ranks every segment is cut in 2R equal
 chunks, and ring rank r holds chunks r and 2R - 1 - r of each: an early chunk sees few tokens and a late one many, so
 causal work is even (zig-zag; Llama 3, arXiv:2407.21783, section 3.3.2; compare striped attention, arXiv:2311.09431).
+
+Shapes: U ranks that exchange heads, T tokens of the row or ring shard, H query heads, K key-value heads, D head
+dimension.
 """
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from gcore_trainer.context_parallel.ring import equal_segments, ring_attention
 from gcore_trainer.errors import BatchError, ConfigError
-from gcore_trainer.packing.pack import PackedBatch
+from gcore_trainer.packing.block_attention import AttentionKind
+from gcore_trainer.sample import PackedBatch
 
 
 class PaddingMultiples(NamedTuple):
@@ -24,43 +31,18 @@ class PaddingMultiples(NamedTuple):
     segment_multiple_of: int
 
 
-class EqualSegments(NamedTuple):
-    """Segments of one length, whose chunks lie side by side in a ring rank's shard."""
-
-    start: int
-    """Place of the first segment's part in the shard."""
-    num_segments: int
-    chunk_length: int
-    """Each segment has two chunks here."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """This rank's place in its context-parallel group, which divides one packed row.
+    """A rank's place in its context-parallel group, which divides one packed row."""
 
-    Attributes:
-        ulysses: The ranks that exchange tokens for heads; None: this rank alone.
-        ring: The ranks that pass keys and values on; None: this rank alone.
-    """
-
-    ulysses: dist.ProcessGroup | None = None
+    ring_size: int = 1
+    ulysses_size: int = 1
+    rank: int = 0
+    """Place among the `size` ranks of the group, ring-major."""
     ring: dist.ProcessGroup | None = None
-
-    @property
-    def ulysses_size(self) -> int:
-        return 1 if self.ulysses is None else self.ulysses.size()
-
-    @property
-    def ulysses_rank(self) -> int:
-        return 0 if self.ulysses is None else self.ulysses.rank()
-
-    @property
-    def ring_size(self) -> int:
-        return 1 if self.ring is None else self.ring.size()
-
-    @property
-    def ring_rank(self) -> int:
-        return 0 if self.ring is None else self.ring.rank()
+    """The ranks that pass keys and values on; None: this rank alone."""
+    ulysses: dist.ProcessGroup | None = None
+    """The ranks that exchange tokens for heads; None: this rank alone."""
 
     @property
     def size(self) -> int:
@@ -68,32 +50,36 @@ class ContextParallel:
         return self.ring_size * self.ulysses_size
 
     @property
-    def rank(self) -> int:
-        """Among them, ring-major."""
-        return self.ring_rank * self.ulysses_size + self.ulysses_rank
-
-    @property
     def padding(self) -> PaddingMultiples:
-        """Multiples that `pack` must pad rows and segments to."""
-        return padding_multiples(ring_size=self.ring_size, ulysses_size=self.ulysses_size)
+        """Multiples that the lengths of the row and of its segments must be of."""
+        if self.ring_size == 1:
+            return PaddingMultiples(self.ulysses_size, 1)
+        return PaddingMultiples(math.lcm(2 * self.ring_size, self.size), 2 * self.ring_size)
 
-    def places(self, batch: PackedBatch) -> NDArray[np.int64]:
-        """Return `local_places` of the row on this rank."""
-        return local_places(
-            batch.segment_lengths, ring_size=self.ring_size, ulysses_size=self.ulysses_size, rank=self.rank
-        )
+    def places(self, segment_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places [T / size] of the row that this rank holds, in its order.
+
+        A ring shard has segments of equal length side by side, shorter ones first; its Ulysses ranks hold equal
+        contiguous slices of it.
+
+        Raises:
+            BatchError: the row, or a segment, does not divide; `padding` says what would.
+        """
+        ring_rank, ulysses_rank = divmod(self.rank, self.ulysses_size)
+        shard = _ring_shard(segment_lengths, ring_size=self.ring_size, ring_rank=ring_rank)
+        if shard.size % self.ulysses_size:
+            raise BatchError(
+                f"a row of {segment_lengths.sum()} tokens cannot be divided among ring_size={self.ring_size} x "
+                f"ulysses_size={self.ulysses_size} ranks; expected a multiple of their number"
+            )
+        return np.split(shard, self.ulysses_size)[ulysses_rank]
 
 
 def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> ContextParallel:
-    """Make the process groups of all context-parallel groups; every rank of the world calls it with the same arguments.
+    """Make the process groups of all context-parallel groups, and return this rank's; all ranks of the world call it.
 
     Args:
-        cp_groups: world ranks of each context-parallel group, ascending, ring-major: consecutive `ulysses_size` ranks
-            exchange heads. Each rank of the world is in one of them.
-        ulysses_size: ranks that exchange tokens for heads; the others of a group make the ring.
-
-    Returns:
-        This rank's own.
+        cp_groups: world ranks of each group, ascending: consecutive `ulysses_size` of them exchange heads.
 
     Raises:
         ConfigError: the groups do not hold every rank once, are not ascending, or do not divide by `ulysses_size`.
@@ -111,7 +97,14 @@ def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> Cont
             )
     ulysses = [ranks[i : i + ulysses_size] for ranks in cp_groups for i in range(0, len(ranks), ulysses_size)]
     ring = [ranks[i::ulysses_size] for ranks in cp_groups for i in range(ulysses_size)]
-    return ContextParallel(ulysses=_own_group(ulysses), ring=_own_group(ring))
+    own = next(ranks for ranks in cp_groups if dist.get_rank() in ranks)
+    return ContextParallel(
+        ring_size=len(own) // ulysses_size,
+        ulysses_size=ulysses_size,
+        rank=own.index(dist.get_rank()),
+        ring=_own_group(ring),
+        ulysses=_own_group(ulysses),
+    )
 
 
 def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
@@ -123,44 +116,6 @@ def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
                 assert isinstance(group, dist.ProcessGroup)
                 own = group
     return own
-
-
-def padding_multiples(*, ring_size: int, ulysses_size: int) -> PaddingMultiples:
-    """Return the multiples that the lengths of the row and of its segments must be of."""
-    if ring_size == 1:
-        return PaddingMultiples(ulysses_size, 1)
-    return PaddingMultiples(math.lcm(2 * ring_size, ring_size * ulysses_size), 2 * ring_size)
-
-
-def local_places(
-    segment_lengths: NDArray[np.int64], *, ring_size: int, ulysses_size: int, rank: int
-) -> NDArray[np.int64]:
-    """Return the places [T / (ring_size * ulysses_size)] of the row that a rank holds, in its order.
-
-    A ring shard has segments of equal length side by side, shorter ones first; its Ulysses ranks hold equal contiguous
-    slices of it.
-
-    Raises:
-        BatchError: the row, or a segment, does not divide; `padding_multiples` says what would.
-    """
-    ring_rank, ulysses_rank = divmod(rank, ulysses_size)
-    shard = _ring_shard(segment_lengths, ring_size=ring_size, ring_rank=ring_rank)
-    if shard.size % ulysses_size:
-        raise BatchError(
-            f"a row of {segment_lengths.sum()} tokens cannot be divided among ring_size={ring_size} x "
-            f"ulysses_size={ulysses_size} ranks; expected a multiple of their number"
-        )
-    return np.split(shard, ulysses_size)[ulysses_rank]
-
-
-def equal_segments(segment_lengths: NDArray[np.int64], *, ring_size: int) -> list[EqualSegments]:
-    """Return the segments of every ring rank's shard, in order."""
-    result: list[EqualSegments] = []
-    start = 0
-    for length, count in zip(*np.unique(segment_lengths, return_counts=True), strict=True):
-        result.append(EqualSegments(start, int(count), int(length) // (2 * ring_size)))
-        start += int(length * count) // ring_size
-    return result
 
 
 def _ring_shard(segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank: int) -> NDArray[np.int64]:
@@ -179,3 +134,123 @@ def _ring_shard(segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank
     lengths = np.repeat(chunk_lengths, 2)
     ends = np.cumsum(lengths)
     return np.arange(ends[-1]) + np.repeat(chunk_starts.ravel() - (ends - lengths), lengths)
+
+
+class DividedRow:
+    """Attention over a row from and to the tokens that each rank of a context-parallel group holds.
+
+    Raises:
+        BatchError: the row does not divide, or shares prompts where a ring divides it.
+    """
+
+    def __init__(self, batch: PackedBatch, cp: ContextParallel) -> None:
+        self._cp = cp
+        self._num_tokens = cp.places(batch.segment_lengths).size
+        self._segments = equal_segments(batch.segment_lengths, ring_size=cp.ring_size)
+        if cp.ring is not None and any(bucket.prompt_lengths is not None for bucket in batch.buckets):
+            raise BatchError(
+                f"the row shares prompts; expected one packed with share_prefix=False for ring_size {cp.ring_size}"
+            )
+
+    def attend(
+        self,
+        query_1HTD: torch.Tensor,
+        key_1KTD: torch.Tensor,
+        value_1KTD: torch.Tensor,
+        kind: AttentionKind,
+        attend_whole: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Compute [1, T, H, D] of this rank's tokens; ``attend_whole`` computes it of a whole row with some heads."""
+        cp = self._cp
+        if query_1HTD.shape[2] != self._num_tokens:
+            raise BatchError(
+                f"attention was called with {query_1HTD.shape[2]} tokens; expected the {self._num_tokens} of this rank"
+            )
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+        if cp.ulysses is not None:
+            size, num_heads = cp.ulysses_size, q_THD.shape[1]
+            k_TKD, v_TKD = (_repeated(x, num_query_heads=num_heads, size=size) for x in (k_TKD, v_TKD))
+            q_THD, k_TKD, v_TKD = _scatter_heads([q_THD, k_TKD, v_TKD], cp.ulysses)
+            if kind.sinks is not None:
+                kind = replace(kind, sinks=kind.sinks.unflatten(0, (size, -1))[cp.rank % size])
+        if cp.ring is not None:
+            out_THD = ring_attention(q_THD, k_TKD, v_TKD, kind, group=cp.ring, segments=self._segments)
+        else:
+            out_THD = attend_whole(*(x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD)), kind)[0]
+        return (out_THD if cp.ulysses is None else _gather_heads(out_THD, cp.ulysses))[None]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, parts: torch.Tensor) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _exchanged(grad_outputs[0], ctx.group)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch hands it over
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, torch.Tensor]:  # noqa: ARG004 - torch hands it over
+        return None, grad_outputs[0]
+
+
+def _scatter_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Exchange a slice of the tokens with all heads for all tokens with a slice of the heads, [T, heads / U, D].
+
+    DeepSpeed-Ulysses, arXiv:2309.14509, section 3.1. All tensors travel in one message.
+    """
+    size = group.size()
+    parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in tensors]
+    message = torch.cat([part.flatten(2) for part in parts], dim=-1)
+    received = _AllToAll.apply(group, message).flatten(0, 1)
+    widths = [part.shape[2] * part.shape[3] for part in parts]
+    return [x.unflatten(-1, part.shape[2:]) for x, part in zip(received.split(widths, dim=-1), parts, strict=True)]
+
+
+def _gather_heads(x_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Invert `_scatter_heads`: from [T, H / U, D] to [T / U, H, D]."""
+    received: torch.Tensor = _AllToAll.apply(group, x_THD.unflatten(0, (group.size(), -1)))
+    return received.transpose(0, 1).flatten(1, 2)
+
+
+def _repeated(x_TKD: torch.Tensor, *, num_query_heads: int, size: int) -> torch.Tensor:
+    """Repeat key-value heads until `size` ranks divide them, each head next to its query heads.
+
+    Raises:
+        ConfigError: the ranks do not divide the query heads.
+    """
+    if num_query_heads % size:
+        raise ConfigError(
+            f"ulysses_size is {size}; expected a divisor of the {num_query_heads} query heads of attention"
+        )
+    num_heads = x_TKD.shape[1]
+    return x_TKD.repeat_interleave(math.lcm(num_heads, size) // num_heads, dim=1)
+
+
+def sum_over_ranks(values_N: torch.Tensor, *groups: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum the ranks' values [N] on all of them; the gradient passes unchanged.
+
+    For ranks that each compute some entries, leave the others 0, and then compute the same loss of all: each
+    back-propagates what the loss says of its own entries. The parameters' gradients are then to be summed over ranks.
+    A rank that has no entries goes backward too: its attention passes on the gradients of others.
+    """
+    for group in groups:
+        if group is not None:
+            values_N = _SumOverRanks.apply(group, values_N)
+    return values_N
+
+
+def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received

@@ -12,15 +12,42 @@ D/V dimension of keys/values, Q queries of a block.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.context_parallel.groups import EqualSegments
-from gcore_trainer.packing.block_attention import Scoring, attend_block, block_gradients, include_sinks, sink_gradients
-from gcore_trainer.packing.pack import AttentionKind
+from gcore_trainer.packing.block_attention import (
+    AttentionKind,
+    Scoring,
+    attend_block,
+    block_gradients,
+    include_sinks,
+    sink_gradients,
+)
+
+
+class EqualSegments(NamedTuple):
+    """Segments of one length, whose chunks lie side by side in a ring rank's shard."""
+
+    start: int
+    """Place of the first segment's part in the shard."""
+    num_segments: int
+    chunk_length: int
+    """Each segment has two chunks here."""
+
+
+def equal_segments(segment_lengths: NDArray[np.int64], *, ring_size: int) -> list[EqualSegments]:
+    """Return the segments of every ring rank's shard, in order."""
+    result: list[EqualSegments] = []
+    start = 0
+    for length, count in zip(*np.unique(segment_lengths, return_counts=True), strict=True):
+        result.append(EqualSegments(start, int(count), int(length) // (2 * ring_size)))
+        start += int(length * count) // ring_size
+    return result
 
 
 def ring_attention(
@@ -167,40 +194,26 @@ class _Passing:
 def _blocks(
     segments: list[EqualSegments], rank: int, *, source: int, size: int, window: int | None
 ) -> Iterator[tuple[EqualSegments, _Block]]:
-    """Yield what this rank computes with the keys and values of rank `source`."""
-    for segment in segments:
-        if window is None or window >= 2 * size * segment.chunk_length:
-            yield segment, _block(rank, source=source)
-        else:
-            for block in _windowed_blocks(rank, source, size, segment.chunk_length, window):
-                yield segment, block
+    """Yield what this rank computes with the keys and values of rank `source`, chunks `source` and 2R - 1 - `source`.
 
-
-def _windowed_blocks(rank: int, source: int, size: int, length: int, window: int) -> list[_Block]:
-    """Return the pairs of a chunk of queries and a chunk of keys in which any query sees a key.
-
-    Latest keys first: a query must meet a key that it sees before it meets blocks of keys that are all hidden from it.
+    With a window, it is the pairs of a chunk of queries and a chunk of keys in which any query sees a key. Latest keys
+    come first: a query must meet a key that it sees before it meets blocks of keys that are all hidden from it.
     """
-    blocks: list[_Block] = []
-    for i, query_chunk in ((0, rank), (1, 2 * size - 1 - rank)):
-        for j, key_chunk in ((1, 2 * size - 1 - source), (0, source)):
-            first = (query_chunk - key_chunk) * length
-            if first < 0 or first - length + 1 >= window:
-                continue
-            is_seen_whole = first + length - 1 < window
-            is_causal = first == 0 and is_seen_whole
-            band = None if is_seen_whole else (first, window)
-            blocks.append(_Block(slice(i, i + 1), slice(j, j + 1), is_causal=is_causal, band=band))
-    return blocks
-
-
-def _block(rank: int, *, source: int) -> _Block:
-    """Return what this rank computes with the chunks `source` and 2R - 1 - `source` of a segment."""
-    if source == rank:
-        return _Block(slice(0, 2), slice(0, 2), is_causal=True)
-    if source < rank:
-        return _Block(slice(0, 2), slice(0, 1), is_causal=False)
-    return _Block(slice(1, 2), slice(0, 2), is_causal=False)
+    for segment in segments:
+        length = segment.chunk_length
+        if window is None or window >= 2 * size * length:
+            queries = slice(1 if source > rank else 0, 2)
+            yield segment, _Block(queries, slice(0, 1 if source < rank else 2), is_causal=source == rank)
+            continue
+        for i, query_chunk in ((0, rank), (1, 2 * size - 1 - rank)):
+            for j, key_chunk in ((1, 2 * size - 1 - source), (0, source)):
+                first = (query_chunk - key_chunk) * length
+                if first < 0 or first - length + 1 >= window:
+                    continue
+                is_seen_whole = first + length - 1 < window
+                band = None if is_seen_whole else (first, window)
+                is_causal = first == 0 and is_seen_whole
+                yield segment, _Block(slice(i, i + 1), slice(j, j + 1), is_causal=is_causal, band=band)
 
 
 def _part(x: torch.Tensor, segment: EqualSegments, chunks: slice) -> torch.Tensor:

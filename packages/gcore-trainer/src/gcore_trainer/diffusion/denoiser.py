@@ -130,10 +130,8 @@ class Denoiser:
         """
         own: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
         named = ((n, whole(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
-        if self.lora is None:
-            yield from named
-        else:
-            yield from merge_lora(named, {name: whole(tensor) for name, tensor in own.items()}, self.lora)
+        adapters = {} if self.lora is None else {name: whole(tensor) for name, tensor in own.items()}
+        yield from merge_lora(named, adapters, self.lora)
 
 
 def pipeline_component(path: str | Path) -> tuple[str, str]:

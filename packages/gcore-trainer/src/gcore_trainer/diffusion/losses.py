@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -59,14 +59,10 @@ class DDPMProcess(NoiseProcess):
         return a.sqrt() * clean + (1 - a).sqrt() * noise
 
     def target(self, clean: torch.Tensor, noise: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-        match self.prediction_type:
-            case "epsilon":
-                return noise
-            case "sample":
-                return clean
-            case "v_prediction":
-                a = self._alpha(clean, level)
-                return a.sqrt() * noise - (1 - a).sqrt() * clean
+        if self.prediction_type != "v_prediction":
+            return noise if self.prediction_type == "epsilon" else clean
+        a = self._alpha(clean, level)
+        return a.sqrt() * noise - (1 - a).sqrt() * clean
 
     def timesteps(self, level: torch.Tensor) -> torch.Tensor:
         count = len(self.alphas_cumprod)
@@ -130,7 +126,7 @@ def guard_step_loss(
     noise = (next_latents - old_means) / column(std, means)
     log_ratio = (noise * (means - old_means)).flatten(1).mean(1)
     found = _clipped(log_ratio, advantages, clip_ratio)
-    return StepLoss(loss=found.loss / -dt, ratio=found.ratio, is_clipped=found.is_clipped)
+    return replace(found, loss=found.loss / -dt)
 
 
 def gaussian_kl(means: torch.Tensor, ref_means: torch.Tensor, std: torch.Tensor) -> torch.Tensor:

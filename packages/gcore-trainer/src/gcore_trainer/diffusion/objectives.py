@@ -22,12 +22,10 @@ from gcore_trainer.diffusion.losses import (
 )
 from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, DiffusionSample, stacked
 from gcore_trainer.errors import BatchError
+from gcore_trainer.objectives.policy import PartialLoss
 
 if TYPE_CHECKING:
     from gcore_trainer.diffusion.denoiser import Denoiser
-
-PartialLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""A pass's part of the loss, and of sums that `DiffusionObjective.metrics` turns into metrics."""
 
 
 class Gaussian(Protocol):
@@ -71,9 +69,8 @@ class DiffusionObjective(ABC):
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         """Raise `BatchError` if the images lack something that the loss reads."""
 
-    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
+    def num_passes(self, samples: Sequence[DiffusionSample]) -> int:  # noqa: ARG002 - of objectives over recorded steps
         """Return the number of passes over each micro-batch; the same on all ranks."""
-        del samples
         return self.num_timesteps
 
     def weight(self, samples: Sequence[DiffusionSample]) -> int:
@@ -120,17 +117,16 @@ class DenoisingPolicyObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         device = models.policy.device
-        latents, following, levels, next_levels, timesteps, old_log_probs = (
-            stacked(samples, name, device, step=index)
-            for name in ("latents", "next_latents", "levels", "next_levels", "timesteps", "old_log_probs")
-        )
-        advantages = stacked(samples, "advantage", device)
+        names = ("latents", "next_latents", "levels", "next_levels", "timesteps", "old_log_probs")
+        columns = stacked(samples, device, *names, step=index)
+        latents, following, levels, next_levels, timesteps, old_log_probs = columns
+        [advantages] = stacked(samples, device, "advantage")
         output = models.policy(latents, timesteps, Conditioned.of(samples, device))
         drawn = self._kernel(output, latents, levels, next_levels)
         log_probs = drawn.log_prob(following)
         if self._config.loss_mode == "guard":
-            old_means, std = stacked(samples, "old_means", device, step=index), drawn.std.flatten()
-            given = following, drawn.mean, old_means, std, next_levels - levels, advantages
+            [old_means] = stacked(samples, device, "old_means", step=index)
+            given = following, drawn.mean, old_means, drawn.std.flatten(), next_levels - levels, advantages
             found = guard_step_loss(*given, clip_ratio=self._config.clip_ratio)
         else:
             found = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
@@ -142,7 +138,7 @@ class DenoisingPolicyObjective(DiffusionObjective):
             "actor/ratio_dev": (found.ratio - 1).abs().sum() / total,
         }
         if self._config.kl_loss_coef:
-            ref_means = stacked(samples, "ref_means", device, step=index)
+            [ref_means] = stacked(samples, device, "ref_means", step=index)
             kl_loss = gaussian_kl(drawn.mean, ref_means, drawn.std.flatten()).sum() / total
             loss = loss + self._config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
@@ -171,8 +167,7 @@ class NFTObjective(DiffusionObjective):
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.old is not None
         device, bound = models.policy.device, self._config.adv_clip_max
-        clean = stacked(samples, "clean_latents", device)
-        advantages = stacked(samples, "advantage", device)
+        clean, advantages = stacked(samples, device, "clean_latents", "advantage")
         level, noise = drawn_noise(samples, index, clean)
         noised, timesteps = self._process.noised(clean, noise, level), self._process.timesteps(level)
         conditions = Conditioned.of(samples, device)
@@ -216,7 +211,7 @@ class DiffusionDPOObjective(DiffusionObjective):
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.reference is not None
         device = models.policy.device
-        clean = stacked(samples, "clean_latents", device)
+        [clean] = stacked(samples, device, "clean_latents")
         # Both of a pair get one noise.
         level, noise = drawn_noise([s for chosen in samples[::2] for s in (chosen, chosen)], index, clean)
         noised, timesteps = self._process.noised(clean, noise, level), self._process.timesteps(level)
@@ -256,11 +251,10 @@ class RewardGradientObjective(DiffusionObjective):
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         del index
         device, conditions = models.policy.device, Conditioned.of(samples, models.policy.device)
-        latents = stacked(samples, "latents", device, step=0)
+        [latents] = stacked(samples, device, "latents", step=0)
         for step in range(samples[0].num_steps):
-            level, next_level, timesteps = (
-                stacked(samples, name, device, step=step) for name in ("levels", "next_levels", "timesteps")
-            )
+            names = ("levels", "next_levels", "timesteps")
+            level, next_level, timesteps = stacked(samples, device, *names, step=step)
             output = models.policy(latents, timesteps, conditions)
             latents = self._kernel(output, latents, level, next_level).mean
         reward = self._reward(latents, [s.prompt for s in samples]).sum() / total

@@ -1,8 +1,7 @@
 """Samples of diffusion trainers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,8 +12,7 @@ from gcore_trainer.sample import require_finite
 
 Conditions = Mapping[str, NDArray[np.generic]]
 
-_PER_STEP = ("latents", "next_latents", "old_means", "old_log_probs", "ref_means")
-_OF_STEPS = ("levels", "next_levels", "timesteps")
+_PER_STEP = ("latents", "next_latents", "old_means", "old_log_probs", "ref_means", "levels", "next_levels", "timesteps")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,12 +50,10 @@ class DiffusionSample:
     """The prompt, for rewards that are differentiated."""
 
     def __post_init__(self) -> None:
-        if self.latents is None:
-            return
-        for name in (*_PER_STEP, *_OF_STEPS):
+        for name in _PER_STEP if self.latents is not None else ():
             value = getattr(self, name)
-            if value is not None and len(value) != len(self.latents):
-                raise BatchError(f"{name} has {len(value)} steps; expected as many as latents, {len(self.latents)}")
+            if value is not None and len(value) != self.num_steps:
+                raise BatchError(f"{name} has {len(value)} steps; expected as many as latents, {self.num_steps}")
 
     @property
     def num_steps(self) -> int:
@@ -71,18 +67,16 @@ class DiffusionSample:
             BatchError: an entry is not finite; the error names the image ``name`` and the field.
         """
         arrays = {field: getattr(self, field) for field in names}
-        arrays |= {f"conditions[{key!r}]": value for key, value in self.conditions.items()}
-        arrays |= {f"shared_conditions[{key!r}]": value for key, value in self.shared_conditions.items()}
+        for field_name in ("conditions", "shared_conditions"):
+            arrays |= {f"{field_name}[{key!r}]": value for key, value in getattr(self, field_name).items()}
         for label, value in arrays.items():
             if value is not None and np.issubdtype(np.asarray(value).dtype, np.floating):
                 require_finite(f"{name}.{label}", np.asarray(value))
 
     def at_steps(self, steps: Sequence[int]) -> "DiffusionSample":
         """Keep only these steps, in this order."""
-        indices = list(steps)
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        chosen = {n: values[n][indices] for n in (*_PER_STEP, *_OF_STEPS) if values[n] is not None}
-        return DiffusionSample(**(values | chosen))
+        indices, arrays = list(steps), {name: getattr(self, name) for name in _PER_STEP}
+        return replace(self, **{name: array[indices] for name, array in arrays.items() if array is not None})
 
 
 DiffusionMicroBatch = list[DiffusionSample]
@@ -110,14 +104,19 @@ class Conditioned:
         return cls(per_image=per_image, shared=shared, guidance_scale=first.guidance_scale)
 
 
-def stacked(samples: Sequence[DiffusionSample], name: str, device: torch.device, *, step: int | None = None) -> Any:
-    """Stack a field of samples to [B, ...], at one step if it has an entry for each.
+def stacked(
+    samples: Sequence[DiffusionSample], device: torch.device, *names: str, step: int | None = None
+) -> list[torch.Tensor]:
+    """Stack fields of samples to [B, ...], at one step if they have an entry for each.
 
     Raises:
         BatchError: an image has none.
     """
-    values = [getattr(s, name) for s in samples]
-    if any(value is None for value in values):
-        raise BatchError(f"{name} is None: the objective needs it for every image")
-    rows = values if step is None else [value[step] for value in values]
-    return torch.from_numpy(np.stack(rows).astype(np.float32)).to(device)
+    columns: list[torch.Tensor] = []
+    for name in names:
+        values = [getattr(s, name) for s in samples]
+        if any(value is None for value in values):
+            raise BatchError(f"{name} is None: the objective needs it for every image")
+        rows = values if step is None else [value[step] for value in values]
+        columns.append(torch.from_numpy(np.stack(rows).astype(np.float32)).to(device))
+    return columns

@@ -12,8 +12,8 @@ from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel
 from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, stacked
-from gcore_trainer.errors import BatchError, ConfigError, TrainerError
-from gcore_trainer.objectives.policy import add_sums, added
+from gcore_trainer.errors import BatchError, ConfigError
+from gcore_trainer.objectives.policy import add_sums, check_finite
 from gcore_trainer.torch.parallel import TorchParallel
 from gcore_trainer.trainer import AdamW, BaseTrainer, Replicas
 
@@ -31,8 +31,7 @@ class MovingAverage:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], decay: float) -> None:
         BELOW_ONE.require("ema_decay", decay)
-        self._parameters = dict(parameters)
-        self._decay = decay
+        self._parameters, self._decay = dict(parameters), decay
         self.tensors: dict[str, torch.Tensor] = {n: p.detach().clone() for n, p in self._parameters.items()}
 
     @torch.no_grad()
@@ -72,7 +71,6 @@ class DiffusionTrainer(BaseTrainer):
         if objective.needs_reference and reference is None:
             raise ConfigError(f"reference is None: {type(objective).__name__} asks the initial policy")
         self._denoiser = denoiser
-        self._objective = objective
         self._world_size = parallel.world_size if parallel else 1
         self._is_first = parallel is None or parallel.mesh.get_rank() == 0
         old = denoiser.copied() if objective.needs_old else None
@@ -84,7 +82,10 @@ class DiffusionTrainer(BaseTrainer):
             raise ConfigError("the model has no parameters to train")
         self._adamw = AdamW(parameters, optimizer)
         super().__init__(
-            config=optimizer, optimizer=self._adamw, replicas=Replicas(parallel.replicas if parallel else None)
+            config=optimizer,
+            optimizer=self._adamw,
+            objective=objective,
+            replicas=Replicas(parallel.replicas if parallel else None),
         )
         self._models = Models(policy=denoiser, old=old, reference=reference)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
@@ -105,28 +106,23 @@ class DiffusionTrainer(BaseTrainer):
             BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
             NonFiniteGradientError: too many skipped steps in a row.
         """
-        error: TrainerError | None = None
-        shape = (0, 0, 0)
-        try:
+
+        def checked() -> tuple[int, int, int]:
             samples = [s for batch in micro_batches for s in batch]
             if not samples:
                 raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
-            for i, batch in enumerate(micro_batches):
-                for j, sample in enumerate(batch):
-                    sample.check_finite(f"micro_batches[{i}][{j}]", *self._objective.reads)
-            shape = self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches)
-        except TrainerError as found:
-            error = found
-        everyones = self._replicas.gather_or_raise(shape, error)
+            check_finite(micro_batches, *self._objective.reads)
+            return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches)
+
+        everyones = self._replicas.gather_or_raise(checked)
         passes = {count for _, count, _ in everyones}
         if len(passes) != 1:
             raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
         (num_passes,) = passes
         total = sum(weight for weight, *_ in everyones) * num_passes
         sums = self._backward(micro_batches, max(count for *_, count in everyones), num_passes, total)
-        metrics = self._objective.metrics(added(self._replicas.gather(sums)))
-        metrics |= self._apply_gradient()
+        metrics = self._update(sums)
         self._follow()
         return metrics
 
@@ -162,12 +158,9 @@ class DiffusionTrainer(BaseTrainer):
         Raises:
             ConfigError: there is no such average.
         """
-        if averaged:
-            if self._ema is None:
-                raise ConfigError("ema_decay is None: there is no average of the weights")
-            yield from self._denoiser.weights(self._ema.tensors)
-        else:
-            yield from self._denoiser.weights(self._averages().get("old"))
+        if averaged and self._ema is None:
+            raise ConfigError("ema_decay is None: there is no average of the weights")
+        yield from self._denoiser.weights(self._averages().get("ema" if averaged else "old"))
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
@@ -196,9 +189,7 @@ def step_means(
 ) -> list[list[NDArray[np.float32]]]:
     """Compute means [K, ...] of the Gaussians at each image's recorded steps, under a reference, for the KL term.
 
-    Args:
-        micro_batches: this replica's, one at least; another may have more of them.
-        replicas: those among which a sharded model is divided.
+    Each of the replicas, among which a sharded model is divided, has one micro-batch at least.
     """
     num_batches = max((replicas or Replicas()).gather(len(micro_batches)))
     found: list[list[NDArray[np.float32]]] = []
@@ -207,10 +198,8 @@ def step_means(
         conditions = Conditioned.of(samples, denoiser.device)
         means: list[NDArray[np.float32]] = []
         for step in range(samples[0].num_steps):
-            latents, levels, next_levels, timesteps = (
-                stacked(samples, name, denoiser.device, step=step)
-                for name in ("latents", "levels", "next_levels", "timesteps")
-            )
+            names = ("latents", "levels", "next_levels", "timesteps")
+            latents, levels, next_levels, timesteps = stacked(samples, denoiser.device, *names, step=step)
             output = denoiser(latents, timesteps, conditions)
             means.append(kernel(output, latents, levels, next_levels).mean.cpu().numpy())
         if i < len(micro_batches):

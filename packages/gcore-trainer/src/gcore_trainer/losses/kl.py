@@ -4,7 +4,8 @@ from typing import assert_never
 
 import torch
 
-from gcore_trainer.config import MAX_K3, KLPenalty
+from gcore_trainer.advantages.reward_shaping import MAX_K3
+from gcore_trainer.config import KLPenalty
 
 
 def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPenalty) -> torch.Tensor:

@@ -32,7 +32,7 @@ def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[s
     Raises:
         ConfigError: a name matches no layer.
     """
-    kinds = _ATTENTION if architecture.experts is not None else _ATTENTION + _MLP
+    kinds = _ATTENTION if architecture.num_experts else _ATTENTION + _MLP
     layers = [f"model.layers.{i}.{kind}" for i in range(architecture.num_layers) for kind in kinds]
     if config.target_modules == ("all-linear",):
         return frozenset(layers)
@@ -101,8 +101,7 @@ class AdaptedLinear(torch.nn.Module):
         self.lora_B = torch.nn.ParameterList()
         self.pieces: Pieces = {}
         """Pieces of the adapters' parameters."""
-        self._rank = config.rank
-        self._scale = config.alpha / config.rank
+        self._config = config
         self._sequence_parallel: bool = base.sequence_parallel
         adapters = {layer: pair for layer, pair in adapter_pieces(weight, config.rank).items() if layer in targets}
         number_of = {layer: i for i, layer in enumerate(adapters)}
@@ -125,12 +124,12 @@ class AdaptedLinear(torch.nn.Module):
     def forward(self, input_T1I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return output [T, 1, O] and the bias that is not yet in it, divided as those of the layer that has W."""
         output_T1O, bias = self.base(input_T1I)
-        hidden = self._whole(linear(input_T1I, torch.cat(list(self.lora_A)))) * self._scale
-        updates = [linear(h, b) for h, b in zip(hidden.split(self._rank, dim=-1), self.lora_B, strict=True)]
+        hidden = self._whole(linear(input_T1I, torch.cat(list(self.lora_A)))) * (self._config.alpha / self._config.rank)
+        updates = [linear(h, b) for h, b in zip(hidden.split(self._config.rank, dim=-1), self.lora_B, strict=True)]
         return output_T1O + self._placed(updates, output_T1O), bias
 
     def _whole(self, hidden_T1R: torch.Tensor) -> torch.Tensor:
-        """A x of what B is applied to on this rank, from A x of what this rank has of x."""
+        """Return A x of what B is applied to on this rank, from A x of what this rank has of x."""
         group: Any = self.base.tp_group
         if isinstance(self.base, RowParallelLinear):
             if self._sequence_parallel:

@@ -1,9 +1,14 @@
-"""The architecture of a Hugging Face model for Megatron-Core, and the check that a layout divides it."""
+"""Architectures of Hugging Face models for Megatron-Core, the layouts that divide them, and process groups."""
 
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from gcore_trainer.config import ParallelConfig
+from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.errors import ConfigError, UnsupportedModelError
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -21,46 +26,14 @@ _NEUTRAL: dict[str, Any] = {
 """Settings of those architectures that are not converted, each with the value at which there is nothing to convert."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The feed-forward layers of a mixture of experts."""
-
-    num_experts: int
-    num_active: int
-    """Experts that each token passes through."""
-    ffn_hidden_size: int
-    normalises: bool
-    """The weights of a token's experts are scaled to add up to 1."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Architecture:
-    """A decoder of one of `MODEL_TYPES`."""
+    """A decoder of one of `MODEL_TYPES`, by its config of transformers.
 
-    hf_config: Any
-    """The config of transformers."""
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_query_groups: int
-    """Key-value heads."""
-    head_dim: int
-    vocab_size: int
-    norm_eps: float
-    has_qkv_bias: bool
-    has_qk_norm: bool
-    is_tied: bool
-    """The head is the embedding."""
-    experts: Experts | None
+    Raises:
+        UnsupportedModelError: the model has something that is not converted.
+    """
 
-    @classmethod
-    def of(cls, hf_config: Any) -> Self:
-        """Read the architecture of a config of transformers.
-
-        Raises:
-            UnsupportedModelError: the model has something that is not converted.
-        """
+    def __init__(self, hf_config: Any) -> None:
         model_type = hf_config.model_type
         if model_type not in MODEL_TYPES:
             raise UnsupportedModelError(f"model_type is {model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
@@ -79,29 +52,18 @@ class Architecture:
             )
         if (share := rope.get("partial_rotary_factor", 1.0)) != 1.0:
             raise UnsupportedModelError(f"partial_rotary_factor of {model_type!r} is {share}; expected 1.0")
-        experts = None
-        if model_type == "qwen3_moe":
-            experts = Experts(
-                num_experts=hf_config.num_experts,
-                num_active=hf_config.num_experts_per_tok,
-                ffn_hidden_size=hf_config.moe_intermediate_size,
-                normalises=hf_config.norm_topk_prob,
-            )
-        return cls(
-            hf_config=hf_config,
-            num_layers=hf_config.num_hidden_layers,
-            hidden_size=hf_config.hidden_size,
-            ffn_hidden_size=hf_config.intermediate_size,
-            num_heads=hf_config.num_attention_heads,
-            num_query_groups=hf_config.num_key_value_heads,
-            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads,
-            vocab_size=hf_config.vocab_size,
-            norm_eps=hf_config.rms_norm_eps,
-            has_qkv_bias=model_type == "qwen2",
-            has_qk_norm=model_type in ("qwen3", "qwen3_moe"),
-            is_tied=hf_config.tie_word_embeddings,
-            experts=experts,
-        )
+        self.hf_config = hf_config
+        self.num_layers: int = hf_config.num_hidden_layers
+        self.num_heads: int = hf_config.num_attention_heads
+        self.num_query_groups: int = hf_config.num_key_value_heads
+        """Key-value heads."""
+        self.head_dim: int = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // self.num_heads
+        self.has_qkv_bias = model_type == "qwen2"
+        self.has_qk_norm = model_type in ("qwen3", "qwen3_moe")
+        self.is_tied: bool = hf_config.tie_word_embeddings
+        """The head is the embedding."""
+        self.num_experts: int = hf_config.num_experts if model_type == "qwen3_moe" else 0
+        """Experts of each feed-forward layer; 0: it is dense."""
 
     def check_layout(self, parallel: ParallelConfig, world_size: int) -> None:
         """Check that a layout divides the model.
@@ -116,22 +78,22 @@ class Architecture:
         _require_divides("tensor_model_parallel_size", tp, "attention heads", self.num_heads)
         _require_divides("tensor_model_parallel_size", tp, "key-value heads", self.num_query_groups)
         _require_divides(f"pipeline_model_parallel_size={pp}{virtual}", pp * vpp, "layers", self.num_layers)
-        if self.experts is None:
+        if not self.num_experts:
             if ep > 1:
                 raise ConfigError(f"expert_model_parallel_size is {ep}; expected 1 for a model without experts")
-            _require_divides("tensor_model_parallel_size", tp, "columns of the MLP", self.ffn_hidden_size)
+            _require_divides("tensor_model_parallel_size", tp, "columns of the MLP", self.hf_config.intermediate_size)
             return
-        _require_divides("expert_model_parallel_size", ep, "experts", self.experts.num_experts)
+        _require_divides("expert_model_parallel_size", ep, "experts", self.num_experts)
         _require_divides("expert_model_parallel_size", ep, "ranks of a pipeline stage", ranks_of_stage)
         if tp > 1 and not parallel.sequence_parallel:
             raise ConfigError(
-                f"sequence_parallel is false with tensor_model_parallel_size={tp} and {self.experts.num_experts} "
+                f"sequence_parallel is false with tensor_model_parallel_size={tp} and {self.num_experts} "
                 "experts; expected true, so that tensor-parallel ranks route different tokens"
             )
         if tp > 1 and ep == 1:
             raise ConfigError(
                 f"expert_model_parallel_size is 1 with tensor_model_parallel_size={tp}; expected more, because "
-                f"single experts are not divided: {_divisors(self.experts.num_experts, ranks_of_stage)[1:]} would fit"
+                f"single experts are not divided: {_divisors(self.num_experts, ranks_of_stage)[1:]} would fit"
             )
 
 
@@ -143,3 +105,50 @@ def _require_divides(name: str, value: int, what: str, count: int) -> None:
 
 def _divisors(*counts: int) -> list[int]:
     return [n for n in range(1, min(counts) + 1) if all(count % n == 0 for count in counts)]
+
+
+joined: tuple[ParallelConfig, ContextParallel] | None = None
+"""The layout and groups of this process."""
+
+
+def sizes_of(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the sizes under Megatron-Core's names."""
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+        "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParallel:
+    """Make the groups, or find those that an earlier trainer of this process made; all ranks call this together.
+
+    Ranks are numbered as Megatron-Core does: tensor parallel ranks are neighbours, then context, data, pipeline.
+
+    Raises:
+        ConfigError: this process has groups of other sizes.
+    """
+    global joined
+    if joined is not None:
+        if joined[0] != parallel:
+            raise ConfigError(
+                f"parallel is {parallel}; expected {joined[0]}, the layout of this process: Megatron-Core has only one"
+            )
+        return joined[1]
+    parallel_state.initialize_model_parallel(**sizes_of(parallel), create_gloo_process_groups=False)
+    # No random number is drawn, but sequence parallelism and recomputation switch between generators all the same.
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    context_parallel = ContextParallel()
+    if parallel.context_parallel_size > 1:
+        groups: list[Any] = [None] * dist.get_world_size()
+        own: Any = parallel_state.get_context_parallel_group()
+        dist.all_gather_object(groups, dist.get_process_group_ranks(own))
+        unique = sorted({tuple(ranks) for ranks in groups})
+        context_parallel = make_context_parallel([list(r) for r in unique], parallel.ulysses_sequence_parallel_size)
+    joined = parallel, context_parallel
+    return context_parallel

@@ -4,8 +4,9 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,73 +27,54 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
-class WeightFiles:
-    """The weights of a folder; files that were read from stay open until `close`.
+@torch.no_grad()
+def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piece]]) -> None:
+    """Copy what parameters are made of from a folder; a value head that it lacks stays as it is.
 
     Raises:
-        UnsupportedModelError: there are no such files.
+        UnsupportedModelError: the folder has no safetensors files, lacks a tensor, has it in another shape, or has
+            tensors of layers that are of no kind that was read.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
-        self._read: set[str] = set()
+    with ExitStack() as stack:
+        opened = cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))
         if (folder / _INDEX).exists():
-            self._file_of: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+            file_of: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
         elif (folder / _SINGLE).exists():
-            self._file_of = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+            file_of = dict.fromkeys(opened(_SINGLE).keys(), _SINGLE)
         else:
             raise UnsupportedModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+        kinds: set[str] = set()
 
-    def close(self) -> None:
-        """Close the files."""
-        self._stack.close()
+        def read(name: str, global_shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
+            if name not in file_of:
+                raise UnsupportedModelError(f"{folder} has no tensor {name!r}")
+            kinds.add(_NUMBER.sub("*", name))
+            whole = opened(file_of[name]).get_slice(name)
+            if tuple(whole.get_shape()) != global_shape:
+                raise UnsupportedModelError(
+                    f"{name!r} of {folder} has shape {tuple(whole.get_shape())}: its config needs {global_shape}"
+                )
+            return whole[box]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def read(self, piece: Piece) -> torch.Tensor:
-        """The piece's box; of experts, one whole expert's.
-
-        Raises:
-            UnsupportedModelError: the folder does not have the tensor, or in another shape.
-        """
-        match = _EXPERTS.fullmatch(piece.name)
-        if match is None or piece.name in self:
-            return self._slice(piece.name, piece.global_shape, piece.offset, piece.shape)
-        rows, columns = piece.shape[1:]
-        disk_names = [f"{match[1]}{piece.offset[0]}.{name}.weight" for name in _linears(match[2])]
-        shape = (rows // len(disk_names), columns)
-        return torch.cat([self._slice(name, shape, (0, 0), shape) for name in disk_names])[None]
-
-    def check_layers(self) -> None:
-        """Raise `UnsupportedModelError` if layers have tensors of a kind that was not read."""
-        kinds = {_NUMBER.sub("*", name) for name in self._read}
-        left = {_NUMBER.sub("*", name) for name in self._file_of if name.startswith("model.layers.")} - kinds
-        # Old folders hold what the config says.
-        if unknown := sorted(name for name in left if not name.endswith(".rotary_emb.inv_freq")):
-            raise UnsupportedModelError(
-                f"{self._folder} has tensors {', '.join(unknown)}, which the Megatron backend does not convert"
-            )
-
-    def _slice(
-        self, name: str, global_shape: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        if name not in self:
-            raise UnsupportedModelError(f"{self._folder} has no tensor {name!r}")
-        self._read.add(name)
-        whole = self._file(self._file_of[name]).get_slice(name)
-        if tuple(whole.get_shape()) != global_shape:
-            raise UnsupportedModelError(
-                f"{name!r} of {self._folder} has shape {tuple(whole.get_shape())}: its config needs {global_shape}"
-            )
-        return whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-        return self._open[name]
+        for parameter, piece in ((parameter, piece) for parameter, own in pieces.items() for piece in own):
+            # A causal LM's folder has no value head: a new critic's values begin at 0.
+            if piece.name == "score.weight" and piece.name not in file_of:
+                continue
+            match = _EXPERTS.fullmatch(piece.name)
+            if match is None or piece.name in file_of:
+                value = read(piece.name, piece.global_shape, piece.box)
+            else:
+                # A piece of experts is one whole expert's.
+                names = [f"{match[1]}{piece.offset[0]}.{linear}.weight" for linear in _linears(match[2])]
+                shape = (piece.shape[1] // len(names), piece.shape[2])
+                value = torch.cat([read(name, shape, (slice(None), slice(None))) for name in names])[None]
+            piece.view(parameter.view(-1)).copy_(value)
+    left = {_NUMBER.sub("*", name) for name in file_of if name.startswith("model.layers.")} - kinds
+    # Old folders hold what the config says.
+    if unknown := sorted(name for name in left if not name.endswith(".rotary_emb.inv_freq")):
+        raise UnsupportedModelError(
+            f"{folder} has tensors {', '.join(unknown)}, which the Megatron backend does not convert"
+        )
 
 
 def write_folder(

@@ -11,12 +11,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gcore_trainer.config import ParallelConfig
-from gcore_trainer.megatron.architecture import Architecture
-from gcore_trainer.megatron.groups import sizes_of
-from gcore_trainer.packing.pack import AttentionKind
+from gcore_trainer.megatron.architecture import Architecture, sizes_of
+from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.row import Row
-
-_SAME_NAMES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups")
 
 
 class HiddenStatesGPT(GPTModel):
@@ -92,14 +89,15 @@ def transformer_config(
     architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """Describe the model and its layout for Megatron-Core."""
+    hf = architecture.hf_config
     others: dict[str, Any] = {}
-    if architecture.experts is not None:
+    if architecture.num_experts:
         others = {
-            "num_moe_experts": architecture.experts.num_experts,
-            "moe_router_topk": architecture.experts.num_active,
-            "moe_ffn_hidden_size": architecture.experts.ffn_hidden_size,
+            "num_moe_experts": architecture.num_experts,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
             # Softmax over all experts, then their top k, against softmax over the top k: equal where they add up to 1.
-            "moe_router_pre_softmax": not architecture.experts.normalises,
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": False,
@@ -107,10 +105,13 @@ def transformer_config(
     if recompute:
         others |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        **{name: getattr(architecture, name) for name in _SAME_NAMES},
+        num_layers=architecture.num_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_query_groups=architecture.num_query_groups,
         num_attention_heads=architecture.num_heads,
         kv_channels=architecture.head_dim,
-        layernorm_epsilon=architecture.norm_eps,
+        layernorm_epsilon=hf.rms_norm_eps,
         add_qkv_bias=architecture.has_qkv_bias,
         qk_layernorm=architecture.has_qk_norm,
         add_bias_linear=False,
@@ -157,7 +158,7 @@ def make_chunks(
         chunk = HiddenStatesGPT(
             config,
             _block_spec(config, vp_stage),
-            vocab_size=-(-architecture.vocab_size // tp) * tp,
+            vocab_size=-(-architecture.hf_config.vocab_size // tp) * tp,
             max_sequence_length=architecture.hf_config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -169,7 +170,7 @@ def make_chunks(
         chunk.rotary_pos_emb = rotary
         if chunk.post_process and has_value_head:
             del chunk.output_layer
-            chunk.score = torch.nn.Linear(architecture.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            chunk.score = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
             torch.nn.init.zeros_(chunk.score.weight)
         chunks.append(chunk)
     return chunks

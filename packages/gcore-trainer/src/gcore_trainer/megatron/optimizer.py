@@ -43,9 +43,6 @@ class _Shard:
     moments: dict[str, Any]
     """Adam's, as the optimizer has them."""
 
-    def tensor(self, group: str) -> torch.Tensor:
-        return self.main.detach() if group == "model" else self.moments[group]
-
 
 class DistributedAdamW(AdamW):
     """The optimizer of one trainer. Moments exist from the start, so that they can be loaded in place."""
@@ -63,7 +60,22 @@ class DistributedAdamW(AdamW):
         self._chunks = chunks
         self._pieces = pieces
         self._device = device
-        self._optimizer = _make_optimizer(config, chunks, dtype)
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=0.0,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        # No overrides: without them norms and biases would not decay, as they do in the torch backend.
+        self._optimizer: Any = get_megatron_optimizer(
+            settings, list(chunks), config_overrides={}, use_gloo_process_groups=False
+        )
         self._shards = [shard for part in self._optimizer.chained_optimizers for shard in _shards(part)]
         self._set_step(0)
 
@@ -96,13 +108,16 @@ class DistributedAdamW(AdamW):
             StateError: the boxes differ from this rank's.
         """
         own = self.tensors()
-        for group in _GROUPS:
-            for name, parts in own[group].items():
-                _check_boxes(f"{group}[{name!r}]", state[group][name], parts)
-        for group in _GROUPS:
-            for name, parts in own[group].items():
-                for part, given in zip(parts, state[group][name], strict=True):
-                    part.tensor.copy_(given.tensor)
+        pairs = [(f"{g}[{n!r}]", state[g][n], parts) for g, tensors in own.items() for n, parts in tensors.items()]
+        for name, *sides in pairs:
+            given, boxes = ([(p.global_shape, p.offset, tuple(p.tensor.shape)) for p in parts] for parts in sides)
+            if given != boxes:
+                raise StateError(
+                    f"{name} has parts {given}; expected this rank's, {boxes} (global shape, offset, shape)"
+                )
+        for _, given, parts in pairs:
+            for part, found in zip(parts, given, strict=True):
+                part.tensor.copy_(found.tensor)
         for shard in self._shards:
             shard.parameter.data.view(-1)[shard.start : shard.end].copy_(shard.main)
         with megatron_runtime(self._device):
@@ -124,7 +139,7 @@ class DistributedAdamW(AdamW):
     def _parts(self, group: str) -> dict[str, list[TensorPart]]:
         parts: dict[str, list[TensorPart]] = {}
         for shard in self._shards:
-            flat = shard.tensor(group)
+            flat = shard.main.detach() if group == "model" else shard.moments[group]
             for whole in self._pieces[shard.parameter]:
                 for piece in whole.within(shard.start, shard.end):
                     part = TensorPart(
@@ -148,26 +163,3 @@ def _shards(part: Any) -> list[_Shard]:
             moments |= {"exp_avg": torch.zeros_like(main.detach()), "exp_avg_sq": torch.zeros_like(main.detach())}
             result.append(_Shard(parameter=parameter, start=own.start, end=own.end, main=main, moments=moments))
     return result
-
-
-def _check_boxes(name: str, given: Sequence[TensorPart], own: Sequence[TensorPart]) -> None:
-    boxes = [[(p.global_shape, p.offset, tuple(p.tensor.shape)) for p in parts] for parts in (given, own)]
-    if boxes[0] != boxes[1]:
-        raise StateError(f"{name} has parts {boxes[0]}; expected this rank's, {boxes[1]} (global shape, offset, shape)")
-
-
-def _make_optimizer(config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype) -> Any:
-    settings = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        min_lr=0.0,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_eps=config.eps,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-    )
-    # No overrides: without them norms and biases would not decay, as they do in the torch backend.
-    return get_megatron_optimizer(settings, list(chunks), config_overrides={}, use_gloo_process_groups=False)

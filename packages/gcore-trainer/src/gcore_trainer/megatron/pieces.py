@@ -35,6 +35,11 @@ class Piece:
         """Elements."""
         return math.prod(self.shape)
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Index of the box in the tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+
     def view(self, flat: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Return the box, as a view."""
         return flat[self.start - first : self.start - first + self.size].view(self.shape)
@@ -74,7 +79,8 @@ class Place(NamedTuple):
 
 def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | None) -> list[Piece]:
     """Return the pieces of one parameter."""
-    a, experts, hidden, tp, tp_rank = architecture, architecture.experts, architecture.hidden_size, *place[:2]
+    a, config, (tp, tp_rank, first_expert) = architecture, architecture.hf_config, place
+    hidden, ffn, vocab_size = config.hidden_size, config.intermediate_size, config.vocab_size
     prefix = "model." if layer is None else f"model.layers.{layer}."
     whole = {
         "decoder.final_layernorm": ("norm", (hidden,)),
@@ -85,7 +91,7 @@ def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | 
     }
     by_columns = {
         "self_attention.linear_proj": ("self_attn.o_proj", a.num_heads * a.head_dim),
-        "mlp.linear_fc2": ("mlp.down_proj", a.ffn_hidden_size),
+        "mlp.linear_fc2": ("mlp.down_proj", ffn),
     }
     module, _, kind = name.rpartition(".")
     if name == "score.weight":
@@ -93,10 +99,10 @@ def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | 
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         # Divided by rows; the last rank's last rows may be padding.
         is_embedding = a.is_tied or name != "output_layer.weight"
-        rows = -(-a.vocab_size // tp)
-        count = min(rows, a.vocab_size - tp_rank * rows)
+        rows = -(-vocab_size // tp)
+        count = min(rows, vocab_size - tp_rank * rows)
         hub_name = "model.embed_tokens.weight" if is_embedding else "lm_head.weight"
-        return [_box(hub_name, (a.vocab_size, hidden), 0, tp_rank * rows, count)] if count > 0 else []
+        return [_box(hub_name, (vocab_size, hidden), 0, tp_rank * rows, count)] if count > 0 else []
     if module in whole:
         hub_module, shape = whole[module]
         return [_box(f"{prefix}{hub_module}.weight", shape)]
@@ -105,7 +111,7 @@ def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | 
         width = count // tp
         return [_box(f"{prefix}{hub_module}.weight", (hidden, count), 1, tp_rank * width, width)]
     if module == "mlp.linear_fc1":
-        rows, shape = a.ffn_hidden_size // tp, (a.ffn_hidden_size, hidden)
+        rows, shape = ffn // tp, (ffn, hidden)
         names = (f"{prefix}mlp.{half}_proj.weight" for half in ("gate", "up"))
         return [_box(n, shape, 0, tp_rank * rows, rows, start=i * rows * hidden) for i, n in enumerate(names)]
     if module == "self_attention.linear_qkv":
@@ -121,18 +127,18 @@ def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | 
                 hub_name = f"{prefix}self_attn.{letter}_proj.{kind}"
                 pieces.append(_box(hub_name, shape, 0, group * rows, rows, start=start))
         return pieces
-    assert experts is not None, f"no rule for parameter {name!r}"
     if name == "mlp.router.weight":
-        return [_box(f"{prefix}mlp.gate.weight", (experts.num_experts, hidden))]
+        return [_box(f"{prefix}mlp.gate.weight", (a.num_experts, hidden))]
     # One expert of a tensor that holds all of a layer's.
     match = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name)
     assert match is not None, f"no rule for parameter {name!r}"
+    ffn = config.moe_intermediate_size
     hub_module, shape = {
-        "linear_fc1": ("gate_up_proj", (2 * experts.ffn_hidden_size, hidden)),
-        "linear_fc2": ("down_proj", (hidden, experts.ffn_hidden_size)),
+        "linear_fc1": ("gate_up_proj", (2 * ffn, hidden)),
+        "linear_fc2": ("down_proj", (hidden, ffn)),
     }[match[2]]
-    expert = place.first_expert + int(match[1])
-    return [_box(f"{prefix}mlp.experts.{hub_module}", (experts.num_experts, *shape), 0, expert, 1)]
+    expert = first_expert + int(match[1])
+    return [_box(f"{prefix}mlp.experts.{hub_module}", (a.num_experts, *shape), 0, expert, 1)]
 
 
 def _box(
@@ -187,8 +193,7 @@ def gather_weights(
                 message = torch.empty(sum(sizes), dtype=dtype, device=device)
             dist.broadcast(message, src=rank)
             for piece, part in zip(boxes, message.split(sizes), strict=True):
-                box = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.shape, strict=True))
-                whole[box] = part.view(piece.shape)
+                whole[piece.box] = part.view(piece.shape)
         yield name, whole
 
 

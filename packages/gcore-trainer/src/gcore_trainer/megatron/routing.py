@@ -20,16 +20,13 @@ class LayerRouters:
     """The routers of this rank's layers. All layers have experts, or none."""
 
     def __init__(self, architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]) -> None:
-        experts = architecture.experts
-        self.num_routers = architecture.num_layers if experts else 0
-        self._top_k = experts.num_active if experts else 0
+        self.num_routers = architecture.num_layers if architecture.num_experts else 0
+        self._top_k: int = architecture.hf_config.num_experts_per_tok if self.num_routers else 0
         self._is_sliced = parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1
         self._routers: dict[int, ReplayedRouter] = {}
-        if experts is None:
-            return
-        for layer in (layer for stage in stages for layer in stage.decoder.layers):
+        for layer in (layer for stage in stages for layer in stage.decoder.layers if self.num_routers):
             router: TopKRouter = layer.mlp.router
-            replayed = ReplayedRouter(router, num_experts=experts.num_experts, top_k=experts.num_active)
+            replayed = ReplayedRouter(router, num_experts=architecture.num_experts, top_k=self._top_k)
             self._routers[int(layer.layer_number) - 1] = replayed
             # A layer that is computed again in the backward pass is called again, with its own row.
             layer.register_forward_pre_hook(self._impose, with_kwargs=True)

@@ -1,17 +1,18 @@
 """The Megatron-Core backend."""
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
 from transformers import AutoConfig
@@ -20,21 +21,30 @@ from gcore_trainer.config import LoRAConfig, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import merge_lora
 from gcore_trainer.megatron.adapters import add_adapters, target_layers
-from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.architecture import Architecture, join_groups
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.groups import join_groups
-from gcore_trainer.megatron.hf_files import WeightFiles, write_folder
+from gcore_trainer.megatron.hf_files import load_weights, write_folder
 from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import Piece, Place, gather_weights, pieces_of
-from gcore_trainer.megatron.pipeline import Pass, from_last_stage, run_passes
 from gcore_trainer.megatron.routing import LayerRouters
-from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums
-from gcore_trainer.packing.row import Row, TokenScores, VocabShard, make_rows, named_scores, token_scores
+from gcore_trainer.objectives.policy import BatchTotals, Objective, TokenScores, add_sums, named_scores
+from gcore_trainer.packing.router_replay import Routing
+from gcore_trainer.packing.row import Row, VocabShard, make_rows, token_scores
 from gcore_trainer.sample import NOTHING, MicroBatch
 from gcore_trainer.trainer import Replicas, Trainer
 
+T = TypeVar("T")
 _DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pass:
+    """A row that goes through the stages."""
+
+    row: Row
+    samples: MicroBatch | None
+    """None: a row for nothing, while other replicas still have micro-batches."""
 
 
 class MegatronTrainer(Trainer):
@@ -81,8 +91,7 @@ class MegatronTrainer(Trainer):
             raise ConfigError(
                 f"lora is {lora}; expected None for objective {type(objective).__name__}, which reads values"
             )
-        hf_config = AutoConfig.from_pretrained(path)
-        architecture = Architecture.of(hf_config)
+        architecture = Architecture(AutoConfig.from_pretrained(path))
         architecture.check_layout(parallel, dist.get_world_size())
         targets = None if lora is None else target_layers(architecture, lora)
         self._device = device or _default_device()
@@ -100,7 +109,7 @@ class MegatronTrainer(Trainer):
             config.finalize_model_grads_func = finalize_model_grads
             stages = make_chunks(architecture, parallel, config, has_value_head=self._has_value_head)
             named = _pieces(architecture, parallel, stages)
-            _load(self._path, named)
+            load_weights(self._path, named)
             trained = named if lora is None or targets is None else add_adapters(stages, named, targets, lora)
             settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
             self._chunks = [DistributedDataParallel(config, settings, stage.to(self._device)) for stage in stages]
@@ -114,7 +123,6 @@ class MegatronTrainer(Trainer):
             )
             self._routers = LayerRouters(architecture, parallel, stages)
             self.num_routers = self._routers.num_routers
-        self._recorded: list[list[NDArray[np.int16]]] | None = None
         self._make_rows = partial(
             make_rows,
             cp=cp if cp.size > 1 else None,
@@ -127,10 +135,10 @@ class MegatronTrainer(Trainer):
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
-        if self._lora is not None:
-            adapters = dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
-            weights = merge_lora(weights, adapters, self._lora)
-        yield from weights
+        adapters = (
+            {} if self._lora is None else dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
+        )
+        yield from merge_lora(weights, adapters, self._lora)
 
     def save_pretrained(self, path: str | Path) -> None:
         weights, is_classifier = self.export_weights(), self._has_value_head
@@ -143,7 +151,7 @@ class MegatronTrainer(Trainer):
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
 
-        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, None]:
+        def finish(chunk: Any, hidden: torch.Tensor, one: _Pass) -> tuple[torch.Tensor, None]:
             scores = self._scores(chunk, hidden, one.row)
             if one.samples is None:
                 return named_scores(scores).sum() * 0.0, None
@@ -156,13 +164,15 @@ class MegatronTrainer(Trainer):
             for chunk in self._chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
-            run_passes(self._chunks, passes, finish)
-        total = from_last_stage({name: value.item() for name, value in sums.items()})
+            _run_passes(self._chunks, passes, finish)
+        total = _from_last_stage({name: value.item() for name, value in sums.items()})
         return total | {"perf/computed_tokens": sum(p.row.num_tokens for p in passes if p.samples is not None)}
 
     @torch.no_grad()
-    def _predict(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[NDArray[np.float32]]:
-        def finish(chunk: Any, hidden: torch.Tensor, one: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+    def _predict(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None
+    ) -> list[NDArray[np.float32]]:
+        def finish(chunk: Any, hidden: torch.Tensor, one: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
             values = named_scores(self._scores(chunk, hidden, one.row))
             return values.sum(), values
 
@@ -170,20 +180,12 @@ class MegatronTrainer(Trainer):
             for chunk in self._chunks:
                 chunk.eval()
             passes = self._passes(micro_batches, num_passes)
-            self._routers.record(self._recorded is not None)
-            results = run_passes(self._chunks, passes, finish)
-            if self._recorded is not None:
-                self._recorded += self._routers.recorded([p.row for p in passes[: len(micro_batches)]])
-        return from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
-
-    @contextmanager
-    def _recording_routing(self) -> Generator[Sequence[list[NDArray[np.int16]]]]:
-        self._recorded = recorded = []
-        try:
-            yield recorded
-        finally:
-            self._recorded = None
-            self._routers.record(False)
+            self._routers.record(routing is not None)
+            results = _run_passes(self._chunks, passes, finish)
+            if routing is not None:
+                routing += self._routers.recorded([p.row for p in passes[: len(micro_batches)]])
+                self._routers.record(False)
+        return _from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
 
     def _scores(self, chunk: Any, hidden_T1D: torch.Tensor, row: Row) -> Any:
         """Compute `TokenScores`, or values [N], of a row from the last stage's output, the same on all of its ranks."""
@@ -206,12 +208,12 @@ class MegatronTrainer(Trainer):
             vocab=VocabShard(
                 group=tp_group,
                 start=parallel_state.get_tensor_model_parallel_rank() * weight_VD.shape[0],
-                vocab_size=self._architecture.vocab_size,
+                vocab_size=self._architecture.hf_config.vocab_size,
             ),
         )
         return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))
 
-    def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Pass]:
+    def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[_Pass]:
         # Also in a step of which no sample has a gradient.
         num_passes = max(1, num_passes)
         is_interleaved = self._parallel.virtual_pipeline_model_parallel_size > 1
@@ -221,7 +223,7 @@ class MegatronTrainer(Trainer):
         samples = [*micro_batches, *[None] * (num_passes - len(micro_batches))]
         rows = self._make_rows([s or NOTHING for s in samples], equal_lengths=is_interleaved)
         self._routers.check(rows)
-        return [Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
+        return [_Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
 
 
 def _default_device() -> torch.device:
@@ -231,12 +233,12 @@ def _default_device() -> torch.device:
 def _pieces(
     architecture: Architecture, parallel: ParallelConfig, stages: Sequence[HiddenStatesGPT]
 ) -> dict[torch.nn.Parameter, list[Piece]]:
-    first_expert = 0
-    if architecture.experts is not None:
-        num_local = architecture.experts.num_experts // parallel.expert_model_parallel_size
-        first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    place = Place(tp_size=parallel.tensor_model_parallel_size, tp_rank=tp_rank, first_expert=first_expert)
+    num_local = architecture.num_experts // parallel.expert_model_parallel_size
+    place = Place(
+        tp_size=parallel.tensor_model_parallel_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        first_expert=parallel_state.get_expert_model_parallel_rank() * num_local,
+    )
     pieces: dict[torch.nn.Parameter, list[Piece]] = {}
     for stage in stages:
         layers: Any = stage.decoder.layers
@@ -248,12 +250,45 @@ def _pieces(
     return pieces
 
 
-@torch.no_grad()
-def _load(path: Path, pieces: dict[torch.nn.Parameter, list[Piece]]) -> None:
-    with closing(WeightFiles(path)) as files:
-        for parameter, of_parameter in pieces.items():
-            for piece in of_parameter:
-                # A causal LM's folder has no value head: a new critic's values begin at 0.
-                if piece.name != "score.weight" or piece.name in files:
-                    piece.view(parameter.view(-1)).copy_(files.read(piece))
-        files.check_layers()
+def _run_passes(chunks: Sequence[Any], passes: Sequence[_Pass], finish: Callable[..., Any]) -> list[Any]:
+    """Run all passes, backwards too where gradients are enabled.
+
+    Args:
+        finish: makes a loss, and a result, of the last stage, its output and the pass.
+
+    Returns:
+        the results on the last stage, on the others nothing.
+    """
+
+    def forward_step(passes: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        one: _Pass = next(passes)
+        output = chunk(one.row.input_ids, one.row.positions, None, packed_seq_params=one.row)
+        return output, partial(finished, chunk.module, one)
+
+    def finished(chunk: Any, one: _Pass, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, result = finish(chunk, output, one)
+        # Of a count of 0 tokens Megatron-Core makes no mean: gradients stay sums.
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
+
+    iterators = [iter(passes) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=list(chunks) if len(iterators) > 1 else chunks[0],
+        num_microbatches=len(passes),
+        # Of interleaved stages; elsewhere stages send each other the lengths of their messages.
+        seq_length=passes[0].row.num_tokens,
+        micro_batch_size=1,
+        forward_only=not torch.is_grad_enabled(),
+    )
+
+
+def _from_last_stage(value: T) -> T:
+    """Broadcast the last stage's value, which can be pickled, to all stages."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    last_rank: Any = parallel_state.get_pipeline_model_parallel_last_rank()
+    group: Any = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast_object_list(box, src=last_rank, group=group)
+    return box[0]

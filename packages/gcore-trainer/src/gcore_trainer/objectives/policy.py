@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Generic, Literal, Self, assert_never
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, assert_never
 
 import numpy as np
 import torch
@@ -19,13 +19,24 @@ from numpy.typing import NDArray
 from gcore_trainer.config import POLICY_LOSSES, LossAggMode, PolicyLossConfig
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.losses.kl import kl_penalty
-from gcore_trainer.packing.row import ScoresT, TokenScores
 from gcore_trainer.sample import MicroBatch, Sample
 
 _MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this much, so that no ratio overflows."""
 _OPTIONAL = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")
 
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """Scores of N response tokens in the samples' order. All shape [N], in float32 at least."""
+
+    log_probs: torch.Tensor
+    entropies: torch.Tensor
+    """Entropy of the distribution that each token was drawn from, in nats."""
+
+
+ScoresT = TypeVar("ScoresT", TokenScores, torch.Tensor)
+"""The scores that a model gives: those of a policy, or a critic's values [N]."""
 PartialLoss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A micro-batch's part of the loss, and of the sums that `Objective.metrics` turns into metrics."""
 
@@ -44,9 +55,8 @@ class BatchTotals:
         return cls(num_sequences=len(masks), num_tokens=int(sum(m.sum() for m in masks)))
 
     def __add__(self, other: "BatchTotals") -> "BatchTotals":
-        return BatchTotals(
-            num_sequences=self.num_sequences + other.num_sequences, num_tokens=self.num_tokens + other.num_tokens
-        )
+        sums = self.num_sequences + other.num_sequences, self.num_tokens + other.num_tokens
+        return BatchTotals(num_sequences=sums[0], num_tokens=sums[1])
 
 
 def aggregation_weights(
@@ -129,38 +139,21 @@ class PolicyLoss:
         return cls(loss=loss, ratio=ratio, clipped=nothing, clipped_lower=nothing)
 
 
+_loss_function = cache(POLICY_LOSSES.load)
 _Function = Callable[[PolicyTokens, PolicyLossConfig], PolicyLoss | torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyLossFunction:
-    """A function from tokens to their losses, with what it declares."""
+def policy_loss_function(*, has_dual_clip: bool = False) -> Callable[[_Function], _Function]:
+    """Declare that a function of `PolicyTokens` and a `PolicyLossConfig` reads ``clip_ratio_c``.
 
-    function: _Function
-    """Returns a `PolicyLoss`, or the losses [N] alone if it clips nothing."""
-    has_dual_clip: bool = False
-    """The function reads ``clip_ratio_c``."""
+    It returns a `PolicyLoss`, or the losses [N] alone if it clips nothing.
+    """
 
-    def __call__(self, tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
-        """Compute the loss of every token.
+    def declared(function: _Function) -> _Function:
+        function.__dict__["has_dual_clip"] = has_dual_clip
+        return function
 
-        Raises:
-            BatchError: the function returned another shape than [N].
-        """
-        found = self.function(tokens, config)
-        if isinstance(found, torch.Tensor):
-            found = PolicyLoss.without_clip(found, tokens.ratio.detach())
-        if found.loss.shape != tokens.log_probs.shape:
-            raise BatchError(
-                f"the policy loss has shape {tuple(found.loss.shape)}; expected that of its tokens, "
-                f"{tuple(tokens.log_probs.shape)}"
-            )
-        return found
-
-
-def policy_loss_function(*, has_dual_clip: bool = False) -> Callable[[_Function], PolicyLossFunction]:
-    """Make a function of `PolicyTokens` and a `PolicyLossConfig` a `PolicyLossFunction` that declares this."""
-    return lambda function: PolicyLossFunction(function=function, has_dual_clip=has_dual_clip)
+    return declared
 
 
 def policy_loss(
@@ -172,29 +165,27 @@ def policy_loss(
     mask: torch.Tensor,
     lengths: Sequence[int],
 ) -> PolicyLoss:
-    """Compute the loss that ``config.loss_mode`` names, at every token.
+    """Compute the loss that ``config.loss_mode`` names, at every token; the arguments are those of `PolicyTokens`.
 
-    Args:
-        log_probs: [N] of the policy, with its gradient.
-        old_log_probs: [N] of the policy that the ratio is against.
-        advantages: [N].
-        mask: [N] bool, the tokens that count; the others have loss 0 and no gradient, even where they hold NaN.
-        lengths: tokens of each sequence; N in all.
+    Tokens that do not count have loss 0 and no gradient, even where they hold NaN.
 
     Raises:
         ConfigError: there is no such loss, no such file, or the file does not import.
+        BatchError: a user's own loss has another shape than [N].
     """
     log_probs, old_log_probs, advantages = (torch.where(mask, x, 0.0) for x in (log_probs, old_log_probs, advantages))
     tokens = PolicyTokens(
         log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, lengths=lengths
     )
-    return _loss_function(config.loss_mode)(tokens, config)
-
-
-@cache
-def _loss_function(name: str) -> PolicyLossFunction:
-    found = POLICY_LOSSES.load(name)
-    return found if isinstance(found, PolicyLossFunction) else PolicyLossFunction(function=found)
+    found = _loss_function(config.loss_mode)(tokens, config)
+    if isinstance(found, torch.Tensor):
+        found = PolicyLoss.without_clip(found, tokens.ratio.detach())
+    if found.loss.shape != log_probs.shape:
+        raise BatchError(
+            f"the policy loss has shape {tuple(found.loss.shape)}; expected that of its tokens, "
+            f"{tuple(log_probs.shape)}"
+        )
+    return found
 
 
 def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: PolicyLossConfig) -> PolicyLoss:
@@ -267,17 +258,17 @@ def field_of(samples: MicroBatch, field: str, *, like: torch.Tensor) -> torch.Te
 
 
 def token_weights(
-    samples: MicroBatch,
-    mode: LossAggMode,
-    *,
-    totals: BatchTotals,
-    max_response_length: int | None = None,
-    like: torch.Tensor,
+    samples: MicroBatch, mode: LossAggMode, max_response_length: int | None, *, totals: BatchTotals, like: torch.Tensor
 ) -> torch.Tensor:
     """Lay the samples' `aggregation_weights` end to end: [N], on the device of ``like``."""
     masks = [s.mask for s in samples]
     weights = aggregation_weights(masks, mode, totals=totals, max_response_length=max_response_length)
     return torch.from_numpy(np.concatenate(weights)).to(like.device)
+
+
+def named_scores(scores: TokenScores | torch.Tensor) -> torch.Tensor:
+    """Return the main scores [N] of a model: a policy's log-probabilities, or a critic's values."""
+    return scores.log_probs if isinstance(scores, TokenScores) else scores
 
 
 def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -> None:
@@ -292,7 +283,7 @@ def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -
     check_finite(micro_batches, *fields)
 
 
-def check_finite(micro_batches: Sequence[MicroBatch], *fields: str) -> None:
+def check_finite(micro_batches: Sequence[Sequence[Any]], *fields: str) -> None:
     """Check `Sample.check_finite` of every sample; an array that is None passes."""
     for i, batch in enumerate(micro_batches):
         for j, sample in enumerate(batch):
@@ -347,10 +338,8 @@ class PolicyObjective(Objective[TokenScores]):
         mask = mask_of(samples, like=scores.log_probs)
         log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
         current = log_probs.detach()
-        longest = config.max_response_length
-        weight_N = token_weights(
-            samples, config.loss_agg_mode, totals=totals, max_response_length=longest, like=current
-        )
+        mode, longest = config.loss_agg_mode, config.max_response_length
+        weight_N = token_weights(samples, mode, longest, totals=totals, like=current)
         given = {f: field_of(samples, f, like=current) for f in _OPTIONAL if getattr(samples[0], f) is not None}
         old = given.get("old_log_probs", current)
         advantages = field_of(samples, "advantages", like=current)

@@ -16,12 +16,12 @@ from gcore_trainer.objectives.policy import (
     BatchTotals,
     Objective,
     PartialLoss,
+    TokenScores,
     check_fields,
     field_of,
     mask_of,
     token_weights,
 )
-from gcore_trainer.packing.row import TokenScores
 from gcore_trainer.sample import MicroBatch, Sample
 
 
@@ -38,7 +38,7 @@ class SFTObjective(Objective[TokenScores]):
         """Accept every sample: the loss reads nothing but tokens and masks."""
 
     def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
-        weight_N = token_weights(samples, "token-mean", totals=totals, like=scores.log_probs)
+        weight_N = token_weights(samples, "token-mean", None, totals=totals, like=scores.log_probs)
         mask = mask_of(samples, like=scores.log_probs)
         log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
         loss = -(weight_N * log_probs).sum()
@@ -95,8 +95,7 @@ def dpo_loss(
     _require_one_shape(
         policy_chosen=policy_chosen, policy_rejected=policy_rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected
     )
-    chosen = policy_chosen - ref_chosen
-    rejected = policy_rejected - ref_rejected
+    chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
     h = chosen - rejected
     match loss_type:
         case "sigmoid":
@@ -127,12 +126,8 @@ def bradley_terry_loss(
     Raises:
         BatchError: shapes that differ.
     """
-    difference = chosen - rejected
-    if margin is None:
-        _require_one_shape(chosen=chosen, rejected=rejected)
-    else:
-        _require_one_shape(chosen=chosen, rejected=rejected, margin=margin)
-        difference = difference - margin
+    _require_one_shape(chosen=chosen, rejected=rejected, **({} if margin is None else {"margin": margin}))
+    difference = chosen - rejected if margin is None else chosen - rejected - margin
     return -logsigmoid(difference) + center_coefficient * (chosen + rejected).square()
 
 
@@ -163,15 +158,9 @@ class DPOObjective(Objective[TokenScores]):
         check_fields(micro_batches, "DPO", "ref_log_probs")
 
     def partial_loss(self, scores: TokenScores, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
-        config = self._config
-        pairs = dpo_loss(
-            *self._by_pair(scores.log_probs, samples),
-            *self._by_pair(field_of(samples, "ref_log_probs", like=scores.log_probs), samples),
-            beta=config.beta,
-            loss_type=config.loss_type,
-            label_smoothing=config.label_smoothing,
-        )
-        return _loss_and_sums("dpo", *pairs, totals)
+        ref_log_probs = field_of(samples, "ref_log_probs", like=scores.log_probs)
+        given = [*self._by_pair(scores.log_probs, samples), *self._by_pair(ref_log_probs, samples)]
+        return _loss_and_sums("dpo", *dpo_loss(*given, **vars(self._config)), totals)
 
     def _by_pair(self, log_probs_N: torch.Tensor, samples: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs of chosen and rejected responses, [P] each: sums over their tokens, or means in IPO."""

@@ -45,12 +45,7 @@ def value_loss(
 def value_moments(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the moments [5], in float64, that `explained_variance` needs; those of parts of a batch add up.
 
-    Count, and sum and sum of squares of the returns and of the errors.
-
-    Args:
-        values: [N] of the critic.
-        returns: [N].
-        mask: [N] bool, the tokens that count.
+    They are the count, and sum and sum of squares of the returns [N] and of the errors, where the mask is true.
     """
     counted = returns[mask].detach().double()
     errors = counted - values[mask].detach().double()
@@ -91,9 +86,8 @@ class ValueObjective(Objective[torch.Tensor]):
 
     def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         config = self._config
-        weight_N = token_weights(
-            samples, config.loss_agg_mode, totals=totals, max_response_length=config.max_response_length, like=scores
-        )
+        mode, longest = config.loss_agg_mode, config.max_response_length
+        weight_N = token_weights(samples, mode, longest, totals=totals, like=scores)
         old, returns = (field_of(samples, field, like=scores) for field in ("values", "returns"))
         mask = mask_of(samples, like=scores)
         scores = torch.where(mask, scores, 0.0)

@@ -24,6 +24,20 @@ _CUDA_MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionKind:
+    """A layer's attention. H query heads."""
+
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    sliding_window: int | None = None
+    """Number of latest tokens of its sequence that a query sees, its own included; None: all."""
+    softcap: float | None = None
+    """Replace scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: do not."""
+    sinks: torch.Tensor | None = None
+    """[H] a further score of each head's softmax, without a value; None: none."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Scoring:
     """The scores of a block of queries and a block of keys."""
 
@@ -32,7 +46,6 @@ class Scoring:
     is_causal: bool = False
     """Query i sees keys up to i only, of as many keys as there are queries."""
     softcap: float | None = None
-    """Replace scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: do not."""
     mask: torch.Tensor | None = None
     """[S or 1, 1, Q, L], added to the scores after the cap: 0, or -inf if a query does not see a key."""
 

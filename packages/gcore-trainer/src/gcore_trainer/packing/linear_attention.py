@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.packing.pack import PackedBatch, PackedPlan, rounded_length
+from gcore_trainer.packing.row import PackedPlan
+from gcore_trainer.sample import PackedBatch, rounded_length
 
 
 def mix_by_sequence(mixer: Any) -> None:
@@ -38,12 +39,15 @@ def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tenso
 def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
     """Lay out the sequences of a row, each with its own copy of its prompt, in rectangles of similar lengths.
 
-    Returns:
-        Places in the row [S, L] of each rectangle; what pads a sequence, at its end, points to 0. And [T] where each
-        token of the row stands among the flattened rectangles, in one of its sequences.
+    Returns the places [S, L] of each rectangle, padded with 0, and [T] where each token stands in them, flattened.
     """
     by_length: dict[int, list[NDArray[np.int64]]] = {}
-    for sequence in batch.sequences:
+    shared = {s.parent for s in batch.segments if s.parent}
+    for segment in batch.segments:
+        if segment in shared:
+            continue
+        parts = (np.arange(x.start, x.start + x.length) for x in (segment.parent, segment) if x)
+        sequence = np.concatenate(list(parts))
         by_length.setdefault(rounded_length(sequence.size), []).append(sequence)
     rectangles: list[NDArray[np.int64]] = []
     unpack_index = np.empty(batch.input_ids.size, np.int64)

@@ -1,29 +1,108 @@
-"""A rank's part of a packed row, from the tokens that a backend's model gets to the scores of those they predict.
+"""A rank's part of a packed row: attention over it, and the scores of the tokens that it predicts.
 
 Logits are made a bounded number at a time. Shapes: T tokens of the rank, n of the row's N response tokens, D hidden
-size, V vocabulary (of this rank, where it is divided), C tokens of a chunk.
+size, V vocabulary (of this rank, where it is divided), C tokens of a chunk; in attention S segments of a bucket, Lq/Lk
+padded queries/keys, H query heads, K key-value heads, D head dimension.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
 
-from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.context_parallel.plan import ContextParallelPlan, sum_over_ranks
+from gcore_trainer.context_parallel.groups import ContextParallel, DividedRow, sum_over_ranks
 from gcore_trainer.errors import BatchError
-from gcore_trainer.packing.pack import PackedBatch, PackedPlan, pack
+from gcore_trainer.objectives.policy import TokenScores
+from gcore_trainer.packing.block_attention import AttentionKind, Scoring, block_attention
 from gcore_trainer.packing.router_replay import routing_of_row
 from gcore_trainer.packing.vision import RowImages, Vision
-from gcore_trainer.sample import MicroBatch
+from gcore_trainer.sample import MicroBatch, PackedBatch, Tile, pack
 
+_DeviceTile = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Places of queries [S, Lq] and keys [S, Lk] in the row, and a mask [S or 1, 1, Lq, Lk], 0 or -inf; None: causal."""
 MAX_LOGITS = 1 << 24
 """Most logits of a chunk: 64 MB in float32."""
+
+
+class PackedPlan:
+    """The attention of a `PackedBatch`, made once a micro-batch, used by every layer.
+
+    Args:
+        cp: the ranks that divide the row; None: this process holds all of it.
+
+    Raises:
+        BatchError: the row does not divide, or shares prompts where a ring divides it.
+    """
+
+    def __init__(
+        self, batch: PackedBatch, *, device: torch.device, dtype: torch.dtype, cp: ContextParallel | None = None
+    ) -> None:
+        self.num_calls = 0
+        """Attention layers served so far."""
+        self.batch = batch
+        self._unpack_index = torch.from_numpy(batch.unpack_index).to(device)
+        self._device = device
+        self._dtype = dtype
+        self._divided = None if cp is None else DividedRow(batch, cp)
+        self._tiles: dict[int | None, list[list[_DeviceTile]]] = {}
+
+    def attend(
+        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """Compute the attention output [1, T, H, D] of the T tokens that this process holds."""
+        self.num_calls += 1
+        if self._divided is not None:
+            return self._divided.attend(query_1HTD, key_1KTD, value_1KTD, kind, self._attend)
+        return self._attend(query_1HTD, key_1KTD, value_1KTD, kind)
+
+    def _attend(
+        self, query_1HTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """Compute the attention output [1, T, H, D] of all tokens of the row, with these heads."""
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+        outputs: list[torch.Tensor] = []
+        if (window := kind.sliding_window) not in self._tiles:
+            self._tiles[window] = [
+                [self._on_device(tile) for tile in bucket.tiles(window)] for bucket in self.batch.buckets
+            ]
+        for tiles in self._tiles[window]:
+            rows: list[torch.Tensor] = []
+            for query_index_SQ, key_index_SK, mask in tiles:
+                q_SHQD, k_SKLD, v_SKLD = (
+                    x.index_select(0, index.ravel()).unflatten(0, index.shape).transpose(1, 2)
+                    for x, index in ((q_THD, query_index_SQ), (k_TKD, key_index_SK), (v_TKD, key_index_SK))
+                )
+                rows.append(_attention(q_SHQD, k_SKLD, v_SKLD, kind, mask).transpose(1, 2))
+            outputs.append(torch.cat(rows, dim=1).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self._unpack_index)[None]
+
+    def _on_device(self, tile: Tile) -> _DeviceTile:
+        query_index_SQ, key_index_SK = (torch.from_numpy(x).to(self._device) for x in tile[:2])
+        if tile.is_hidden is None:
+            return query_index_SQ, key_index_SK, None
+        hidden = torch.from_numpy(tile.is_hidden).to(self._device)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, -torch.inf)
+        return query_index_SQ, key_index_SK, mask
+
+
+def _attention(
+    q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, v_SKLD: torch.Tensor, kind: AttentionKind, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute attention [S, H, Q, D]: torch's own, unless scores have soft caps or there are sinks."""
+    scale = q_SHQD.shape[-1] ** -0.5 if kind.scale is None else kind.scale
+    if kind.softcap is not None or kind.sinks is not None:
+        scoring = Scoring(scale=scale, is_causal=mask is None, softcap=kind.softcap, mask=mask)
+        return block_attention(q_SHQD, k_SKLD, v_SKLD, scoring, sinks_H=kind.sinks)
+    enable_gqa = q_SHQD.shape[1] != k_SKLD.shape[1]
+    return scaled_dot_product_attention(
+        q_SHQD, k_SKLD, v_SKLD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,30 +180,25 @@ def make_rows(
         dtype: of the model's activations.
         share_prefix: compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
         replay_routing: impose the experts that samples bring: the policy's, not those of a critic.
-        cp: this rank's place among those that divide a row's tokens; None: it is alone.
-        vision: of the model; None: it sees no images.
-        multiple_of: the number of each rank's tokens is a multiple of this.
+        multiple_of: of the number of each rank's tokens.
         equal_lengths: pad all to the longest.
 
     Raises:
         BatchError: a sample has images, and the model sees none; or they do not fit their prompt.
     """
-    segment_multiple_of = 1
-    if cp is not None:
-        padding = cp.padding
-        multiple_of, segment_multiple_of = multiple_of * padding.multiple_of, padding.segment_multiple_of
-    share_prefix = share_prefix and segment_multiple_of == 1
+    row_multiple, segment_multiple = (1, 1) if cp is None else cp.padding
 
     def packed(longest: int) -> list[PackedBatch]:
-        multiples = {"multiple_of": math.lcm(longest, multiple_of), "segment_multiple_of": segment_multiple_of}
-        return [pack(samples, share_prefix=share_prefix, **multiples) for samples in micro_batches]
+        row_length, shares = math.lcm(longest, multiple_of * row_multiple), share_prefix and segment_multiple == 1
+        multiples = {"multiple_of": row_length, "segment_multiple_of": segment_multiple}
+        return [pack(samples, share_prefix=shares, **multiples) for samples in micro_batches]
 
     batches = packed(1)
     if equal_lengths:
         batches = packed(max(batch.input_ids.size for batch in batches))
     rows: list[Row] = []
     for samples, batch in zip(micro_batches, batches, strict=True):
-        places = np.arange(batch.input_ids.size) if cp is None else cp.places(batch)
+        places = np.arange(batch.input_ids.size) if cp is None else cp.places(batch.segment_lengths)
         here = np.full(batch.input_ids.size, -1)
         here[places] = np.arange(places.size)
         source_N = here[batch.predict_index[batch.target_place]]
@@ -141,17 +215,13 @@ def make_rows(
         routing = None
         if replay_routing and any(sample.routed_experts is not None for sample in samples):
             routing = torch.from_numpy(routing_of_row(samples, batch)[places]).to(device)
-        if cp is None:
-            plan = PackedPlan(batch, device=device, dtype=dtype)
-        else:
-            plan = ContextParallelPlan(batch, cp, device=device, dtype=dtype)
         rows.append(
             Row(
                 samples=samples,
                 batch=batch,
                 input_ids=torch.from_numpy(batch.input_ids[places])[None].to(device),
                 positions=torch.from_numpy(batch.positions[places])[None].to(device),
-                plan=plan,
+                plan=PackedPlan(batch, device=device, dtype=dtype, cp=cp),
                 source_index=torch.from_numpy(source_index).to(device),
                 target_ids=torch.from_numpy(target_ids).to(device),
                 cp=cp,
@@ -162,24 +232,6 @@ def make_rows(
             )
         )
     return rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenScores:
-    """Scores of N response tokens in the samples' order. All shape [N], in float32 at least."""
-
-    log_probs: torch.Tensor
-    entropies: torch.Tensor
-    """Entropy of the distribution that each token was drawn from, in nats."""
-
-
-ScoresT = TypeVar("ScoresT", TokenScores, torch.Tensor)
-"""The scores that a model gives: those of a policy, or a critic's values [N]."""
-
-
-def named_scores(scores: TokenScores | torch.Tensor) -> torch.Tensor:
-    """Return the main scores [N] of a model: a policy's log-probabilities, or a critic's values."""
-    return scores.log_probs if isinstance(scores, TokenScores) else scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +314,7 @@ class _Head:
         return (1 - capped_CV.clamp(min=-1).square()) * (self.scale / self.temperature)
 
     def places(self, targets_C: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find targets in this rank's part: whether each is there, [C], and its column."""
+        """Return whether each target is in this rank's part, [C], and its column there."""
         column = targets_C - (self.vocab.start if self.vocab else 0)
         return (column >= 0) & (column < num_rows), column
 
@@ -337,9 +389,8 @@ class _TokenScores(torch.autograd.Function):
                 grad_weight_VD += narrow_CV.T @ hidden_ND[rows]
         if head.vocab is not None:
             dist.all_reduce(grad_hidden_ND, group=head.vocab.group)
-        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        grad_bias = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_ND, grad_weight, grad_bias, None, None, None
+        of_head: Any = ((grad_weight_VD, weight_VD), (grad_bias_V, bias_V))
+        return grad_hidden_ND, *(None if g is None else g.to(x.dtype) for g, x in of_head), None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError
-from gcore_trainer.packing.pack import PackedBatch
-from gcore_trainer.sample import Images, MicroBatch
+from gcore_trainer.sample import Images, MicroBatch, PackedBatch
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
 """Model types whose images are understood."""

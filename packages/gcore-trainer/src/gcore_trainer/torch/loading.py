@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 
 from gcore_trainer.errors import StateError, TrainerError, UnsupportedModelError
-from gcore_trainer.packing.row import named_scores
+from gcore_trainer.objectives.policy import named_scores
+from gcore_trainer.packing.vision import VISION_MODELS
 from gcore_trainer.sample import Sample
 
 _LENGTHS = ((5, 4), (5, 7), (1, 3), (5, 2), (30, 12))
@@ -25,34 +27,44 @@ _MAX_ROUNDED_DIFFERENCE = 0.05
 """The same with fewer bits; four times the difference of transformers' own eager and SDPA attention, if larger."""
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Raised by models that are called in a way that they do not know."""
-_CAPPED = frozenset(
-    {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat", "vaultgemma"}
-)
-"""Model types that cap their logits by ``final_logit_softcapping``."""
-
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LINEAR_ATTENTION_MODELS = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+"""Model types whose layers of type ``linear_attention`` are computed too: those layers have a ``linear_attn``."""
 _DIVIDED = frozenset(
     {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minicpm3"}
 )
 """Model types that divide their logits, or the hidden states before the head, by ``logits_scaling``."""
+_LOGIT_SETTINGS = {
+    "final_logit_softcapping": (
+        None,
+        {"gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat", "vaultgemma"},
+    ),
+    "logits_scaling": (1.0, _DIVIDED | {"hyperclovax"}),
+    "logit_scale": (1.0, {"cohere", "cohere2", "cohere2_moe"}),
+}
+"""Settings that change logits: the value that does not, and the model types of which it is known how."""
 
-_MULTIPLIED_BY_SCALING = frozenset({"hyperclovax"})
-"""Model types that multiply their logits by ``logits_scaling``."""
 
-_MULTIPLIED = frozenset({"cohere", "cohere2", "cohere2_moe"})
-"""Model types that multiply their logits by ``logit_scale``."""
-
-
-def load_model(auto_class: Any, config: Any, path: str | Path, *, new_weights: tuple[str, ...], **options: Any) -> Any:
-    """Load a Hugging Face folder by one of transformers' auto classes.
+def load_model(kind: Any, path: str | Path, *, attention: str, **options: Any) -> Any:
+    """Load a Hugging Face folder by the auto class of transformers that a kind of packed model names.
 
     Raises:
         UnsupportedModelError: the class has no such model, or one that has only attention of its own.
         StateError: the folder lacks some of the model's tensors.
     """
+    auto_class, implementations = kind.auto_class, attention
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type in VISION_MODELS:
+        auto_class, implementations = kind.vision_class, {"text_config": attention, "vision_config": "sdpa"}
+    if auto_class is None:
+        raise UnsupportedModelError(
+            f"{path} is a {config.model_type!r} model; expected one without images for {kind.__name__}"
+        )
     if type(config) not in auto_class._model_mapping:
         raise UnsupportedModelError(f"model_type is {config.model_type!r}; expected one that {auto_class.__name__} has")
+    options |= {**kind.load_options, "attn_implementation": implementations, "output_loading_info": True}
     try:
-        model, loaded = auto_class.from_pretrained(path, output_loading_info=True, **options)
+        model, loaded = auto_class.from_pretrained(path, **options)
     except (AttributeError, KeyError, TypeError) as error:
         # Of models that have classes of their own for every attention that they know.
         raise UnsupportedModelError(
@@ -60,9 +72,22 @@ def load_model(auto_class: Any, config: Any, path: str | Path, *, new_weights: t
             f"({type(error).__name__}: {error})"
         ) from error
     # transformers draws at random what the files lack.
-    if missing := sorted(n for n in loaded["missing_keys"] if not n.startswith(new_weights)):
+    if missing := sorted(n for n in loaded["missing_keys"] if not n.startswith(kind.new_weights)):
         raise StateError(f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}")
     return model
+
+
+def check_layer_types(text_config: Any, model_type: str) -> bool:
+    """Return whether a model has linear attention; raise `UnsupportedModelError` for other layers than are computed."""
+    layer_types: set[str] = set(getattr(text_config, "layer_types", None) or ())
+    is_linear_known = text_config.model_type in _LINEAR_ATTENTION_MODELS
+    known = _SUPPORTED_LAYER_TYPES | ({"linear_attention"} if is_linear_known else set())
+    if unsupported := sorted(layer_types - known):
+        raise UnsupportedModelError(
+            f"{model_type!r} has layers of type {', '.join(unsupported)}: packed training computes "
+            f"{' and '.join(sorted(_SUPPORTED_LAYER_TYPES))} only"
+        )
+    return "linear_attention" in layer_types
 
 
 def logit_changes(config: Any) -> tuple[float, float | None]:
@@ -71,22 +96,17 @@ def logit_changes(config: Any) -> tuple[float, float | None]:
     Raises:
         UnsupportedModelError: a setting changes them in a way that is not known of this type of model.
     """
-    model_type = config.model_type
-    settings = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_scaling", "logit_scale")]
-    softcap, scaling, logit_scale = settings
-    for name, value, neutral, known in (
-        ("final_logit_softcapping", softcap, None, _CAPPED),
-        ("logits_scaling", scaling, 1.0, _DIVIDED | _MULTIPLIED_BY_SCALING),
-        ("logit_scale", logit_scale, 1.0, _MULTIPLIED),
-    ):
+    model_type, values = config.model_type, [getattr(config, name, None) for name in _LOGIT_SETTINGS]
+    for value, (name, (neutral, known)) in zip(values, _LOGIT_SETTINGS.items(), strict=True):
         if value not in (None, neutral) and model_type not in known:
             raise UnsupportedModelError(
                 f"{name} is {value}; expected {neutral} for model type {model_type!r}: packed training computes it "
                 f"for {', '.join(sorted(known))}"
             )
+    softcap, scaling, logit_scale = values
     scale = 1.0
     if scaling is not None:
-        scale = scaling if model_type in _MULTIPLIED_BY_SCALING else 1 / scaling
+        scale = 1 / scaling if model_type in _DIVIDED else scaling
     return scale if logit_scale is None else scale * logit_scale, softcap
 
 
@@ -167,13 +187,9 @@ def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
 
 
 def check_scores(packed: Any, max_length: int | None) -> None:
-    """Compare scores of a packed row with those of transformers.
+    """Compare scores of a packed row with those of transformers, before the model is wrapped or sharded.
 
     Random state, parameters, modes and configuration of the model are afterwards what they were.
-
-    Args:
-        packed: a `PackedTransformer`, before it is wrapped or sharded.
-        max_length: tokens of the longest prompt and response, if that is known.
 
     Raises:
         UnsupportedModelError: they differ by more than rounding, or the model cannot be called in one of these ways.
@@ -186,8 +202,9 @@ def check_scores(packed: Any, max_length: int | None) -> None:
         if not packed.num_routers:
             raise
         # Rounding decides between experts of nearly equal scores: now both passes take the same.
-        with torch.no_grad(), packed.recording_routing() as recorded:
-            packed.score(samples)
+        recorded: list[Any] = []
+        with torch.no_grad():
+            packed.score(samples, routing=recorded)
         routing = [torch.from_numpy(own.astype(np.int64)).to(packed.model.device) for own in recorded[0]]
         _compare(packed, samples, routing)
     finally:
@@ -208,11 +225,14 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
     with _undisturbed(model):
         with _refusing(f"{model_type!r} cannot be scored packed"):
             scores = named_scores(packed.score(samples)).split([s.response_ids.size for s in samples])
-        with _refusing(f"{model_type!r} cannot be compared with transformers"), _attention(model, "eager"):
+        # Not `model.set_attn_implementation`, which would also change a vision tower's.
+        config = model.config.get_text_config()
+        with _refusing(f"{model_type!r} cannot be compared with transformers"):
+            config._attn_implementation = "eager"
             expected = alone()
             tolerance = _MAX_DIFFERENCE
             if _rounds(model):
-                _set_attention(model, "sdpa" if model._supports_sdpa else "eager")
+                config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
                 differences = [4 * _largest(a, b) for a, b in zip(alone(), expected, strict=True)]
                 tolerance = max(_MAX_ROUNDED_DIFFERENCE, *differences)
     differences = [_largest(a, b) for a, b in zip(scores, expected, strict=True)]
@@ -240,31 +260,19 @@ def _rounds(model: Any) -> bool:
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module) -> Generator[None]:
+def _undisturbed(model: Any) -> Generator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
+    config = model.config.get_text_config()
+    own: str = config._attn_implementation
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=list(devices)), torch.no_grad():
             yield
     finally:
+        config._attn_implementation = own
         for module in training:
             module.training = True
-
-
-@contextmanager
-def _attention(model: Any, name: str) -> Generator[None]:
-    own: str = model.config.get_text_config()._attn_implementation
-    try:
-        _set_attention(model, name)
-        yield
-    finally:
-        _set_attention(model, own)
-
-
-def _set_attention(model: Any, name: str) -> None:
-    # Not `model.set_attn_implementation`, which would also change a vision tower's.
-    model.config.get_text_config()._attn_implementation = name
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """A transformers model over packed micro-batches: its attention follows the row's plan."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import getclosurevars
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Self
 
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
@@ -23,18 +22,19 @@ from gcore_trainer.config import LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
 from gcore_trainer.lora import add_lora
+from gcore_trainer.objectives.policy import ScoresT, TokenScores, named_scores
+from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.linear_attention import mix_by_sequence
-from gcore_trainer.packing.pack import AttentionKind, PackedPlan, describe_mask, window_of
-from gcore_trainer.packing.router_replay import ReplayedRouter, check_routing
-from gcore_trainer.packing.row import Row, ScoresT, TokenScores, make_rows, named_scores, token_scores
+from gcore_trainer.packing.router_replay import ReplayedRouter, Routing, check_routing
+from gcore_trainer.packing.row import PackedPlan, Row, make_rows, token_scores
 from gcore_trainer.packing.vision import VISION_MODELS, Vision
 from gcore_trainer.sample import NOTHING, MicroBatch, Sample, by_sample
-from gcore_trainer.torch.loading import check_scores, freeze_rope, input_and_target_ids, load_model, logit_changes
+from gcore_trainer.torch import loading
 
 ATTENTION_NAME = "gcore_packed"
-_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_LINEAR_ATTENTION_MODELS = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
-"""Model types whose layers of type ``linear_attention`` are computed too: those layers have a ``linear_attn``."""
+# Functions of transformers.masking_utils that hide tokens, by the name of the function that makes or is them.
+_CAUSAL, _WINDOW, _PACKED = "causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"
+_CONJUNCTION = "and_masks"
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
 """Arguments of a model's attention that change its result, and that are not computed here."""
 
@@ -64,11 +64,66 @@ def _attend(
     if attention_mask is not None:
         # Some models have their window in the mask alone; where both have one, transformers' eager attention and SDPA
         # follow the mask.
-        sliding_window = window_of(attention_mask)
+        sliding_window = _window_of(attention_mask)
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
     kind = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     return packed.attend(query, key, value, kind), None
+
+
+class DescribedMask(torch.Tensor):
+    """A mask [B, 1, Lq, Lk] that occupies no memory. The result of any operation on it is an ordinary tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType, reportPrivateUsage]
+    hides: set[str]
+    """Names of the functions of ``transformers.masking_utils`` that hide tokens, and of any others."""
+    window: int | None
+    """Tokens of a sliding window, if there is one."""
+
+
+def describe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> DescribedMask:
+    """Describe a mask instead of computing it; the arguments are those of ``transformers.masking_utils.sdpa_mask``.
+
+    A packed row's attention follows its plan, but a mask can hide more than causality does: a sliding window.
+    """
+    del others
+    mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+    described = mask.as_subclass(DescribedMask)
+    described.hides, described.window = set(_names(mask_function)), local_size
+    return described
+
+
+def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
+    name = mask_function.__qualname__.partition(".")[0]
+    if name != _CONJUNCTION:
+        yield name
+        return
+    for part in getclosurevars(mask_function).nonlocals["mask_functions"]:
+        yield from _names(part)
+
+
+def _window_of(mask: torch.Tensor) -> int | None:
+    """Return the sliding window of a described mask; refuse one that hides other tokens than causality and a window."""
+    if not isinstance(mask, DescribedMask):
+        raise UnsupportedModelError(
+            f"the model computes an attention mask of its own, {list(mask.shape)}: packed training does not apply it"
+        )
+    unknown = sorted(mask.hides - {_CAUSAL, _WINDOW, _PACKED})
+    if unknown or _CAUSAL not in mask.hides:
+        raise UnsupportedModelError(
+            f"the model's attention mask is made by {', '.join(unknown)}: packed training computes causal attention "
+            "and sliding windows only"
+        )
+    return mask.window if _WINDOW in mask.hides else None
 
 
 def register() -> None:
@@ -97,11 +152,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     """
 
     scores: ClassVar[Literal["tokens", "values"]]
-    _auto_class: ClassVar[Any]
-    _vision_class: ClassVar[Any] = None
-    _new_weights: ClassVar[tuple[str, ...]] = ()
+    auto_class: ClassVar[Any]
+    vision_class: ClassVar[Any] = None
+    new_weights: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names of tensors that a folder may lack."""
-    _load_options: ClassVar[dict[str, Any]] = {}
+    load_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -120,17 +175,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 f"the model's attn_implementation is {self._text_config._attn_implementation!r}; expected "
                 f"{ATTENTION_NAME!r}; {type(self).__name__}.from_pretrained loads it so"
             )
-        layer_types: set[str] = set(getattr(self._text_config, "layer_types", None) or ())
-        self._has_linear_attention = "linear_attention" in layer_types
-        if self._text_config.model_type in _LINEAR_ATTENTION_MODELS:
-            layer_types.discard("linear_attention")
-        if unsupported := sorted(layer_types - _SUPPORTED_LAYER_TYPES):
-            raise UnsupportedModelError(
-                f"{model.config.model_type!r} has layers of type {', '.join(unsupported)}: packed training computes "
-                f"{' and '.join(sorted(_SUPPORTED_LAYER_TYPES))} only"
-            )
-        self._check_head(model)
-        self._longest = max_length if freeze_rope(model, max_length) else None
+        self._has_linear_attention = loading.check_layer_types(self._text_config, model.config.model_type)
+        self._longest = max_length if loading.freeze_rope(model, max_length) else None
         # A packed row has no padding: a pad token in it was written by someone, and learns like any other.
         model.get_input_embeddings().padding_idx = None
         self.lora = lora
@@ -147,7 +193,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self._routers = [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in routers]
         self.num_routers = len(routers)
         """Layers whose choice of experts can be recorded and imposed."""
-        self._recorded: list[list[NDArray[np.int16]]] | None = None
         self._context: ContextParallel | None = None
         if self._has_linear_attention:
             for layer in self.layers():
@@ -180,18 +225,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             StateError: the folder lacks some of the model's tensors.
         """
         register()
-        auto_class, attention = cls._auto_class, ATTENTION_NAME
-        if (config := AutoConfig.from_pretrained(path)).model_type in VISION_MODELS:
-            auto_class, attention = cls._vision_class, {"text_config": attention, "vision_config": "sdpa"}
-        if auto_class is None:
-            raise UnsupportedModelError(
-                f"{path} is a {config.model_type!r} model; expected one without images for {cls.__name__}"
-            )
-        load = partial(load_model, auto_class, config, path, new_weights=cls._new_weights, **cls._load_options)
-        return cls(load(dtype=dtype, attn_implementation=attention).to(device), **options)
-
-    def _check_head(self, model: Any) -> None:
-        """Refuse a head that is not computed."""
+        model = loading.load_model(cls, path, attention=ATTENTION_NAME, dtype=dtype)
+        return cls(model.to(device), **options)
 
     @abstractmethod
     def alone(self, sample: Sample) -> torch.Tensor:
@@ -199,7 +234,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     def _probe(self, max_length: int | None) -> None:
         """Check that a packed row is scored as by transformers; see `loading.check_scores`."""
-        check_scores(self, max_length)
+        loading.check_scores(self, max_length)
         self.num_computed_tokens = 0
 
     def layers(self) -> list[torch.nn.Module]:
@@ -227,40 +262,15 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                 )
         self._context = context
 
-    @abstractmethod
-    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> ScoresT:
-        """Forward pass over one micro-batch, differentiable in its result.
+    def score(self, samples: MicroBatch, *, entropy_grad: bool = False, routing: Routing | None = None) -> ScoresT:
+        """Forward pass over one micro-batch, differentiable in its result, which is in float32 at least.
+
+        Args:
+            routing: gets the experts [P + R - 1, L, K] that routers choose for each sample; None: they are not kept.
 
         Raises:
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
-
-    @torch.no_grad()
-    def predict(self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None) -> list[NDArray[np.float32]]:
-        """Compute log-probabilities or values [N] of each micro-batch, without gradient."""
-        results: list[NDArray[np.float32]] = []
-        for i in range(len(micro_batches) if num_passes is None else num_passes):
-            scores = self.score(micro_batches[i] if i < len(micro_batches) else NOTHING)
-            if i < len(micro_batches):
-                results.append(named_scores(scores).float().cpu().numpy())
-        return results
-
-    @contextmanager
-    def recording_routing(self) -> Generator[list[list[NDArray[np.int16]]]]:
-        """Collect the experts that routers choose in the passes inside: [P + R - 1, L, K] of a pass's samples."""
-        self._recorded = recorded = []
-        try:
-            yield recorded
-        finally:
-            self._recorded = None
-            for router in self._routers:
-                router.recorded = None
-
-    @abstractmethod
-    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
-        """Compute the head's part of a forward pass, [n] each; FSDP finds tensors in a tuple, not in a dataclass."""
-
-    def _run(self, samples: MicroBatch, *, entropy_grad: bool = False) -> tuple[torch.Tensor, ...]:
         [row] = make_rows(
             [samples],
             cp=self._context,
@@ -270,17 +280,38 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             replay_routing=self.scores == "tokens",
             vision=self.vision,
         )
-        longest = max(s.prompt_ids.size + s.response_ids.size - 1 for s in samples)
-        if self._longest is not None and longest > self._longest:
+        if self._longest is not None and (longest := max(s.num_inputs for s in samples)) > self._longest:
             raise BatchError(f"a sample has {longest} input tokens; expected at most max_length = {self._longest}")
         self.num_computed_tokens += row.num_tokens
         self.impose(row.routing)
+        for router in self._routers:
+            router.recorded = None if routing is None else []
         with torch.autocast(self.model.device.type, dtype=self.compute_dtype, enabled=self.casts):
             scores = self.root(row, entropy_grad)
-        if self._recorded is not None:
+        if routing is not None:
             chosen = [router.recorded.pop() for router in self._routers if router.recorded]
-            self._recorded.append(row.of_samples(torch.stack(chosen, dim=1)))
-        return scores
+            routing.append(row.of_samples(torch.stack(chosen, dim=1)))
+        return self._scores(*scores)
+
+    @abstractmethod
+    def _scores(self, *parts: torch.Tensor) -> ScoresT:
+        """Return the scores [N] that `_of_hidden` gives in parts."""
+
+    @abstractmethod
+    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+        """Compute the head's part of a forward pass, [n] each; FSDP finds tensors in a tuple, not in a dataclass."""
+
+    @torch.no_grad()
+    def predict(
+        self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None, routing: Routing | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
+        results: list[NDArray[np.float32]] = []
+        for i in range(len(micro_batches) if num_passes is None else num_passes):
+            scores = self.score(micro_batches[i] if i < len(micro_batches) else NOTHING, routing=routing)
+            if i < len(micro_batches):
+                results.append(named_scores(scores).float().cpu().numpy())
+        return results
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
         """Impose a routing until the next pass, because a backward pass may compute layers again."""
@@ -288,7 +319,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             check_routing(routing_TLK, (self.num_routers, *{router.top_k for router in self._routers}))
         for layer, router in enumerate(self._routers):
             router.imposed = None if routing_TLK is None else routing_TLK[:, layer]
-            router.recorded = None if self._recorded is None else []
+            router.recorded = None
 
     def _forward(self, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         if self.vision is None:
@@ -329,24 +360,23 @@ class PackedModel(PackedTransformer[TokenScores]):
     """
 
     scores = "tokens"
-    _auto_class = AutoModelForCausalLM
-    _vision_class = AutoModelForImageTextToText
+    auto_class = AutoModelForCausalLM
+    vision_class = AutoModelForImageTextToText
 
     def __init__(self, model: Any, *, temperature: float = 1.0, **options: Any) -> None:
         if not 0 < temperature < np.inf:
             raise ConfigError(f"temperature is {temperature}; expected a finite number above 0")
-        self._logit_scale, self._softcap = logit_changes(model.config.get_text_config())
+        self._logit_scale, self._softcap = loading.logit_changes(model.config.get_text_config())
         self.temperature = temperature
         super().__init__(model, **options)
 
     def alone(self, sample: Sample) -> torch.Tensor:
-        input_ids, target_ids = input_and_target_ids(sample, self.model.device)
+        input_ids, target_ids = loading.input_and_target_ids(sample, self.model.device)
         logits_RV = self.model(input_ids=input_ids, use_cache=False).logits[0, -target_ids.numel() :]
         return (logits_RV.float() / self.temperature).log_softmax(-1).gather(1, target_ids[:, None])[:, 0]
 
-    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
-        log_probs_N, entropies_N = self._run(samples, entropy_grad=entropy_grad)
-        return TokenScores(log_probs=log_probs_N, entropies=entropies_N)
+    def _scores(self, *parts: torch.Tensor) -> TokenScores:
+        return TokenScores(log_probs=parts[0], entropies=parts[1])
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Compute log-probabilities [R] of each sample's response, without gradient."""

@@ -25,15 +25,16 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
     """
 
     scores = "values"
-    _auto_class = AutoModelForSequenceClassification
-    _new_weights = ("score.",)
-    _load_options: ClassVar[dict[str, Any]] = {"num_labels": 1}
+    auto_class = AutoModelForSequenceClassification
+    new_weights = ("score.",)
+    load_options: ClassVar[dict[str, Any]] = {"num_labels": 1}
 
-    def _check_head(self, model: Any) -> None:
+    def __init__(self, model: Any, **options: Any) -> None:
         if not isinstance(getattr(model, "score", None), torch.nn.Linear):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no linear layer 'score' as its head: packed training computes no other"
             )
+        super().__init__(model, **options)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
@@ -43,11 +44,8 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
             torch.nn.init.zeros_(packed.model.score.weight)
         return packed
 
-    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> torch.Tensor:
-        """Compute values [N] of the states before each response token, in float32 at least."""
-        del entropy_grad
-        (values_N,) = self._run(samples)
-        return values_N
+    def _scores(self, *parts: torch.Tensor) -> torch.Tensor:
+        return parts[0]
 
     def _probe(self, max_length: int | None) -> None:
         # The head of a new critic is zeros, and would hide every difference.

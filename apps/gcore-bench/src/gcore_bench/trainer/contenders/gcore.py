@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from numpy.typing import NDArray
 
-from gcore_bench.trainer.updates import LOSS, OPTIMIZER, StepResult
+from gcore_bench.trainer.updates import LOSS, OPTIMIZER, StepResult, padded
 from gcore_trainer import (
     MicroBatch,
     PackedModel,
@@ -58,20 +59,17 @@ class _PaddedModel(PackedModel):
         model.set_attn_implementation("sdpa")
         self._is_padded = True
 
-    def score(self, samples: MicroBatch, *, entropy_grad: bool = False) -> TokenScores:
+    def score(
+        self, samples: MicroBatch, *, entropy_grad: bool = False, routing: list[list[NDArray[np.int16]]] | None = None
+    ) -> TokenScores:
         if not self._is_padded:
-            return super().score(samples, entropy_grad=entropy_grad)
-        rows = [torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids[:-1])]) for s in samples]
-        input_ids_BT = pad_sequence(rows, batch_first=True)
-        mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+            return super().score(samples, entropy_grad=entropy_grad, routing=routing)
+        rows = [np.concatenate([s.prompt_ids, s.response_ids[:-1]]) for s in samples]
+        input_ids_BT, mask_BT = padded(rows), padded([np.ones_like(row) for row in rows])
         self.num_computed_tokens += input_ids_BT.numel()
-        hidden_BTD = self.model.base_model(
-            input_ids=input_ids_BT, attention_mask=mask_BT, use_cache=False
-        ).last_hidden_state
-        starts = [s.prompt_ids.size - 1 for s in samples]
-        parts = [
-            row[start : start + s.response_ids.size] for row, start, s in zip(hidden_BTD, starts, samples, strict=True)
-        ]
+        output = self.model.base_model(input_ids=input_ids_BT, attention_mask=mask_BT, use_cache=False)
+        ends = ((s, s.num_inputs) for s in samples)
+        parts = [row[n - s.response_ids.size : n] for row, (s, n) in zip(output[0], ends, strict=True)]
         target_ids = torch.cat([torch.from_numpy(s.response_ids) for s in samples])
         head: Any = self.model.get_output_embeddings()
         return token_scores(torch.cat(parts), head.weight, target_ids, entropy_grad=entropy_grad)

@@ -5,16 +5,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from gcore_bench.trainer.updates import LOSS, StepResult, adamw, update
+from gcore_bench.trainer.updates import LOSS, LossStep, padded
 from gcore_runs import build_tokenizer
 from gcore_trainer import Sample
 
 
-class TrlStep:
+class TrlStep(LossStep):
     """Steps of a `GRPOTrainer` on given rollouts.
 
     Args:
@@ -50,49 +50,35 @@ class TrlStep:
             train_dataset=Dataset.from_dict({"prompt": ["1", "2"]}),
             processing_class=build_tokenizer(folder / "tokenizer"),
         )
-        self._model = self._trainer.model
-        self._model.train()
-        self._optimizer = adamw(self._model)
+        super().__init__(self._trainer.model)
+        self.model.train()
 
-    def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> StepResult:
-        inputs = _inputs(samples)
+    def start(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> None:
+        self._inputs = _inputs(samples)
         # The loss of a micro-batch is scaled by the number of them in a generation batch.
         self._trainer.args.steps_per_generation = len(batches)
         self._trainer.current_gradient_accumulation_steps = len(batches)
-        loss, computed_tokens = 0.0, 0
-        for batch in batches:
-            rows = torch.tensor(batch)
-            part = {name: value[rows] if value.dim() else value for name, value in inputs.items()}
-            computed_tokens += part["prompt_ids"].numel() + part["completion_ids"].numel()
-            partial_loss = self._trainer._compute_loss(self._model, part)
-            partial_loss.backward()
-            loss += partial_loss.item()
-        return StepResult(
-            loss=loss, grad_norm=update(self._model, self._optimizer), computed_tokens=float(computed_tokens)
-        )
+
+    def partial_loss(self, batch: Sequence[int]) -> tuple[torch.Tensor, int]:
+        rows = torch.tensor(batch)
+        part = {name: value[rows] if value.dim() else value for name, value in self._inputs.items()}
+        num_tokens = part["prompt_ids"].numel() + part["completion_ids"].numel()
+        return self._trainer._compute_loss(self.model, part), num_tokens
 
 
 def _inputs(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """Pad prompts on the left and completions on the right, to the longest of the whole generation batch."""
-    prompts = [torch.from_numpy(s.prompt_ids) for s in samples]
-    completions = [torch.from_numpy(s.response_ids) for s in samples]
-    masks = {
-        "prompt_mask": _padded([torch.ones_like(p) for p in prompts], side="left"),
-        "completion_mask": _padded([torch.ones_like(c) for c in completions]),
-    }
-    return masks | {
-        "prompt_ids": _padded(prompts, side="left"),
-        "completion_ids": _padded(completions),
+    prompts, completions = [s.prompt_ids for s in samples], [s.response_ids for s in samples]
+    completion_mask = padded([np.ones_like(c) for c in completions])
+    return {
+        "prompt_mask": padded([np.ones_like(p) for p in prompts], side="left"),
+        "completion_mask": completion_mask,
+        "prompt_ids": padded(prompts, side="left"),
+        "completion_ids": padded(completions),
         "advantages": torch.tensor([float(s.advantages[0]) for s in samples if s.advantages is not None]),
-        "old_per_token_logps": _padded(
-            [torch.from_numpy(s.old_log_probs) for s in samples if s.old_log_probs is not None]
-        ),
-        "num_items_in_batch": masks["completion_mask"].sum(),
+        "old_per_token_logps": padded([s.old_log_probs for s in samples]),
+        "num_items_in_batch": completion_mask.sum(),
     }
-
-
-def _padded(rows: list[torch.Tensor], *, side: str = "right") -> torch.Tensor:
-    return pad_sequence(rows, batch_first=True, padding_side=side)
 
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float | None]:

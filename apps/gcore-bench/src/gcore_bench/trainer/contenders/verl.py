@@ -17,13 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from gcore_bench.trainer.updates import LOSS, StepResult, adamw, update
+from gcore_bench.trainer.updates import LOSS, LossStep, padded
 from gcore_trainer import Sample
 
 _ATTENTION = "bench_varlen"
 
 
-class VerlStep:
+class VerlStep(LossStep):
     """Steps of a model under verl's loss."""
 
     def __init__(self, model: Path) -> None:
@@ -36,43 +36,36 @@ class VerlStep:
             clip_ratio_high=LOSS.clip_ratio_high,
         )
         AttentionInterface.register(_ATTENTION, _attend)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, attn_implementation=_ATTENTION
-        )
-        self._optimizer = adamw(self._model)
+        load = AutoModelForCausalLM.from_pretrained
+        super().__init__(load(model, dtype=torch.float32, attn_implementation=_ATTENTION))
 
-    def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> StepResult:
-        num_tokens = sum(samples[i].response_ids.size for batch in batches for i in batch)
+    def start(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> None:
+        self._samples = samples
         self._config.global_batch_info.update(
             dp_size=1,
-            batch_num_tokens=num_tokens,
+            batch_num_tokens=sum(samples[i].response_ids.size for batch in batches for i in batch),
             global_batch_size=sum(len(b) for b in batches),
             loss_scale_factor=None,
         )
-        loss, computed_tokens = 0.0, 0
-        for batch in batches:
-            chosen = [samples[i] for i in batch]
-            log_probs_BR, row_length = self._log_probs(chosen)
-            computed_tokens += row_length
-            partial_loss, _ = self._verl.get_policy_loss_fn("vanilla")(
-                old_log_prob=_padded([s.old_log_probs for s in chosen]),
-                log_prob=log_probs_BR,
-                advantages=_padded([s.advantages for s in chosen]),
-                response_mask=_padded([s.mask for s in chosen]),
-                loss_agg_mode=LOSS.loss_agg_mode,
-                config=self._config,
-            )
-            partial_loss.backward()
-            loss += partial_loss.item()
-        return StepResult(
-            loss=loss, grad_norm=update(self._model, self._optimizer), computed_tokens=float(computed_tokens)
+
+    def partial_loss(self, batch: Sequence[int]) -> tuple[torch.Tensor, int]:
+        chosen = [self._samples[i] for i in batch]
+        log_probs_BR, row_length = self._log_probs(chosen)
+        loss, _ = self._verl.get_policy_loss_fn("vanilla")(
+            old_log_prob=padded([s.old_log_probs for s in chosen]),
+            log_prob=log_probs_BR,
+            advantages=padded([s.advantages for s in chosen]),
+            response_mask=padded([s.mask for s in chosen]),
+            loss_agg_mode=LOSS.loss_agg_mode,
+            config=self._config,
         )
+        return loss, row_length
 
     def _log_probs(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, int]:
         """Return the log-probs of the responses, [B, R], and the number of tokens of the row."""
         rows = [torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.response_ids)]) for s in samples]
         input_ids_1T = torch.cat(rows)[None]
-        output = self._model(
+        output = self.model(
             input_ids=input_ids_1T,
             attention_mask=None,
             position_ids=torch.cat([torch.arange(row.numel()) for row in rows])[None],
@@ -85,10 +78,6 @@ class VerlStep:
         # The last token of the prompt predicts the first of the response; the last of the response predicts nothing.
         parts = [log_probs_T[end - s.response_ids.size - 1 : end - 1] for end, s in zip(ends, samples, strict=True)]
         return pad_sequence(parts, batch_first=True), input_ids_1T.numel()
-
-
-def _padded(arrays: Sequence[Any]) -> torch.Tensor:
-    return pad_sequence([torch.from_numpy(a) for a in arrays], batch_first=True)
 
 
 def _import_verl() -> Any:
