@@ -24,9 +24,8 @@ from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.modality import Job
 from gcore_diffusion.roles import Roles, SamplingRoles
 from gcore_diffusion.sampling.engines import judge_factory, sampler_factory, start_engines
-from gcore_diffusion.sampling.evaluate import Evaluation
 from gcore_diffusion.sampling.grids import write_grid
-from gcore_diffusion.sampling.image_sampling import images, kernel_of
+from gcore_diffusion.sampling.image_sampling import Evaluation, images, kernel_of
 from gcore_diffusion.sampling.prompts import PromptSets
 from gcore_diffusion.sampling.rewards import Rewards, build_rewards, try_reward
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, trainer_spec

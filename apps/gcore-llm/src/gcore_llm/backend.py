@@ -11,8 +11,7 @@ from gcore_llm.learning.preparation import sample_flops
 from gcore_llm.learning.trainer_worker import ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_llm.sampling.engines import engine_factory, start_policy
-from gcore_llm.sampling.evaluate import Evaluation
-from gcore_llm.sampling.rewards import Rewards
+from gcore_llm.sampling.rewards import Evaluation, Rewards
 from gcore_rollout import Engine, EnvironmentRole, RewardRunner
 from gcore_runs import build_tokenizer, eos_token_ids, inline_backend, logs_of
 from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
-from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
+from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig
 from gcore_runs import (
     Amount,

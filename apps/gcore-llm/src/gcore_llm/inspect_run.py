@@ -8,8 +8,7 @@ from gcore_ckpt import Checkpointer, load
 from gcore_llm.backend import build_engine, build_environment
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.prompts import Problem, make_prompts
-from gcore_llm.sampling.evaluate import Evaluation, evaluate
-from gcore_llm.sampling.rewards import Rewards
+from gcore_llm.sampling.rewards import Evaluation, Rewards, evaluate
 from gcore_llm.training import load_prompts
 from gcore_rollout import Engine, Request, RolloutRoles, SamplingParams
 from gcore_runs import RunFolder, UserError, build_tokenizer, check_model

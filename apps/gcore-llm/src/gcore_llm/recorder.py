@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gcore_llm.learning.preparation import warning
 from gcore_llm.modality import Job
-from gcore_llm.sampling.evaluate import Evaluation
+from gcore_llm.sampling.rewards import Evaluation
 from gcore_placement import Forecast, PlacementError
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, write_jsonl
 

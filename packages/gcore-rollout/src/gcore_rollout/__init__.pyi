@@ -81,17 +81,14 @@ from .errors import (
     WrongBaseError as WrongBaseError,
     WrongWeightsError as WrongWeightsError,
 )
-from .generation import Generation as Generation, GroupComparison as GroupComparison, RolloutRoles as RolloutRoles
-from .groups import (
+from .generation import (
+    Generation as Generation,
     Group as Group,
-    Prompt as Prompt,
-    PromptImages as PromptImages,
-    Response as Response,
+    GroupComparison as GroupComparison,
+    RolloutRoles as RolloutRoles,
     SampledPart as SampledPart,
-    UnfinishedGroup as UnfinishedGroup,
     sampled_metrics as sampled_metrics,
     sampled_part as sampled_part,
-    vision_processor as vision_processor,
 )
 from .images.models import (
     AestheticReward as AestheticReward,
@@ -106,7 +103,6 @@ from .images.reward import (
 )
 from .images.vision_processor import VisionProcessor as VisionProcessor
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
-from .multi_turn.config import EnvironmentRole as EnvironmentRole, MultiTurnConfig as MultiTurnConfig
 from .multi_turn.environment import (
     Environment as Environment,
     Opening as Opening,
@@ -117,21 +113,22 @@ from .multi_turn.environment import (
     ToolEnvironment as ToolEnvironment,
     hermes_calls as hermes_calls,
 )
-from .multi_turn.episode import (
-    Episode as Episode,
-    EpisodeEnd as EpisodeEnd,
-    EpisodeLimits as EpisodeLimits,
-    run_episode as run_episode,
+from .multi_turn.episode import Episode as Episode, EpisodeEnd as EpisodeEnd, run_episode as run_episode
+from .responses import (
+    Prompt as Prompt,
+    PromptImages as PromptImages,
+    Response as Response,
+    UnfinishedGroup as UnfinishedGroup,
+    vision_processor as vision_processor,
 )
+from .rewards.kinds.composite import CompositeReward as CompositeReward
 from .rewards.kinds.http import HTTPImageReward as HTTPImageReward, HTTPReward as HTTPReward
 from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,
     JudgeModel as JudgeModel,
     JudgeReward as JudgeReward,
-    JudgeStats as JudgeStats,
-    QuestionTemplate as QuestionTemplate,
+    Reduce as Reduce,
     ScorePattern as ScorePattern,
-    Verdict as Verdict,
 )
 from .rewards.kinds.pairwise import PairwiseJudge as PairwiseJudge, Winner as Winner, WinnerPattern as WinnerPattern
 from .rewards.kinds.sequence_classifier import SequenceClassifierReward as SequenceClassifierReward
@@ -143,10 +140,10 @@ from .rewards.kinds.verifiers import (
     last_code_block as last_code_block,
 )
 from .rewards.registry import (
+    EnvironmentRole as EnvironmentRole,
     ImageRewardKind as ImageRewardKind,
     ImageRewardSettings as ImageRewardSettings,
-    JudgeOptions as JudgeOptions,
-    Reduce as Reduce,
+    MultiTurnConfig as MultiTurnConfig,
     build_image_reward as build_image_reward,
     build_reward as build_reward,
     load_function as load_function,
@@ -156,27 +153,25 @@ from .rewards.registry import (
     reward_names as reward_names,
 )
 from .rewards.reward import (
-    CompositeReward as CompositeReward,
+    Failed as Failed,
     Failure as Failure,
-    FailureLog as FailureLog,
     GroupRewardFunction as GroupRewardFunction,
     RewardFunction as RewardFunction,
+    RewardStats as RewardStats,
     Scored as Scored,
-    evaluate as evaluate,
-    evaluate_group as evaluate_group,
-    score as score,
+    ThreadedReward as ThreadedReward,
+    part_means as part_means,
+    reward_metrics as reward_metrics,
 )
 from .rewards.runner import (
-    Failed as Failed,
-    GroupRewardRunner as GroupRewardRunner,
+    FailureLog as FailureLog,
     OnError as OnError,
     RetryPolicy as RetryPolicy,
     RewardRunner as RewardRunner,
     RewardRunnerConfig as RewardRunnerConfig,
-    RewardStats as RewardStats,
-    ThreadedReward as ThreadedReward,
-    part_means as part_means,
-    reward_metrics as reward_metrics,
+    evaluate as evaluate,
+    evaluate_group as evaluate_group,
+    score as score,
 )
 from .sandbox.sandbox import (
     Isolation as Isolation,

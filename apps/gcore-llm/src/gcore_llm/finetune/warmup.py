@@ -38,7 +38,7 @@ async def make_warm_model(
     Each check samples answers to the held-out prompts, and is recorded in ``warmup.jsonl``.
     """
     from gcore_llm.backend import build_engine
-    from gcore_llm.sampling.evaluate import evaluate
+    from gcore_llm.sampling.rewards import evaluate
     from gcore_rollout import RolloutRoles
     from gcore_runs.loop.instrumented_engine import Instrumentation
 
