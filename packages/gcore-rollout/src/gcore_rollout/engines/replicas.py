@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, cast
 
-from gcore_rollout.engines.processes.engine_process import EngineProcess
 from gcore_rollout.engines.protocol import AnySample, Engine, RequestT, SampleT
 from gcore_rollout.engines.registry import PRELOAD_HF
+from gcore_rollout.engines.remote.process import EngineProcess
 from gcore_rollout.engines.replica_pool import Replica, ReplicaPool
 from gcore_rollout.errors import EngineDiedError, WrongWeightsError
 
