@@ -19,7 +19,7 @@ from gcore_runs import (
     check_lowest,
     check_one_source,
 )
-from gcore_runs.settings.engine_config import EngineConfig, SpeculativeConfig
+from gcore_runs.engines import EngineConfig, SpeculativeConfig
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,

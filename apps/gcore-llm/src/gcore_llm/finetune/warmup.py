@@ -53,7 +53,7 @@ async def warm_up(
     from gcore_llm.backend import build_engine
     from gcore_llm.sampling.evaluate import evaluate
     from gcore_rollout import RolloutRoles
-    from gcore_runs.loop.instrumented_engine import Instrumentation
+    from gcore_runs.engines import Instrumentation
 
     worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
     samples = [worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]

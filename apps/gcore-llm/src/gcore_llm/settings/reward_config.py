@@ -6,7 +6,7 @@ from typing import Literal
 
 from gcore_rollout import JudgeOptions, OnError, RetryPolicy, RewardConfigError, RewardRunnerConfig
 from gcore_runs import UserError, check_fraction
-from gcore_runs.settings.engine_config import EngineConfig
+from gcore_runs.engines import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)

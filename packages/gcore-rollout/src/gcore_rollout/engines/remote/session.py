@@ -9,7 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gcore_rollout.engines.protocol import AnyRequest, AnySample, Engine, EngineStats, TakesWeightsInPlace, report_weights
+from gcore_rollout.engines.protocol import (
+    AnyRequest,
+    AnySample,
+    Engine,
+    EngineStats,
+    TakesWeightsInPlace,
+    report_weights,
+)
 from gcore_rollout.errors import RolloutError
 
 if TYPE_CHECKING:
