@@ -109,7 +109,7 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Instrumentation:
-    """What is recorded and checked of the replicas of a model. Each is named by its role and its number."""
+    """Instrumentation of the replicas of a model. Each is named by its role and its number."""
 
     role: Literal["engine", "judge"] = "engine"
     devices: "DeviceTimers | None" = None
