@@ -14,8 +14,7 @@ from gcore_llm.sampling.engines import engine_factory, start_policy
 from gcore_llm.sampling.rewards import Evaluation, Rewards
 from gcore_rollout import Engine, EnvironmentRole, RewardRunner
 from gcore_runs import build_tokenizer, eos_token_ids, inline_backend, logs_of
-from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
-from gcore_runs.settings.engine_config import EngineConfig
+from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation
 
 if TYPE_CHECKING:
     from gcore_controller import ActorRole, Handles, RemoteRecorder

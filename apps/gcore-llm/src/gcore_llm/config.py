@@ -24,7 +24,7 @@ from gcore_runs import (
     check_bounds,
     check_one_source,
 )
-from gcore_runs.settings.engine_config import EngineConfig, SpeculativeConfig
+from gcore_runs.engines import EngineConfig, SpeculativeConfig
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,

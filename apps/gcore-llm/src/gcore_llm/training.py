@@ -34,7 +34,7 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
     from gcore_llm.modality import Job
     from gcore_llm.recorder import RunRecorder
     from gcore_llm.sampling.rewards import Rewards
-    from gcore_runs.loop.instrumented_engine import Instrumentation
+    from gcore_runs.engines import Instrumentation
 
     config = resolve(config)
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:

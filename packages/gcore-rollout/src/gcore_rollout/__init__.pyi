@@ -16,8 +16,8 @@ from .engines.diffusion.types import (
     Trajectory as Trajectory,
 )
 from .engines.hf.engine import HFEngine as HFEngine
-from .engines.processes.engine_process import EngineProcess as EngineProcess
 from .engines.protocol import (
+    AnySample as AnySample,
     Completion as Completion,
     Digest as Digest,
     Digests as Digests,
@@ -32,12 +32,6 @@ from .engines.protocol import (
     SamplingParams as SamplingParams,
 )
 from .engines.queueing import Call as Call, sample_seeds as sample_seeds
-from .engines.ray.ray_engine import (
-    EngineHandle as EngineHandle,
-    RayEngine as RayEngine,
-    end_engine_actor as end_engine_actor,
-    start_engine_actor as start_engine_actor,
-)
 from .engines.registry import (
     PRELOAD_DIFFUSERS as PRELOAD_DIFFUSERS,
     PRELOAD_HF as PRELOAD_HF,
@@ -49,6 +43,13 @@ from .engines.registry import (
     engine_kind as engine_kind,
     engine_names as engine_names,
     register_engine as register_engine,
+)
+from .engines.remote.process import EngineProcess as EngineProcess
+from .engines.remote.ray_engine import (
+    EngineHandle as EngineHandle,
+    RayEngine as RayEngine,
+    end_engine_actor as end_engine_actor,
+    start_engine_actor as start_engine_actor,
 )
 from .engines.replicas import (
     EngineReplicas as EngineReplicas,

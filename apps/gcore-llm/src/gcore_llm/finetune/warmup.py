@@ -40,7 +40,7 @@ async def make_warm_model(
     from gcore_llm.backend import build_engine
     from gcore_llm.sampling.rewards import evaluate
     from gcore_rollout import RolloutRoles
-    from gcore_runs.loop.instrumented_engine import Instrumentation
+    from gcore_runs.engines import Instrumentation
 
     worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
     samples = [_worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]

@@ -32,8 +32,8 @@ from gcore_rollout import (
     reward_names,
 )
 from gcore_runs import build_tokenizer, check_model, eos_token_ids
+from gcore_runs.engines import NO_INSTRUMENTATION, Instrumentation
 from gcore_runs.errors import UserError
-from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
 
 _SEED = 20_250_729
 _NUM_SHOWN = 16
