@@ -6,11 +6,8 @@ from typing import Annotated, Literal
 
 from gcore_rollout import OnError, RetryPolicy, RewardRunnerConfig
 from gcore_runs import Checked, Fraction, NonNegative, UserError, above, at_least
-from gcore_runs.settings.engine_config import EngineConfig
-from gcore_runs.settings.judge_options import JudgeOptions
-from gcore_rollout import JudgeOptions, OnError, RetryPolicy, RewardConfigError, RewardRunnerConfig
-from gcore_runs import UserError, check_fraction
 from gcore_runs.engines import EngineConfig
+from gcore_runs.settings.judge_options import JudgeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
