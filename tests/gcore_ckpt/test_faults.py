@@ -18,7 +18,7 @@ from gcore_ckpt import Checkpointer, verify
 from gcore_ckpt.loading.loader import load_step
 from gcore_ckpt.loading.reader import open_step
 from gcore_ckpt.ranks.group import Group
-from gcore_ckpt.storage import open_storage
+from gcore_ckpt.storage.local import open_storage
 
 pytestmark = pytest.mark.slow
 

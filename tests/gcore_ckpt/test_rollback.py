@@ -22,8 +22,7 @@ from gcore_ckpt import (
     save,
     verify,
 )
-from gcore_ckpt.storage import open_storage
-from gcore_ckpt.storage.local import LocalStorage
+from gcore_ckpt.storage.local import LocalStorage, open_storage
 from gcore_ckpt.storage.object_store import Objects
 from gcore_ckpt.tools.cli import main
 

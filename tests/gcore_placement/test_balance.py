@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from gcore_placement import PlacementError, balance
-from gcore_placement.balancing.balance import fold
+from gcore_placement.balancing.balance import longest_first
 
 costs_lists = st.lists(st.floats(min_value=0, max_value=1e300), max_size=40) | st.lists(
     st.integers(min_value=0, max_value=12).map(float), max_size=40
@@ -57,7 +57,7 @@ def test_equal_counts(costs: list[float], num_parts: int) -> None:
 @given(costs=costs_lists.filter(bool), num_parts=part_counts)
 def test_folding_keeps_counts_and_loads_within_an_item(costs: list[float], num_parts: int) -> None:
     falling = np.sort(np.array(costs))[::-1] / max(*costs, 1.0)
-    part_of = fold(falling, num_parts)
+    part_of = longest_first(falling, num_parts, max_count=len(falling), is_folded=True)
     counts, loads = np.bincount(part_of, minlength=num_parts), np.bincount(part_of, falling, num_parts)
     assert np.ptp(counts) <= 1
     assert np.ptp(loads) <= falling[0] * (1 + 1e-12)

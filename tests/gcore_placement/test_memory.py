@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from planning_jobs import QWEN_7B, make_job
+from planning_jobs import QWEN_7B, make_cluster, make_job
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gcore_placement import ModelShape, TrainingLayout
+from gcore_placement import Efficiency, ModelShape, TrainingLayout
 from gcore_placement.planning import layouts as memory
+from gcore_placement.planning.engines import EngineRoofline
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
 
 GB = 1e9
@@ -95,10 +96,14 @@ def test_what_else_is_held() -> None:
 
 def test_engines_by_hand() -> None:
     shape = ModelShape.from_config(QWEN_7B)
-    assert_allclose(memory.engine_weights(shape, 2, 2), shape.num_parameters)
+    one, two, four, eight = (
+        EngineRoofline(model=shape, cluster=make_cluster(8), tp=tp, compute_bytes=2, efficiency=Efficiency())
+        for tp in (1, 2, 4, 8)
+    )
+    assert_allclose(two.weights_bytes, shape.num_parameters)
     # 4 key-value heads: eight devices hold each of them twice.
-    assert memory.kv_bytes_per_token(shape, 1, 2) == 2 * 2 * 28 * 512
-    assert memory.kv_bytes_per_token(shape, 8, 2) == memory.kv_bytes_per_token(shape, 4, 2)
+    assert one.kv_token_bytes == 2 * 2 * 28 * 512
+    assert eight.kv_token_bytes == four.kv_token_bytes
 
 
 def kept_bytes(model: Any, num_tokens: int) -> int:

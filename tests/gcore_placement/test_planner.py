@@ -16,6 +16,7 @@ from gcore_placement import (
     Efficiency,
     Job,
     Lengths,
+    ModelShape,
     PlacementError,
     Plan,
     TrainingLayout,
@@ -24,6 +25,7 @@ from gcore_placement import (
 )
 from gcore_placement.forecast import STAGES
 from gcore_placement.planning import layouts as memory
+from gcore_placement.planning.engines import EngineRoofline
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
 
 SMALL: dict[str, Any] = {
@@ -98,7 +100,7 @@ def test_a_plan_fits(cluster: Cluster, job: Job) -> None:
     assert memory.total(training)[0] <= found.usable_bytes
     ranks = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.context_parallel_size
     assert ranks * layout.data_parallel_size == found.num_devices <= cluster.num_devices
-    per_token = memory.kv_bytes_per_token(job.policy, engine.tensor_model_parallel_size, 2)
+    per_token = engine_of(job.policy, cluster, engine.tensor_model_parallel_size).kv_token_bytes
     assert found.memory["generation"]["KV cache"] >= job.longest_sequence * per_token * (1 - 1e-9)
     assert engine.num_replicas * engine.tensor_model_parallel_size == engine.num_devices
     if found.judge is not None and found.strategy == "dynamic":
@@ -142,6 +144,10 @@ def test_a_plan_is_as_fast_as_its_costs_say(cluster: Cluster, job: Job) -> None:
             assert strategy != found.strategy
 
 
+def engine_of(model: ModelShape, cluster: Cluster, tp: int) -> EngineRoofline:
+    return EngineRoofline(model=model, cluster=cluster, tp=tp, compute_bytes=2, efficiency=Efficiency())
+
+
 def fits_somewhere(cluster: Cluster, job: Job, usable: float) -> bool:
     """By trying every layout on its own: training, and then each engine with its state on the host."""
     trains = False
@@ -166,21 +172,21 @@ def fits_somewhere(cluster: Cluster, job: Job, usable: float) -> bool:
                 )
                 one = TrainingLayouts.of(layout)
                 trains |= memory.total(memory.training_memory(job, one, activations=FACTOR))[0] <= usable
-    read = job.judge_prompt_lengths
-    roles: list[tuple[Any, float]] = [(job.policy, job.longest_sequence)]
-    if job.judge is not None and job.judge_lengths is not None and read is not None:
-        roles.append((job.judge, read.longest + job.judge_lengths.longest))
+    roles: list[tuple[ModelShape, float]] = [(job.policy, job.longest_sequence)]
+    if job.judge is not None:
+        judge, read, written = job.engine_role("reward")
+        roles.append((judge, read.longest + written.longest))
 
-    def holds(model: Any, longest: float) -> bool:
-        return any(
-            memory.engine_weights(model, tp, 2)
-            + memory.engine_workspace(model, tp, 2)
-            + longest * memory.kv_bytes_per_token(model, tp, 2)
-            # The planner looks at engines' memory in 128ths of a device's.
-            <= usable - cluster.device.memory_bytes / 128
-            for tp in (1, 2, 4, 8, 16)
-            if tp <= cluster.num_devices and (tp <= cluster.devices_per_node or tp % cluster.devices_per_node == 0)
-        )
+    def holds(model: ModelShape, longest: float) -> bool:
+        sizes = [tp for tp in (1, 2, 4, 8, 16) if tp <= cluster.num_devices]
+        engines = [
+            engine_of(model, cluster, tp)
+            for tp in sizes
+            if tp <= cluster.devices_per_node or tp % cluster.devices_per_node == 0
+        ]
+        # The planner looks at engines' memory in 128ths of a device's.
+        free_bytes = usable - cluster.device.memory_bytes / 128
+        return any(e.weights_bytes + e.workspace_bytes + longest * e.kv_token_bytes <= free_bytes for e in engines)
 
     return trains and all(holds(model, longest) for model, longest in roles)
 

@@ -29,7 +29,7 @@ from gcore_placement import (
 )
 from gcore_placement.simulation.scenarios import SCENARIOS, scenario
 from gcore_placement.simulation.simulator import wave_loads
-from gcore_placement.simulation.waves import side_by_side
+from gcore_placement.simulation.waves import simulate_waves
 from gcore_placement.strategies import PLANNED, STRATEGIES
 from gcore_placement.workload.traces import steady
 
@@ -243,7 +243,7 @@ def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
     )
     wave = next(recipe.trace().waves(0))
     for partition in simulator.space.partitions[::3]:
-        (outcome,) = side_by_side(simulator.costs, [wave], partition)
+        (outcome,) = simulate_waves(simulator.costs, [wave], partition)
         roles = zip(
             wave_loads(simulator.costs, outcome), (partition.policy_devices, partition.reward_devices), strict=True
         )

@@ -19,7 +19,7 @@ from gcore_placement import (
     TrainingCosts,
     predict_step,
 )
-from gcore_placement.forecast import generation_seconds
+from gcore_placement.forecast import waves_seconds
 from gcore_placement.planning.engines import EngineRoofline
 from gcore_placement.strategies import Strategy
 
@@ -57,7 +57,7 @@ def test_an_engine_takes_what_a_simulation_takes(num_sequences: int, tolerance: 
         drawn = np.clip(rng.lognormal(np.log(100), 0.8, num_sequences), 1, 600).round()
         seconds.append(decoded(ENGINE, np.full(num_sequences, 50), drawn))
     job = make_job(train_batch_size=num_sequences, n=1, response_lengths=lengths, prompt_lengths=Lengths.recorded([50]))
-    predicted = generation_seconds(ENGINE, job, np.ones(1))[0, 0]
+    predicted = waves_seconds(ENGINE, job, "generation", np.ones(1))[0, 0]
     prefill = ENGINE.prefill_per_token_s * 50 * num_sequences
     assert_allclose(predicted - prefill, np.mean(seconds), rtol=tolerance)
 
@@ -65,7 +65,7 @@ def test_an_engine_takes_what_a_simulation_takes(num_sequences: int, tolerance: 
 def test_prompts_are_read_once_for_a_group() -> None:
     free = replace(ENGINE, decode_base_s=0.0, decode_per_sequence_s=0.0, decode_per_context_token_s=0.0)
     job = make_job(train_batch_size=12, n=5, prompt_lengths=Lengths.recorded([100, 300]))
-    assert_allclose(generation_seconds(free, job, np.array([1.0, 3.0])), [[12 * 200e-5, 4 * 200e-5]])
+    assert_allclose(waves_seconds(free, job, "generation", np.array([1.0, 3.0])), [[12 * 200e-5, 4 * 200e-5]])
 
 
 def costs_of(*, with_judge: bool) -> JobCosts:

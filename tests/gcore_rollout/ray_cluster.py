@@ -4,7 +4,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 
-# Ray reads it on import, which a test module may do before `gcore_rollout.engines.ray.ray_engine` does.
+# Ray reads it on import, which a test module may do before `gcore_rollout.engines.remote.ray_engine` does.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Ray would kill workers where other tests fill this machine's memory.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")

@@ -27,7 +27,7 @@ from gcore_rollout import (
     all_digests,
     check_weights,
 )
-from gcore_rollout.engines.vllm import engine as vllm_engine
+from gcore_rollout.engines.vllm import process as vllm_process
 from gcore_rollout.weight_sync import checked as digests_module
 from gcore_rollout.weight_sync.checked import CheckedEngine, DigestedWeights, Rotation, digest
 
@@ -97,7 +97,7 @@ async def test_a_tied_head_that_vllm_leaves_packed_as_it_was(tied: TinyModel, mo
     """The parameters are right, and the forward uses something else."""
     engine = CheckedEngine(make_engine("vllm", tied), name="engine 0")
     await check_weights(engine, all_digests(published(tied.old)))
-    monkeypatch.setattr(vllm_engine, "repack_head", lambda _: None)
+    monkeypatch.setattr(vllm_process, "repack_head", lambda _: None)
     with pytest.raises(WrongWeightsError, match=r"'lm_head.weight' has the values of version 0 \(1 of 27"):
         await engine.update_weights(published(tied.new), version=1)
     await engine.close()

@@ -372,7 +372,7 @@ async def left_open() -> None:
 
 async def test_starts_that_are_cancelled_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do those that are in flight, or done, when their event loop ends. Whatever stays open here warns."""
-    monkeypatch.setattr("gcore_rollout.engines.processes.engine_process._END_TIMEOUT_S", 300.0)
+    monkeypatch.setattr("gcore_rollout.engines.remote.process.END_TIMEOUT_S", 300.0)
     other = await start_bare(FakeEngine)
     server = parent_of(other.pid)
     ways: list[Callable[[], Coroutine[Any, Any, None]]] = [cancelled_again, left_later, left_open]

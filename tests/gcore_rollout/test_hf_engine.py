@@ -41,7 +41,7 @@ from transformers import (
 
 from gcore_rollout import HFEngine, RepetitionDetection, Request, RequestError, UnsupportedModelError
 from gcore_rollout.engines.hf import decoding as slot_attention
-from gcore_rollout.engines.hf.decoding import extend_runs, is_repetitive, runs_at_end
+from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -13,7 +13,6 @@ from gcore_rollout import (
     Completion,
     EngineStats,
     Failed,
-    GroupRewardRunner,
     JudgeModel,
     JudgeReward,
     NoScoreError,
@@ -136,7 +135,7 @@ async def test_several_verdicts(reduce: Any) -> None:
     assert result.score == pytest.approx(expected)
     assert result.parts == {"parsed": pytest.approx(6 / 7), "spread": pytest.approx(0.7)}
     assert result.feedback == {"mean": "Score: 5 c", "median": "Score: 2 a", "majority": "Score: 2 a"}[reduce]
-    assert reward.stats().parse_rate == pytest.approx(6 / 7)
+    assert reward.parse_rate == pytest.approx(6 / 7)
 
 
 async def test_a_tie_of_the_majority_goes_to_the_lowest() -> None:
@@ -149,12 +148,12 @@ async def test_what_cannot_be_read() -> None:
         NoScoreError, match=r"reward 'JudgeReward' .* none of 2 verdicts could be parsed, the first is 'hm'"
     ):
         await scored(silent)
-    assert (silent.stats().num_verdicts, silent.stats().num_unparsable, silent.stats().parse_rate) == (2, 2, 0.0)
+    assert (silent.num_verdicts, silent.num_unparsable, silent.parse_rate) == (2, 2, 0.0)
     outcome = await RewardRunner(silent).score(prompt="p", completion="c", row={})
     assert isinstance(outcome, Failed)
     assert (await scored(judge("hm", "Score: 10", on_unparsable=0.0))).score == 0.5
     assert (await scored(judge("hm", on_unparsable=-1))).score == -1.0
-    assert judge("x").stats().parse_rate == 1.0
+    assert judge("x").parse_rate == 1.0
 
 
 async def test_the_question_and_a_parser_of_ones_own() -> None:
@@ -167,8 +166,7 @@ async def test_the_question_and_a_parser_of_ones_own() -> None:
     result = await evaluate(reward, prompt="{p!r} {0}", completion="{gold}", row={"gold": 4, "prompt": "the row's"})
     assert result.feedback == "{Q} {p!r} {0} | {gold} | 4", "braces in values mean nothing"
     assert result.score == 1.0
-    [verdict] = await reward.verdicts("a", "b", {"gold": 3})
-    assert (verdict.score, verdict.text) == (0.0, "{Q} a | b | 3")
+    assert await reward.ask(["{Q} a | b | 3"]) == [[(0.0, "{Q} a | b | 3")]]
     with pytest.raises(RewardError, match=r"the row has no 'gold' for the judge's template: it has \['answer'\]"):
         await evaluate(reward, prompt="", completion="", row={"answer": 4})
 
@@ -255,7 +253,7 @@ async def test_wins_become_scores() -> None:
     results = await compared(reward, "a", "aaa", "aa", "aa")
     assert [r.score for r in results] == pytest.approx([0, 1, 0.5, 0.5])
     assert all(r.parts == {"parsed": 1.0, "consistent": 1.0} for r in results)
-    assert reward.stats().num_verdicts == 4 * 3 * 3
+    assert reward.num_verdicts == 4 * 3 * 3
 
 
 async def test_a_liking_for_the_first_place_cancels_out() -> None:
@@ -280,8 +278,8 @@ async def test_comparisons_that_cannot_be_read() -> None:
     results = await compared(pairwise(say, on_unparsable="tie"), "a", "b", "bad")
     assert [r.score for r in results] == [0.25, 0.75, 0.5]
     assert [r.parts for r in results] == [{"parsed": 0.5, "consistent": 1.0}] * 2 + [{"parsed": 0.0}]
-    runner = GroupRewardRunner(pairwise(say))
-    outcome = await runner.score(prompt="p", completions=["a", "b", "bad"], row={})
+    runner = RewardRunner(pairwise(say))
+    outcome = await runner.score_group(prompt="p", completions=["a", "b", "bad"], row={})
     assert isinstance(outcome, Failed)
     assert "none of 4 verdicts on completion 2 could be parsed" in str(outcome.error)
     assert runner.stats().num_no_score == 1
@@ -311,9 +309,9 @@ async def test_a_real_engine(tied: TinyModel) -> None:
     runner = RewardRunner(reward)
     beside = await asyncio.gather(*(runner.score(prompt="", completion=c, row={}) for c in ("ccc", "bb", "x", "a")))
     assert [beside[3], beside[1], beside[0]] == alone
-    verdicts = await reward.verdicts("", "a", {})
-    assert len({v.text for v in verdicts}) > 1, "samples differ"
-    assert alone[0].score == sorted(v.score for v in verdicts if v.score is not None)[1]
+    [verdicts] = await reward.ask(["a: good?"])
+    assert len({text for _, text in verdicts}) > 1, "samples differ"
+    assert alone[0].score == sorted(score for score, _ in verdicts if score is not None)[1]
     with pytest.raises(RewardError, match="RequestError"):
         await evaluate(reward, prompt="", completion="x" * 600, row={})
     outcome = await runner.score(prompt="", completion="a", row={})

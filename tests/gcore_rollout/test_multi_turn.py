@@ -18,8 +18,8 @@ from gcore_rollout import (
     Completion,
     EngineStats,
     EpisodeError,
-    EpisodeLimits,
     HFEngine,
+    MultiTurnConfig,
     Opening,
     Reply,
     Request,
@@ -180,7 +180,7 @@ async def test_log_probs_are_those_of_the_whole_sequence(tied: TinyModel) -> Non
     """By transformers, in one forward pass over all turns; concurrent episodes do not disturb each other."""
     tokenizer = make_tokenizer()
     engine = HFEngine.from_pretrained(tied.path, eos_token_ids=EOS_TOKEN_IDS)
-    limits = EpisodeLimits(max_tokens_per_turn=40)
+    limits = MultiTurnConfig(max_tokens_per_turn=40)
     episodes = await asyncio.gather(
         *(
             run_episode(
@@ -219,14 +219,14 @@ async def test_an_aborted_turn_goes_on() -> None:
 @pytest.mark.parametrize(
     ("limits", "max_tokens", "reasons", "end", "turns"),
     [
-        (EpisodeLimits(max_turns=2), 200, [], "max_turns", 2),
-        (EpisodeLimits(), 4, [], "length", 1),
-        (EpisodeLimits(), 3, ["length"], "length", 1),
-        (EpisodeLimits(max_tokens_per_turn=3), 200, ["stop", "length"], "truncated_turn", 2),
-        (EpisodeLimits(), 200, ["repetition"], "truncated_turn", 1),
+        (MultiTurnConfig(max_assistant_turns=2), 200, [], "max_turns", 2),
+        (MultiTurnConfig(), 4, [], "length", 1),
+        (MultiTurnConfig(), 3, ["length"], "length", 1),
+        (MultiTurnConfig(max_tokens_per_turn=3), 200, ["stop", "length"], "truncated_turn", 2),
+        (MultiTurnConfig(), 200, ["repetition"], "truncated_turn", 1),
     ],
 )
-async def test_episodes_end(limits: EpisodeLimits, max_tokens: int, reasons: list[str], end: str, turns: int) -> None:
+async def test_episodes_end(limits: MultiTurnConfig, max_tokens: int, reasons: list[str], end: str, turns: int) -> None:
     """With what the policy wrote last: nobody reads what would have been said to it."""
     engine = ScriptedEngine([[7, 8, 1]] * 4, reasons)
     episode = await run_episode(
@@ -257,7 +257,7 @@ async def test_an_environment_is_notified_of_a_truncated_turn() -> None:
         ChatEncoder(make_tokenizer()),
         request_id="e",
         sampling=SamplingParams(max_tokens=200),
-        limits=EpisodeLimits(max_tokens_per_turn=3),
+        limits=MultiTurnConfig(max_tokens_per_turn=3),
     )
     assert seen == [False, True]
 
@@ -284,13 +284,13 @@ async def test_broken_environments_are_reported() -> None:
                 ChatEncoder(make_tokenizer()),
                 request_id="e",
                 sampling=SAMPLING,
-                limits=EpisodeLimits(step_timeout_s=0.5),
+                limits=MultiTurnConfig(step_timeout_s=0.5),
             )
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(RequestError, match="max_turns is 0; expected a finite number above 0"):
-        EpisodeLimits(max_turns=0)
+    with pytest.raises(RequestError, match="max_assistant_turns is 0; expected 1 or more"):
+        MultiTurnConfig(max_assistant_turns=0)
     with pytest.raises(ValueError, match="expected one or more in a reply that does not end the episode"):
         Reply(reward=1.0)
     with pytest.raises(ValueError, match="expected one or more at the start of an episode"):

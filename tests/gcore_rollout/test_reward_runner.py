@@ -12,7 +12,6 @@ import pytest
 from gcore_rollout import (
     CompositeReward,
     Failed,
-    GroupRewardRunner,
     MathVerifyReward,
     NoScoreError,
     RetryPolicy,
@@ -341,14 +340,14 @@ async def shortest_wins(prompt: str, completions: Sequence[str], row: Mapping[st
 
 
 async def test_groups() -> None:
-    runner = GroupRewardRunner(shortest_wins, RewardRunnerConfig(timeout_s=0.1, retry=QUICK, on_error="drop"))
-    good = await runner.score(prompt="p", completions=["aa", "b"], row=ROW)
+    runner = RewardRunner(shortest_wins, RewardRunnerConfig(timeout_s=0.1, retry=QUICK, on_error="drop"))
+    good = await runner.score_group(prompt="p", completions=["aa", "b"], row=ROW)
     assert good == [Scored(score=0.0), Scored(score=1.0)]
     for prompt, message in (
         ("short", "returned 0 scores; expected one for each of 2 completions"),
         ("slow", "no answer within timeout_s=0.1"),
     ):
-        bad = await runner.score(prompt=prompt, completions=["aa", "b"], row=ROW)
+        bad = await runner.score_group(prompt=prompt, completions=["aa", "b"], row=ROW)
         assert isinstance(bad, Failed)
         assert f"reward 'shortest_wins' on prompt '{prompt}', completion 'aa': " in str(bad.error)
         assert message in str(bad.error)

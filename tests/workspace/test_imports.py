@@ -46,7 +46,7 @@ ADAPTERS = {
     "megatron": ["packages/gcore-trainer/src/gcore_trainer/megatron/"],
     "ray": [
         "packages/gcore-controller/src/gcore_controller/runtimes/ray/",
-        "packages/gcore-rollout/src/gcore_rollout/engines/ray/",
+        "packages/gcore-rollout/src/gcore_rollout/engines/remote/ray_engine.py",
         "packages/gcore-rollout/src/gcore_rollout/weight_sync/weight_references.py",
         "apps/gcore-bench/src/gcore_bench/controller/",
         "apps/gcore-runs/src/gcore_runs/on_ray/",

@@ -25,7 +25,7 @@ WITHOUT_EXTRA = [
     ("rollout", "math-verify", "math_verify", "from gcore_rollout import MathVerifyReward as use; use()"),
     ("rollout", "diffusion", "diffusers", "import gcore_rollout.engines.diffusion.engine"),
     ("trainer", "diffusion", "diffusers", "import gcore_trainer.diffusion.denoiser"),
-    ("rollout", "ray", "ray", "import gcore_rollout.engines.ray.ray_engine"),
+    ("rollout", "ray", "ray", "import gcore_rollout.engines.remote.ray_engine"),
     ("rollout", "ray", "ray", "import gcore_rollout.weight_sync.weight_references"),
     ("rollout", "reasoning-gym", "reasoning_gym", "from gcore_rollout import ReasoningGymReward as use; use()"),
     (

@@ -182,7 +182,7 @@ def test_verl_is_given_the_job_of_all(tmp_path: Path) -> None:
     """What `train_config` says stands in verl's command line, and its prompts are those of the others."""
     workload = WORKLOADS["long"]
     make_tiny_model(tmp_path / "model", seed=0)
-    task = Task(workload=workload, model=tmp_path / "model", steps=200, threads=1, seed=3)
+    task = Task(contender="verl", workload=workload, model=tmp_path / "model", steps=200, threads=1, seed=3)
     verl = verl_contender.program(task, python=Path("python"), folder=tmp_path)
     settings = dict(a.split("=", 1) for a in verl.command if "=" in a)
     config = train_config(workload, seed=3)

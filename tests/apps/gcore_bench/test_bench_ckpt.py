@@ -16,7 +16,7 @@ from rich.console import Console
 from gcore_bench.ckpt.bench import check_machine, scratch_folder
 from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
 from gcore_bench.ckpt.report import part_table, summarise_part
-from gcore_bench.ckpt.workload import Values, first_difference, full_state, plan_state
+from gcore_bench.ckpt.workload import is_same, plan_state
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Run
 
@@ -70,27 +70,25 @@ def test_the_table_shows_a_dash_for_what_nobody_measured() -> None:
 
 def test_a_state_has_its_size_and_number_of_tensors() -> None:
     plans = plan_state(10**7, 20)
-    state = full_state(plans)
+    state = {plan.name: plan.full() for plan in plans}
     assert 10**7 <= sum(tensor.nbytes for tensor in state.values()) < 1.1e7
     assert len(state) == 20
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16, torch.float32}
 
 
 def test_rows_are_the_rows_of_the_whole() -> None:
-    plans, values = plan_state(40_000_000, 3), Values()
-    for plan in plans:
+    for plan in plan_state(40_000_000, 3):
         start, end = plan.shape[0] // 3, plan.shape[0] - 1
-        assert torch.equal(values.rows(plan, start, end), values.full(plan)[start:end])
+        assert torch.equal(plan.rows(start, end), plan.full()[start:end])
 
 
 def test_one_bit_is_a_difference() -> None:
-    plans = plan_state(10**6, 3)
-    state = full_state(plans)
-    assert first_difference(state, plans) == ""
-    name = plans[-1].name
-    state[name].view(-1).view(torch.uint8)[-1] ^= 1
-    assert first_difference(state, plans) == name
-    assert first_difference({}, plans) == plans[0].name
+    plan = plan_state(10**6, 3)[-1]
+    found = plan.full()
+    assert is_same(found, plan.full())
+    found.view(-1).view(torch.uint8)[-1] ^= 1
+    assert not is_same(found, plan.full())
+    assert not is_same(None, plan.full())
 
 
 @pytest.mark.parametrize(

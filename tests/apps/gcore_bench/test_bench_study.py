@@ -12,8 +12,8 @@ from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.study import (
     break_study,
     drift_study,
-    in_processes,
     payload_load,
+    run_all,
     run_study,
     with_judge_error,
 )
@@ -56,12 +56,10 @@ def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.Mon
 def test_studies_are_the_same_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # which other processes do not see
     sizes = [(64, 1, ["steady", "fast_judge"])]
-    with in_processes(2) as run_all:
-        assert drift_study(sizes, seeds=[0], run_all=run_all) == drift_study(sizes, seeds=[0])
-        assert run_all([partial(pow, 2, exponent) for exponent in range(5)]) == [1, 2, 4, 8, 16]
-        assert os.getpid() not in run_all([os.getpid] * 3)
-    with in_processes(1) as run_all:
-        assert run_all([os.getpid] * 2) == [os.getpid()] * 2
+    assert drift_study(sizes, seeds=[0], processes=2) == drift_study(sizes, seeds=[0])
+    assert run_all([partial(pow, 2, exponent) for exponent in range(5)], processes=2) == [1, 2, 4, 8, 16]
+    assert os.getpid() not in run_all([os.getpid] * 3, processes=2)
+    assert run_all([os.getpid] * 2, processes=1) == [os.getpid()] * 2
 
 
 def test_conditions_are_broken_one_at_a_time() -> None:

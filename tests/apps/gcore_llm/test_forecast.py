@@ -10,7 +10,7 @@ from command_line import Cli, option_set, step_rows
 from gcore_llm.config import TrainConfig
 from gcore_llm.forecast import run_forecast
 from gcore_placement import Correction, PlacementError
-from gcore_placement.forecast import lengths_of
+from gcore_placement.quantities import lengths_of
 
 
 def config(tiny: Path, **fields: str) -> TrainConfig:

@@ -15,7 +15,7 @@ from process_tree import left_after
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
 from server_processes import free_port, served  # pyright: ignore[reportMissingImports]
 
-from gcore_runs.settings.engine_config import SpeculativeConfig
+from gcore_runs.engines import SpeculativeConfig
 
 # What happens at the n-th call of the reward, which is in the middle of generation; the run knows by nothing else.
 REWARD = """

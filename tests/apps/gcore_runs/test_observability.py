@@ -39,9 +39,9 @@ from gcore_llm.report import KINDS
 from gcore_llm.sampling.engines import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs import render_report
+from gcore_runs.engines import Instrumentation
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, merged_lines
-from gcore_runs.loop.instrumented_engine import Instrumentation
 from gcore_runs.loop.recorder import Display, shown_cells
 from gcore_runs.prometheus import PrometheusExporter
 from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, read_jsonl

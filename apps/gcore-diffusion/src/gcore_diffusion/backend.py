@@ -24,15 +24,14 @@ from gcore_diffusion.config import EVALUATED, DiffusionConfig
 from gcore_diffusion.modality import Job
 from gcore_diffusion.roles import Roles, SamplingRoles
 from gcore_diffusion.sampling.engines import judge_factory, sampler_factory, start_engines
-from gcore_diffusion.sampling.evaluate import Evaluation
 from gcore_diffusion.sampling.grids import write_grid
-from gcore_diffusion.sampling.image_sampling import images, kernel_of
+from gcore_diffusion.sampling.image_sampling import Evaluation, images, kernel_of
 from gcore_diffusion.sampling.prompts import PromptSets
 from gcore_diffusion.sampling.rewards import Rewards, build_rewards, try_reward
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, trainer_spec
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
-from gcore_runs.loop.instrumented_engine import Instrumentation
+from gcore_runs.engines import Instrumentation
 from gcore_trainer import DiffusionMicroBatch, pipeline_component
 
 if TYPE_CHECKING:

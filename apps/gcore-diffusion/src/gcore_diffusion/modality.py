@@ -11,8 +11,14 @@ from numpy.typing import NDArray
 from gcore_controller import Context, Generated, Modality, Prepared, State, TrainingBatch, Wave
 from gcore_diffusion.config import ActorConfig, DiffusionConfig
 from gcore_diffusion.roles import Roles
-from gcore_diffusion.sampling.evaluate import Evaluation, evaluate
-from gcore_diffusion.sampling.image_sampling import Group, has_reference_pass, image_sampling, scored
+from gcore_diffusion.sampling.image_sampling import (
+    Evaluation,
+    Group,
+    evaluate,
+    has_reference_pass,
+    image_sampling,
+    scored,
+)
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_rollout import ImageRequest, ImageSample
 from gcore_runs import RunJob

@@ -22,7 +22,7 @@ from .finetune.config import (
     SFTRunConfig as SFTRunConfig,
 )
 from .finetune.run import fine_tune as fine_tune
-from .settings.reward_config import (
+from .reward_config import (
     JudgeConfig as JudgeConfig,
     RewardCallsConfig as RewardCallsConfig,
     RewardModelConfig as RewardModelConfig,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
-from gcore_llm.settings.reward_config import RewardCallsConfig, RewardModelConfig
+from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig
 from gcore_runs import (
     Amount,
@@ -24,7 +24,7 @@ from gcore_runs import (
     check_bounds,
     check_one_source,
 )
-from gcore_runs.settings.engine_config import EngineConfig, SpeculativeConfig
+from gcore_runs.engines import EngineConfig, SpeculativeConfig
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,

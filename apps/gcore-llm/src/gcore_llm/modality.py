@@ -38,7 +38,7 @@ from gcore_llm.learning.preparation import (
     warning,
 )
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
-from gcore_llm.sampling.evaluate import Evaluation, evaluate, sampling_params
+from gcore_llm.sampling.rewards import Evaluation, evaluate, sampling_params
 from gcore_placement import Forecast, PlacementError, TransformerWorkload, balance
 from gcore_rollout import (
     Generation,

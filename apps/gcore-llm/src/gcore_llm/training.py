@@ -15,8 +15,7 @@ from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
 from gcore_llm.sampling.engines import check_engine, engine_factory, start_policy
-from gcore_llm.sampling.evaluate import Evaluation, evaluate
-from gcore_llm.sampling.rewards import Rewards
+from gcore_llm.sampling.rewards import Evaluation, Rewards, evaluate
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Engine, EnvironmentRole, Failed, Request, RewardRunner, RolloutRoles, SamplingParams
 from gcore_runs import (
@@ -31,8 +30,7 @@ from gcore_runs import (
     inline_backend,
     resolve,
 )
-from gcore_runs.loop.instrumented_engine import Instrumentation
-from gcore_runs.settings.engine_config import EngineConfig
+from gcore_runs.engines import EngineConfig, Instrumentation
 from gcore_trainer import merge_lora
 
 if TYPE_CHECKING:

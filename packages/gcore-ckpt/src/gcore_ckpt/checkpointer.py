@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, attempt, open_group, root_decides
-from gcore_ckpt.storage import Retention, open_storage
+from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import Call, Calls, SaveHandle
 
 if TYPE_CHECKING:
@@ -19,6 +20,33 @@ if TYPE_CHECKING:
     from gcore_ckpt.saving.pipeline import SavePipeline
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Steps to keep after a commit: `keep` of the latest (None for all), and multiples of `keep_every` for good."""
+
+    keep: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"keep is {self.keep}; expected None (keep all steps) or 1 or more")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every is {self.keep_every}; expected None or 1 or more")
+        if self.keep_every is not None and self.keep is None:
+            raise ValueError(
+                f"keep_every is {self.keep_every} and keep is None, which keeps all steps; expected a keep"
+            )
+
+    def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
+        """Return those of `steps` (ascending) that may go, never the one just committed."""
+        if self.keep is None:
+            return []
+        others = [step for step in steps if step != committed]
+        kept = self.keep - (0 if committed is None else 1)
+        lowest = others[: max(0, len(others) - kept)]
+        return [step for step in lowest if self.keep_every is None or step % self.keep_every != 0]
 
 
 class Checkpointer:
@@ -70,7 +98,7 @@ class Checkpointer:
         self._storage = open_storage(path)
         self._max_in_flight = max_in_flight
         self._options: dict[str, Any] = {
-            "retention": Retention(keep=keep, keep_every=keep_every),
+            "superfluous": Retention(keep=keep, keep_every=keep_every).superfluous,
             "max_in_flight": max_in_flight,
             "staging": staging,
             "incremental": incremental,
@@ -240,13 +268,13 @@ class Checkpointer:
     def _close(self) -> None:
         self._closed = True
         is_idle = self._calls.close()
+        pipeline, group = self._pipeline, self._group
         failure = None
-        if self._pipeline is not None:
-            _, failure = attempt(self._pipeline.close)
-            self._pipeline = None
-        if self._group is not None and is_idle:
-            self._group.close()
-        self._group = None
+        if pipeline is not None:
+            _, failure = attempt(pipeline.close)
+        self._pipeline = self._group = None
+        if group is not None and is_idle:
+            group.close()
         if failure is not None:
             raise failure
 

@@ -4,6 +4,7 @@ Python raises KeyboardInterrupt, or what a signal handler raises, between any tw
 exchange with other ranks, or the accounting of memory, would stop halfway. Here the main thread only waits.
 """
 
+import math
 import sys
 import time
 import weakref
@@ -17,8 +18,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 from gcore_ckpt.errors import CheckpointError
 
 T = TypeVar("T")
-Job: TypeAlias = Callable[[], object]
-_Queue: TypeAlias = "SimpleQueue[tuple[Job, Future[None]] | None]"
+_Queue: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
 
 WAKE_UP_S = 0.2
 """Interval at which a waiting thread looks for signals."""
@@ -29,13 +29,11 @@ def wait_for(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> 
 
     It wakes up in between: a signal that arrives just before a thread falls asleep is handled when it wakes up.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    while True:
-        left_s = WAKE_UP_S if deadline is None else min(WAKE_UP_S, max(0.0, deadline - time.monotonic()))
-        if not wait(futures, left_s).not_done:
-            return True
-        if deadline is not None and time.monotonic() >= deadline:
+    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while wait(futures, max(0.0, min(WAKE_UP_S, end_s - time.monotonic()))).not_done:
+        if time.monotonic() >= end_s:
             return False
+    return True
 
 
 class Workers:
@@ -57,25 +55,23 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, jobs: Iterable[Job]) -> None:
-        """Run all jobs and wait for them. Raises the error of the first that failed, after all have ended.
+    def run(self, jobs: Iterable[Callable[[], T]]) -> list[T]:
+        """Return what all jobs return. Raises the error of the first that failed, after all have ended.
 
         If the waiting thread is interrupted, jobs that have not started are dropped, and the others end first.
         """
-        futures: list[Future[None]] = []
+        futures: list[Future[T]] = []
         try:
             futures.extend(self.submit(job) for job in jobs)  # keeps those before an interruption
             wait_for(futures)
         except BaseException:
             wait_for([future for future in futures if not future.cancel()])
             raise
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
+        return [future.result() for future in futures]
 
-    def submit(self, job: Job) -> Future[None]:
+    def submit(self, job: Callable[[], T]) -> Future[T]:
         """Run one job in the background."""
-        future: Future[None] = Future()
+        future: Future[T] = Future()
         with self._lock:
             if self._queue is None:
                 self._queue = SimpleQueue()
@@ -99,11 +95,9 @@ def _work(queue: _Queue) -> None:
         if not future.set_running_or_notify_cancel():
             continue
         try:
-            job()
+            future.set_result(job())
         except BaseException as error:
             future.set_exception(error)
-        else:
-            future.set_result(None)
         del item, job, future  # a thread that waits for work must not keep the last tensor alive
 
 

@@ -1,5 +1,8 @@
-from .balancing.balance import balance as balance, micro_batches as micro_batches
-from .balancing.streaming import StreamingBalancer as StreamingBalancer
+from .balancing.balance import (
+    StreamingBalancer as StreamingBalancer,
+    balance as balance,
+    micro_batches as micro_batches,
+)
 from .cluster import Cluster as Cluster, Device as Device, Efficiency as Efficiency
 from .costs import (
     EngineCosts as EngineCosts,
@@ -11,6 +14,7 @@ from .errors import MissingExtraError as MissingExtraError, PlacementError as Pl
 from .forecast import (
     Correction as Correction,
     Forecast as Forecast,
+    Job as Job,
     Stage as Stage,
     StepTime as StepTime,
     predict_step as predict_step,
@@ -29,8 +33,10 @@ from .partition.space import (
     engine_load as engine_load,
 )
 from .partition.strategy_choice import StrategyChoice as StrategyChoice
+from .planning.engines import EnginePlan as EnginePlan
 from .planning.layouts import TrainingLayout as TrainingLayout
-from .planning.planner import Alternative as Alternative, EnginePlan as EnginePlan, Plan as Plan, plan as plan
+from .planning.planner import Alternative as Alternative, Plan as Plan, plan as plan
+from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (
     LeastLoaded as LeastLoaded,
     Replica as Replica,
@@ -47,13 +53,9 @@ from .simulation.simulator import (
     StrategyRun as StrategyRun,
     compare as compare,
 )
-from .strategies import (
-    STRATEGIES as STRATEGIES,
-    Strategy as Strategy,
-    StrategyTraits as StrategyTraits,
-)
+from .strategies import STRATEGIES as STRATEGIES, Strategy as Strategy, StrategyTraits as StrategyTraits
 from .workload.diffusion import DiffusionWorkload as DiffusionWorkload
-from .workload.job import Job as Job, Lengths as Lengths
+from .workload.model_shape import ModelShape as ModelShape
 from .workload.recorded_runs import (
     SampledLengths as SampledLengths,
     fit_lengths as fit_lengths,
@@ -66,4 +68,3 @@ from .workload.traces import (
     TraceRecipe as TraceRecipe,
     recorded_trace as recorded_trace,
 )
-from .workload.transformer import ModelShape as ModelShape, TransformerWorkload as TransformerWorkload

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gcore_placement.errors import Above0, Amount, Checked, Positive, Share, check_above_0, refusal
+from gcore_placement.errors import refusal
+from gcore_placement.quantities import Above0, Amount, Checked, Floats, Positive, Share, check_above_0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ class Cluster(Checked):
 
         The sizes of a cluster are among those of any larger one, so more devices never make a plan worse.
         """
-        nodes = [n * self.devices_per_node for n in range(1, self.num_devices // self.devices_per_node + 1)]
-        parts = list(range(1, min(self.num_devices, self.devices_per_node - 1) + 1))
-        return (parts + nodes)[::-1]
+        parts = range(1, min(self.num_devices + 1, self.devices_per_node))
+        nodes = range(self.devices_per_node, self.num_devices + 1, self.devices_per_node)
+        return [*parts, *nodes][::-1]
 
     def link_bytes_per_s(self, group_size: int) -> float:
         """Return the rate of each device in a group of neighbours: within a node where the group fits into one."""
@@ -101,8 +101,7 @@ class Efficiency(Checked):
     """The shares of their data sheets that devices reach, and the overheads of programs.
 
     The defaults are common values: Megatron trains at 40 to 50 % of the peak (arXiv 2104.04473 and the tables
-    of its repository); engines read memory at about three quarters of its rate. `Correction` corrects the
-    predictions by measurements.
+    of its repository); engines read memory at about three quarters of its rate.
     """
 
     training: Share = 0.45
@@ -138,7 +137,7 @@ class Efficiency(Checked):
     swap_s: Amount = 1.0
     """Seconds to put an engine to sleep, or to wake it, in addition to its bytes."""
 
-    def together_s(self, one_s: NDArray[np.float64], other_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    def together_s(self, one_s: Floats, other_s: Floats) -> Floats:
         """Return the seconds of two kinds of work that could be done at the same time."""
         return np.maximum(one_s, other_s) + (1 - self.overlap) * np.minimum(one_s, other_s)
 

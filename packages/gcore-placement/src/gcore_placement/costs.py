@@ -1,17 +1,29 @@
 """The cost laws of a job's roles, in seconds, shared by plans, simulations and live decisions.
 
-The planner predicts them from a model's shape and a device's data sheet; a run's timings give them by a fit.
+The planner predicts them from a model's shape and a device's data sheet; a run's timings give them by a fit. Laws are
+the costs of many choices at once: their arrays are [num_laws].
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gcore_placement.errors import Amount, Checked, Positive, check_amounts
+from gcore_placement.quantities import Amount, Checked, Floats, Positive, check_amounts
 
-Number = TypeVar("Number", float, NDArray[np.float64])
+Number = TypeVar("Number", float, Floats)
+Costs = TypeVar("Costs")
+
+
+def times(costs: Costs, factor: float) -> Costs:
+    """Return costs, or laws, with all fields that are seconds times a factor."""
+    found: Any = costs
+    return replace(found, **{name: value * factor for name, value in vars(costs).items() if name.endswith("_s")})
+
+
+def _at(laws: object, index: int) -> dict[str, Any]:
+    fields = vars(laws).items()
+    return {name: value[index].item() if isinstance(value, np.ndarray) else value for name, value in fields}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +65,18 @@ class EngineCosts(Checked):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineLaws:
-    """`EngineCosts` under several numbers of sequences at once: arrays are [num_laws]."""
+    """`EngineCosts` under several numbers of sequences at once."""
 
     devices_per_replica: int
-    max_num_seqs: NDArray[np.float64]
-    decode_base_s: NDArray[np.float64]
-    decode_per_sequence_s: NDArray[np.float64]
+    max_num_seqs: Floats
+    decode_base_s: Floats
+    decode_per_sequence_s: Floats
     decode_per_context_token_s: float
     prefill_per_token_s: float
 
     def costs(self, index: int) -> EngineCosts:
         """Return the law at an index."""
-        return EngineCosts(
-            devices_per_replica=self.devices_per_replica,
-            max_num_seqs=int(self.max_num_seqs[index]),
-            decode_base_s=float(self.decode_base_s[index]),
-            decode_per_sequence_s=float(self.decode_per_sequence_s[index]),
-            decode_per_context_token_s=self.decode_per_context_token_s,
-            prefill_per_token_s=self.prefill_per_token_s,
-        )
+        return EngineCosts(**{**_at(self, index), "max_num_seqs": int(self.max_num_seqs[index])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,29 +97,23 @@ class TrainingCosts(Checked):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingLaws:
-    """`TrainingCosts` of many layouts: all arrays are [num_layouts]."""
+    """`TrainingCosts` of many layouts."""
 
-    base_s: NDArray[np.float64]
-    per_token_s: NDArray[np.float64]
-    per_pair_s: NDArray[np.float64]
-    forward_share: NDArray[np.float64]
+    base_s: Floats
+    per_token_s: Floats
+    per_pair_s: Floats
+    forward_share: Floats
     num_forward_passes: int
 
-    def seconds(self, *, tokens: float, pairs: float, num_devices: int) -> NDArray[np.float64]:
+    def seconds(self, *, tokens: float, pairs: float, num_devices: int) -> Floats:
         """Return the seconds of preparation and training of a step."""
         work_s = (self.per_token_s * tokens + self.per_pair_s * pairs) / num_devices
         return self.base_s + work_s * (1 + self.num_forward_passes * self.forward_share)
 
     def costs(self, index: int, *, sync_s: float, moving_s: float) -> TrainingCosts:
         """Return the costs of one layout; `moving_s`: seconds to bring its state from the host and back."""
-        return TrainingCosts(
-            base_s=float(self.base_s[index]) + moving_s,
-            per_token_s=float(self.per_token_s[index]),
-            per_pair_s=float(self.per_pair_s[index]),
-            forward_share=float(self.forward_share[index]),
-            num_forward_passes=self.num_forward_passes,
-            sync_s=sync_s,
-        )
+        costs = TrainingCosts(**_at(self, index), sync_s=sync_s)
+        return replace(costs, base_s=costs.base_s + moving_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,30 +1,125 @@
-"""Predict the seconds of a step by stage, from a job's costs, a strategy and a partition; and correct the predictions
-by measurements: one robust and bounded factor for each kind of work."""
+"""A step of an RLHF job: its work, its predicted seconds by stage, and their correction by measurements."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Literal, Self, TypeVar, cast, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gcore_placement.costs import EngineCosts, EngineLaws, JobCosts, SwapCosts, TrainingCosts, TrainingLaws
-from gcore_placement.errors import PlacementError, check_above_0, check_positive, refusal
+from gcore_placement.costs import EngineCosts, EngineLaws, JobCosts, TrainingCosts, TrainingLaws, times
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import (
+    Checked,
+    Floats,
+    Lengths,
+    Positive,
+    Share,
+    check_above_0,
+    check_positive,
+    lengths_of,
+)
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
-from gcore_placement.workload.job import Job, Lengths
+from gcore_placement.workload.model_shape import ModelShape
 
 RUN_FILE = "placement.json"
 """A file in a run's folder, whose key `correction` holds `Correction.state()`."""
 
 Stage = Literal["generation", "reward", "preparation", "training", "weight_sync", "swap"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+EngineStage = Literal["generation", "reward"]
 
-Engine = TypeVar("Engine", EngineCosts, EngineLaws)
 Training = TypeVar("Training", TrainingCosts, TrainingLaws)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job(Checked):
+    """The mean work of a step. Raises PlacementError where a number is out of its bounds, or a judge has no lengths."""
+
+    policy: ModelShape
+    prompt_lengths: Lengths
+    response_lengths: Lengths
+    train_batch_size: Positive
+    """Prompts that a step trains on."""
+    n: Positive
+    """Responses to each."""
+    acceptance: Share = 1.0
+    """Share of prompts whose responses do not all score alike; the others are sampled again (dynamic sampling)."""
+    judge: ModelShape | None = None
+    """A generative reward model, which reads the mean prompt and the response and writes a judgement; None: scores are
+    made elsewhere, at once."""
+    judge_lengths: Lengths | None = None
+    """Lengths of judgements."""
+    reference: bool = False
+    """A frozen copy of the policy scores all responses (KL)."""
+    critic: ModelShape | None = None
+    """A value model that is trained as the policy is."""
+    compute_bytes: Positive = 2
+    """Bytes of a number in matrix products, activations, keys and values, and engine weights: 2 is bfloat16. Trained
+    parameters, gradients and moments are float32."""
+    old_log_probs: bool = False
+    """The policy scores all responses again before it trains; else the engine's log-probs serve."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.judge is None) != (self.judge_lengths is None):
+            raise refusal("judge_lengths", self.judge_lengths, "given with a judge, and only then")
+
+    @property
+    def trained(self) -> list[ModelShape]:
+        """The policy, and the critic where there is one."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+    @property
+    def num_forward_passes(self) -> int:
+        """Passes that only score, in preparation."""
+        return int(self.reference) + int(self.old_log_probs) + int(self.critic is not None)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and the longest response together."""
+        return int(np.ceil(self.prompt_lengths.longest + self.response_lengths.longest))
+
+    @cached_property
+    def wave_prompts(self) -> Floats:
+        """Prompts of each wave of sampling, [num_waves].
+
+        The first wave is sized by the acceptance rate. Where that is below 1, it falls short as often as not, by about
+        the standard deviation of how many are accepted, and a second wave makes up for it.
+        """
+        total = self.train_batch_size / self.acceptance
+        short = min(float(np.sqrt(self.train_batch_size * (1 - self.acceptance))) / self.acceptance, total)
+        return np.array([total - short / 2, short] if short else [total])
+
+    @cached_property
+    def wave_chances(self) -> Floats:
+        """Share of the steps that have the wave, [num_waves]."""
+        return np.array([1.0, 0.5])[: self.wave_prompts.size]
+
+    @cached_property
+    def training_tokens(self) -> float:
+        """Tokens that a step trains on, a group's prompt computed once."""
+        return self.train_batch_size * (self.prompt_lengths.mean + self.n * self.response_lengths.mean)
+
+    @cached_property
+    def training_pairs(self) -> float:
+        """Pairs of a query token and a key token it attends to; see `TransformerWorkload.group_flops`."""
+        prompts, responses = self.prompt_lengths, self.response_lengths
+        in_prompt = (prompts.mean_square + prompts.mean) / 2
+        in_response = prompts.mean * responses.mean + (responses.mean_square + responses.mean) / 2
+        return self.train_batch_size * (in_prompt + self.n * in_response)
+
+    def engine_role(self, stage: EngineStage) -> tuple[ModelShape, Lengths, Lengths]:
+        """Return the model of a stage's engines, and the lengths that it reads and writes."""
+        if stage == "generation":
+            return self.policy, self.prompt_lengths, self.response_lengths
+        if self.judge is None or self.judge_lengths is None:
+            raise PlacementError("job.judge is None; expected a model where costs.reward is given")
+        response = self.response_lengths
+        read = Lengths(values=response.values + self.prompt_lengths.mean, edges=response.edges)
+        return self.judge, read, self.judge_lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +130,6 @@ class StepTime:
     reward_s: float
     """Seconds after generation, where both co-exist."""
     swap_s: float
-    """Seconds in which engines sleep and wake."""
     preparation_s: float
     training_s: float
     weight_sync_s: float
@@ -55,26 +149,22 @@ def predict_step(
     that; one sleep and one wake-up a step free memory for training. A dynamic partition is taken where it settles.
 
     Args:
-        costs: of the policy's engine, the judge's, and training.
         num_devices: all devices; they train together.
-        policy_devices: devices that generate; all in colocated.
+        policy_devices: devices that generate, at least a replica; all in colocated.
         reward_devices: devices of the judge; all in colocated, 0 without a judge.
-
-    Raises:
-        PlacementError: the strategy is not planned, or devices do not hold one replica.
     """
     check_planned(strategy)
 
-    def replicas(role: str, devices: int, engine: EngineCosts) -> NDArray[np.float64]:
+    def seconds(stage: EngineStage, role: str, devices: int, engine: EngineCosts) -> Floats:
         least = engine.devices_per_replica
         if not least <= devices <= num_devices:
             raise refusal(f"{role}_devices", devices, f"at least a replica ({least}), at most all ({num_devices})")
-        return np.array([devices // least], dtype=np.float64)
+        return waves_seconds(engine, job, stage, np.array([devices // least], dtype=np.float64))
 
-    generation = generation_seconds(costs.policy, job, replicas("policy", policy_devices, costs.policy))
+    generation = seconds("generation", "policy", policy_devices, costs.policy)
     reward = np.zeros_like(generation)
     if costs.reward is not None:
-        judging = reward_seconds(costs.reward, job, replicas("reward", reward_devices, costs.reward))
+        judging = seconds("reward", "reward", reward_devices, costs.reward)
         last_s = last_judgement_s(costs.reward, job)
         reward = added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
     preparation_s, training_s = training_seconds(costs.training, job.training_tokens, job.training_pairs, num_devices)
@@ -94,9 +184,7 @@ def check_planned(strategy: Strategy) -> None:
         raise refusal("strategy", strategy, f"one of {', '.join(PLANNED)}")
 
 
-def added_by_reward(
-    generation: NDArray[np.float64], judging: NDArray[np.float64], *, strategy: Strategy, last_s: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def added_by_reward(generation: Floats, judging: Floats, *, strategy: Strategy, last_s: Floats) -> Floats:
     """Return the seconds by which judging makes each wave longer than its generation: [num_waves, ...]."""
     if STRATEGIES[strategy].is_time_shared:
         return judging
@@ -119,68 +207,43 @@ def training_seconds(costs: TrainingCosts, tokens: float, pairs: float, num_devi
     return costs.num_forward_passes * costs.forward_share * pass_s, costs.base_s + pass_s
 
 
-def generation_seconds(
-    engine: EngineCosts | EngineLaws, job: Job, num_replicas: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return the seconds of each wave on each number of replicas, a prompt read once: [num_waves, num_replicas]."""
-    return _waves_seconds(engine, job, num_replicas, job.prompt_lengths.mean, job.response_lengths, num_reads=1)
-
-
-def reward_seconds(
-    engine: EngineCosts | EngineLaws, job: Job, num_replicas: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return the seconds of judging each wave on each number of replicas: [num_waves, num_replicas]."""
-    read, written = _judge_lengths(job)
-    return _waves_seconds(engine, job, num_replicas, read.mean, written, num_reads=job.n)
-
-
-def last_judgement_s(engine: EngineCosts | EngineLaws, job: Job) -> NDArray[np.float64]:
+def last_judgement_s(engine: EngineCosts | EngineLaws, job: Job) -> Floats:
     """Return the seconds of the last judgement, which nothing hides, of a response read and judged alone."""
-    read, written = _judge_lengths(job)
+    _, read, written = job.engine_role("reward")
     return np.asarray(engine.prefill_per_token_s * read.longest + engine.decode_base_s * written.mean)
 
 
-def _waves_seconds(
-    engine: EngineCosts | EngineLaws,
-    job: Job,
-    num_replicas: NDArray[np.float64],
-    prompt_mean: float,
-    lengths: Lengths,
-    *,
-    num_reads: int,
-) -> NDArray[np.float64]:
-    """Sum the law of `EngineCosts` over the decoding steps of the replica with the longest sequence, for each wave.
+def waves_seconds(engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage, num_replicas: Floats) -> Floats:
+    """Return the seconds of each wave of generation or reward on each number of replicas: [num_waves, num_replicas].
 
-    Each sequence adds its share to as many steps as it has tokens. There are as many steps as the longest has tokens;
-    or, where sequences wait, as many as pass until the last has started and all that then run have ended.
+    The law of `EngineCosts` is summed over the decoding steps of the replica with the longest sequence: each sequence
+    adds its share to as many steps as it has tokens. There are as many steps as the longest has tokens; or, where
+    sequences wait, as many as pass until the last has started and all that then run have ended. The policy reads a
+    prompt once for a group, the judge for each response.
     """
-    context_tokens = prompt_mean * lengths.mean + (lengths.mean_square + lengths.mean) / 2
-    rows: list[NDArray[np.float64]] = []
+    _, read, written = job.engine_role(stage)
+    num_reads, prompt_mean = 1 if stage == "generation" else job.n, read.mean
+    context_tokens = prompt_mean * written.mean + (written.mean_square + written.mean) / 2
+    rows: list[Floats] = []
     for prompts in job.wave_prompts.tolist():
         num_sequences, read_tokens = prompts * job.n, prompts * num_reads * prompt_mean
         each = np.maximum(num_sequences / num_replicas, min(1.0, num_sequences))
-        steps = np.full(each.shape, lengths.expected_longest(num_sequences))
+        steps = np.full(each.shape, written.expected_longest(num_sequences))
         waiting = each > engine.max_num_seqs
         if waiting.any():
-            left = lengths.remaining()
+            left = written.remaining()
             # Where some laws make sequences wait, all are for the most sequences that memory holds.
             most = float(np.max(engine.max_num_seqs))
-            last_begins = each * lengths.mean / engine.max_num_seqs - left.mean
+            last_begins = each * written.mean / engine.max_num_seqs - left.mean
             drained = last_begins + left.expected_longest(most)
             steps = np.where(waiting, np.maximum(steps, drained), steps)
         rows.append(
             engine.decode_base_s * steps
-            + engine.decode_per_sequence_s * each * lengths.mean
+            + engine.decode_per_sequence_s * each * written.mean
             + engine.decode_per_context_token_s * each * context_tokens
             + engine.prefill_per_token_s * each * (read_tokens / num_sequences)
         )
     return np.stack(rows)
-
-
-def _judge_lengths(job: Job) -> tuple[Lengths, Lengths]:
-    if job.judge_prompt_lengths is None or job.judge_lengths is None:
-        raise PlacementError("job.judge is None; expected a model where costs.reward is given")
-    return job.judge_prompt_lengths, job.judge_lengths
 
 
 class Correction:
@@ -188,16 +251,13 @@ class Correction:
 
     A factor is the weighted median of the last ratios of measured to predicted seconds; a ratio's weight halves every
     `half_life` further ones. So it follows a change within about `half_life` observations, and no single one, however
-    wild, moves it beyond its neighbours. Until there are `min_count` ratios of a stage, its factor is 1.
+    wild, moves it beyond its neighbours.
 
     Args:
-        half_life: observations after which one counts half.
-        window: observations that are kept.
-        min_count: observations without which nothing is corrected.
-        most: factors stay between 1 / most and most.
-
-    Raises:
-        PlacementError: an argument is out of bounds.
+        half_life: observations after which one counts half, above 0.
+        window: observations that are kept, at least `min_count`.
+        min_count: observations of a stage below which its factor is 1.
+        most: factors stay between 1 / most and most, which is at least 1.
     """
 
     def __init__(self, *, half_life: float = 8.0, window: int = 64, min_count: int = 3, most: float = 16.0) -> None:
@@ -213,34 +273,23 @@ class Correction:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Load the correction of a run: its folder, its `placement.json`, or a file with `state()` alone.
-
-        Raises:
-            PlacementError: the file does not exist, or holds no such state.
-        """
+        """Load the correction of a run: its folder, its `placement.json`, or a file with `state()` alone."""
         file = Path(path) / RUN_FILE if Path(path).is_dir() else Path(path)
-        try:
-            kept: Any = json.loads(file.read_text())
-        except FileNotFoundError:
-            raise refusal("correction", str(file), f"a run's folder with {RUN_FILE}, or such a file") from None
-        except ValueError as error:
-            raise PlacementError(f"{file} is not JSON; expected the state of a Correction ({error})") from None
-        state: Any = cast("dict[str, Any]", kept).get("correction", kept) if isinstance(kept, dict) else kept
-        if not isinstance(state, dict):
-            raise PlacementError(f"{file} is a JSON {type(state).__name__}; expected an object")
         found = cls()
         try:
+            kept: Any = json.loads(file.read_text())
+            state = kept.get("correction", kept) if isinstance(kept, dict) else kept
+            if not isinstance(state, dict):
+                raise PlacementError(f"{file} is a JSON {type(state).__name__}; expected an object")
             found.load_state(cast("dict[str, Any]", state))
-        except PlacementError as error:
-            raise PlacementError(f"{file}: {error}") from None
+        except FileNotFoundError:
+            raise refusal("correction", str(file), f"a run's folder with {RUN_FILE}, or such a file") from None
+        except json.JSONDecodeError as error:
+            raise PlacementError(f"{file} is not JSON; expected the state of a Correction ({error})") from None
         return found
 
     def observe(self, stage: Stage, *, predicted_s: float, measured_s: float) -> None:
-        """Observe the measured seconds of a kind of work, and those that the uncorrected model predicts for it.
-
-        Raises:
-            PlacementError: the stage is not known, or seconds are not finite and above 0.
-        """
+        """Observe the seconds of a kind of work, above 0: measured, and as the uncorrected model predicts them."""
         _check_stage(stage)
         check_above_0("predicted_s", predicted_s)
         check_above_0("measured_s", measured_s)
@@ -263,37 +312,23 @@ class Correction:
     def corrected(self, costs: JobCosts) -> JobCosts:
         """Return the costs with each stage's seconds times its factor."""
         return JobCosts(
-            policy=self.engine("generation", costs.policy),
-            reward=None if costs.reward is None else self.engine("reward", costs.reward),
-            training=_times(self.training(costs.training), self.factor("weight_sync"), "sync_s"),
-            swap=self.swap(costs.swap),
+            policy=times(costs.policy, self.factor("generation")),
+            reward=None if costs.reward is None else times(costs.reward, self.factor("reward")),
+            training=replace(self.training(costs.training), sync_s=self.factor("weight_sync") * costs.training.sync_s),
+            swap=times(costs.swap, self.factor("swap")),
         )
 
-    def engine(self, stage: Literal["generation", "reward"], costs: Engine) -> Engine:
-        """Return an engine's law, or laws of many, times the stage's factor."""
-        names = ("decode_base_s", "decode_per_sequence_s", "decode_per_context_token_s", "prefill_per_token_s")
-        return _times(costs, self.factor(stage), *names)
-
     def training(self, costs: Training) -> Training:
-        """Return the laws of training and preparation times their factors; not weight synchronisation."""
+        """Return the laws of training and preparation times their factors."""
         training, preparation = self.factor("training"), self.factor("preparation")
-        scaled = _times(costs, training, "base_s", "per_token_s", "per_pair_s")
-        return _times(scaled, preparation / training, "forward_share")
-
-    def swap(self, costs: SwapCosts) -> SwapCosts:
-        """Return the seconds of a swap times their factor."""
-        return _times(costs, self.factor("swap"), "sleep_s", "wake_s", "load_s")
+        return replace(times(costs, training), forward_share=costs.forward_share * (preparation / training))
 
     def state(self) -> dict[str, Any]:
         """Return the state for `load_state`, as plain data for JSON."""
         return {"ratios": {stage: list(ratios) for stage, ratios in self._ratios.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the ratios of a state; this object's settings stay.
-
-        Raises:
-            PlacementError: it is not such a state; nothing is changed then.
-        """
+        """Restore the ratios of a state, but no settings; PlacementError where it is not one: nothing is changed."""
         ratios: Any = state.get("ratios")
         if not isinstance(ratios, Mapping) or set(cast("Mapping[str, Any]", ratios)) != set(STAGES):
             raise refusal("state", state, f"of Correction.state(): ratios of {', '.join(STAGES)}")
@@ -305,10 +340,6 @@ class Correction:
                 check_above_0(f"ratios.{stage}", ratio)
             found[stage] = [float(ratio) for ratio in ratios[stage]][-self._window :]
         self._ratios = found
-
-
-def _times(costs: Any, factor: float, *names: str) -> Any:
-    return replace(costs, **{name: getattr(costs, name) * factor for name in names})
 
 
 def _check_stage(stage: str) -> None:
@@ -325,24 +356,17 @@ _MEASURED: Mapping[Stage, str] = {
 }
 
 
+@dataclass(frozen=True)
 class Forecast:
-    """Predicts each step of a run of gcore-llm from its sampled lengths, and corrects the laws by the measured seconds.
+    """Predicts each step of a run of gcore-llm from its sampled lengths, and corrects the laws by measured seconds."""
 
-    Args:
-        predict: `predict_step` for the run's costs and devices.
-        job: of the run, at its full size.
-        correction: of the laws; steps that are observed change it.
-        save: writes `placement.json` after each step: it calls its argument with the path to write to.
-    """
-
-    def __init__(
-        self,
-        predict: Callable[[Job], StepTime],
-        job: Job,
-        correction: Correction,
-        save: Callable[[Callable[[Path], object]], object],
-    ) -> None:
-        self._predict, self._job, self._correction, self._save = predict, job, correction, save
+    predict: Callable[[Job], StepTime]
+    """`predict_step` for the run's costs and devices."""
+    job: Job
+    """The run's job at its full size."""
+    correction: Correction
+    save: Callable[[Callable[[Path], object]], object]
+    """Writes `placement.json` after each step: it calls its argument with the path to write to."""
 
     def stepped(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Observe a step; return its predicted seconds, and their error as a share of the measured ones."""
@@ -350,30 +374,21 @@ class Forecast:
             return {}
         groups = metrics["sampling/groups"]
         job = replace(
-            self._job,
+            self.job,
             prompt_lengths=Lengths.recorded([max(1.0, metrics["prompt_length/mean"])]),
             response_lengths=lengths_of(
-                metrics["response_length/mean"], metrics["response_length/max"], count=groups * self._job.n
+                metrics["response_length/mean"], metrics["response_length/max"], count=groups * self.job.n
             ),
             train_batch_size=round(groups),
             acceptance=min(1.0, max(metrics["sampling/acceptance"], 1e-3)),
         )
-        law, predicted_s, measured_s = self._predict(job), 0.0, 0.0
+        law, predicted_s, measured_s = self.predict(job), 0.0, 0.0
         for stage, name in _MEASURED.items():
             law_s, took_s = getattr(law, f"{stage}_s"), metrics.get(name, 0.0)
             if law_s > 0 and took_s > 0:
-                predicted_s += law_s * self._correction.factor(stage)
+                predicted_s += law_s * self.correction.factor(stage)
                 measured_s += took_s
-                self._correction.observe(stage, predicted_s=law_s, measured_s=took_s)
-        state = json.dumps({"correction": self._correction.state()})
-        self._save(lambda path: path.write_text(state))
+                self.correction.observe(stage, predicted_s=law_s, measured_s=took_s)
+        state = json.dumps({"correction": self.correction.state()})
+        self.save(lambda path: path.write_text(state))
         return {"forecast/stages_s": predicted_s, "forecast/error": predicted_s / measured_s - 1} if measured_s else {}
-
-
-def lengths_of(mean: float, longest: float, *, count: float) -> Lengths:
-    """Return log-normal lengths of this mean; the longest of `count` of them is about `longest`."""
-    mean, longest = max(1.0, mean), max(1.0, longest)
-    deviations = NormalDist().inv_cdf(1 - 1 / (count + 1)) if count > 1 else 0.0
-    # ln(longest / mean) = sigma * deviations - sigma^2 / 2
-    sigma = deviations - math.sqrt(max(0.0, deviations**2 - 2 * math.log(max(1.0, longest / mean))))
-    return Lengths.log_normal(median=min(mean * math.exp(-(sigma**2) / 2), longest), sigma=sigma, longest=longest)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import Ints
 
 WORK = {"gen": "generation", "reward": "reward", "prepare": "preparation", "train": "training", "sync": "weight_sync"}
 """Columns of work by the stage of a device, in the order of a step."""
@@ -33,6 +34,8 @@ COLUMNS = (*WORK.values(), *CAUSES)
 
 Interval = tuple[str, float, float]
 """Stage, start and end in seconds."""
+Span = tuple[str, int, int]
+"""Stage, start and end in nanoseconds."""
 
 _NS = 1_000_000_000
 _NAMED = ("swap", "data", "checkpoint", "failure")
@@ -59,18 +62,15 @@ _CAUSE_BY_ROLE: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StepIntervals:
-    """A step's stages. Times are in nanoseconds of one clock, so that sums are exact.
-
-    Attributes:
-        controllers: by rank, `(stage, start, stop)`.
-        devices: by name; its role is the name without the number after it, as in `engine 3`.
-    """
+    """A step's stages. Times are in nanoseconds of one clock, so that sums are exact."""
 
     step: int
     start_ns: int
     stop_ns: int
-    controllers: Sequence[Sequence[tuple[str, int, int]]]
-    devices: Mapping[str, Sequence[tuple[str, int, int]]] = field(default_factory=dict)
+    controllers: Sequence[Sequence[Span]]
+    """By rank."""
+    devices: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    """By name; a device's role is its name without the number after it, as in `engine 3`."""
 
     @classmethod
     def of(
@@ -84,10 +84,8 @@ class StepIntervals:
         """Build a step from seconds since `offset_s`; it lasts from the first start to the last end."""
         offset_ns = round(offset_s * _NS)
 
-        def exact(intervals: Iterable[Interval]) -> list[tuple[str, int, int]]:
-            return [
-                (name, offset_ns + round(start * _NS), offset_ns + round(end * _NS)) for name, start, end in intervals
-            ]
+        def exact(row: Iterable[Interval]) -> list[Span]:
+            return [(name, offset_ns + round(start * _NS), offset_ns + round(end * _NS)) for name, start, end in row]
 
         rows = [exact(intervals) for intervals in controllers]
         named = {name: exact(intervals) for name, intervals in devices.items()}
@@ -99,15 +97,12 @@ class StepIntervals:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Device time by role and column, which adds up to devices x wall time exactly.
-
-    Attributes:
-        device_ns: of each role, each column of `COLUMNS`, in nanoseconds.
-        total_ns: of each role, its devices x wall time; a device counts in the steps that name it.
-    """
+    """Device time by role and column, which adds up to devices x wall time exactly."""
 
     device_ns: Mapping[str, Mapping[str, int]]
+    """Nanoseconds of each column of `COLUMNS`, by role."""
     total_ns: Mapping[str, int]
+    """Devices x wall time, by role; a device counts in the steps that name it."""
 
     @classmethod
     def of(cls, steps: Iterable[StepIntervals]) -> Self:
@@ -131,7 +126,7 @@ class Ledger:
             widths = np.diff(cuts)
             labels = [_stages(row, cuts) for row in step.controllers]
             held_up_by = np.min(labels, axis=0) if labels else np.full(len(widths), _NO_STAGE)
-            by_role: dict[str, list[NDArray[np.intp]]] = {}
+            by_role: dict[str, list[Ints]] = {}
             for name, row in rows.items():
                 by_role.setdefault(_role(name), []).append(_stages(row, cuts))
             for role, stages in by_role.items():
@@ -175,9 +170,7 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
     """Read the steps of a run of gcore-llm, from its folder or the `spans.jsonl` in it.
 
     A step lasts until the next one starts; a torn last line, and steps that a resumed run repeated, are left out.
-
-    Raises:
-        PlacementError: there is no such file, or a line of it is no step.
+    Raises PlacementError where there is no such file, or a line of it is no step.
     """
     file = Path(path) / "spans.jsonl" if Path(path).is_dir() else Path(path)
     try:
@@ -202,11 +195,7 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
 
 
 def select_steps(steps: Sequence[StepIntervals], text: str) -> list[StepIntervals]:
-    """Select the steps of a range, as in `10:20`, both included; either end may be left out.
-
-    Raises:
-        PlacementError: `text` is no such range, or holds no step.
-    """
+    """Select the steps of a range, as in `10:20`, both included; either end may be left out. One must hold any."""
     first, colon, last = text.partition(":")
     if not colon or any(end and not end.isdecimal() for end in (first, last)):
         raise refusal("steps", text, "FIRST:LAST, as in 10:20")
@@ -235,7 +224,7 @@ def _role(name: str) -> str:
     return kind if number.isdecimal() and kind else name
 
 
-def _stages(row: Sequence[tuple[str, int, int]], cuts: NDArray[np.int64]) -> NDArray[np.intp]:
+def _stages(row: Sequence[Span], cuts: NDArray[np.int64]) -> Ints:
     """Return the stage between each two cuts, as an index into `_STAGES`; unknown stages count as none."""
     stages = np.full(len(cuts) - 1, _NO_STAGE, dtype=np.intp)
     for stage, start, stop in sorted(row, key=lambda interval: interval[1]):
@@ -245,11 +234,9 @@ def _stages(row: Sequence[tuple[str, int, int]], cuts: NDArray[np.int64]) -> NDA
     return stages
 
 
-def _causes(role: str, held_up_by: NDArray[np.intp], any_busy: NDArray[np.bool_]) -> NDArray[np.intp]:
+def _causes(role: str, held_up_by: Ints, any_busy: NDArray[np.bool_]) -> Ints:
     """Return the column of a role's idle devices between each two cuts."""
     reasons = _CAUSE_BY_ROLE.get(role, {})
     causes = [stage if stage in _NAMED else reasons.get(stage, "unassigned") for stage in _STAGES]
-    by_stage = np.array([COLUMNS.index(cause) for cause in [*causes, "unassigned"]], dtype=np.intp)
-    unassigned = COLUMNS.index("unassigned")
-    found = by_stage[held_up_by]
-    return np.where((found == unassigned) & any_busy, COLUMNS.index("imbalance"), found)
+    found = np.array([COLUMNS.index(cause) for cause in [*causes, "unassigned"]], dtype=np.intp)[held_up_by]
+    return np.where((found == COLUMNS.index("unassigned")) & any_busy, COLUMNS.index("imbalance"), found)

@@ -16,8 +16,8 @@ from .engines.diffusion.types import (
     Trajectory as Trajectory,
 )
 from .engines.hf.engine import HFEngine as HFEngine
-from .engines.processes.engine_process import EngineProcess as EngineProcess
 from .engines.protocol import (
+    AnySample as AnySample,
     Completion as Completion,
     Digest as Digest,
     Digests as Digests,
@@ -32,12 +32,6 @@ from .engines.protocol import (
     SamplingParams as SamplingParams,
 )
 from .engines.queueing import Call as Call, sample_seeds as sample_seeds
-from .engines.ray.ray_engine import (
-    EngineHandle as EngineHandle,
-    RayEngine as RayEngine,
-    end_engine_actor as end_engine_actor,
-    start_engine_actor as start_engine_actor,
-)
 from .engines.registry import (
     PRELOAD_DIFFUSERS as PRELOAD_DIFFUSERS,
     PRELOAD_HF as PRELOAD_HF,
@@ -49,6 +43,13 @@ from .engines.registry import (
     engine_kind as engine_kind,
     engine_names as engine_names,
     register_engine as register_engine,
+)
+from .engines.remote.process import EngineProcess as EngineProcess
+from .engines.remote.ray_engine import (
+    EngineHandle as EngineHandle,
+    RayEngine as RayEngine,
+    end_engine_actor as end_engine_actor,
+    start_engine_actor as start_engine_actor,
 )
 from .engines.replicas import (
     EngineReplicas as EngineReplicas,
@@ -81,17 +82,14 @@ from .errors import (
     WrongBaseError as WrongBaseError,
     WrongWeightsError as WrongWeightsError,
 )
-from .generation import Generation as Generation, GroupComparison as GroupComparison, RolloutRoles as RolloutRoles
-from .groups import (
+from .generation import (
+    Generation as Generation,
     Group as Group,
-    Prompt as Prompt,
-    PromptImages as PromptImages,
-    Response as Response,
+    GroupComparison as GroupComparison,
+    RolloutRoles as RolloutRoles,
     SampledPart as SampledPart,
-    UnfinishedGroup as UnfinishedGroup,
     sampled_metrics as sampled_metrics,
     sampled_part as sampled_part,
-    vision_processor as vision_processor,
 )
 from .images.models import (
     AestheticReward as AestheticReward,
@@ -106,7 +104,6 @@ from .images.reward import (
 )
 from .images.vision_processor import VisionProcessor as VisionProcessor
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
-from .multi_turn.config import EnvironmentRole as EnvironmentRole, MultiTurnConfig as MultiTurnConfig
 from .multi_turn.environment import (
     Environment as Environment,
     Opening as Opening,
@@ -117,21 +114,22 @@ from .multi_turn.environment import (
     ToolEnvironment as ToolEnvironment,
     hermes_calls as hermes_calls,
 )
-from .multi_turn.episode import (
-    Episode as Episode,
-    EpisodeEnd as EpisodeEnd,
-    EpisodeLimits as EpisodeLimits,
-    run_episode as run_episode,
+from .multi_turn.episode import Episode as Episode, EpisodeEnd as EpisodeEnd, run_episode as run_episode
+from .responses import (
+    Prompt as Prompt,
+    PromptImages as PromptImages,
+    Response as Response,
+    UnfinishedGroup as UnfinishedGroup,
+    vision_processor as vision_processor,
 )
+from .rewards.kinds.composite import CompositeReward as CompositeReward
 from .rewards.kinds.http import HTTPImageReward as HTTPImageReward, HTTPReward as HTTPReward
 from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,
     JudgeModel as JudgeModel,
     JudgeReward as JudgeReward,
-    JudgeStats as JudgeStats,
-    QuestionTemplate as QuestionTemplate,
+    Reduce as Reduce,
     ScorePattern as ScorePattern,
-    Verdict as Verdict,
 )
 from .rewards.kinds.pairwise import PairwiseJudge as PairwiseJudge, Winner as Winner, WinnerPattern as WinnerPattern
 from .rewards.kinds.sequence_classifier import SequenceClassifierReward as SequenceClassifierReward
@@ -143,10 +141,10 @@ from .rewards.kinds.verifiers import (
     last_code_block as last_code_block,
 )
 from .rewards.registry import (
+    EnvironmentRole as EnvironmentRole,
     ImageRewardKind as ImageRewardKind,
     ImageRewardSettings as ImageRewardSettings,
-    JudgeOptions as JudgeOptions,
-    Reduce as Reduce,
+    MultiTurnConfig as MultiTurnConfig,
     build_image_reward as build_image_reward,
     build_reward as build_reward,
     load_function as load_function,
@@ -156,27 +154,25 @@ from .rewards.registry import (
     reward_names as reward_names,
 )
 from .rewards.reward import (
-    CompositeReward as CompositeReward,
+    Failed as Failed,
     Failure as Failure,
-    FailureLog as FailureLog,
     GroupRewardFunction as GroupRewardFunction,
     RewardFunction as RewardFunction,
+    RewardStats as RewardStats,
     Scored as Scored,
-    evaluate as evaluate,
-    evaluate_group as evaluate_group,
-    score as score,
+    ThreadedReward as ThreadedReward,
+    part_means as part_means,
+    reward_metrics as reward_metrics,
 )
 from .rewards.runner import (
-    Failed as Failed,
-    GroupRewardRunner as GroupRewardRunner,
+    FailureLog as FailureLog,
     OnError as OnError,
     RetryPolicy as RetryPolicy,
     RewardRunner as RewardRunner,
     RewardRunnerConfig as RewardRunnerConfig,
-    RewardStats as RewardStats,
-    ThreadedReward as ThreadedReward,
-    part_means as part_means,
-    reward_metrics as reward_metrics,
+    evaluate as evaluate,
+    evaluate_group as evaluate_group,
+    score as score,
 )
 from .sandbox.sandbox import (
     Isolation as Isolation,

@@ -1,20 +1,105 @@
-"""Generation of scored groups by one controller; rewards are computed while other responses are generated."""
+"""Groups of responses and their generation by one controller; rewards are computed while others are generated."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError, RequestError, RewardError
-from gcore_rollout.groups import Group, Prompt, Response, UnfinishedGroup
-from gcore_rollout.multi_turn.config import EnvironmentRole
-from gcore_rollout.multi_turn.episode import run_episode
-from gcore_rollout.rewards.reward import FailureLog, Scored
-from gcore_rollout.rewards.runner import Failed, GroupRewardRunner, RewardRunner
+from gcore_rollout.multi_turn.episode import Episode, EpisodeEnd, run_episode
+from gcore_rollout.responses import Prompt, PromptImages, Response, UnfinishedGroup
+from gcore_rollout.rewards.registry import EnvironmentRole
+from gcore_rollout.rewards.reward import Failed, Scored, part_means
+from gcore_rollout.rewards.runner import FailureLog, RewardRunner
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """The responses to one prompt."""
+
+    prompt_index: int
+    """Position of the prompt in the run's global order."""
+    prompt_ids: NDArray[np.int64]
+    responses: list[Response]
+    greedy_score: float | None = None
+    """Score of the greedy response, where the algorithm compares with it."""
+    images: PromptImages | None = None
+    """Images of the prompt."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest weight version that generated any token."""
+        return min(int(r.weight_versions[slice(None) if r.mask is None else r.mask].min()) for r in self.responses)
+
+    @property
+    def scores(self) -> list[float]:
+        return [r.score for r in self.responses]
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the responses differ in score, so that their advantages do."""
+        return len(set(self.scores)) > 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Response lengths in tokens, shape [n]."""
+        return np.array([r.token_ids.size for r in self.responses])
+
+    def state(self) -> dict[str, Any]:
+        """Return plain arrays and numbers for a checkpoint."""
+        own = {**vars(self), "responses": [dict(vars(r)) for r in self.responses]}
+        return {"ticket": own.pop("prompt_index"), **own, "images": self.images and self.images.state()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Group":
+        """Return the group that `state` gave this state for."""
+        own: dict[str, Any] = {**state, "responses": [Response(**r) for r in state["responses"]]}
+        images = own.pop("images", None)
+        return cls(prompt_index=own.pop("ticket"), **own, images=images and PromptImages.from_state(images))
+
+
+SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]
+"""[N, 4] score, length, whether it was cut off, and prompt length of each response; parts of the scores; ends of
+episodes."""
+
+
+def sampled_part(groups: Sequence[Group]) -> SampledPart:
+    """Return one controller's part of `sampled_metrics`."""
+    responses = [(group, response) for group in groups for response in group.responses]
+    columns = [(r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g, r in responses]
+    ends = Counter[str](r.end for _, r in responses if r.end is not None)
+    return np.array(columns, np.float64).reshape(-1, 4), [r.parts for _, r in responses if r.parts], ends
+
+
+def sampled_metrics(parts: Sequence[SampledPart]) -> dict[str, float]:
+    """Return metrics of all controllers' responses, under verl's names; without responses there are none of them."""
+    rows = np.concatenate([own for own, *_ in parts])
+    metrics: dict[str, float] = {}
+    if len(rows):
+        scores, lengths, truncated, prompts = rows.T
+        metrics |= {
+            "critic/score/mean": scores.mean(),
+            "critic/score/max": scores.max(),
+            "critic/score/min": scores.min(),
+            "response_length/mean": lengths.mean(),
+            "response_length/max": lengths.max(),
+            "response_length/clip_ratio": truncated.mean(),
+            "prompt_length/mean": prompts.mean(),
+            "perf/total_num_tokens": lengths.sum() + prompts.sum(),
+        }
+    if explained := [part for _, own, _ in parts for part in own]:
+        metrics |= part_means(explained)
+    ends = sum((own for *_, own in parts), start=Counter[str]())
+    if total := ends.total():
+        metrics |= {f"multi_turn/end/{end}": ends[end] / total for end in get_args(EpisodeEnd)}
+    return {name: float(value) for name, value in metrics.items()}
+
 
 Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
 """Returns at most so many further prompts with their prompt indices; none: there are no more."""
@@ -30,7 +115,7 @@ class GroupComparison(Protocol):
     """Scores the responses of a group against each other, in addition to their own scores."""
 
     @property
-    def runner(self) -> GroupRewardRunner: ...
+    def runner(self) -> RewardRunner: ...
 
     async def run(self, groups: Sequence[tuple[Group, Prompt]], tokenizer: Any) -> list[Group]:
         """Return the groups with their new scores, without those whose comparison failed."""
@@ -84,6 +169,7 @@ class Generation:
         self._scoring: list[asyncio.Task[None]] = []
         self._num_generating = 0
         self._generated = asyncio.Event()
+        self._greedy = replace(self.sampling, temperature=0.0)
 
     async def run(
         self,
@@ -106,10 +192,9 @@ class Generation:
         try:
             async with asyncio.TaskGroup() as tasks:
                 with self.timer.stage("gen"):
-                    continued = [_PendingGroup(g.prompt_index, prompt, self.n, g) for g, prompt in unfinished]
-                    self._start([*continued, *self._new(prompts)], tasks)
+                    self._start([*unfinished, *_new(prompts)], tasks)
                     while take and (taken := await take(await self._capacity())):
-                        self._start(self._new(taken), tasks)
+                        self._start(_new(taken), tasks)
                         # Other controllers may not have started yet: take theirs only after some of the own work.
                         await self._fewer_than(self._num_generating)
                     await self._fewer_than(1)
@@ -117,11 +202,7 @@ class Generation:
                     await asyncio.gather(*self._scoring)
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
-        else:
-            return await self._finished()
-        raise first
-
-    async def _finished(self) -> tuple[list[Group], list[UnfinishedGroup]]:
+            raise first from first.__cause__
         scored = [p for p in self._pending.values() if not p.num_failed]
         complete = [(p.group(), p.prompt) for p in scored if not p.partial]
         groups = [group for group, _ in complete]
@@ -129,9 +210,6 @@ class Generation:
             with self.timer.stage("reward"):
                 groups = await self.roles.comparison.run(complete, self.roles.tokenizer)
         return groups, [p.unfinished() for p in scored if p.partial]
-
-    def _new(self, prompts: Iterable[tuple[int, Prompt]]) -> "list[_PendingGroup]":
-        return [_PendingGroup(index, prompt, self.n) for index, prompt in prompts]
 
     async def _capacity(self) -> int:
         """Wait until the policy can take all responses to a prompt, and return for how many prompts it can."""
@@ -150,8 +228,9 @@ class Generation:
         self._num_generating -= 1
         self._generated.set()
 
-    def _start(self, groups: "Sequence[_PendingGroup]", tasks: asyncio.TaskGroup) -> None:
-        """Start to generate and score all responses to some prompts."""
+    def _start(self, prompts: Sequence[tuple[UnfinishedGroup, Prompt]], tasks: asyncio.TaskGroup) -> None:
+        """Start to generate and score all missing responses to some prompts."""
+        groups = [_PendingGroup(before, prompt, self.n) for before, prompt in prompts]
         self._pending |= {group.prompt_index: group for group in groups}
 
         def start(num_responses: int, work: Coroutine[Any, Any, None]) -> None:
@@ -160,13 +239,28 @@ class Generation:
 
         if self.roles.environment is None:
             requests = [self._request(group) for group in groups]
-            requests += [self._greedy_request(group) for group in groups if self.with_greedy]
+            if self.with_greedy:
+                plain: dict[str, Any] = {"sampling": self._greedy, "n": 1, "seed": 0, "indices": None, "prefixes": ()}
+                requests += [replace(r, request_id=f"{r.request_id}/greedy", **plain) for r in requests]
             if requests:
                 start(sum(len(request.sample_indices) for request in requests), self._complete(requests, start))
             return
         for group in groups:
             for index in (*range(self.n), *([None] if self.with_greedy else [])):
                 start(1, self._play(self.roles.environment, group, index))
+
+    def _request(self, group: "_PendingGroup") -> Request:
+        prompt = group.prompt
+        return Request(
+            request_id=str(group.prompt_index),
+            prompt_token_ids=prompt.token_ids,
+            sampling=self.sampling,
+            n=self.n,
+            seed=hash((self.seed, group.prompt_index)),
+            indices=tuple(i for i in range(self.n) if i not in group.responses),
+            prefixes=tuple(group.before.partial),
+            images=() if prompt.images is None else prompt.images.encoded(),
+        )
 
     async def _complete(self, requests: list[Request], start: Callable[[int, Coroutine[Any, Any, None]], None]) -> None:
         """Generate, and start to score each response as soon as it is complete."""
@@ -187,27 +281,6 @@ class Generation:
                 is_cut = True
                 await self.roles.policy.abort([str(p.prompt_index) for p in self._pending.values() if p.num_missing])
 
-    def _request(self, group: "_PendingGroup") -> Request:
-        prompt = group.prompt
-        return Request(
-            request_id=str(group.prompt_index),
-            prompt_token_ids=prompt.token_ids,
-            sampling=self.sampling,
-            n=self.n,
-            seed=hash((self.seed, group.prompt_index)),
-            indices=tuple(i for i in range(self.n) if i not in group.responses),
-            prefixes=() if group.before is None else tuple(group.before.partial),
-            images=() if prompt.images is None else prompt.images.encoded(),
-        )
-
-    def _greedy_request(self, group: "_PendingGroup") -> Request:
-        return Request(
-            request_id=f"{group.prompt_index}/greedy",
-            prompt_token_ids=group.prompt.token_ids,
-            sampling=replace(self.sampling, temperature=0.0),
-            images=() if group.prompt.images is None else group.prompt.images.encoded(),
-        )
-
     async def _scored(self, group: "_PendingGroup", text: str) -> Scored | None:
         """Return the reward's score; None: it failed, and the group is dropped."""
         scored = await self.roles.reward.score(prompt=group.prompt.text, completion=text, row=group.prompt.row)
@@ -217,20 +290,10 @@ class Generation:
         return scored
 
     async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
-        scored = await self._scored(group, self.roles.tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        if scored is None:
-            return
-        if completion.request_id.endswith("/greedy"):
-            group.greedy_score = scored.score
-            return
-        group.responses[completion.index] = Response(
-            token_ids=completion.token_ids,
-            log_probs=completion.log_probs,
-            weight_versions=completion.weight_versions,
-            truncated=completion.finish_reason != "stop",
-            score=scored.score,
-            parts=scored.parts,
-        )
+        text = self.roles.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        if scored := await self._scored(group, text):
+            index = None if completion.request_id.endswith("/greedy") else completion.index
+            group.add(index, completion, completion.finish_reason != "stop", scored)
 
     async def _play(self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
@@ -240,7 +303,7 @@ class Generation:
                 environment.make(group.prompt.row),
                 environment.encoder,
                 request_id=f"{group.prompt_index}/{'greedy' if index is None else index}",
-                sampling=self.sampling if index is not None else replace(self.sampling, temperature=0.0),
+                sampling=self._greedy if index is None else self.sampling,
                 limits=environment.limits,
                 seed=hash((self.seed, group.prompt_index, index)),
             )
@@ -257,68 +320,63 @@ class Generation:
         score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
         if environment.has_reward:
             environment.failures.succeeded()
-        else:
-            scored = await self._scored(group, episode.turns[-1])
-            if scored is None:
-                return
+        elif scored := await self._scored(group, episode.turns[-1]):
             score, parts = score + scored.score, {**scored.parts, **parts}
-        if index is None:
-            group.greedy_score = score
+        else:
             return
-        group.start_with(episode.prompt_ids)
-        group.responses[index] = Response(
-            token_ids=episode.token_ids,
-            log_probs=episode.log_probs,
-            weight_versions=episode.weight_versions,
-            truncated=episode.end != "done",
-            end=episode.end,
-            score=score,
-            mask=episode.response_mask,
-            parts=parts,
-        )
+        if index is not None:
+            group.start_with(episode.prompt_ids)
+        total, is_cut = Scored(score=score, parts=parts), episode.end != "done"
+        group.add(index, episode, is_cut, total, mask=episode.response_mask, end=episode.end)
 
 
-@dataclass(eq=False)
+def _new(prompts: Iterable[tuple[int, Prompt]]) -> list[tuple[UnfinishedGroup, Prompt]]:
+    return [(UnfinishedGroup(prompt_index=index), prompt) for index, prompt in prompts]
+
+
 class _PendingGroup:
     """A group whose responses are being generated and scored."""
 
-    prompt_index: int
-    prompt: Prompt
-    n: int
-    before: UnfinishedGroup | None = None
-    """The group as an earlier call left it."""
-    partial: list[Completion] = field(default_factory=list[Completion])
-    """Responses that were cut short in this call."""
-    num_failed: int = 0
-    """Responses without a score."""
     greedy_score: float | None = None
+    num_failed = 0
+    """Responses without a score."""
 
-    def __post_init__(self) -> None:
-        self.responses: dict[int, Response] = {} if self.before is None else dict(self.before.responses)
-        self.num_missing = self.n - len(self.responses)
+    def __init__(self, before: UnfinishedGroup, prompt: Prompt, n: int) -> None:
+        self.before, self.prompt, self.prompt_index = before, prompt, before.prompt_index
+        self.responses = dict(before.responses)
+        self.partial: list[Completion] = []
+        """Responses that were cut short in this call."""
+        self.num_missing = n - len(self.responses)
         """Responses that are still to be generated."""
-        self._prompt_ids = np.array(self.prompt.token_ids, np.int64)
-        self._has_started = False
+        self._prompt_ids: NDArray[np.int64] | None = None
 
-    def start_with(self, prompt_ids: Any) -> None:
-        """Set the tokens that an episode starts with.
-
-        Raises:
-            RequestError: another episode of the group started with other tokens.
-        """
-        if self._has_started and not np.array_equal(prompt_ids, self._prompt_ids):
+    def start_with(self, prompt_ids: NDArray[np.int64]) -> None:
+        """Set the tokens that an episode starts with; `RequestError` if another of the group started with others."""
+        if self._prompt_ids is not None and not np.array_equal(prompt_ids, self._prompt_ids):
             raise RequestError(
                 "rollout.multi_turn.environment started episodes of one row with different messages; expected the same "
                 f"messages in a group, whose episodes are compared with each other (row {self.prompt.row!r:.200})"
             )
-        self._has_started = True
         self._prompt_ids = prompt_ids
 
+    def add(
+        self, index: int | None, made: Completion | Episode, truncated: bool, scored: Scored, **episode: Any
+    ) -> None:
+        """Add a scored response; the greedy one has no index."""
+        if index is None:
+            self.greedy_score = scored.score
+            return
+        arrays = {"token_ids": made.token_ids, "log_probs": made.log_probs, "weight_versions": made.weight_versions}
+        self.responses[index] = Response(
+            **arrays, truncated=truncated, score=scored.score, parts=scored.parts, **episode
+        )
+
     def group(self) -> Group:
+        own_ids = np.array(self.prompt.token_ids, np.int64) if self._prompt_ids is None else self._prompt_ids
         return Group(
             prompt_index=self.prompt_index,
-            prompt_ids=self._prompt_ids,
-            responses=[self.responses[i] for i in range(self.n)],
+            prompt_ids=own_ids,
+            responses=[self.responses[i] for i in sorted(self.responses)],
             greedy_score=self.greedy_score,
             images=self.prompt.images,
         )

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +15,7 @@ from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
 from gcore_bench.ckpt.report import notes, part_table, summarise_part
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Outcome, Spec, merge_ranks, run_children
-from gcore_bench.harness.report import Figures, Rounds, Run, Session
+from gcore_bench.harness.report import Figures, Rounds, Session
 
 _TIMEOUT_S = 300.0
 _TIMEOUT_S_PER_GB = 150.0
@@ -44,29 +44,22 @@ def run(options: CkptOptions, console: Console) -> None:
     has_figures = False
     with scratch_folder(options.dir) as folder, Session(options, console, notes=notes(options)) as session:
         check_machine(folder, options.size_bytes)
-        for part in options.part_names:
-            if not options.contenders_of(part):
-                continue
+        for part in filter(options.contenders_of, options.part_names):
             rounds = Rounds(part, options.rounds, say=session.say)
-            summary = summarise_part(part, _measured(part, options, folder, rounds))
+            # A contender that fails is recorded as such.
+            for turn in rounds.turns([*[LIMITS] * (not PARTS[part].ratio_to), *options.contenders_of(part)]):
+                try:
+                    rows = _rows(part, turn.contender, options, folder)
+                except BenchError as error:
+                    turn.failed(str(error))
+                else:
+                    turn.done(rows, _in_words(part, turn.contender, rows))
+            summary = summarise_part(part, rounds.runs)
             failures = [f"{contender} failed: {failure}" for contender, failure in summary.failures.items()]
-            tables = [part_table(summary, options)]
-            session.add(part, tables=tables, lines=failures, summary=asdict(summary), runs=rounds.runs)
+            session.add(part, tables=[part_table(summary, options)], lines=failures, summary=summary, runs=rounds.runs)
             has_figures = has_figures or any(line.seconds for line in summary.lines)
     if not has_figures:
         raise BenchError("no contender has figures; see the failures above")
-
-
-def _measured(part: str, options: CkptOptions, folder: Path, rounds: Rounds) -> list[Run]:
-    """Run the limits and every contender of a part in turn; a contender that fails is recorded as such."""
-    for turn in rounds.turns([*[LIMITS] * (not PARTS[part].ratio_to), *options.contenders_of(part)]):
-        try:
-            rows = _rows(part, turn.contender, options, folder)
-        except BenchError as error:
-            turn.failed(str(error))
-        else:
-            turn.done(rows, _in_words(part, turn.contender, rows))
-    return rounds.runs
 
 
 def _rows(part: str, contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
@@ -79,38 +72,30 @@ def _rows(part: str, contender: str, options: CkptOptions, folder: Path) -> dict
             rows[contender] |= merge_ranks([value["rows"] for value in loaded.values])[contender]
     finally:
         shutil.rmtree(folder / "files")
-    peak = _peak_extra_bytes(saved)
-    return rows if peak is None else rows | {contender: rows[contender] | {"peak_bytes": float(peak)}}
+    if spans := [value["saving_s"] for value in saved.values if "saving_s" in value]:
+        # The highest memory of all ranks together while they saved, less that before.
+        start_s, end_s = min(start for start, _ in spans), max(end for _, end in spans)
+        during = [footprint.pss_bytes for at_s, footprint in saved.footprints if start_s <= at_s <= end_s]
+        if during:
+            before = sum(value["before_bytes"] for value in saved.values)
+            rows[contender]["peak_bytes"] = float(max(0, max(during) - before))
+    return rows
 
 
 def _outcome(part: str, contender: str, options: CkptOptions, folder: Path, phase: str) -> Outcome:
     world_size = {"save": options.ranks, "load": options.ranks // 2}[phase] if part == "ranks" else 1
-    specs = [
-        Spec(
-            work=f"gcore_bench.ckpt.{'ranks' if part == 'ranks' else 'work'}",
-            part=part,
-            contender=contender,
-            folder=str(folder),
-            options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
-            rank=rank,
-            world_size=world_size,
-            threads=1 if part == "loop" else max(1, (os.cpu_count() or 1) // world_size),
-        )
-        for rank in range(world_size)
-    ]
+    first = Spec(
+        work="gcore_bench.ckpt.work",
+        part=part,
+        contender=contender,
+        folder=str(folder),
+        options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
+        world_size=world_size,
+        threads=1 if part == "loop" else max(1, (os.cpu_count() or 1) // world_size),
+    )
+    specs = [replace(first, rank=rank) for rank in range(world_size)]
     timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * options.size_gb
     return run_children(specs, folder=folder, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=timeout_s)
-
-
-def _peak_extra_bytes(outcome: Outcome) -> int | None:
-    """Return the highest memory of all ranks together while they saved, less that before; None if none watched it."""
-    spans = [value["saving_s"] for value in outcome.values if "saving_s" in value]
-    if not spans:
-        return None
-    before = [value["before_bytes"] for value in outcome.values]
-    start_s, end_s = min(start for start, _ in spans), max(end for _, end in spans)
-    during = [footprint.pss_bytes for at_s, footprint in outcome.footprints if start_s <= at_s <= end_s]
-    return max(0, max(during) - sum(before)) if during else None
 
 
 def _in_words(part: str, contender: str, rows: dict[str, Figures]) -> str:

@@ -152,12 +152,10 @@ class DcpAsync(Dcp):
         self._kind = kind
         # Collectives of the thread must not mix with those of training.
         self._group: Any = dist.new_group(backend="gloo") if kind == "thread" else None
-        self._stager: DefaultStager | None = None
-        if caches:
-            options = StagingOptions(
-                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
-            )
-            self._stager = DefaultStager(options)
+        options = StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
+        self._stager = DefaultStager(options) if caches else None
 
     def save(self, step: int, state: State) -> Pending:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
@@ -192,13 +190,15 @@ class Orbax(Contender):
 
     def save(self, step: int, state: State) -> Pending:
         saver = self._checkpointer
-        saver.save(self.path(step), args=self._ocp.args.PyTreeSave(_to_arrays(state)))
+        arrays = {name: _to_array(tensor) for name, tensor in state.items()}
+        saver.save(self.path(step), args=self._ocp.args.PyTreeSave(arrays))
         return Pending(lambda: not saver.is_saving_in_progress(), saver.wait_until_finished)
 
     def load(self, step: int, like: State) -> State:
         types = dict.fromkeys(like, self._ocp.RestoreArgs(restore_type=np.ndarray))
         args = self._ocp.args.PyTreeRestore(restore_args=types)
-        return _to_state(self._checkpointer.restore(self.path(step), args=args))
+        arrays = self._checkpointer.restore(self.path(step), args=args)
+        return {name: _to_tensor(array) for name, array in arrays.items()}
 
     def unsynced(self, step: int) -> list[Path]:
         # It writes these itself; tensorstore syncs those with the data.
@@ -223,24 +223,24 @@ class Tensorstore(Contender):
         self._context: Any = ts.Context({"file_io_sync": True, "cache_pool": {"total_bytes_limit": 0}})
 
     def save(self, step: int, state: State) -> Pending:
-        arrays = _to_arrays(state)
-        opening = [
-            self._open(self._spec(step, name) | {"metadata": _metadata(array)}, create=True, context=self._context)
-            for name, array in arrays.items()
-        ]
-        writes = [store.result().write(array) for store, array in zip(opening, arrays.values(), strict=True)]
+        arrays = {name: _to_array(tensor) for name, tensor in state.items()}
+        opening = {name: self._opening(step, name, metadata=_metadata(array)) for name, array in arrays.items()}
+        writes = [store.result().write(arrays[name]) for name, store in opening.items()]
         for write in writes:
             write.copy.result()
         commits = [write.commit for write in writes]
         return Pending(lambda: all(c.done() for c in commits), lambda: [c.result() for c in commits])
 
     def load(self, step: int, like: State) -> State:
-        opening = {name: self._open(self._spec(step, name), open=True, context=self._context) for name in like}
+        opening = {name: self._opening(step, name) for name in like}
         reading = {name: store.result().read() for name, store in opening.items()}
-        return _to_state({name: read.result() for name, read in reading.items()})
+        return {name: _to_tensor(read.result()) for name, read in reading.items()}
 
-    def _spec(self, step: int, name: str) -> dict[str, Any]:
-        return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{self.path(step) / name}/"}}
+    def _opening(self, step: int, name: str, **metadata: Any) -> Any:
+        """Open an array, or create it if it is given metadata."""
+        kvstore = {"driver": "file", "path": f"{self.path(step) / name}/"}
+        spec = {"driver": "zarr3", "kvstore": kvstore, **metadata}
+        return self._open(spec, create=bool(metadata), open=not metadata, context=self._context)
 
 
 CONTENDERS: dict[str, Callable[[Path], Contender]] = {
@@ -273,21 +273,13 @@ def _metadata(array: _Array) -> dict[str, Any]:
     }
 
 
-def _to_arrays(state: State) -> dict[str, _Array]:
-    """View tensors as arrays; bfloat16, which numpy lacks, is the dtype of ml_dtypes."""
-    return {
-        name: tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-        if tensor.dtype is torch.bfloat16
-        else tensor.numpy()
-        for name, tensor in state.items()
-    }
+def _to_array(tensor: torch.Tensor) -> _Array:
+    """View a tensor as an array; bfloat16, which numpy lacks, is the dtype of ml_dtypes."""
+    is_bfloat16 = tensor.dtype is torch.bfloat16
+    return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if is_bfloat16 else tensor.numpy()
 
 
-def _to_state(arrays: dict[str, _Array]) -> State:
-    """View arrays as tensors."""
-    return {
-        name: torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-        if array.dtype == ml_dtypes.bfloat16
-        else torch.from_numpy(array)
-        for name, array in arrays.items()
-    }
+def _to_tensor(array: _Array) -> torch.Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

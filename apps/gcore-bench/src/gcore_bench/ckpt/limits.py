@@ -3,9 +3,11 @@
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -46,7 +48,7 @@ def disk_rows(parts: Sequence[torch.Tensor], root: Path) -> dict[str, Figures]:
     rows = copy_rows(parts, max_threads=os.cpu_count() or 1)
     arena = Arena.of(parts)
     rows |= write_rows(arena, root / "raw", before=os.sync)
-    _write_file(arena, root / "raw", direct=False)
+    _write_file(arena, root / "raw", 0)
     del arena
     settle()
     return rows | _read_rows(root / "raw")
@@ -57,9 +59,9 @@ def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, F
     pairs = _pairs(Arena.of(parts), parts)
     rows: dict[str, Figures] = {}
     for threads in sorted({min(2**i, max_threads) for i in range(max_threads.bit_length() + 1)}):
+        shares = [pairs[i::threads] for i in range(threads)]
         with ThreadPoolExecutor(threads) as executor:
-            copy_all = partial(_copy_all, executor, [pairs[i::threads] for i in range(threads)])
-            seconds = min(seconds_of(copy_all) for _ in range(_COPIES))
+            seconds = min(seconds_of(lambda: list(executor.map(_copy, shares))) for _ in range(_COPIES))  # noqa: B023
         rows[f"memcpy, {threads} thread{'s' * (threads > 1)}"] = {"stall": seconds}
     return rows
 
@@ -69,38 +71,34 @@ def write_rows(
 ) -> dict[str, Figures]:
     """Measure how long it takes to write a new file and to sync it, in each way, with calls around each."""
     rows: dict[str, Figures] = {}
-    for name, direct in _file_modes(path):
+    for name, flag in _file_modes(path).items():
         before()
-        write = partial(_write_file, arena, path, direct=direct)
-        rows[f"raw-write, {name}"] = {"durable": seconds_of(write)}
+        rows[f"raw-write, {name}"] = {"durable": seconds_of(partial(_write_file, arena, path, flag))}
         after()
         path.unlink()
     return rows
 
 
-def _file_modes(path: Path) -> list[tuple[str, bool]]:
-    """Return the ways to access a file next to ``path``, and whether each bypasses the page cache."""
+def _file_modes(path: Path) -> dict[str, int]:
+    """Return the ways to access a file next to ``path``, and the flag that opens it so."""
     probe = path.with_name(f"probe-{path.name}")
     try:
         descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     except OSError:
-        return [("buffered", False)]
+        return {"buffered": 0}
     os.close(descriptor)
     probe.unlink()
-    return [("buffered", False), ("direct", True)]
+    return {"buffered": 0, "direct": os.O_DIRECT}
 
 
-def _write_file(arena: Arena, path: Path, *, direct: bool) -> None:
-    end = arena.aligned_bytes if direct else arena.size_bytes
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o644)
-    try:
+def _write_file(arena: Arena, path: Path, flag: int) -> None:
+    end = arena.aligned_bytes if flag else arena.size_bytes
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flag) as descriptor:
         at = 0
         while at < end:
             at += os.pwrite(descriptor, arena.array.data[at : min(at + _PIECE_BYTES, end)], at)
         os.ftruncate(descriptor, arena.size_bytes)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     sync_paths(path.parent)
 
 
@@ -109,34 +107,35 @@ def _read_rows(path: Path) -> dict[str, Figures]:
     existing = Arena(path.stat().st_size)
     existing.array.fill(0)
     rows: dict[str, Figures] = {}
-    for mode, direct in _file_modes(path):
+
+    for (mode, flag), (temperature, prepare) in product(_file_modes(path).items(), TEMPERATURES.items()):
+        if flag and temperature == "warm":
+            continue
         row = f"raw-read, {mode}"
-        rows |= {row: {}, f"{row}, huge": {}}
-        for temperature, prepare in (("cold", drop_cache), ("warm", warm_cache)):
-            if direct and temperature == "warm":
-                continue
+        fresh, huge = (partial(Arena, existing.size_bytes, huge_pages=huge_pages) for huge_pages in (False, True))
+        ways = ((row, "in_place", lambda: existing), (row, "load", fresh), (f"{row}, huge", "load", huge))
+        for name, way, make in ways:
             prepare(path.parent)
-            rows[row][f"in_place_{temperature}"] = seconds_of(partial(_read, path, existing, direct=direct))
-            for name, huge_pages in ((row, False), (f"{row}, huge", True)):
-                prepare(path.parent)
-                read = partial(_read_fresh, path, huge_pages=huge_pages, direct=direct)
-                rows[name][f"load_{temperature}"] = seconds_of(read)
+            seconds = seconds_of(lambda: _read(path, make(), flag))  # noqa: B023
+            rows.setdefault(name, {})[f"{way}_{temperature}"] = seconds
     return rows
 
 
-def _read_fresh(path: Path, *, huge_pages: bool, direct: bool) -> None:
-    _read(path, Arena(path.stat().st_size, huge_pages=huge_pages), direct=direct)
-
-
-def _read(path: Path, arena: Arena, *, direct: bool) -> None:
-    descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-    try:
+def _read(path: Path, arena: Arena, flag: int) -> None:
+    with _opened(path, os.O_RDONLY | flag) as descriptor:
         at = 0
         while at < arena.size_bytes:
             got = os.preadv(descriptor, [arena.array.data[at : at + _PIECE_BYTES]], at)
             if not got:
                 raise EOFError(f"{path} ended after {at} of {arena.size_bytes} bytes")
             at += got
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Generator[int]:
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -149,10 +148,6 @@ def _pairs(arena: Arena, parts: Sequence[torch.Tensor]) -> list[tuple[_Array, _A
         pairs.append((arena.array[at : at + source.size], source))
         at += source.size
     return pairs
-
-
-def _copy_all(executor: ThreadPoolExecutor, shares: Sequence[Sequence[tuple[_Array, _Array]]]) -> None:
-    list(executor.map(_copy, shares))
 
 
 def _copy(pairs: Sequence[tuple[_Array, _Array]]) -> None:
@@ -170,19 +165,16 @@ def seconds_of(work: Callable[[], object]) -> float:
 def sync_paths(*paths: Path) -> None:
     """Sync files and folders, but not the files in the folders."""
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
+        with _opened(path, os.O_RDONLY) as descriptor:
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def drop_cache(root: Path) -> None:
     """Remove every file below ``root`` from the page cache, so that the next read comes from the disk."""
     for path in _files(root):
-        sync_paths(path)
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with _opened(path, os.O_RDONLY) as descriptor:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def warm_cache(root: Path) -> None:
@@ -196,3 +188,7 @@ def warm_cache(root: Path) -> None:
 
 def _files(root: Path) -> Iterator[Path]:
     return (path for path in sorted(root.rglob("*")) if path.is_file())
+
+
+TEMPERATURES = {"cold": drop_cache, "warm": warm_cache}
+"""Calls that prepare the files below a folder for a cold or a warm read."""

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from rich.table import Table
 
-from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions, Part
+from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
 from gcore_bench.harness.report import Figures, Run, figures_table, mb, summarise
 
 
@@ -19,7 +19,7 @@ class Line:
     """Medians by metric, without those that the contender does not support."""
     ratios: Figures
     """Ratios to the limit's seconds, or to those of the metric that the part names."""
-    peak_extra_bytes: int | None
+    peak_extra_bytes: float | None
     """Highest memory of all rounds during the saves, less that before them."""
 
 
@@ -38,37 +38,25 @@ class Summary:
 def summarise_part(part: str, runs: Sequence[Run]) -> Summary:
     """Take medians over all rounds, and their ratios to the fastest limits."""
     rows = {run.contender: {} for run in runs if run.contender != LIMITS} | summarise(part, runs).rows
-    limits = {row for run in runs if run.contender == LIMITS for row in run.rows}
-    best: dict[str, str] = {}
-    for row in (row for row in rows if row in limits):
-        for metric, value in rows[row].items():
-            if metric not in best or value < rows[best[metric]][metric]:
-                best[metric] = row
-    base = {metric: rows[row][metric] for metric, row in best.items()}
-    failures: dict[str, str] = {}
-    for run in runs:
-        if run.failure:
-            failures.setdefault(run.contender, run.failure)
-    lines = [_line(row, found, base, PARTS[part]) for row, found in rows.items()]
+    limits = {row: rows[row] for run in runs if run.contender == LIMITS for row in run.rows}
+    metrics = dict.fromkeys(metric for figures in limits.values() for metric in figures)
+    best = {m: min((row for row in limits if m in limits[row]), key=lambda row: limits[row][m]) for m in metrics}
+    fastest = {metric: limits[row][metric] for metric, row in best.items()}
+
+    def line(row: str) -> Line:
+        seconds = {metric: value for metric, value in rows[row].items() if metric != "peak_bytes"}
+        base = fastest | {m: seconds[of] for m, of in PARTS[part].ratio_to.items() if of in seconds}
+        ratios = {m: seconds[m] / base[m] for m in PARTS[part].columns if m in seconds and base.get(m)}
+        return Line(row=row, seconds=seconds, ratios=ratios, peak_extra_bytes=rows[row].get("peak_bytes"))
+
     return Summary(
         part=part,
-        lines=[line for line in lines if line.row not in limits],
-        limits=[line for line in lines if line.row in limits],
+        lines=[line(row) for row in rows if row not in limits],
+        limits=[line(row) for row in limits],
         best=best,
-        failures=failures,
+        failures={run.contender: run.failure for run in reversed(runs) if run.failure},
         load=fmean(run.load for run in runs),
     )
-
-
-def _line(row: str, figures: Figures, base: Figures, part: Part) -> Line:
-    seconds = {metric: value for metric, value in figures.items() if metric != "peak_bytes"}
-    ratios: Figures = {}
-    for metric in part.columns:
-        below = seconds.get(part.ratio_to[metric]) if metric in part.ratio_to else base.get(metric)
-        if below and metric in seconds:
-            ratios[metric] = seconds[metric] / below
-    peak = figures.get("peak_bytes")
-    return Line(row=row, seconds=seconds, ratios=ratios, peak_extra_bytes=None if peak is None else int(peak))
 
 
 def part_table(summary: Summary, options: CkptOptions) -> Table:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -27,6 +28,27 @@ class TensorPlan:
     def stride(self) -> tuple[int, ...]:
         return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Return the rows of the tensor from ``start`` up to ``end``."""
+        noise = _noise(self.dtype)
+        tensor = torch.empty((end - start, *self.shape[1:]), dtype=self.dtype)
+        flat = tensor.view(-1)
+        done, at = 0, (self.number * 1_234_577 + start * self.stride[0]) % _PERIOD
+        while done < flat.numel():
+            count = min(_PERIOD - at, flat.numel() - done)
+            flat[done : done + count] = noise[at : at + count]
+            done, at = done + count, 0
+        return tensor
+
+    def full(self) -> torch.Tensor:
+        """Return the whole tensor."""
+        return self.rows(0, self.shape[0])
+
+
+@cache
+def _noise(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)).to(dtype)
+
 
 def plan_state(size_bytes: int, num_tensors: int) -> list[TensorPlan]:
     """Plan a state of at least ``size_bytes``: 2 % large tensors with 40 % of the bytes, 30 % tiny, the rest medium."""
@@ -43,42 +65,6 @@ def plan_state(size_bytes: int, num_tensors: int) -> list[TensorPlan]:
         plans.append(TensorPlan(name=f"layers.{number}.{kind}", number=number, dtype=dtype, shape=shape))
     # Sizes alternate, as in a model.
     return sorted(plans, key=lambda plan: (plan.number * 37) % num_tensors)
-
-
-class Values:
-    """Source of the values of all tensors."""
-
-    def __init__(self) -> None:
-        noise = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0))
-        self._noise = {dtype: noise.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
-
-    def full(self, plan: TensorPlan) -> torch.Tensor:
-        """Return the whole tensor."""
-        return self.rows(plan, 0, plan.shape[0])
-
-    def rows(self, plan: TensorPlan, start: int, end: int) -> torch.Tensor:
-        """Return its rows from ``start`` up to ``end``."""
-        row_elements = plan.stride[0]
-        tensor = torch.empty((end - start, *plan.shape[1:]), dtype=plan.dtype)
-        flat, noise = tensor.view(-1), self._noise[plan.dtype]
-        done, at = 0, (plan.number * 1_234_577 + start * row_elements) % _PERIOD
-        while done < flat.numel():
-            count = min(_PERIOD - at, flat.numel() - done)
-            flat[done : done + count] = noise[at : at + count]
-            done, at = done + count, 0
-        return tensor
-
-
-def full_state(plans: list[TensorPlan]) -> State:
-    """Return all tensors, each in full."""
-    values = Values()
-    return {plan.name: values.full(plan) for plan in plans}
-
-
-def first_difference(state: State, plans: list[TensorPlan]) -> str:
-    """Compare bitwise with the saved state; return the name of the first tensor that differs, or an empty string."""
-    values = Values()
-    return next((plan.name for plan in plans if not is_same(state.get(plan.name), values.full(plan))), "")
 
 
 def is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:

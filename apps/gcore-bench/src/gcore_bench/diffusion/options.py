@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from gcore_bench.harness.options import Bound, Count, NonNegative, QuickOptions, at_least, multiple_of
+from gcore_bench.harness.options import Count, NonNegative, QuickOptions
 from gcore_diffusion.demo.digits import PROMPTS
+from gcore_runs import Bound, at_least, multiple_of
 
 PartName = Literal["loop", "sim"]
 

@@ -1,9 +1,10 @@
 """`gcore-bench grpo`: the contenders of each workload and the floor, in turn, in new processes."""
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 
@@ -25,11 +26,7 @@ _VLLM_ENVIRONMENT = {
 
 
 def run(options: GrpoOptions, console: Console) -> None:
-    """Measure, print and write the figures that ``options`` asks for.
-
-    Raises:
-        BenchError: a process failed; the message names its log.
-    """
+    """Measure, print and write the figures that ``options`` asks for; `BenchError` if a process fails."""
     with Session(options, console, notes=notes(options), unit="workload") as session:
         for name in WORKLOADS if options.workload == "all" else (options.workload,):
             runs = _run_rounds(WORKLOADS[name], options, say=session.say)
@@ -40,70 +37,59 @@ def run(options: GrpoOptions, console: Console) -> None:
 def _run_rounds(workload: Workload, options: GrpoOptions, *, say: Callable[[str], object]) -> list[StepRun]:
     """Run every contender, and the floor of the steps that they have made, in turn."""
     model = options.work_dir / f"{workload.model}-model"
+    task = Task(contender=MODEL, workload=workload, model=model, steps=0, threads=options.threads, seed=options.seed)
     if not model.is_dir():
         say(f"{workload.name}: making the model")
-        _run(MODEL, Task(workload=workload, model=model, steps=0, threads=options.threads, seed=0), options)
+        _run(task, options)
     runs: list[StepRun] = []
-    lengths: dict[int, tuple[int, ...]] = {}
+    lengths: dict[int, Sequence[int]] = {}
     for turn in Rounds(workload.name, options.rounds, say=say).turns((*options.running, FLOOR)):
         is_floor = turn.contender == FLOOR
         if is_floor and turn.round not in lengths:
             # No contender of this round has reported the lengths of its responses.
             continue
         num_steps = options.warmup_steps + (_FLOOR_STEPS if is_floor else options.steps or workload.steps)
-        task = Task(workload=workload, model=model, steps=num_steps, threads=options.threads, seed=options.seed)
-        steps, footprint = _run(turn.contender, task, options, lengths=lengths.get(turn.round, ()))
+        own = replace(task, contender=turn.contender, steps=num_steps, lengths=lengths.get(turn.round, ()))
+        steps, footprint = _run(own, options)
         if len(steps) != num_steps:
             raise BenchError(f"{turn.contender} made {len(steps)} steps of {num_steps} on workload {workload.name}")
         measured = steps[options.warmup_steps :]
         if measured[-1].lengths:
             lengths[turn.round] = measured[-1].lengths
-        runs.append(
-            StepRun(
-                part=workload.name,
-                contender=turn.contender,
-                round=turn.round,
-                load=turn.load,
-                footprint=footprint,
-                steps=measured,
-            )
-        )
+        place: dict[str, Any] = {"part": workload.name, "contender": turn.contender, "round": turn.round}
+        runs.append(StepRun(**place, load=turn.load, footprint=footprint, steps=measured))
         say(f"{turn.where} {median(step.wall_s for step in measured):.3f} s a step, load {turn.load:.1f}")
     return runs
 
 
-def _run(
-    contender: str, task: Task, options: GrpoOptions, *, lengths: tuple[int, ...] = ()
-) -> tuple[list[StepFigures], Footprint]:
+def _run(task: Task, options: GrpoOptions) -> tuple[list[StepFigures], Footprint]:
     logs = options.work_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    name = f"{task.workload.name}-{contender}"
-    program = _program(contender, task, options, logs / f"{name}.json", lengths)
-    footprint = run_program(program, name=f"{contender} on workload {task.workload.name}", log=logs / f"{name}.log")
-    steps = program.read()
-    if steps and isinstance(steps[0], dict):
-        steps = [StepFigures(**{**step, "lengths": tuple(step["lengths"])}) for step in steps]
-    return steps, footprint
+    name = f"{task.workload.name}-{task.contender}"
+    program = _program(task, options, logs / f"{name}.json")
+    log = logs / f"{name}.log"
+    footprint = run_program(program, name=f"{task.contender} on workload {task.workload.name}", log=log)
+    return [StepFigures(**step) for step in program.read()], footprint
 
 
-def _program(contender: str, task: Task, options: GrpoOptions, output: Path, lengths: tuple[int, ...]) -> Program:
-    folder = options.work_dir / f"{task.workload.name}-{contender}"
+def _program(task: Task, options: GrpoOptions, output: Path) -> Program:
+    folder = options.work_dir / f"{task.workload.name}-{task.contender}"
     # Imported here, so that options are checked, and other contenders run, without these libraries.
-    if contender == "gcore-ray":
+    if task.contender == "gcore-ray":
         from gcore_bench.grpo.contenders import gcore_ray
 
         return gcore_ray.program(task, folder=folder)
-    if contender == "verl":
+    if task.contender == "verl":
         from gcore_bench.grpo.contenders import verl
 
         return verl.program(task, python=options.python_of_verl(), folder=folder)
     spec = Spec(
         work="gcore_bench.grpo.work",
         part=task.workload.name,
-        contender=contender,
+        contender=task.contender,
         folder=str(output.parent),
-        options={"model": str(task.model), "steps": task.steps, "seed": task.seed, "lengths": list(lengths)},
+        options={"model": str(task.model), "steps": task.steps, "seed": task.seed, "lengths": list(task.lengths)},
         threads=task.threads,
     )
-    environment = _VLLM_ENVIRONMENT if contender.endswith("vllm") else {}
+    environment = _VLLM_ENVIRONMENT if task.uses_vllm else {}
     return child_program(spec, output, {"OMP_NUM_THREADS": str(task.threads), **environment})

@@ -29,39 +29,34 @@ class StepFigures:
     mean_length: float
     """Mean length of completions in tokens, end of sequence included."""
     max_length: int
-    lengths: tuple[int, ...] = ()
+    lengths: Sequence[int] = ()
     """Length of each completion; empty if a contender reports no more than mean and maximum."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], **figures: float) -> Self:
+    def of(cls, lengths: Sequence[int], **figures: Any) -> Self:
         """Make the figures of a step whose completions have these lengths."""
-        return cls(
-            num_samples=len(lengths),
-            mean_length=fmean(lengths),
-            max_length=max(lengths),
-            lengths=tuple(lengths),
-            **figures,
-        )
-
-    @classmethod
-    def reported(cls, row: Mapping[str, float], num_samples: int, *, gen_s: float, train_s: float) -> Self:
-        """Make the figures of a step from the metrics of a system of several processes; its gen includes rewards."""
-        return cls(
-            wall_s=row["timing_s/step"],
-            cpu_s=None,
-            gen_s=gen_s,
-            reward_s=0.0,
-            train_s=train_s,
-            score=row["critic/score/mean"],
-            num_samples=num_samples,
-            mean_length=row["response_length/mean"],
-            max_length=int(row["response_length/max"]),
-        )
+        sizes: dict[str, Any] = {"num_samples": len(lengths), "mean_length": fmean(lengths), "max_length": max(lengths)}
+        return cls(**sizes, lengths=lengths, **figures)
 
     @property
     def other_s(self) -> float:
         """Time for advantages, batches and bookkeeping."""
         return self.wall_s - self.gen_s - self.reward_s - self.train_s
+
+
+def reported_step(row: Mapping[str, float], num_samples: int, *, gen_s: float, train_s: float) -> dict[str, Any]:
+    """Return the figures of a step from the metrics of a system of several processes; its gen includes rewards."""
+    return {
+        "wall_s": row["timing_s/step"],
+        "cpu_s": None,
+        "gen_s": gen_s,
+        "reward_s": 0.0,
+        "train_s": train_s,
+        "score": row["critic/score/mean"],
+        "num_samples": num_samples,
+        "mean_length": row["response_length/mean"],
+        "max_length": int(row["response_length/max"]),
+    }
 
 
 class StepClock:

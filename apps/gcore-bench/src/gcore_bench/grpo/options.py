@@ -52,11 +52,7 @@ class GrpoOptions(BenchOptions):
         return self.contenders or _CONTENDERS[self.peer]
 
     def python_of_verl(self) -> Path:
-        """Return the Python of verl's environment.
-
-        Raises:
-            BenchError: it is not given, or not a program.
-        """
+        """Return the Python of verl's environment; `BenchError` if it is not given, or not a program."""
         named = self.verl_python or os.environ.get("GCORE_VERL_PYTHON")
         expected = "expected bin/python of an environment that scripts/verl-cpu/setup FOLDER makes"
         if not named:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from gcore_bench.grpo.workload import PROMPT_LENGTH, Workload
+from gcore_bench.grpo.measure import StepFigures
+from gcore_bench.grpo.workload import PROMPT_LENGTH, Task, Workload
 from gcore_llm.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -64,16 +65,14 @@ def load_train_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
     return replace(load_task(config.task, config.data, tokenizer, seed=config.seed), val=[])
 
 
-def make_model(workload: Workload, folder: Path, *, threads: int) -> None:
-    """Make the model that the workload trains."""
-    import torch
-
-    torch.set_num_threads(threads)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if workload.model == "warmed_up":
-        _make_warmed_up(workload, folder, threads)
+def run(task: Task) -> list[StepFigures]:
+    """Make the model that the workload trains, and no steps."""
+    task.model.parent.mkdir(parents=True, exist_ok=True)
+    if task.workload.model == "warmed_up":
+        _make_warmed_up(task.workload, task.model, task.threads)
     else:
-        write_atomically(folder, lambda partial: _write_long_tailed(workload, partial))
+        write_atomically(task.model, lambda partial: _write_long_tailed(task.workload, partial))
+    return []
 
 
 def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:

@@ -1,5 +1,6 @@
 """The two workloads: the steps that every contender has to make."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -44,11 +45,19 @@ class Workload:
 class Task:
     """The steps that a contender makes in one run."""
 
+    contender: str
     workload: Workload
     model: Path
     steps: int
     threads: int
     seed: int
+    lengths: Sequence[int] = ()
+    """Lengths of the responses of a step, for the floor."""
+
+    @property
+    def uses_vllm(self) -> bool:
+        """True if the contender generates by vLLM in its own process."""
+        return self.contender.endswith("-vllm")
 
 
 WORKLOADS = {

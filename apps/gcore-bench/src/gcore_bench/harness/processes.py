@@ -6,6 +6,7 @@ imported torch and transformers once (`run_processes`). Its result returns as JS
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -18,9 +19,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import psutil
 
@@ -39,7 +40,7 @@ QUIET: dict[str, str] = {
 _PRELOAD = "gcore_bench.trainer.preload"
 _POLL_S = 2.0
 """Reading the memory of thirty processes takes a tenth of a second of a core."""
-_FORKED_POLL_S, _FORKED_TIMEOUT_S = 0.05, 3600.0
+_FORKED_TIMEOUT_S = 3600.0
 _GRACE_S = 5.0
 """Seconds that the other ranks have to report after one has failed."""
 
@@ -158,11 +159,10 @@ def run_children(
     folder: Path,
     environment: Mapping[str, str] | None = None,
     poll_s: float = _POLL_S,
-    timeout_s: float | None = None,
+    timeout_s: float = math.inf,
 ) -> Outcome:
     """Run a new process for each spec, one a rank, and wait for all of them."""
-    (folder / "store").unlink(missing_ok=True)
-    outputs, log = [folder / f"figures-{spec.rank}.json" for spec in specs], folder / "log"
+    outputs, log = _outputs(specs, folder), folder / "log"
     programs = [child_program(spec, output, environment or {}) for spec, output in zip(specs, outputs, strict=True)]
     codes, footprints = _run(programs, log, poll_s=poll_s, timeout_s=timeout_s)
     if any(codes):
@@ -179,24 +179,22 @@ def start_server(threads: int) -> None:
 
 def run_processes(specs: Sequence[Spec]) -> _Rows:
     """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`)."""
-    folder = Path(specs[0].folder)
-    for stale in (folder / "store", *folder.glob("figures-*")):
-        stale.unlink(missing_ok=True)
-    outputs = [folder / f"figures-{spec.rank}.json" for spec in specs]
+    outputs = _outputs(specs, Path(specs[0].folder))
     context = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=_forked_main, args=(spec, output, folder / f"log-{spec.rank}"), daemon=True)
+        context.Process(target=_forked_main, args=(spec, output, output.with_name(f"log-{spec.rank}")), daemon=True)
         for spec, output in zip(specs, outputs, strict=True)
     ]
     try:
         for process in processes:
             process.start()
-        end_s = time.monotonic() + _FORKED_TIMEOUT_S
+        waiting, end_s = [process.sentinel for process in processes], time.monotonic() + _FORKED_TIMEOUT_S
         # When one has failed, the others would wait for that one.
-        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-            if time.monotonic() > end_s:
+        while waiting and not any(process.exitcode for process in processes):
+            ended = connection.wait(waiting, end_s - time.monotonic())
+            if not ended:
                 raise BenchError(f"a contender did not end within {_FORKED_TIMEOUT_S:.0f} s")
-            time.sleep(_FORKED_POLL_S)
+            waiting = [sentinel for sentinel in waiting if sentinel not in ended]
     finally:
         for process in processes:
             process.kill()
@@ -217,6 +215,13 @@ def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
         if "cpu_s" in figures:
             rows[row]["total_cpu_s"] = sum(one[row]["cpu_s"] for one in ranks)
     return rows
+
+
+def _outputs(specs: Sequence[Spec], folder: Path) -> list[Path]:
+    """Return the file of each spec's result; what is left of former processes is removed."""
+    for stale in (folder / "store", *folder.glob("figures-*")):
+        stale.unlink(missing_ok=True)
+    return [folder / f"figures-{spec.rank}.json" for spec in specs]
 
 
 def _failure_of(outputs: Sequence[Path]) -> str:
@@ -250,15 +255,30 @@ def _work(spec: Spec, output: Path) -> None:
 
 
 def _run(
-    programs: Sequence[Program], log: Path, *, poll_s: float, timeout_s: float | None = None
+    programs: Sequence[Program], log: Path, *, poll_s: float, timeout_s: float = math.inf
 ) -> tuple[list[int], list[tuple[float, Footprint]]]:
-    """Return exit codes, and sizes over time."""
-    processes: list[subprocess.Popen[bytes]] = []
+    """Run programs until all have ended, or a moment after one has failed; return exit codes, and sizes over time."""
+    processes: list[subprocess.Popen[Any]] = []
     seen: set[psutil.Process] = set()
+    footprints: list[tuple[float, Footprint]] = []
     with log.open("wb") as file:
         try:
-            processes.extend(_start(program, file) for program in programs)
-            footprints = _watch(processes, seen, poll_s, timeout_s)
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            for program in programs:
+                env, folder = {**os.environ, **QUIET, **program.environment}, program.folder
+                process = subprocess.Popen(program.command, env=env, cwd=folder, start_new_session=True, **streams)
+                processes.append(process)
+            end_s, has_failed = time.monotonic() + timeout_s, False
+            while alive := [process for process in processes if process.poll() is None]:
+                if not has_failed and any(process.returncode for process in processes):
+                    has_failed, end_s = True, min(end_s, time.monotonic() + _GRACE_S)
+                if time.monotonic() > end_s:
+                    if has_failed:
+                        break
+                    raise BenchError(f"it did not end within {timeout_s:.0f} s")
+                footprints.append((time.monotonic(), _footprint(processes, seen)))
+                with suppress(subprocess.TimeoutExpired):
+                    alive[0].wait(poll_s)
         finally:
             for process in processes:
                 with suppress(ProcessLookupError):
@@ -268,58 +288,21 @@ def _run(
                 # May be in a session of its own; psutil kills no process that has reused the number of a dead one.
                 with suppress(psutil.NoSuchProcess):
                     member.kill()
-    return [process.returncode for process in processes], footprints
+    nothing = Footprint(pss_bytes=0, num_processes=0)
+    return [process.returncode for process in processes], footprints or [(time.monotonic(), nothing)]
 
 
-def _start(program: Program, log: IO[bytes]) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        program.command,
-        env={**os.environ, **QUIET, **program.environment},
-        cwd=program.folder,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def _watch(
-    processes: Sequence["subprocess.Popen[bytes]"], seen: set[psutil.Process], poll_s: float, timeout_s: float | None
-) -> list[tuple[float, Footprint]]:
-    """Wait until all have ended, or for a moment after one has failed."""
-    footprints: list[tuple[float, Footprint]] = []
-    end_s = time.monotonic() + timeout_s if timeout_s else float("inf")
-    has_failed = False
-    while alive := [process for process in processes if process.poll() is None]:
-        if not has_failed and any(process.returncode for process in processes):
-            has_failed, end_s = True, min(end_s, time.monotonic() + _GRACE_S)
-        if time.monotonic() > end_s:
-            if has_failed:
-                break
-            raise BenchError(f"it did not end within {timeout_s:.0f} s")
-        footprints.append((time.monotonic(), _footprint(processes, seen)))
-        with suppress(subprocess.TimeoutExpired):
-            alive[0].wait(poll_s)
-    return footprints or [(time.monotonic(), Footprint(pss_bytes=0, num_processes=0))]
-
-
-def _footprint(processes: Sequence["subprocess.Popen[bytes]"], seen: set[psutil.Process]) -> Footprint:
+def _footprint(processes: Sequence["subprocess.Popen[Any]"], seen: set[psutil.Process]) -> Footprint:
     sizes: list[int] = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(process.pid)
             members = [root, *root.children(recursive=True)]
             seen.update(members)
-            sizes += [size for member in members if (size := _pss_bytes(member))]
-    return Footprint(pss_bytes=sum(sizes), num_processes=len(sizes))
-
-
-def _pss_bytes(process: psutil.Process) -> int:
-    """Return the proportional set size; 0 of a process that has ended."""
-    try:
-        return process.memory_full_info().pss
-    except psutil.Error:
-        return 0
+            for member in members:
+                with suppress(psutil.Error):  # it has ended
+                    sizes.append(member.memory_full_info().pss)
+    return Footprint(pss_bytes=sum(sizes), num_processes=sum(size > 0 for size in sizes))
 
 
 def _last_line(log: Path) -> str:

@@ -6,7 +6,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -194,7 +194,7 @@ class Session:
                 if self._options.json is not None:
                     facts = {"options": plain(self._options), "machine": _machine_facts()}
                     content = {**facts, f"{self._unit}s": self._found}
-                    self._options.json.write_text(json.dumps(content, indent=1) + "\n")
+                    self._options.json.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
 
     @cached_property
     def folder(self) -> Path:
@@ -211,7 +211,7 @@ class Session:
             self._console.print(table)
         for line in lines:
             self.say(line)
-        self._found.append({self._unit: name, **{key: _jsonable(value) for key, value in figures.items()}})
+        self._found.append({self._unit: name, **figures})
 
 
 def plain(options: Any) -> dict[str, Any]:
@@ -232,9 +232,3 @@ def _machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
     }
-
-
-def _jsonable(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return [_jsonable(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -26,8 +26,6 @@ _LONGEST = 32_768
 _VERL_GROWTH = 1.1
 """Exponent of verl's time in the number of sequences."""
 
-Partition = Callable[[NDArray[np.int64], int], Sequence[Any]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerRow:
@@ -66,8 +64,7 @@ def run_balancer(options: PlacementOptions, *, say: Callable[[str], object]) -> 
     for lengths, ranks, counts in product(options.lengths, options.ranks, options.counts):
         last: BalancerRow | None = None
         for samples in sorted(set(options.samples)):
-            work = simulated_work(lengths, samples, seed=options.seed)
-            last = _row(work, lengths, ranks, counts, options, last)
+            last = _row(lengths, samples, ranks, counts, options, last)
             rows.append(last)
             theirs = "not asked" if last.verl is None else f"{last.verl:.9f} in {last.verl_s:.2f} s"
             say(
@@ -86,18 +83,25 @@ def simulated_work(lengths: str, samples: int, *, seed: int) -> NDArray[np.int64
 
 
 def _row(
-    work: NDArray[np.int64], lengths: str, ranks: int, counts: str, options: PlacementOptions, last: BalancerRow | None
+    lengths: str, samples: int, ranks: int, counts: str, options: PlacementOptions, last: BalancerRow | None
 ) -> BalancerRow:
-    equal, samples = counts != "free", len(work)
-    tolerance = options.tolerance if counts == "close" else 0.0
-    ours, ours_s = _measured(partial(balance, equal_count=equal, tolerance=tolerance), work, ranks)
-    expected_s = 0.0
+    work = simulated_work(lengths, samples, seed=options.seed)
+    equal, tolerance = counts != "free", options.tolerance if counts == "close" else 0.0
+
+    def measured(partition: Callable[[], Sequence[Any]]) -> tuple[float, float]:
+        begin_s = time.process_time()
+        parts = partition()
+        took_s = time.process_time() - begin_s
+        return _ratio(work, parts), took_s
+
+    ours, ours_s = measured(partial(balance, work, ranks, equal_count=equal, tolerance=tolerance))
+    expected_s, verl, verl_s = 0.0, None, None
     if last is not None:
         expected_s = np.inf if last.verl_s is None else last.verl_s * (samples / last.samples) ** _VERL_GROWTH
-    verl, verl_s = None, None
     if options.verl_s > 0 and expected_s <= options.verl_s:
-        verl, verl_s = _measured(partial(_verl, equal=equal), work, ranks)
-    dealt = np.random.default_rng(options.seed).permutation(samples).reshape(ranks, -1)
+        # It takes Python's integers, which it is quickest at.
+        theirs = import_module(_VERL_MODULE).get_seqlen_balanced_partitions
+        verl, verl_s = measured(lambda: theirs(work.tolist(), k_partitions=ranks, equal_size=equal))
     return BalancerRow(
         lengths=lengths,
         samples=samples,
@@ -107,22 +111,9 @@ def _row(
         ours_s=ours_s,
         verl=verl,
         verl_s=verl_s,
-        random=_ratio(work, list(dealt)),
+        random=_ratio(work, list(np.random.default_rng(options.seed).permutation(samples).reshape(ranks, -1))),
         tolerance=tolerance,
     )
-
-
-def _measured(partition: Partition, work: NDArray[np.int64], ranks: int) -> tuple[float, float]:
-    begin_s = time.process_time()
-    parts = partition(work, ranks)
-    took_s = time.process_time() - begin_s
-    return _ratio(work, parts), took_s
-
-
-def _verl(work: NDArray[np.int64], ranks: int, *, equal: bool) -> Sequence[Any]:
-    # It takes Python's integers, which it is quickest at.
-    partition = import_module(_VERL_MODULE).get_seqlen_balanced_partitions
-    return partition(work.tolist(), k_partitions=ranks, equal_size=equal)
 
 
 def _ratio(work: NDArray[np.int64], parts: Sequence[Any]) -> float:
@@ -135,12 +126,12 @@ def balancer_table(rows: Sequence[BalancerRow]) -> Table:
     columns = ("samples", "ranks", "counts", "ours - 1", "verl - 1", "random - 1", "ours s", "verl s", "faster")
     shown = figures_table("work of the busiest rank over the mean, less 1; CPU seconds", *columns)
     for row in rows:
-        theirs = ("-", "-", "-")
+        verl, verl_s, faster = "-", "-", "-"
         if row.verl is not None:
-            theirs = (f"{row.verl - 1:.1e}", f"{row.verl_s:.2f}", f"{row.times_faster:.1f}x")
+            verl, verl_s, faster = f"{row.verl - 1:.1e}", f"{row.verl_s:.2f}", f"{row.times_faster:.1f}x"
+        ratios = (f"{row.ours - 1:.1e}", verl, f"{row.random - 1:.1e}")
         batch = (row.lengths, f"{row.samples:,}", str(row.ranks), row.counts)
-        ratios = (f"{row.ours - 1:.1e}", theirs[0], f"{row.random - 1:.1e}")
-        shown.add_row(*batch, *ratios, f"{row.ours_s:.3f}", *theirs[1:])
+        shown.add_row(*batch, *ratios, f"{row.ours_s:.3f}", verl_s, faster)
     return shown
 
 

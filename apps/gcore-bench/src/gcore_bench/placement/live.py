@@ -54,19 +54,18 @@ class LiveRow:
 
 def strategies(num_devices: int) -> dict[str, list[str]]:
     """Return the options of gcore-llm for each strategy on so many devices."""
-
-    def divided(strategy: str, policy: int, judge: int) -> list[str]:
-        return [
-            *("--placement.strategy", strategy, "--rollout.num-processes", str(policy)),
+    half = num_devices // 2
+    processes = {
+        "colocated": (num_devices, num_devices),
+        **{f"split {p} + {num_devices - p}": (p, num_devices - p) for p in range(1, num_devices)},
+        "dynamic": (half, num_devices - half),
+    }
+    return {
+        name: [
+            *("--placement.strategy", name.split()[0], "--rollout.num-processes", str(policy)),
             *("--reward-model.judge.num-processes", str(judge)),
         ]
-
-    splits = {f"split {p} + {num_devices - p}": divided("split", p, num_devices - p) for p in range(1, num_devices)}
-    half = num_devices // 2
-    return {
-        "colocated": divided("colocated", num_devices, num_devices),
-        **splits,
-        "dynamic": divided("dynamic", half, num_devices - half),
+        for name, (policy, judge) in processes.items()
     }
 
 
@@ -80,18 +79,16 @@ def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list
     rows: list[LiveRow] = []
     first: list[Mapping[str, Any]] | None = None
     for number, (strategy, chosen) in enumerate(strategies(options.live_devices).items()):
-        name = f"run-{number}"
-        load = os.getloadavg()[0]
-        log = folder / f"{name}.log"
+        name, load = f"run-{number}", os.getloadavg()[0]
+        run, log = folder / "runs" / name, folder / f"{name}.log"
         main = "from gcore_llm.cli import main; main()"
         command = [sys.executable, "-c", main, *_job(folder, name, options), *chosen]
         program = Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder)
         run_program(program, name=strategy, log=log)
-        run = folder / "runs" / name
         steps = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if "timing_s/step" in row]
         first = first or steps
-        rows.append(_row(strategy, run, options, _moves(log), is_alike=_are_alike(steps, first), load=load))
-        last = rows[-1]
+        last = _row(strategy, run, log, options, is_alike=_are_alike(steps, first), load=load)
+        rows.append(last)
         say(
             f"live: {strategy}: {last.seconds:.1f} s, idle {last.idle_share:.1%}, moved {last.moved_to_judge} to the "
             f"judge and {last.moved_to_policy} to the policy, load {load:.1f}"
@@ -133,35 +130,25 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
     ]
 
 
-def _row(
-    strategy: str, run: Path, options: PlacementOptions, moves: Mapping[str, int], *, is_alike: bool, load: float
-) -> LiveRow:
+def _row(strategy: str, run: Path, log: Path, options: PlacementOptions, *, is_alike: bool, load: float) -> LiveRow:
     steps = read_spans(run)
     ledger = Ledger.of(steps)
     total_ns = sum(ledger.total_ns.get(role, 0) for role in _ROLES)
     idle_ns = [ledger.device_ns[role] for role in _ROLES if role in ledger.device_ns]
     shares = {cause: sum(role_ns[cause] for role_ns in idle_ns) / total_ns for cause in CAUSES}
-    size = options.live_phase_steps
-    phases = [steps[i : i + size] for i in range(0, len(steps), size)]
+    phases = [steps[i : i + options.live_phase_steps] for i in range(0, len(steps), options.live_phase_steps)]
+    moves = _MOVE.findall(log.read_text(errors="replace"))
     return LiveRow(
         strategy=strategy,
         seconds=(steps[-1].stop_ns - steps[0].start_ns) / 1e9,
         phase_s=[(phase[-1].stop_ns - phase[0].start_ns) / 1e9 for phase in phases],
-        moved_to_judge=moves["policy"],
-        moved_to_policy=moves["judge"],
+        moved_to_judge=sum(int(count) for count, left in moves if left == "policy"),
+        moved_to_policy=sum(int(count) for count, left in moves if left == "judge"),
         idle_share=sum(shares.values()),
         shares=shares,
         is_alike=is_alike,
         load=load,
     )
-
-
-def _moves(log: Path) -> dict[str, int]:
-    """Return the number of engines that moved, by the role that they left."""
-    moves = {"policy": 0, "judge": 0}
-    for count, role in _MOVE.findall(log.read_text(errors="replace")):
-        moves[role] += int(count)
-    return moves
 
 
 def _are_alike(steps: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> bool:

@@ -6,7 +6,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from gcore_bench.harness.options import BenchError, Bound, Count, NonNegative, QuickOptions, at_least
+from gcore_bench.harness.options import BenchError, Count, NonNegative, QuickOptions, at_least
+from gcore_runs import Bound
 
 PartName = Literal["balancer", "planner", "live", "study"]
 Counts = Literal["free", "equal", "close"]

@@ -54,8 +54,8 @@ class PacedEngine(HFEngine):
         """Cut responses to the length of the phase."""
         if self.phases is not None:
             most = self.phases.present()
-            cut = [replace(r.sampling, max_tokens=min(r.sampling.max_tokens, most)) for r in requests]
-            requests = [replace(r, sampling=sampling) for r, sampling in zip(requests, cut, strict=True)]
+            capped = (replace(r.sampling, max_tokens=min(r.sampling.max_tokens, most)) for r in requests)
+            requests = [replace(r, sampling=sampling) for r, sampling in zip(requests, capped, strict=True)]
         async with aclosing(super().generate(requests)) as completions:
             async for completion in completions:
                 yield completion

@@ -9,6 +9,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
+from scipy.optimize import least_squares
 
 from gcore_bench.harness.processes import Spec, run_processes, start_server
 from gcore_bench.harness.report import figures_table
@@ -35,23 +36,6 @@ AIM_SECONDS, AIM_BYTES = 0.20, 0.15
 _ENGINE = ("decode", "prefill", "memory", "decode_step_s", "decode_sequence_s")
 _TRAINING = ("training", "micro_batch_s")
 _SHARES = ("training", "attention", "decode", "prefill", "memory", "links")
-_ROUNDS = 200
-_DIFFERENCE = 1e-4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Laws:
-    """Efficiencies of the devices, by the number of training ranks."""
-
-    ranks: Mapping[int, Efficiency]
-
-    def seconds(self, run: SmallRun) -> float:
-        """Predict the seconds of a run."""
-        return predicted_seconds(run, self.ranks.get(run.ranks, self.ranks[1]))
-
-    def peak_bytes(self, run: SmallRun) -> float | None:
-        """Predict the peak of a training process; None where none is measured alone."""
-        return predicted_bytes(run, self.ranks.get(run.ranks, self.ranks[1])) if run.kind == "training" else None
 
 
 def predicted_seconds(run: SmallRun, efficiency: Efficiency) -> float:
@@ -72,55 +56,44 @@ def predicted_bytes(run: SmallRun, efficiency: Efficiency) -> float:
     return float(total(training_memory(run.job, _layouts(run), activations=efficiency.activations))[0])
 
 
-def fit_laws(runs: Sequence[SmallRun], seconds: Sequence[float], peak_bytes: Sequence[float | None]) -> Laws:
+def fit_laws(
+    runs: Sequence[SmallRun], seconds: Sequence[float], peak_bytes: Sequence[float | None]
+) -> dict[int, Efficiency]:
     """Fit `Efficiency`, as gcore-placement's README says, to measured seconds, and to the peaks of those that train.
 
     Engines give the memory's rate, which predicts training's update, and training alone gives attention's; each
     number of training ranks is fitted by itself; activations are fitted to the peaks of all.
+
+    Returns:
+        The efficiencies of the devices, by the number of training ranks.
     """
     measured = dict(zip((run.name for run in runs), zip(seconds, peak_bytes, strict=True), strict=True))
-
-    def fit(chosen: Sequence[SmallRun], names: Sequence[str], start: Efficiency) -> Efficiency:
-        expected = np.array([measured[run.name][0] for run in chosen])
-        return _fitted(lambda e: np.array([predicted_seconds(run, e) for run in chosen]), expected, names, start)
-
     training = [run for run in runs if run.kind == "training"]
+
+    def fit(
+        chosen: Sequence[SmallRun], names: Sequence[str], start: Efficiency, *, to_bytes: bool = False
+    ) -> Efficiency:
+        """Fit fields above 0, so that the logarithms of law and measurement differ least."""
+        law = predicted_bytes if to_bytes else predicted_seconds
+        expected = np.array([measured[run.name][to_bytes] for run in chosen], dtype=np.float64)
+
+        def applied(logs: NDArray[np.float64]) -> Efficiency:
+            return replace(start, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+
+        def misses(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+            efficiency = applied(logs)
+            return np.log([law(run, efficiency) for run in chosen] / expected)
+
+        logs = np.log([float(getattr(start, name)) for name in names])
+        most = [0.0 if name in _SHARES else np.inf for name in names]
+        return applied(least_squares(misses, logs, bounds=(-np.inf, most)).x)
+
     alone = fit([run for run in runs if run.kind == "generation"], _ENGINE, Efficiency(overlap=0.0))
-    peaks = np.array([measured[run.name][1] for run in training], dtype=np.float64)
-    alone = _fitted(lambda e: np.array([predicted_bytes(run, e) for run in training]), peaks, ["activations"], alone)
+    alone = fit(training, ["activations"], alone, to_bytes=True)
     alone = fit([run for run in training if run.ranks == 1], (*_TRAINING, "attention"), alone)
     counts = sorted({run.ranks for run in training} - {1})
     own = {count: [run for run in training if run.ranks == count] for count in counts}
-    return Laws(ranks={1: alone, **{count: fit(own[count], (*_TRAINING, "links"), alone) for count in counts}})
-
-
-def _fitted(
-    law: Callable[[Efficiency], NDArray[np.float64]],
-    measured: NDArray[np.float64],
-    names: Sequence[str],
-    start: Efficiency,
-) -> Efficiency:
-    """Fit fields above 0 (Levenberg-Marquardt), so that the logarithms of law and measurement differ least."""
-
-    def applied(logs: NDArray[np.float64]) -> Efficiency:
-        return replace(start, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
-
-    def misses(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.log(law(applied(logs)) / measured)
-
-    logs = np.log([float(getattr(start, name)) for name in names])
-    most = np.array([0.0 if name in _SHARES else np.inf for name in names])
-    damping, miss = 1e-2, misses(logs)
-    for _ in range(_ROUNDS):
-        slopes = np.stack([(miss - misses(logs + d)) / _DIFFERENCE for d in -_DIFFERENCE * np.eye(len(logs))], axis=1)
-        step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(logs)), -slopes.T @ miss)
-        further = np.minimum(logs + step, most)
-        tried = misses(further)
-        if tried @ tried < miss @ miss:
-            logs, miss, damping = further, tried, damping / 4
-        else:
-            damping *= 4
-    return applied(logs)
+    return {1: alone, **{count: fit(own[count], (*_TRAINING, "links"), alone) for count in counts}}
 
 
 def _layouts(run: SmallRun) -> TrainingLayouts:
@@ -186,43 +159,38 @@ def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> P
             found[run.name].append(_measured(run, options))
             say(f"planner, round {number} of {options.rounds}: {run.name} {found[run.name][-1]['step_s']:.3f} s")
     seconds = {name: median(figures["step_s"] for figures in rounds) for name, rounds in found.items()}
-    peaks = {
-        run.name: median(figures["peak_bytes"] for figures in found[run.name]) if run.kind == "training" else None
-        for run in runs
-    }
+    training = [run.name for run in runs if run.kind == "training"]
+    peaks = {name: median(figures["peak_bytes"] for figures in found[name]) for name in training}
     fitted = [run for run in runs if not run.is_held_out]
-    laws = fit_laws(fitted, [seconds[run.name] for run in fitted], [peaks[run.name] for run in fitted])
-    rows = [
-        PlannerRow(
+    laws = fit_laws(fitted, [seconds[run.name] for run in fitted], [peaks.get(run.name) for run in fitted])
+    rows: list[PlannerRow] = []
+    for run in runs:
+        law = laws.get(run.ranks, laws[1])
+        row = PlannerRow(
             name=run.name,
             kind=run.kind,
             is_held_out=run.is_held_out,
             measured_s=seconds[run.name],
             rounds_s=[figures["step_s"] for figures in found[run.name]],
-            predicted_s=laws.seconds(run),
-            measured_bytes=peaks[run.name],
-            predicted_bytes=laws.peak_bytes(run),
+            predicted_s=predicted_seconds(run, law),
+            measured_bytes=peaks.get(run.name),
+            predicted_bytes=predicted_bytes(run, law) if run.kind == "training" else None,
         )
-        for run in runs
-    ]
-    efficiencies = {str(count): asdict(efficiency) for count, efficiency in laws.ranks.items()}
+        rows.append(row)
+    efficiencies = {str(count): asdict(efficiency) for count, efficiency in laws.items()}
     return PlannerFigures(rows=rows, efficiencies=efficiencies, load=load)
 
 
 def _measured(run: SmallRun, options: PlacementOptions) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="gcore-bench-") as folder:
-        specs = [
-            Spec(
-                work="gcore_bench.placement.small_run_work",
-                contender=run.kind,
-                folder=folder,
-                options={"threads": 1, "run": run, "steps": options.steps},
-                rank=rank,
-                world_size=run.ranks,
-            )
-            for rank in range(run.ranks)
-        ]
-        return run_processes(specs)[run.kind]
+        first = Spec(
+            work="gcore_bench.placement.small_run_work",
+            contender=run.kind,
+            folder=folder,
+            options={"run": run, "steps": options.steps},
+            world_size=run.ranks,
+        )
+        return run_processes([replace(first, rank=rank) for rank in range(run.ranks)])[run.kind]
 
 
 def planner_table(figures: PlannerFigures) -> Table:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,11 +36,10 @@ def run(spec: Spec) -> dict[str, dict[str, float]]:
         figures = {"step_s": _generation_s(small, times)}
     elif small.kind == "step":
         figures = {"step_s": _whole_step_s(small, Path(spec.folder), times)}
-    elif spec.world_size == 1:
-        figures = _train(small, spec.rank, times, None)
     else:
-        with joined_world(spec):
-            figures = _train(small, spec.rank, times, TorchParallel.join(ParallelConfig()))
+        with joined_world(spec) if spec.world_size > 1 else nullcontext():
+            parallel = TorchParallel.join(ParallelConfig()) if spec.world_size > 1 else None
+            figures = _train(small, spec.rank, times, parallel)
     return {spec.contender: figures}
 
 
@@ -47,9 +47,9 @@ def _train(run: SmallRun, rank: int, times: int, parallel: TorchParallel | None)
     # Buffers of the libraries are not counted as tensors.
     tiny = {**run.config, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1}
     batches = _batches(run, rank)
-    warm = _trainer({**tiny, "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 64}, run, parallel)
-    warm.train_step([[_sample(np.ones(2, np.int64), 2, 64, np.random.default_rng(0))]])
-    del warm
+    tiny |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 64}
+    sample = _sample(np.ones(2, np.int64), 2, 64, np.random.default_rng(0))
+    _trainer(tiny, run, parallel).train_step([[sample]])
     before = _resident_bytes()
     trainer = _trainer(run.config, run, parallel)
     held = _resident_bytes() - before

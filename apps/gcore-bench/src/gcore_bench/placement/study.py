@@ -6,17 +6,18 @@ The answers are in packages/gcore-placement/docs/open-questions.md.
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from operator import methodcaller
 from statistics import fmean
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from gcore_bench.placement.options import PlacementOptions
 from gcore_placement import (
@@ -50,17 +51,6 @@ SeededComparison = Sequence[Comparison]
 """Comparisons on traces of one recipe with several seeds."""
 
 
-class RunAll(Protocol):
-    """Calls independent tasks, for example in several processes, and returns their results in the same order."""
-
-    def __call__(self, tasks: Sequence[Callable[[], T]], /) -> list[T]: ...
-
-
-def in_turn(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """Call the tasks in this process, one after the other."""
-    return [task() for task in tasks]
-
-
 def run_study(options: PlacementOptions) -> str:
     """Answer all questions, and write `tables.md` and `study.html`; return the tables."""
     folder, num_steps = options.study_folder, options.study_steps or None
@@ -68,11 +58,10 @@ def run_study(options: PlacementOptions) -> str:
         (devices, num_steps if steps is None else min(steps, num_steps or steps), names)
         for devices, steps, names in STUDY_SIZES
     ]
-    few = min(24, num_steps or 24)
-    with in_processes(options.study_processes or os.cpu_count() or 1) as run_all:
-        drift = drift_study(sizes, run_all=run_all)
-        predictions = prediction_study(num_steps=few, run_all=run_all)
-        breaks = break_study(num_steps=few, run_all=run_all)
+    few, processes = min(24, num_steps or 24), options.study_processes or os.cpu_count() or 1
+    drift = drift_study(sizes, processes=processes)
+    predictions = prediction_study(num_steps=few, processes=processes)
+    breaks = break_study(num_steps=few, processes=processes)
     text = _study_text(drift, payload_study(), predictions, breaks)
     folder.mkdir(exist_ok=True)
     (folder / "tables.md").write_text(text)
@@ -80,37 +69,24 @@ def run_study(options: PlacementOptions) -> str:
     return text
 
 
-@contextmanager
-def in_processes(count: int) -> Generator[RunAll]:
-    """Call tasks in so many processes, or in this one if 1, with a bar on the terminal for each call."""
+def run_all(tasks: Sequence[Callable[[], T]], *, processes: int) -> list[T]:
+    """Call independent tasks in so many processes, or in this one if 1, with a bar on the terminal."""
     console = Console(file=sys.stderr)
-    columns = (TextColumn("comparisons"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) if count > 1 else None
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-
-        def run_all(tasks: Sequence[Callable[[], T]]) -> list[T]:
-            bar = progress.add_task("", total=len(tasks))
-            if pool is None:
-                return [task() for task in progress.track(tasks, task_id=bar)]
-            # The last tasks are the largest.
-            futures = [pool.submit(task) for task in reversed(tasks)]
-            for future in futures:
-                future.add_done_callback(lambda _: progress.advance(bar))
-            return [future.result() for future in reversed(futures)]
-
-        try:
-            yield run_all
-        finally:
-            if pool is not None:
-                pool.shutdown(cancel_futures=True)
+    bar: dict[str, Any] = {"console": console, "disable": not console.is_terminal, "transient": True}
+    if processes == 1:
+        return [task() for task in track(tasks, "comparisons", **bar)]
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        # The last tasks are the largest.
+        results = pool.map(methodcaller("__call__"), reversed(tasks))
+        return list(track(results, "comparisons", len(tasks), **bar))[::-1]
 
 
 def drift_study(
-    sizes: Sequence[tuple[int, int | None, Sequence[str]]], *, seeds: Sequence[int] = SEEDS, run_all: RunAll = in_turn
+    sizes: Sequence[tuple[int, int | None, Sequence[str]]], *, seeds: Sequence[int] = SEEDS, processes: int = 1
 ) -> list[SeededComparison]:
     """Answer question 1: dynamic against the best static split, for devices, steps and scenarios."""
     cases = [(name, devices, steps, seed) for devices, steps, names in sizes for name in names for seed in seeds]
-    return _by_seeds(run_all([partial(_compared, *case) for case in cases]), seeds)
+    return _by_seeds(run_all([partial(_compared, *case) for case in cases], processes=processes), seeds)
 
 
 class PayloadLoad(NamedTuple):
@@ -147,23 +123,21 @@ def payload_study() -> list[tuple[float, int, PayloadLoad]]:
     return rows
 
 
-def prediction_study(*, num_steps: int, run_all: RunAll) -> list[tuple[float, list[float], list[float]]]:
+def prediction_study(*, num_steps: int, processes: int) -> list[tuple[float, list[float], list[float]]]:
     """Answer question 3: dynamic, for costs of the judge that are believed to be off by a factor.
 
     Returns:
         For each of ERRORS the seconds of the best static split over those of dynamic, with each seed: where
         measurements correct the model, and where they do not.
     """
-    by_seed = run_all([partial(_gains, num_steps, seed, ERRORS) for seed in SEEDS])
+    by_seed = run_all([partial(_gains, num_steps, seed, ERRORS) for seed in SEEDS], processes=processes)
     return [
         (error, [corrected for corrected, _ in gains], [uncorrected for _, uncorrected in gains])
         for error, *gains in zip(ERRORS, *by_seed, strict=True)
     ]
 
 
-def break_study(
-    *, num_steps: int = 24, seeds: Sequence[int] = SEEDS, run_all: RunAll = in_turn
-) -> list[SeededComparison]:
+def break_study(*, num_steps: int = 24, seeds: Sequence[int] = SEEDS, processes: int = 1) -> list[SeededComparison]:
     """Break each condition of the scheme, one at a time, on the curriculum, to find where its gain ends."""
     costs, batch = JOBS[_JOB], SCALES[_NUM_DEVICES].train_batch_size
     assert costs.reward is not None
@@ -180,10 +154,10 @@ def break_study(
         ("swaps take no time", jump, replace(costs, swap=SwapCosts())),
     )
     tasks: list[partial[Comparison]] = []
-    for (name, recipe, changed), seed in ((case, seed) for case in cases for seed in seeds):
+    for (name, recipe, changed), seed in product(cases, seeds):
         traced = sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed)
         tasks.append(partial(_compared_recipe, name, traced, changed))
-    return _by_seeds(run_all(tasks), seeds)
+    return _by_seeds(run_all(tasks, processes=processes), seeds)
 
 
 def with_judge_error(costs: JobCosts, error: float) -> JobCosts:

@@ -1,7 +1,7 @@
 """Ratios, tables and notes of the bench of rollouts."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
@@ -21,6 +21,7 @@ _OVER = {
     "sandbox": {name: name for name in ("alone_ms", "cpu_ms", "together_ms")},
 }
 """Metrics that have a ratio, by part, and the metric of the base that each is divided by."""
+_TITLES = {"forms": "weight sync by form", "sandbox": "a program that does nothing"}
 
 
 def ratios(part: str, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
@@ -39,84 +40,84 @@ def ratios(part: str, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
 
 def tables(summary: Summary, ratios: Ratios, options: RolloutOptions) -> list[Table]:
     """Return the tables of a part."""
-    titles = {
-        "generation": "generation",
-        "forms": "weight sync by form",
-        "sandbox": "a program that does nothing",
-    }
-    if summary.part != "sync":
-        shown = [_table(titles[summary.part], summary, ratios, _COLUMNS[summary.part])]
-    else:
+    if summary.part == "sync":
         size_mb = summary.rows[MEMCPY]["size_bytes"] / 2**20
         shown = [
             _table(f"new weights, {size_mb:,.0f} MB", summary, ratios, _COLUMNS["sync"]),
             _table("the first token of the new weights", summary, ratios, _COLUMNS["first token"], skip=MEMCPY),
         ]
+    else:
+        shown = [_table(_TITLES.get(summary.part, summary.part), summary, ratios, _COLUMNS[summary.part])]
     shown[-1].caption = f"medians of {options.rounds} rounds; load of the machine {summary.load:.1f}"
     return shown
 
 
-Column = tuple[str, Callable[[str, Mapping[str, float], Mapping[str, float]], str]]
-"""Title, and the text of a cell from the row's name, its figures and its ratios."""
+Column = tuple[str, str, str]
+"""Title, metric, and the metric's format: that of a figure, or "x" for the ratio, "MB", or "base" for its name."""
 
 
 def _table(
     title: str, summary: Summary, ratios: Ratios, columns: Sequence[Column], *, skip: str | None = None
 ) -> Table:
-    shown = figures_table(title, *(title for title, _ in columns))
+    shown = figures_table(title, *(title for title, _, _ in columns))
     for name, row in summary.rows.items():
         if name != skip:
-            shown.add_row(name, *(cell(name, row, ratios.get(name, {})) for _, cell in columns))
+            found = ratios.get(name, {})
+            shown.add_row(name, *(_cell(name, row, found, metric, form) for _, metric, form in columns))
     return shown
 
 
-def _figure(title: str, metric: str, form: str) -> Column:
-    return title, lambda _name, row, _ratios: figure(metric, form)(row)
-
-
-def _ratio(title: str, metric: str) -> Column:
-    return title, lambda _name, _row, found: ratio(found.get(metric))
+def _cell(name: str, row: Mapping[str, float], found: Mapping[str, float], metric: str, form: str) -> str:
+    match form:
+        case "x":
+            return ratio(found.get(metric))
+        case "base":
+            return BASES.get(name, "-")
+        case "MB":
+            return f"{row[metric] / 2**20:,.1f}"
+        case _:
+            return figure(metric, form)(row)
 
 
 _COLUMNS: Mapping[str, Sequence[Column]] = {
     "generation": [
-        _figure("tokens/s", "tokens_per_s", ",.0f"),
-        _ratio("speed over base", "tokens_per_s"),
-        _figure("s", "wall_s", ".2f"),
-        _figure("CPU s", "cpu_s", ".2f"),
-        _ratio("CPU over base", "cpu_s"),
-        _figure("tokens", "tokens", ",.0f"),
-        _figure("mean log-prob", "log_prob", ".4f"),
-        ("base", lambda name, _row, _ratios: BASES.get(name, "-")),
+        ("tokens/s", "tokens_per_s", ",.0f"),
+        ("speed over base", "tokens_per_s", "x"),
+        ("s", "wall_s", ".2f"),
+        ("CPU s", "cpu_s", ".2f"),
+        ("CPU over base", "cpu_s", "x"),
+        ("tokens", "tokens", ",.0f"),
+        ("mean log-prob", "log_prob", ".4f"),
+        ("base", "", "base"),
     ],
     "sync": [
-        _figure("at rest s", "wall_s", ".3f"),
-        _ratio("over memcpy", "wall_s"),
-        _figure("before copying s", "before_copy_s", ".3f"),
-        _figure("copying s", "copy_s", ".3f"),
-        _figure("samples running s", "busy_s", ".3f"),
-        _ratio("over memcpy", "busy_s"),
-        _figure("no token s", "no_token_s", ".3f"),
-        _ratio("over memcpy", "no_token_s"),
+        ("at rest s", "wall_s", ".3f"),
+        ("over memcpy", "wall_s", "x"),
+        ("before copying s", "before_copy_s", ".3f"),
+        ("copying s", "copy_s", ".3f"),
+        ("samples running s", "busy_s", ".3f"),
+        ("over memcpy", "busy_s", "x"),
+        ("no token s", "no_token_s", ".3f"),
+        ("over memcpy", "no_token_s", "x"),
     ],
     "first token": [
-        _figure("after s", "first_token_s", ".3f"),
-        _figure("old steps", "old_steps", ".0f"),
-        _figure("a step s", "step_s", ".3f"),
+        ("after s", "first_token_s", ".3f"),
+        ("old steps", "old_steps", ".0f"),
+        ("a step s", "step_s", ".3f"),
     ],
     "forms": [
-        ("sent MB", lambda _name, row, _ratios: f"{row['sent_bytes'] / 2**20:,.1f}"),
-        _figure("to encode s", "encode_s", ".3f"),
-        _figure("to apply s", "apply_s", ".3f"),
-        _ratio("both over memcpy", "wall_s"),
+        ("sent MB", "sent_bytes", "MB"),
+        ("to encode s", "encode_s", ".3f"),
+        ("to apply s", "apply_s", ".3f"),
+        ("both over memcpy", "wall_s", "x"),
     ],
     "sandbox": [
-        _figure("ms a call, alone", "alone_ms", ".1f"),
-        _ratio("over bare", "alone_ms"),
-        _figure("CPU ms", "cpu_ms", ".1f"),
-        _ratio("over bare", "cpu_ms"),
-        _figure(f"ms a call, {os.cpu_count() or 1} at a time", "together_ms", ".1f"),
-        _ratio("over bare", "together_ms"),
+        ("ms a call, alone", "alone_ms", ".1f"),
+        ("over bare", "alone_ms", "x"),
+        ("CPU ms", "cpu_ms", ".1f"),
+        ("over bare", "cpu_ms", "x"),
+        (f"ms a call, {os.cpu_count() or 1} at a time", "together_ms", ".1f"),
+        ("over bare", "together_ms", "x"),
     ],
 }
 

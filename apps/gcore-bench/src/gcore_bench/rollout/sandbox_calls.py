@@ -38,7 +38,8 @@ async def run_rounds(options: RolloutOptions, *, say: Callable[[str], object]) -
             except SandboxError as error:
                 say(f"sandbox: {error}")
                 continue
-            ways[isolation] = (partial(_sandboxed, sandbox), partial(_sandboxed, sandbox))
+            call = partial(_sandboxed, sandbox)
+            ways[isolation] = (call, call)
         for alone, together in ways.values():
             await alone()
             await asyncio.gather(*(together() for _ in range(cores)))

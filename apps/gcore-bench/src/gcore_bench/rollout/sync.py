@@ -4,12 +4,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,12 +18,9 @@ from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Figures, Rounds, Run
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.processes import Processes
-from gcore_bench.rollout.step_clock import StepClock
+from gcore_bench.rollout.step_clock import Source, StepClock, make_engine
 from gcore_bench.rollout.workload import sync_request
 from gcore_rollout import Completion, Engine, EngineReplicas, Request
-
-if TYPE_CHECKING:
-    from gcore_bench.rollout.clocked_engine import Source
 
 MEMCPY = "memcpy"
 _MEMCPY_TIMES = 3
@@ -41,7 +37,7 @@ class Way:
     """One way to update the weights of an engine."""
 
     engine: Engine
-    clocks: list[StepClock]
+    clocks: Sequence[StepClock]
     """The clock of each process."""
     update: Callable[[int], Awaitable[object]]
     """Updates the weights to the given version."""
@@ -82,48 +78,37 @@ async def run_rounds(
     return rounds.runs
 
 
-def _make_engine(*arguments: Any, **options: Any) -> Engine:
-    """Make a clocked engine in its process, which alone imports transformers."""
-    from gcore_bench.rollout.clocked_engine import make_engine
-
-    return make_engine(*arguments, **options)
-
-
 async def _ways(
     state: State, options: RolloutOptions, folder: Path, processes: Processes, stack: AsyncExitStack
 ) -> dict[str, Way]:
     file = folder / "weights.safetensors"
     max_num_seqs = sync_request(options).n
 
-    async def start(name: str, source: "Source") -> tuple[Engine, StepClock]:
+    async def start(name: str, source: Source) -> tuple[Engine, StepClock]:
         clock = folder / f"clock-{name}"
         made = StepClock(clock)
-        factory = partial(_make_engine, folder / "sync-model", clock, source, file, max_num_seqs=max_num_seqs)
+        factory = partial(make_engine, folder / "sync-model", clock, source, file, max_num_seqs=max_num_seqs)
         engine = await processes.start(name, factory)
         stack.push_async_callback(engine.close)
         return engine, made
 
-    here, here_clock = await start("in-process", "here")
-    one, one_clock = await start("process", "caller")
+    def way(engine: Engine, *clocks: StepClock, given: State = state) -> Way:
+        return Way(engine=engine, clocks=clocks, update=lambda v: engine.update_weights(given.items(), version=v))
+
     several = [await start(f"replica-{number}", "caller") for number in range(2)]
     replicas = EngineReplicas([engine for engine, _ in several])
     stack.push_async_callback(replicas.close)
-    reader, reader_clock = await start("files", "file")
+    files = way(*await start("files", "file"), given={})
 
     async def through_file(version: int) -> None:
         save_file(dict(state), file)
-        await reader.update_weights([], version=version)
-
-    def with_state(engine: Engine) -> Callable[[int], Awaitable[object]]:
-        return lambda version: engine.update_weights(state.items(), version=version)
+        await files.update(version)
 
     return {
-        "in-process": Way(
-            engine=here, clocks=[here_clock], update=lambda v: here.update_weights([], version=v), starts_inside=True
-        ),
-        "process": Way(engine=one, clocks=[one_clock], update=with_state(one)),
-        "2 processes": Way(engine=replicas, clocks=[clock for _, clock in several], update=with_state(replicas)),
-        "files": Way(engine=reader, clocks=[reader_clock], update=through_file),
+        "in-process": replace(way(*await start("in-process", "here"), given={}), starts_inside=True),
+        "process": way(*await start("process", "caller")),
+        "2 processes": way(replicas, *(clock for _, clock in several)),
+        "files": replace(files, update=through_file),
     }
 
 
@@ -150,9 +135,8 @@ async def _idle(way: Way, version: int) -> Figures:
 async def _timed_update(way: Way, version: int) -> tuple[float, float]:
     start_s = time.perf_counter()
     await way.update(version)
-    end_s = time.perf_counter()
-    (clock, *_) = way.clocks
-    return (clock.update_start_s, clock.update_end_s) if way.starts_inside else (start_s, end_s)
+    clock = way.clocks[0]
+    return (clock.update_start_s, clock.update_end_s) if way.starts_inside else (start_s, time.perf_counter())
 
 
 async def busy_figures(way: Way, version: int, request: Request) -> Figures:
@@ -170,12 +154,9 @@ async def busy_figures(way: Way, version: int, request: Request) -> Figures:
     if found != set(firsts):
         raise BenchError(f"tokens {sorted(found)} carry version {version} first, but by their times {firsts} do")
     pairs = list(zip(way.clocks, firsts, strict=True))
-    gaps: list[float] = []
-    steps: list[float] = []
-    for clock, first in pairs:
-        intervals = np.diff(clock.passes_s)
-        steps.append(float(np.median(np.delete(intervals, first - 1))))
-        gaps.append(float(intervals[first - 1]) - steps[-1])
+    intervals = [(np.diff(clock.passes_s), first - 1) for clock, first in pairs]
+    steps = [float(np.median(np.delete(each, at))) for each, at in intervals]
+    gaps = [float(each[at]) - step_s for (each, at), step_s in zip(intervals, steps, strict=True)]
     return {
         "busy_s": end_s - start_s,
         "no_token_s": max(0.0, *gaps),

@@ -29,7 +29,7 @@ from gcore_rollout import (
     WeightSubscriber,
     make_delta,
 )
-from gcore_rollout.weight_sync.updates import A_OF, B_OF, merged
+from gcore_rollout.weight_sync.updates import A_OF, B_OF, WeightUpdate, merged
 
 _ROWS, _COLUMNS, _RANK = 1024, 512, 16
 _FRACTIONS = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1, "delta 100 %": 1.0}
@@ -41,24 +41,22 @@ State = dict[str, torch.Tensor]
 
 
 class _Sink:
-    """The part of an engine that an update needs: it copies the weights into its own."""
+    """The part of an engine that an update needs: it copies the weights into its own. It has a mirror."""
 
     def __init__(self, state: State) -> None:
         self.weight_version = 0
         self.own = {name: tensor.clone() for name, tensor in state.items()}
+        self.mirror = WeightMirror(cast(Engine, self), state.items())
+
+    @property
+    def version(self) -> int:
+        assert self.mirror.version is not None
+        return self.mirror.version
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         for name, tensor in weights:
             self.own[name].copy_(tensor)
         self.weight_version = version
-
-
-class _Side:
-    """An engine and its mirror."""
-
-    def __init__(self, state: State) -> None:
-        self.sink = _Sink(state)
-        self.mirror = WeightMirror(cast(Engine, self.sink), state.items())
 
 
 async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[str], object]) -> list[Run]:
@@ -91,10 +89,9 @@ class _Forms:
         self._folder = folder
         self._generator = generator
         self._version = 0
-        self._direct = _Side(state)
-        self._far = _Side(state)
+        self._direct = _Sink(state)
+        self._far = _Sink(state)
         self._num_stores = 0
-        self._url = ""
         self._publisher: WeightPublisher | None = None
         self._peer: _Peer | None = None
 
@@ -103,74 +100,62 @@ class _Forms:
         self._version += 1
         match name:
             case "memcpy":
-                apply_s = memcpy_seconds(self._far.sink.own, self._state)
+                apply_s = memcpy_seconds(self._far.own, self._state)
                 return {"sent_bytes": _size_bytes(self._state), "encode_s": 0.0, "apply_s": apply_s}
             case "full":
-                return await self._full()
+                update = FullWeights(version=self._version, tensors=self._state.items())
+                return await self._applied(lambda: update, self._state)
             case "adapters":
-                return await self._adapters()
+                adapters = self._new_adapters()
+                return await self._applied(lambda: adapters, dict(merged(self._state, adapters)))
             case "store full" | "store delta 1 %":
                 return await self._store(is_full=name == "store full")
             case "broadcast":
                 return self._broadcast()
             case _:
-                return await self._delta(_FRACTIONS[name])
+                old, self._state = self._state, self._changed(_FRACTIONS[name])
+                versions = {"base_version": self._direct.version, "version": self._version}
+                return await self._applied(lambda: make_delta(old, self._state.items(), **versions), self._state)
 
     def close(self) -> None:
         if self._peer is not None:
             self._peer.close()
 
-    async def _full(self) -> Figures:
+    async def _applied(self, encode: Callable[[], WeightUpdate], expected: State) -> Figures:
         start_s = time.perf_counter()
-        await self._direct.mirror.apply(FullWeights(version=self._version, tensors=self._state.items()))
-        end_s = time.perf_counter()
-        _check(self._direct.sink, self._state)
-        return {"sent_bytes": _size_bytes(self._state), "encode_s": 0.0, "apply_s": end_s - start_s}
-
-    async def _delta(self, fraction: float) -> Figures:
-        new, base_version = self._changed(fraction), self._direct.mirror.version
-        assert base_version is not None
-        start_s = time.perf_counter()
-        delta = make_delta(self._state, new.items(), base_version=base_version, version=self._version)
+        update = encode()
         made_s = time.perf_counter()
-        await self._direct.mirror.apply(delta)
+        await self._direct.mirror.apply(update)
         end_s = time.perf_counter()
-        self._state = new
-        _check(self._direct.sink, new)
-        return {"sent_bytes": delta.size_bytes, "encode_s": made_s - start_s, "apply_s": end_s - made_s}
+        _check(self._direct, expected)
+        sent_bytes = _size_bytes(expected) if isinstance(update, FullWeights) else update.size_bytes
+        return {"sent_bytes": sent_bytes, "encode_s": made_s - start_s, "apply_s": end_s - made_s}
 
-    async def _adapters(self) -> Figures:
-        base_version = self._direct.mirror.version
-        assert base_version is not None
+    def _new_adapters(self) -> AdapterWeights:
         tensors: State = {}
         for name in self._state:
             layer = name.removesuffix(".weight")
             tensors[layer + A_OF] = _random(_RANK, _COLUMNS, self._generator)
             tensors[layer + B_OF] = _random(_ROWS, _RANK, self._generator)
-        update = AdapterWeights(base_version=base_version, version=self._version, scaling=2.0, tensors=tensors)
-        start_s = time.perf_counter()
-        await self._direct.mirror.apply(update)
-        end_s = time.perf_counter()
-        _check(self._direct.sink, dict(merged(self._state, update)))
-        return {"sent_bytes": update.size_bytes, "encode_s": 0.0, "apply_s": end_s - start_s}
+        return AdapterWeights(base_version=self._direct.version, version=self._version, scaling=2.0, tensors=tensors)
 
     async def _store(self, *, is_full: bool) -> Figures:
         """Publish a version and load it; a delta is to the version published before it in the same round."""
         if is_full:
             self._num_stores += 1
-            self._url = f"file://{self._folder}/store-{self._num_stores}"
-            self._publisher = WeightPublisher(self._url)
         else:
             self._state = self._changed(_STORE_FRACTION)
-        assert self._publisher is not None
+        folder = self._folder / f"store-{self._num_stores}"
+        if is_full or self._publisher is None:
+            self._publisher = WeightPublisher(f"file://{folder}")
         start_s = time.perf_counter()
         manifest = self._publisher.publish(self._state.items(), version=self._version)
         made_s = time.perf_counter()
-        await self._far.mirror.apply(*await WeightSubscriber(self._url).load(have=self._far.mirror.version))
+        await self._far.mirror.apply(*await WeightSubscriber(f"file://{folder}").load(have=self._far.mirror.version))
         end_s = time.perf_counter()
-        _check(self._far.sink, self._state)
+        _check(self._far, self._state)
         if not is_full:
-            shutil.rmtree(self._url.removeprefix("file://"))
+            shutil.rmtree(folder)
         return {"sent_bytes": manifest.size_bytes, "encode_s": made_s - start_s, "apply_s": end_s - made_s}
 
     def _broadcast(self) -> Figures:
@@ -180,19 +165,15 @@ class _Forms:
             self._version += 1
         start_s = time.perf_counter()
         sent_s, end_s = self._peer.send(self._state, self._version)
-        return {
-            "sent_bytes": _size_bytes(self._state),
-            "encode_s": sent_s - start_s,
-            "apply_s": max(0.0, end_s - sent_s),
-        }
+        size_bytes = _size_bytes(self._state)
+        return {"sent_bytes": size_bytes, "encode_s": sent_s - start_s, "apply_s": max(0.0, end_s - sent_s)}
 
     def _changed(self, fraction: float) -> State:
         """Return new weights in which this fraction of elements differs."""
-        new: State = {}
-        for name, tensor in self._state.items():
-            changed = torch.rand(tensor.shape, generator=self._generator) < fraction
-            new[name] = torch.where(changed, -tensor, tensor)
-        return new
+        return {
+            name: torch.where(torch.rand(tensor.shape, generator=self._generator) < fraction, -tensor, tensor)
+            for name, tensor in self._state.items()
+        }
 
 
 class _Peer:

@@ -8,8 +8,8 @@ from typing import Any
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_rollout import PRELOAD_DIFFUSERS, DiffusersEngine, Engine, engine_factory
+from gcore_runs.engines import Instrumentation
 from gcore_runs.errors import UserError
-from gcore_runs.loop.instrumented_engine import Instrumentation
 
 
 def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], DiffusersEngine]:

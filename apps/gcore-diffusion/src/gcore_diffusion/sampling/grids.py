@@ -22,14 +22,7 @@ _INK, _PAPER = (40, 46, 56), (246, 247, 249)
 
 
 def write_grid(path: Path, images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int) -> None:
-    """Write a PNG file.
-
-    Args:
-        path: of the file.
-        images: [P * per_prompt, H, W, 3].
-        prompts: [P * per_prompt].
-        per_prompt: number of consecutive images of each prompt.
-    """
+    """Write a PNG of images [P * per_prompt, H, W, 3] and ``prompts`` [P * per_prompt], with a row for each prompt."""
     picture = grid(images, prompts, per_prompt=per_prompt)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda partial: picture.save(partial, format="PNG"))

@@ -1,4 +1,4 @@
-"""Sampling and scoring of images, and groups of those of one prompt."""
+"""Sampling and scoring of images: groups of those of one prompt, and held-out evaluation without noise."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,38 +52,58 @@ class Group:
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays and numbers for a checkpoint."""
-        samples = [
-            {
-                **vars(s),
-                "conditions": dict(s.conditions),
-                "shared_conditions": dict(s.shared_conditions),
-                "trajectory": dict(vars(s.trajectory)),
-            }
-            for s in self.samples
-        ]
+        plain = ("conditions", "shared_conditions")
         return {
             "ticket": self.prompt_index,
             "text": self.prompt.text,
             "row": dict(self.prompt.row),
             "scores": self.scores,
-            "samples": samples,
+            "samples": [
+                {**vars(s), **{name: dict(vars(s)[name]) for name in plain}, "trajectory": dict(vars(s.trajectory))}
+                for s in self.samples
+            ],
             "ref_means": self.ref_means,
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
         """Return the group that `state` gave this state for."""
-        samples: list[ImageSample] = []
-        for saved in state["samples"]:
-            fields: dict[str, Any] = {**saved, "trajectory": Trajectory(**saved["trajectory"])}
-            samples.append(ImageSample(**fields))
+        samples: list[dict[str, Any]] = [
+            {**saved, "trajectory": Trajectory(**saved["trajectory"])} for saved in state["samples"]
+        ]
+        means = state["ref_means"]
         return cls(
             prompt_index=state["ticket"],
             prompt=Prompt(text=state["text"], row=state["row"]),
-            samples=samples,
+            samples=[ImageSample(**fields) for fields in samples],
             scores=np.asarray(state["scores"], np.float64),
-            ref_means=None if state["ref_means"] is None else [np.asarray(m, np.float32) for m in state["ref_means"]],
+            ref_means=None if means is None else [np.asarray(m, np.float32) for m in means],
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """Images and scores of all held-out prompts, in their order."""
+
+    prompts: list[str]
+    """[P * n], each prompt n times."""
+    images: NDArray[np.uint8]
+    """[P * n, H, W, 3]."""
+    scores: NDArray[np.float64]
+    """[P * n], by the reward that is trained on."""
+    held_out: NDArray[np.float64] | None
+    """[P * n], by a reward that is not trained on."""
+    accuracy: float | None = None
+    """Fraction of images that a classifier recognizes as their prompts; None: there is no classifier."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the means by their names in metrics.jsonl."""
+        found = {"val/score/mean": float(self.scores.mean())}
+        if self.held_out is not None:
+            found["val/held_out/mean"] = float(self.held_out.mean())
+        if self.accuracy is not None:
+            found["val/accuracy"] = self.accuracy
+        return found
 
 
 def kernel_of(config: DiffusionConfig) -> Kernel:
@@ -126,7 +146,7 @@ def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> 
         guidance_scale=rollout.guidance_scale,
         kernel=kernel_of(config),
         window=window,
-        size=rollout.size if rollout.size != (0, 0) else None,
+        size=rollout.image_size,
     )
 
 
@@ -146,3 +166,41 @@ async def scored(
     names = [] if roles.rewards.is_judged else [f"reward {ctx.rank if roles.owns_process else 0}"]
     with roles.devices.stage("reward", *names):
         return await evaluate_images(reward, pixels, [p.text for p in prompts], [p.row for p in prompts])
+
+
+async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:
+    """Sample and score held-out images, divided among the controllers; the result is the same on each of them."""
+    rollout, rewards = config.rollout, ctx.roles.rewards
+    classify = getattr(rewards.trained, "accuracy", None)
+    sampling = ImageSampling(
+        num_inference_steps=rollout.eval_num_inference_steps or rollout.num_inference_steps,
+        guidance_scale=rollout.eval_guidance_scale or rollout.guidance_scale,
+        size=rollout.image_size,
+    )
+    requests = [
+        ImageRequest(request_id=f"val/{i}", prompt=prompts[i].text, sampling=sampling, n=rollout.eval_n, seed=i)
+        for i in range(ctx.rank, len(prompts), ctx.world_size)
+    ]
+    own: list[tuple[int, NDArray[np.uint8], float, float, bool]] = []
+    if requests:
+        with ctx.timer.stage("gen"):
+            samples = await images(ctx.roles.policy, requests)
+        indices = [request.seed for request in requests for _ in range(rollout.eval_n)]
+        repeated, pixels = [prompts[i] for i in indices], [sample.image for sample in samples]
+        with ctx.timer.stage("reward"):
+            scores = others = await scored(ctx, rewards.trained, samples, repeated)
+            if rewards.held_out is not None:
+                others = await scored(ctx, rewards.held_out, samples, repeated)
+        is_right = [False] * len(samples)
+        if classify is not None:
+            is_right = classify(np.stack(pixels), [prompt.text for prompt in repeated]).tolist()
+        own = list(zip(indices, pixels, scores, others, is_right, strict=True))
+    everyones = sorted((entry for part in await ctx.group.all_gather(own) for entry in part), key=lambda e: e[0])
+    indices, pixels, scores, others, is_right = zip(*everyones, strict=True)
+    return Evaluation(
+        prompts=[prompts[i].text for i in indices],
+        images=np.stack(pixels),
+        scores=np.array(scores),
+        held_out=None if rewards.held_out is None else np.array(others),
+        accuracy=None if classify is None else float(np.mean(is_right)),
+    )

@@ -3,19 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gcore_rollout import EngineKind, JudgeOptions, RequestError, RewardConfigError, engine_kind, engine_names
-from gcore_runs import UserError, check_at_least
+from gcore_rollout import EngineKind, RequestError, engine_kind, engine_names
+from gcore_runs import Checked, Count, NonNegative, UserError
+from gcore_runs.settings.judge_options import JudgeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig(JudgeOptions):
     """A vision-language model that judges images: its engine, how it is asked, and how its verdicts are read."""
 
+    section = "reward.judge"
+
     engine: str = "hf"
     """hf: transformers; vllm: vLLM."""
-    num_processes: int = 0
+    num_processes: NonNegative = 0
     """Replicas, each a process of its own that is replaced if it dies; 0: one, in the main process, or on ray one."""
-    max_num_seqs: int = 64
+    max_num_seqs: Count = 64
     """Largest number of verdicts that an engine writes at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of its weights."""
@@ -35,24 +38,25 @@ class JudgeConfig(JudgeOptions):
         return engine_kind(self.engine)
 
     def __post_init__(self) -> None:
-        prefix = "reward.judge"
-        check_at_least(f"{prefix}.max_num_seqs", self.max_num_seqs, 1)
-        check_at_least(f"{prefix}.num_processes", self.num_processes, 0)
+        super().__post_init__()
         try:
-            self.check()
             kind = self.kind
-        except (RewardConfigError, RequestError) as error:
-            raise UserError(f"{prefix}.{error}") from None
+        except RequestError as error:
+            raise UserError(f"{self.section}.{error}") from None
         if not (kind.takes_images or kind.is_own):
             names = " or ".join(engine_names(lambda kind: kind.takes_images))
-            raise UserError(f"{prefix}.engine is {self.engine!r}; expected {names}, which take images")
+            raise UserError(f"{self.section}.engine is {self.engine!r}; expected {names}, which take images")
         if kind.needs_own_process and not self.num_processes:
-            raise UserError(f"{prefix}.num_processes is 0; expected 1 or more with {prefix}.engine {self.engine!r}")
+            raise UserError(
+                f"{self.section}.num_processes is 0; expected 1 or more with {self.section}.engine {self.engine!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
+class RewardConfig(Checked):
     """The reward that is trained on, and one that is only measured."""
+
+    section = "reward"
 
     kind: str = ""
     """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, image_reward, judge, an http(s) URL,
@@ -66,7 +70,7 @@ class RewardConfig:
     image_reward; of a vision-language model, for judge."""
     head: str = ""
     """A file of weights: aesthetic's head as safetensors, or ImageReward.pt."""
-    jpeg_size: int = 0
+    jpeg_size: NonNegative = 0
     """Pixels that a side is resized to before it is compressed; 0: as it is."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 
@@ -81,6 +85,6 @@ class RewardConfig:
         return self.kind in ("", "digit", "colour")
 
     def __post_init__(self) -> None:
-        check_at_least("reward.jpeg_size", self.jpeg_size, 0)
+        super().__post_init__()
         if self.held_out == "judge":
             raise UserError("reward.held_out is 'judge'; expected another kind, because the judge is reward.kind")

@@ -16,9 +16,6 @@ from gcore_rollout import (
     ImageJudgeReward,
     ImageRewardKind,
     ImageRewardSettings,
-    JudgeModel,
-    RewardConfigError,
-    ScorePattern,
     UnsupportedModelError,
     VisionProcessor,
     build_image_reward,
@@ -42,41 +39,28 @@ class Rewards:
 
 
 def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
-    """Build the rewards of a run.
-
-    Args:
-        config: the run's.
-        judge: the engine of its judge, if it has one.
+    """Build the rewards of a run; ``judge`` is the engine of its judge, if it has one.
 
     Raises:
-        UserError: there is no such reward, or it lacks a setting.
-        RewardError: a file does not import, or local weights are of another model.
+        UserError: a folder that is not of a judge's model.
+        RewardError: there is no such reward, it lacks a setting, or a file is not as expected.
     """
     settings, gradient = config.reward, reward_gradient(config)
     known = ImageRewardSettings(
         path=settings.path, head=settings.head, jpeg_size=settings.jpeg_size, device=config.device
     )
-    try:
-        if gradient is not None:
-            trained = _score_of(gradient)
-        elif judge is not None:
-            trained = _judge_reward(settings, judge)
-        else:
-            trained = build_image_reward(settings.kind or "digit", known, setting="reward.kind")
-        held_out = None
-        if settings.held_out:
-            held_out = build_image_reward(settings.held_out, known, setting="reward.held_out")
-    except RewardConfigError as error:
-        raise UserError(str(error)) from error
+    if gradient is not None:
+        trained = _score_of(gradient)
+    elif judge is not None:
+        trained = _judge_reward(settings, judge)
+    else:
+        trained = build_image_reward(settings.kind or "digit", known, setting="reward.kind")
+    held_out = build_image_reward(settings.held_out, known, setting="reward.held_out") if settings.held_out else None
     return Rewards(trained=trained, held_out=held_out, is_judged=settings.is_judged)
 
 
 def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
-    """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient.
-
-    Raises:
-        RewardError: a file that does not import.
-    """
+    """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient."""
     kind = config.reward.kind
     if config.algorithm.name != "reward_gradient" or ":" not in kind or kind.startswith(("http://", "https://")):
         return None
@@ -84,11 +68,7 @@ def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
 
 
 async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, width: int) -> None:
-    """Score two grey images of the run's size, so that a broken reward is found before anything is trained.
-
-    Raises:
-        RewardError: it does not score them.
-    """
+    """Score two grey images of the size; `RewardError` if the reward is broken, before anything is trained."""
     if check := getattr(reward, "check", None):
         check(height, width)
     images = np.full((2, height, width, 3), 128, np.uint8)
@@ -126,13 +106,11 @@ def _judge_reward(settings: RewardConfig, engine: Engine) -> ImageJudgeReward:
         text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    model = JudgeModel.with_options(
-        judge, engine=engine, encode=encode, decode=partial(tokenizer.decode, skip_special_tokens=True), vision=vision
-    )
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
     return ImageJudgeReward(
-        model=model,
-        template=judge.question(setting="reward.judge.template"),
-        parse=ScorePattern.with_options(judge),
+        model=judge.model(engine=engine, encode=encode, decode=decode, vision=vision),
+        template=judge.question(),
+        parse=judge.scores(),
         reduce=judge.reduce,
         unparsable_score=judge.unparsable_score,
     )

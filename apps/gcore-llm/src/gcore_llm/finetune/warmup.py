@@ -38,9 +38,9 @@ async def make_warm_model(
     Each check samples answers to the held-out prompts, and is recorded in ``warmup.jsonl``.
     """
     from gcore_llm.sampling.engines import start_policy
-    from gcore_llm.sampling.evaluate import evaluate
+    from gcore_llm.sampling.rewards import evaluate
     from gcore_rollout import RolloutRoles
-    from gcore_runs.loop.instrumented_engine import Instrumentation
+    from gcore_runs.engines import Instrumentation
 
     worked, warmup = WORKED_EXAMPLES[config.task.name], config.warmup
     samples = [_worked_sample(tokenizer, p.token_ids, worked(p.row)) for p in prompts.train]

@@ -19,9 +19,8 @@ from gcore_rollout import (
     load_function,
     visible_gpus,
 )
+from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation
 from gcore_runs.errors import UserError
-from gcore_runs.loop.instrumented_engine import NO_INSTRUMENTATION, Instrumentation
-from gcore_runs.settings.engine_config import EngineConfig
 
 
 async def start_policy(

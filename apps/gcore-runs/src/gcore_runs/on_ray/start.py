@@ -42,9 +42,9 @@ from gcore_rollout import (
     start_engine_actor,
 )
 from gcore_runs import log_to
+from gcore_runs.engines import Instrumentation
 from gcore_runs.errors import UserError
 from gcore_runs.logs import logged, logs_of
-from gcore_runs.loop.instrumented_engine import Instrumentation
 from gcore_runs.loop.recorder import RunJob
 from gcore_runs.on_ray.live_placement import LivePlacement
 from gcore_runs.settings.run_config import PlacementConfig

@@ -7,6 +7,7 @@ copied: memory is staged as it will lie in the file, and a file is one write of 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import xxhash
 
@@ -85,11 +86,8 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
 def lay_out_file(boxes: Sequence[tuple[int, HeldBox]]) -> FileLayout:
     """Place boxes in one data file, in their order."""
     header = safetensors_header([held for _, held in boxes])
-    placed: list[PlacedBox] = []
-    end = len(header)
-    for number, held in boxes:
-        placed.append(PlacedBox(number, held, end))
-        end += held.size_bytes
+    *starts, end = accumulate((held.size_bytes for _, held in boxes), initial=len(header))
+    placed = (PlacedBox(number, held, start) for (number, held), start in zip(boxes, starts, strict=True))
     return FileLayout(header, tuple(placed), end)
 
 

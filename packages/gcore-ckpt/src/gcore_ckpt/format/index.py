@@ -72,8 +72,8 @@ class Index:
 
 def encode_shard(file: str, offset_bytes: int, box: Box, checksums: str | None) -> dict[str, Any]:
     """Return the JSON of a shard."""
-    start, shape = [*box.start], [*box.shape]
-    return {"file": file, "offset_bytes": offset_bytes, "start": start, "shape": shape, "checksums": checksums}
+    place = {"file": file, "offset_bytes": offset_bytes, "start": [*box.start], "shape": [*box.shape]}
+    return {**place, "checksums": checksums}
 
 
 def encode_index(index: Index) -> bytes:
@@ -101,26 +101,23 @@ def decode_index(data: bytes, where: str) -> Index:
     """Read and check `index.json`; shards are checked against the files it names, not against the disk."""
     try:
         content = validation.expect(dict, json.loads(data), "index")
-        version = _check_first_line(content, data)
-        block_bytes = None if version == 1 else validation.size(content["checksum_block_bytes"], "checksum_block_bytes")
-        files = {
-            validation.plain_name(name): _data_file(file)
-            for name, file in validation.member(content, "files", dict).items()
-        }
-        tensors = {
-            name: decode_tensor(name, fields, files, block_bytes)
-            for name, fields in validation.member(content, "tensors", dict).items()
-        }
+        is_first = _check_first_line(content, data) == 1
+        block_bytes = None if is_first else validation.size(content["checksum_block_bytes"], "checksum_block_bytes")
+        listed, tensors = validation.member(content, "files", dict), validation.member(content, "tensors", dict)
+        files = {validation.plain_name(name): _data_file(file) for name, file in listed.items()}
         return Index(
             tree=content["tree"],
-            tensors=tensors,
+            tensors={name: decode_tensor(name, fields, files, block_bytes) for name, fields in tensors.items()},
             files=files,
             saved_at=str(content.get("saved_at", "")),
-            num_ranks=1 if version == 1 else validation.size(content["num_ranks"], "num_ranks"),
+            num_ranks=1 if is_first else validation.size(content["num_ranks"], "num_ranks"),
         )
     except (ValueError, KeyError, RecursionError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise CorruptCheckpointError(f"{where}: {reason}") from error
+        raise CorruptCheckpointError(f"{where}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:
@@ -163,8 +160,7 @@ def decode_tensor(name: str, entry: object, files: Mapping[str, DataFile], block
         if len(shards) > 1 and overlap([shard.box for shard in shards]) is not None:
             raise ValueError("its shards overlap")
     except (ValueError, KeyError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"tensor {name!r}: {reason}") from error
+        raise ValueError(f"tensor {name!r}: {_reason(error)}") from error
     return StoredTensor(dtype=dtype, shape=shape, shards=shards)
 
 

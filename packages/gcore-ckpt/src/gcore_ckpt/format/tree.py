@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 State: TypeAlias = Any
 """Nested dict (str or int keys), list and tuple of tensors, arrays, None, bool, int, float, str and `PerRank`."""
@@ -42,12 +42,14 @@ class PerRank:
     value: State
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leaf:
+class Leaf(NamedTuple):
     """An encoded leaf, and the key that it takes in its dict where its own name is what counts in all processes."""
 
     node: Node
     key: str | None = None
+
+
+LeafEncoder: TypeAlias = Callable[[object, StatePath], Leaf | None]
 
 
 def describe(path: StatePath) -> str:
@@ -55,9 +57,7 @@ def describe(path: StatePath) -> str:
     return "state" + "".join(f"[{part!r}]" for part in path)
 
 
-def encode(
-    state: State, encode_leaf: Callable[[object, StatePath], Leaf | None], rank: int = 0, path: StatePath = ()
-) -> Node:
+def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePath = ()) -> Leaf:
     """Encode `state`; what is no container and no small value goes to `encode_leaf`, which returns None to refuse it.
 
     Values of subclasses (OrderedDict, named tuples, IntEnum, ...) are encoded as the plain type they compare equal to;
@@ -68,10 +68,6 @@ def encode(
         ValueError: More than `MAX_DEPTH` containers inside each other, as in one that contains itself; or two entries
             of a dict that would be stored under one key.
     """
-    return _encode(state, encode_leaf, rank, path).node
-
-
-def _encode(state: State, encode_leaf: Callable[[object, StatePath], Leaf | None], rank: int, path: StatePath) -> Leaf:
     if len(path) > MAX_DEPTH:
         raise ValueError(f"{describe(path[:3])}... nests more than {MAX_DEPTH} containers, or contains itself")
     match state:
@@ -88,14 +84,12 @@ def _encode(state: State, encode_leaf: Callable[[object, StatePath], Leaf | None
         case dict():
             return Leaf(node=_encode_dict(cast("dict[object, State]", state), encode_leaf, rank, path))
         case list() | tuple():
-            items = [
-                _encode(item, encode_leaf, rank, (*path, i)).node
-                for i, item in enumerate(cast("Sequence[State]", state))
-            ]
+            found = enumerate(cast("Sequence[State]", state))
+            items = [encode(item, encode_leaf, rank, (*path, i)).node for i, item in found]
             return Leaf(node=items if isinstance(state, list) else {"tuple": items})
         case PerRank():
-            own = (*path, f"rank {rank}")
-            return Leaf(node={"per_rank": {str(rank): _encode(state.value, encode_leaf, rank, own).node}})
+            own = encode(state.value, encode_leaf, rank, (*path, f"rank {rank}"))
+            return Leaf(node={"per_rank": {str(rank): own.node}})
         case _:
             leaf = encode_leaf(state, path)
             if leaf is None:
@@ -106,14 +100,12 @@ def _encode(state: State, encode_leaf: Callable[[object, StatePath], Leaf | None
             return leaf
 
 
-def _encode_dict(
-    state: dict[object, State], encode_leaf: Callable[[object, StatePath], Leaf | None], rank: int, path: StatePath
-) -> Node:
+def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int, path: StatePath) -> Node:
     fields: dict[str | int, Node] = {}
     owners: dict[str | int, tuple[str | int, bool]] = {}
     for key, value in state.items():
         plain = _checked_key(key, path)
-        leaf = _encode(value, encode_leaf, rank, (*path, plain))
+        leaf = encode(value, encode_leaf, rank, (*path, plain))
         stored, is_named = (plain, False) if leaf.key is None else (leaf.key, True)
         # Shards of one tensor may be entries of one dict (Megatron's layers): they are one entry in all processes.
         if stored in fields and not (is_named and owners[stored][1] and fields[stored] == leaf.node):
@@ -136,22 +128,20 @@ def decode(
     """Return the state that `encode` made `node` of."""
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} containers inside each other")
-    match node:
-        case {"tensor": str(name), **rest} if not rest:
-            return array("tensor", name)
-        case {"array": str(name), **rest} if not rest:
-            return array("array", name)
-        case {"per_rank": dict(nodes), **rest} if not rest:
+    match _tagged(node):
+        case ("tensor" | "array") as kind, str(name):
+            return array(kind, name)
+        case "per_rank", dict(nodes):
             return decode(per_rank(cast("dict[str, Node]", nodes)), array, per_rank, depth + 1)
-        case {"int": str(digits), **rest} if not rest:
+        case "int", str(digits):
             return int(digits, 16)
-        case {"float_bits": str(bits), **rest} if not rest:
+        case "float_bits", str(bits):
             return _float_of_bits(bits)
-        case {"tuple": list(items), **rest} if not rest:
+        case "tuple", list(items):
             return tuple(decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items))
-        case list():
-            return [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", node)]
-        case None | bool() | str() | int() | float():
+        case None, list(items):
+            return [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)]
+        case None, None | bool() | str() | int() | float():
             return node
         case _:
             fields = fields_of(node)
@@ -160,12 +150,19 @@ def decode(
             return {key: decode(value, array, per_rank, depth + 1) for key, value in fields.items()}
 
 
+def _tagged(node: Node) -> tuple[str | None, Any]:
+    """Return the name and the value of an object's only member; None and the node for any other node."""
+    if isinstance(node, dict) and len(members := cast("dict[str, Any]", node)) == 1:
+        return next(iter(members.items()))
+    return None, node
+
+
 def fields_of(node: Node) -> dict[str | int, Node] | None:
     """Return the keys and nodes of an encoded dict; None for any other node. `ValueError` for a key of another type."""
-    match node:
-        case {"dict": dict(fields), **rest} if not rest:
+    match _tagged(node):
+        case "dict", dict(fields):
             return cast("dict[str | int, Node]", fields)
-        case {"items": list(items), **rest} if not rest:
+        case "items", list(items):
             return dict(_item(item) for item in cast("list[Node]", items))
         case _:
             return None
@@ -173,11 +170,20 @@ def fields_of(node: Node) -> dict[str | int, Node] | None:
 
 def name_of(node: Node) -> str | None:
     """Return the name of the tensor or array that a node refers to; None for any other node."""
-    match node:
-        case {"tensor": str(name), **rest} | {"array": str(name), **rest} if not rest:
-            return name
-        case _:
-            return None
+    tag, value = _tagged(node)
+    return value if tag in ("tensor", "array") and isinstance(value, str) else None
+
+
+def items_of(node: Node) -> list[Node] | None:
+    """Return the items of an encoded list or tuple; None for any other node."""
+    tag, value = _tagged(node)
+    return cast("list[Node]", value) if tag in (None, "tuple") and isinstance(value, list) else None
+
+
+def ranks_of(node: Node) -> dict[str, Node] | None:
+    """Return the nodes of an encoded `PerRank` by rank; None for any other node."""
+    tag, value = _tagged(node)
+    return cast("dict[str, Node]", value) if tag == "per_rank" and isinstance(value, dict) else None
 
 
 def merge(nodes: Sequence[Node]) -> Node:
@@ -202,8 +208,9 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
         ranks = [r for r, _ in nodes]
         merged_items = [_merge(list(zip(ranks, column, strict=True)), (*path, i)) for i, column in enumerate(columns)]
         return merged_items if isinstance(first, list) else {"tuple": merged_items}
-    if all(isinstance(node, dict) and "per_rank" in node for _, node in nodes):
-        return {"per_rank": {key: value for _, node in nodes for key, value in node["per_rank"].items()}}
+    own = [ranks_of(node) for _, node in nodes]
+    if all(found is not None for found in own):
+        return {"per_rank": {key: value for found in own for key, value in (found or {}).items()}}
     for other_rank, other in nodes[1:]:
         if other != first:
             raise ValueError(
@@ -213,24 +220,12 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
     return first
 
 
-def items_of(node: Node) -> list[Node] | None:
-    """Return the items of an encoded list or tuple; None for any other node."""
-    match node:
-        case list():
-            return cast("list[Node]", node)
-        case {"tuple": list(items)}:
-            return cast("list[Node]", items)
-        case _:
-            return None
-
-
 def references(node: Node) -> Iterator[str]:
     """Return the names of all tensors and arrays in a tree."""
     name = name_of(node)
     if name is not None:
         yield name
-    ranks: dict[str, Node] = node.get("per_rank", {}) if isinstance(node, dict) else {}
-    for child in (fields_of(node) or ranks).values() or items_of(node) or ():
+    for child in (fields_of(node) or ranks_of(node) or {}).values() or items_of(node) or ():
         yield from references(child)
 
 

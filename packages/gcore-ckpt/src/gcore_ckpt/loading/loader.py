@@ -3,28 +3,29 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError
+from gcore_ckpt.format import tree
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.data_file import block_count
 from gcore_ckpt.format.index import StoredShard, StoredTensor
-from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, describe, fields_of, items_of, name_of
-from gcore_ckpt.loading.reader import StepReader, block_runs
+from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, describe
+from gcore_ckpt.loading.reader import StepReader, pieces
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, NumpyArray, Shard, Shards, as_shard, is_dtensor, is_megatron
 from gcore_ckpt.storage.local import LocalFiles
-from gcore_ckpt.threads import Job, Workers
+from gcore_ckpt.threads import Workers
 
 _NAMED = 5
 _THREADS = 8
 _SCRATCH_BYTES = 64 << 20
 _BATCH_BYTES = 4 << 20
 
-_SizedJob: TypeAlias = tuple[int, Job]  # the bytes that a job reads, and the job
+_SizedRead: TypeAlias = tuple[int, Callable[[], None]]  # the bytes that a call reads, and the call
 
 
 def load_step(
@@ -111,7 +112,7 @@ class _Loader:
                 return self._match_dict(cast("dict[str | int, State]", template), node, path)
             case list() | tuple():
                 items = cast("Sequence[State]", template)
-                nodes = items_of(node)
+                nodes = tree.items_of(node)
                 if nodes is None or len(nodes) != len(items):
                     stored = _kind(node) if nodes is None else f"one of {len(nodes)} items"
                     problem = f"is a sequence of {len(items)} items in the template, {stored} in the checkpoint"
@@ -119,11 +120,10 @@ class _Loader:
                 found = [self.match(item, n, (*path, i)) for i, (item, n) in enumerate(zip(items, nodes, strict=True))]
                 return found if isinstance(template, list) else tuple(found)
             case PerRank():
-                match node:
-                    case {"per_rank": dict(nodes), **rest} if not rest:
-                        return self.match(template.value, self._own(cast("dict[str, Node]", nodes)), path)
-                    case _:
-                        raise self._mismatch(path, "is PerRank in the template and was not saved as such")
+                nodes = tree.ranks_of(node)
+                if nodes is None:
+                    raise self._mismatch(path, "is PerRank in the template and was not saved as such")
+                return self.match(template.value, self._own(nodes), path)
             case Shards():
                 for part in template.parts:
                     self._match_leaf(part, node, path)
@@ -132,7 +132,7 @@ class _Loader:
                 return self._match_leaf(template, node, path)
 
     def _match_dict(self, template: dict[str | int, State], node: Node | None, path: StatePath) -> State:
-        fields = fields_of(node)
+        fields = tree.fields_of(node)
         if fields is None and template:
             raise self._mismatch(path, f"is a dict in the template, {_kind(node)} in the checkpoint")
         state: dict[str | int, State] = {}
@@ -160,7 +160,7 @@ class _Loader:
             array = cast("NumpyArray", template)
             if not array.flags.writeable:
                 raise self._mismatch(path, "is a read-only array; expected one that can be filled")
-            self._request(name_of(node), Box.whole(array.shape), array.shape, torch.from_numpy(array), path)
+            self._request(tree.name_of(node), Box.whole(array.shape), array.shape, torch.from_numpy(array), path)
             return array
         if is_megatron(template, "ShardedObject"):
             return self.decoded(node)
@@ -170,7 +170,7 @@ class _Loader:
             raise self._mismatch(path, str(error)) from None
         if shard is None:
             return self.decoded(node)
-        name = shard.name if shard.name is not None else name_of(node)
+        name = shard.name if shard.name is not None else tree.name_of(node)
         result = template
         if shard.tensor.is_meta:
             shard = replace(shard, tensor=torch.empty_like(shard.tensor, device=self._device))
@@ -240,14 +240,14 @@ def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
         if hits:
             used.update(hits)
             return [node]
-        fields = fields_of(node) or {}
+        fields = tree.fields_of(node) or {}
         kept = [[key, n] for key, child in fields.items() for n in prune(child, f"{path}.{key}".lstrip("."))]
         return [{"items": kept}] if kept else []
 
     pruned = prune(node, "")
     unknown = [name for name in wanted if name not in used]
     if unknown:
-        names = [str(key) for key in fields_of(node) or {}]
+        names = [str(key) for key in tree.fields_of(node) or {}]
         raise CheckpointMismatchError(
             f"{where} holds nothing under {', '.join(map(repr, unknown))}; it holds {', '.join(names[:8])}"
             f"{', ...' if len(names) > 8 else ''}"
@@ -267,30 +267,29 @@ def fill(
     reader: StepReader, requests: Sequence[Request], workers: Workers, check: Callable[[], None] = lambda: None
 ) -> None:
     """Fill every request, reading only the blocks that hold something of it."""
-    workers.run(_batches((job for request in requests for job in _jobs(reader, request)), check))
+    workers.run(_batches((read for request in requests for read in _reads(reader, request)), check))
 
 
-def _batches(jobs: Iterable[_SizedJob], check: Callable[[], None]) -> Iterator[Job]:
-    """Group small jobs: passing a job to a thread costs as much as reading a few kilobytes."""
-    batch: list[Job] = []
+def _batches(reads: Iterable[_SizedRead], check: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Group small reads: passing one to a thread costs as much as reading a few kilobytes."""
+    batch: list[Callable[[], None]] = []
     size_bytes = 0
-    for job_bytes, job in jobs:
-        batch.append(job)
-        size_bytes += job_bytes
+    for read_bytes, read in reads:
+        batch.append(read)
+        size_bytes += read_bytes
         if size_bytes >= _BATCH_BYTES:
-            yield lambda batch=batch: _run_all(batch, check)
+            yield partial(_run_all, batch, check)
             batch, size_bytes = [], 0
-    if batch:
-        yield lambda: _run_all(batch, check)
+    yield partial(_run_all, batch, check)
 
 
-def _run_all(jobs: Sequence[Job], check: Callable[[], None]) -> None:
-    for job in jobs:
+def _run_all(reads: Sequence[Callable[[], None]], check: Callable[[], None]) -> None:
+    for read in reads:
         check()
-        job()
+        read()
 
 
-def _jobs(reader: StepReader, request: Request) -> Iterator[_SizedJob]:
+def _reads(reader: StepReader, request: Request) -> Iterator[_SizedRead]:
     tensor = reader.index.tensors[request.name]
     for shard in tensor.shards:
         common = shard.box.intersect(request.box)
@@ -302,61 +301,33 @@ def _jobs(reader: StepReader, request: Request) -> Iterator[_SizedJob]:
         as_stored = target.dtype == TORCH_DTYPES[tensor.dtype] and target.device.type == "cpu"
         as_stored = as_stored and target.is_contiguous() and not target.is_conj() and not target.is_neg()
         if as_stored and inside.is_flat_in(shard.box.shape):
-            yield from _direct_jobs(reader, request.name, tensor, shard, inside, target)
+            # Not reshape(-1): a dimension of one element may have any stride, which torch views as no other type.
+            memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
+            yield from _flat_reads(reader, request.name, shard, inside, memory)
             continue
         for part in inside.split(_SCRATCH_BYTES // tensor.itemsize):
             piece = target[part.relative_to(inside).slices()]
-            args = reader, request.name, tensor, shard, part, piece
-            yield part.size * tensor.itemsize, lambda args=args: _read_strided(*args)
+            yield part.size * tensor.itemsize, partial(_read_strided, reader, request.name, shard, part, piece)
 
 
-def _direct_jobs(
-    reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, inside: Box, target: torch.Tensor
-) -> Iterator[_SizedJob]:
-    """Read adjacent elements into place; the blocks at both ends are read separately where they hold more than that."""
-    # Not reshape(-1): a dimension of one element may have any stride, which torch views as no other type.
-    memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
-    first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
-    shard_bytes = shard.box.size * tensor.itemsize
-    block = shard.block_bytes
-    first_whole, end_whole = -(-first // block), last // block
-    if last == shard_bytes:
-        end_whole = block_count(shard_bytes, block)
-
-    def whole(start: int, end: int) -> None:
-        end_bytes = min(end * block, shard_bytes)
-        reader.read_blocks(name, shard, start, memory[start * block - first : end_bytes - first])
-
-    def partial(number: int) -> None:
-        start, end = number * block, min((number + 1) * block, shard_bytes)
-        scratch = np.empty(end - start, np.uint8).data
-        reader.read_blocks(name, shard, number, scratch)
-        begin, stop = max(start, first), min(end, last)
-        memory[begin - first : stop - first] = scratch[begin - start : stop - start]
-
-    if first % block:
-        yield min(block, shard_bytes), lambda: partial(first_whole - 1)
-    for start, end in block_runs(shard, first_whole, end_whole):
-        yield min((end - start) * block, shard_bytes), lambda start=start, end=end: whole(start, end)
-    if end_whole >= first_whole and end_whole * block < last:
-        yield min(block, shard_bytes), lambda: partial(end_whole)
+def _flat_reads(
+    reader: StepReader, name: str, shard: StoredShard, part: Box, memory: memoryview
+) -> Iterator[_SizedRead]:
+    """Return reads of all bytes from the first to the last element of a part of a shard."""
+    itemsize = reader.index.tensors[name].itemsize
+    first, last = (element * itemsize for element in part.flat_span(shard.box.shape))
+    for start, stop in pieces(shard, first, last):
+        yield stop - start, partial(reader.read, name, shard, start, memory[start - first : stop - first])
 
 
 @torch.no_grad()
-def _read_strided(
-    reader: StepReader, name: str, tensor: StoredTensor, shard: StoredShard, part: Box, target: torch.Tensor
-) -> None:
-    """Read the blocks from the first to the last element of a box, and copy the box out of them."""
-    block, itemsize = shard.block_bytes, tensor.itemsize
+def _read_strided(reader: StepReader, name: str, shard: StoredShard, part: Box, target: torch.Tensor) -> None:
+    """Read the bytes from the first to the last element of a part of a shard, and copy the part out of them."""
+    tensor = reader.index.tensors[name]
     first, last = part.flat_span(shard.box.shape)
-    first_block, end_block = first * itemsize // block, block_count(last * itemsize, block)
-    start_bytes = first_block * block
-    end_bytes = min(end_block * block, shard.box.size * itemsize)
-    scratch = np.empty(end_bytes - start_bytes, np.uint8)
-    for start, end in block_runs(shard, first_block, end_block):
-        memory = scratch[start * block - start_bytes : min(end * block, end_bytes) - start_bytes]
-        reader.read_blocks(name, shard, start, memory.data)
-    elements = torch.from_numpy(scratch[first * itemsize - start_bytes : last * itemsize - start_bytes])
+    scratch = np.empty((last - first) * tensor.itemsize, np.uint8)
+    for _, read in _flat_reads(reader, name, shard, part, scratch.data):
+        read()
     strides = [math.prod(shard.box.shape[dim + 1 :]) for dim in range(len(shard.box.shape))]
-    stored = elements.view(TORCH_DTYPES[tensor.dtype]).as_strided(part.shape, strides)
+    stored = torch.from_numpy(scratch).view(TORCH_DTYPES[tensor.dtype]).as_strided(part.shape, strides)
     target.copy_(stored)

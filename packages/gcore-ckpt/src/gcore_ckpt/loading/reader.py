@@ -4,16 +4,19 @@ import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from gcore_ckpt.format import tree
 from gcore_ckpt.format.boxes import DTYPES
 from gcore_ckpt.format.data_file import DIGITS, block_count, checksum, digest
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor, decode_index
-from gcore_ckpt.format.tree import MAX_DEPTH, ArrayKind, Node, State, StatePath, decode, fields_of, items_of, name_of
-from gcore_ckpt.storage import StepFiles, Storage, open_storage, step_name
+from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath
+from gcore_ckpt.storage import StepFiles, Storage, step_name
+from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.storage.safetensors_folder import find_weights, open_weights
-from gcore_ckpt.threads import Job, Workers
+from gcore_ckpt.threads import Workers
 
 Step: TypeAlias = int | Literal["latest"]
 
@@ -46,40 +49,42 @@ class StepReader:
             return array(kind, name, stored)
 
         try:
-            return decode(node, checked, per_rank)
+            return tree.decode(node, checked, per_rank)
         except ValueError as error:
             raise CorruptCheckpointError(f"{self.where}/index.json: tree: {error}") from error
 
-    def read_blocks(self, name: str, shard: StoredShard, first: int, buffer: memoryview) -> None:
-        """Fill `buffer` with whole blocks of a shard, from block `first` on, and check them."""
-        self.read(name, shard, first * shard.block_bytes, buffer)
-        if shard.checksums is None:
-            return
-        for number in range(block_count(len(buffer), shard.block_bytes)):
-            start = number * shard.block_bytes
-            found = digest(buffer[start : start + shard.block_bytes])
-            expected = shard.checksums[(first + number) * DIGITS :][:DIGITS]
-            if found != expected:
-                raise CorruptCheckpointError(
-                    f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block {first + number} "
-                    f"of its shard {shard.box}; expected {expected}"
-                )
-
     def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start` of a shard, unchecked."""
+        """Fill `buffer` from byte `start` of a shard; all blocks that hold some of it are read and checked."""
+        block, size_bytes = shard.block_bytes, shard.box.size * self.index.tensors[name].itemsize
+        number, stop = start // block, start + len(buffer)
+        first, last = number * block, min(block_count(stop, block) * block, size_bytes)
+        blocks = buffer if (first, last) == (start, stop) else memoryview(bytearray(last - first))
         try:
-            count = self.files.read_into(shard.file, shard.offset_bytes + start, buffer)
+            count = self.files.read_into(shard.file, shard.offset_bytes + first, blocks)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{self.where} was deleted while it was being read") from error
-        if count < len(buffer):
+        if count < len(blocks):
             raise CorruptCheckpointError(f"{self.where}/{shard.file}: ends within tensor {name!r}")
+        if shard.checksums is not None:
+            for at in range(0, len(blocks), block):
+                found = digest(blocks[at : at + block])
+                expected = shard.checksums[(number + at // block) * DIGITS :][:DIGITS]
+                if found != expected:
+                    raise CorruptCheckpointError(
+                        f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block "
+                        f"{number + at // block} of its shard {shard.box}; expected {expected}"
+                    )
+        if blocks is not buffer:
+            buffer[:] = blocks[start - first : stop - first]
 
 
-def block_runs(shard: StoredShard, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Return blocks `first` to `last` (one past the end) in runs of about the size that is best to read at once."""
-    step = max(1, _READ_BYTES // shard.block_bytes)
-    for start in range(first, last, step):
-        yield start, min(start + step, last)
+def pieces(shard: StoredShard, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes `start` to `stop` of a shard between blocks into pieces of about the size that is best to read."""
+    step = max(1, _READ_BYTES // shard.block_bytes) * shard.block_bytes
+    while start < stop:
+        end = min((start // step + 1) * step, stop)
+        yield start, end
+        start = end
 
 
 def find_step(storage: Storage, step: Step) -> int | None:
@@ -157,19 +162,18 @@ def step_leaves(reader: StepReader, prefix: str = "") -> list[StepLeaf]:
 
 
 def _leaves(node: Node, path: StatePath, *, per_rank: bool) -> Iterator[StepLeaf]:
-    if len(path) > MAX_DEPTH:
-        raise ValueError(f"more than {MAX_DEPTH} containers inside each other")
-    ranks = node.get("per_rank") if isinstance(node, dict) else None
-    if isinstance(ranks, dict):
+    if len(path) > tree.MAX_DEPTH:
+        raise ValueError(f"more than {tree.MAX_DEPTH} containers inside each other")
+    if (ranks := tree.ranks_of(node)) is not None:
         for rank, child in ranks.items():
             yield from _leaves(child, (*path, f"rank {rank}"), per_rank=True)
         return
-    fields, items = fields_of(node), items_of(node)
+    fields, items = tree.fields_of(node), tree.items_of(node)
     for key, child in (fields or dict(enumerate(items or ()))).items():
         yield from _leaves(child, (*path, key), per_rank=per_rank)
     if not fields and not items:
-        name = name_of(node)
-        value = None if name is not None else decode(node, _unknown, _unknown)
+        name = tree.name_of(node)
+        value = None if name is not None else tree.decode(node, _unknown, _unknown)
         yield StepLeaf(".".join(map(str, path)), name, value, per_rank)
 
 
@@ -191,25 +195,18 @@ def verify(
         CheckpointNotFoundError: The step is not committed.
         CorruptCheckpointError: With the file and, where there is one, the tensor that is not what was saved.
     """
+
+    def check(reader: StepReader, name: str, shard: StoredShard, start: int, stop: int) -> None:
+        reader.read(name, shard, start, memoryview(bytearray(stop - start)))
+        if progress is not None:
+            progress(stop - start)
+
     storage = open_storage(path)
     with Workers(_THREADS, "gcore-ckpt-read") as workers, open_step(storage, find_step(storage, step)) as reader:
         reader.decode_tree(reader.index.tree, lambda _, name, __: name, lambda nodes: {"dict": dict(nodes)})
         workers.run(
-            job
+            partial(check, reader, name, shard, start, stop)
             for name, tensor in reader.index.tensors.items()
             for shard in tensor.shards
-            for job in _checks(reader, name, shard, shard.box.size * tensor.itemsize, progress)
+            for start, stop in pieces(shard, 0, shard.box.size * tensor.itemsize)
         )
-
-
-def _checks(
-    reader: StepReader, name: str, shard: StoredShard, size_bytes: int, progress: Callable[[int], None] | None
-) -> Iterator[Job]:
-    def check(first: int, last: int) -> None:
-        count = min(last * shard.block_bytes, size_bytes) - first * shard.block_bytes
-        reader.read_blocks(name, shard, first, memoryview(bytearray(count)))
-        if progress is not None:
-            progress(count)
-
-    for first, last in block_runs(shard, 0, block_count(size_bytes, shard.block_bytes)):
-        yield lambda first=first, last=last: check(first, last)

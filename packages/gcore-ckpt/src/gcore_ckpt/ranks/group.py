@@ -6,11 +6,12 @@ to all others, instead of leaving them in a call that never completes.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from gcore_ckpt import errors
-from gcore_ckpt.errors import CheckpointError, CheckpointWriteError, LostRankError
+from gcore_ckpt.errors import CheckpointWriteError, LostRankError
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,6 @@ class TorchGroup(Group):
             ) from error
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Receive from every rank in turn."""
         if self.rank != 0:
             self._send(payload, 0)
             return []
@@ -92,26 +92,21 @@ class TorchGroup(Group):
         return received
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """Send to every rank that is still there."""
         if self.rank != 0:
             return self._receive(0)
         for rank, payload in enumerate(payloads[1:], start=1):
-            try:
+            with suppress(LostRankError):  # gather has reported it, or the next one will
                 self._send(payload, rank)
-            except LostRankError:  # gather has reported it, or the next one will
-                continue
         return payloads[0]
 
     def close(self) -> None:
-        """Close the connections."""
         self._group = None
 
     def _send(self, payload: bytes, rank: int) -> None:
         import torch
 
         self._transfer("send", torch.tensor([len(payload)]), rank)
-        if payload:
-            self._transfer("send", torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank)
+        self._transfer("send", torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank)
 
     def _receive(self, rank: int) -> bytes:
         import torch
@@ -119,8 +114,7 @@ class TorchGroup(Group):
         size = torch.empty(1, dtype=torch.int64)
         self._transfer("recv", size, rank)
         message = torch.empty(int(size), dtype=torch.uint8)
-        if len(message):
-            self._transfer("recv", message, rank)
+        self._transfer("recv", message, rank)
         return message.numpy().tobytes()
 
     def _transfer(self, kind: Literal["send", "recv"], tensor: "torch.Tensor", rank: int) -> None:
@@ -133,12 +127,9 @@ class TorchGroup(Group):
             getattr(self._group, kind)([tensor], rank, 0).wait()
         except RuntimeError as error:
             is_late = "timed out" in str(error).lower()
+            reason = "died, or stopped waiting for another rank that its own error names" if rank == 0 else "died"
             if is_late:
                 reason = f"did not answer within {self._timeout_s:g} s"
-            elif rank == 0:
-                reason = "died, or stopped waiting for another rank that its own error names"
-            else:
-                reason = "died"
             message = f"rank {rank} of {self.size} {reason}"
             if is_late or rank == 0:  # gloo closes all connections of a process in which one times out
                 self._broken = message
@@ -161,74 +152,79 @@ def open_group(process_group: ProcessGroupArgument, timeout_s: float) -> Group:
     return Group() if dist.get_world_size(process_group) == 1 else TorchGroup(process_group, timeout_s)
 
 
-def exchange(group: Group, message: Message, decide: Callable[[Sequence[Message]], Sequence[Message]]) -> Message:
-    """Return the root's reply to this rank's message; `decide` makes, at the root, all replies of all messages."""
-    if group.rank != 0:
-        group.gather(_encode(message))
-        reply = json.loads(group.scatter([]))
-        if "lost" in reply:
-            raise LostRankError(reply["lost"])
-        return reply
-    try:
-        payloads = group.gather(b"")
-    except LostRankError as error:
-        group.scatter([_encode({"lost": str(error)})] * group.size)
-        raise
-    replies = decide([message, *map(json.loads, payloads[1:])])
-    group.scatter([b"", *map(_encode, replies[1:])])
-    return replies[0]
+def exchange(
+    group: Group, act: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]], *, kind: str = ""
+) -> Any:
+    """Return the root's reply to what `act` returned here; `decide` makes, at the root, the replies to all ranks.
+
+    Both are values that JSON holds. A rank whose `act` fails raises its error; the others raise one of that kind (or of
+    `kind`) that names the rank. What `decide` raises is raised on all ranks.
+    """
+    value, error = attempt(act)
+    message: Message = {"value": value} if error is None else _error_message(error)
+
+    def answer() -> Sequence[Any]:
+        messages = [message, *map(json.loads, group.gather(b"")[1:])]
+        failed = {rank: message for rank, message in enumerate(messages) if "error" in message}
+        if failed:
+            text = "; ".join(f"rank {rank}: {message['error']}" for rank, message in failed.items())
+            raise _error_of({"error": text, "kind": kind or next(iter(failed.values()))["kind"]})
+        return decide([message["value"] for message in messages])
+
+    reply, failure = attempt(lambda: _answered(group, answer, message))
+    if error is not None:
+        raise error
+    if failure is not None:
+        raise failure
+    return reply
 
 
 def all_succeed(group: Group, act: Callable[[], T]) -> T:
-    """Run `act` on every rank; return what it returned here if none failed, else raises on all ranks."""
-    result, error = attempt(act)
-
-    def collect(messages: Sequence[Message]) -> Sequence[Message]:
-        failed = [f"rank {rank}: {message['error']}" for rank, message in enumerate(messages) if "error" in message]
-        return [{"failed": "; ".join(failed)}] * group.size
-
-    reply = exchange(group, {} if error is None else error_message(error), collect)
-    if error is not None:
-        raise error
-    if reply["failed"]:
-        raise CheckpointError(reply["failed"])
-    assert result is not None
-    return result[0]
+    """Run `act` on every rank; return what it returned here if none failed, else raise on all ranks."""
+    results: list[T] = []
+    exchange(group, lambda: results.append(act()), lambda values: values, kind="CheckpointError")
+    return results[0]
 
 
 def root_decides(group: Group, decide: Callable[[], T]) -> T:
     """Return what `decide` returns, or raise, at the root; a value that JSON holds."""
+    return _answered(group, lambda: [decide()] * group.size)
+
+
+def _answered(group: Group, answer: Callable[[], Sequence[Any]], sent: Message | None = None) -> Any:
+    """Return the root's answer to this rank, after sending `sent`; what `answer` raises is raised on all ranks."""
     if group.rank != 0:
+        if sent is not None:
+            group.gather(_encode(sent))
         message = json.loads(group.scatter([]))
         if "error" in message:
-            raise_again(message)
+            raise _error_of(message)
         return message["value"]
-    result, error = attempt(decide)
-    group.scatter([_encode(error_message(error) if result is None else {"value": result[0]})] * group.size)
+    answers, error = attempt(answer)
     if error is not None:
+        group.scatter([_encode(_error_message(error))] * group.size)
         raise error
-    assert result is not None
-    return result[0]
+    group.scatter([b"", *(_encode({"value": value}) for value in answers[1:])])
+    return answers[0]
 
 
-def attempt(act: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
-    """Return what `act` returns, in a tuple, or the error that it raises."""
+def attempt(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return what `act` returns, or the error that it raises."""
     try:
-        return (act(),), None
+        return act(), None
     except Exception as error:  # raised by the caller, once the other ranks have heard of it
         return None, error
 
 
-def error_message(error: Exception | None) -> dict[str, Any]:
-    """Return the message that `raise_again` turns into an error."""
+def _error_message(error: Exception) -> Message:
     return {"error": str(error) or repr(error), "kind": type(error).__name__}
 
 
-def raise_again(message: Message) -> NoReturn:
-    """Raise what another rank raised, as the same kind of error where it is one of ours."""
+def _error_of(message: Message) -> Exception:
+    """Return what another rank raised, as the same kind of error where it is one of ours."""
     kinds = {"ValueError": ValueError, "TypeError": TypeError}
     kind = kinds.get(message["kind"]) or getattr(errors, message["kind"], None) or CheckpointWriteError
-    raise kind(message["error"])
+    return kind(message["error"])
 
 
 def _encode(message: Message) -> bytes:

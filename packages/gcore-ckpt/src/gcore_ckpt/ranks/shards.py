@@ -107,21 +107,18 @@ class Holdings(NamedTuple):
 def collect(state: State, rank: int = 0) -> Holdings:
     """Find what this process, `rank` of its group, holds in `state`; nothing is copied."""
     leaves = _Leaves()
-    tree = encode(state, leaves.add, rank)
+    tree = encode(state, leaves.add, rank).node
     return Holdings(tree, tuple(leaves.boxes), tuple(leaves.data))
 
 
 class _Leaves:
-    """Collects boxes under names that are unique unless their owner chose them.
-
-    A name that an owner chose is never given to a tensor that has none.
-    """
+    """Collects boxes under names that are unique, unless their owner chose them; such a name no other tensor gets."""
 
     def __init__(self) -> None:
         self.boxes: list[HeldBox] = []
         self.data: list[torch.Tensor | NumpyArray] = []
         self._names: set[str] = set()
-        self._name_of_view: dict[tuple[object, ...], str] = {}
+        self._name_of_view: dict[tuple[HeldBox, tuple[object, ...]], str] = {}
         self._chosen: set[str] = set()
 
     def add(self, leaf: object, path: StatePath) -> Leaf | None:
@@ -130,7 +127,7 @@ class _Leaves:
             return Leaf(node={"array": self._add_array(cast("NumpyArray", leaf), path)})
         if is_megatron(leaf, "ShardedObject"):  # a small value, under the key that it has in all processes
             value: Any = leaf
-            return Leaf(node=encode(value.data, self.add, path=(*path, "data")), key=value.unique_key)
+            return Leaf(node=encode(value.data, self.add, path=(*path, "data")).node, key=value.unique_key)
         if isinstance(leaf, Shards):
             name = self._new_name(path)
             for part in leaf.parts:
@@ -152,37 +149,30 @@ class _Leaves:
     def _add_shard(self, shard: Shard, path: StatePath) -> str:
         tensor = shard.tensor
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise TypeError(f"{describe(path)} is a {type(tensor).__name__}; expected a torch.Tensor, Parameter, "
-                            "DTensor or Shard")  # fmt: skip
+            expected = "expected a torch.Tensor, Parameter, DTensor or Shard"
+            raise TypeError(f"{describe(path)} is a {type(tensor).__name__}; {expected}")
         if tensor.layout is not torch.strided or tensor.is_meta:
             found = f"layout {tensor.layout} on device {tensor.device}"
             raise TypeError(f"{describe(path)} has {found}; expected a dense tensor that holds data")
         dtype = _dtype_name(tensor.dtype, _TORCH_NAMES, path)
-        shape = tuple(shard.global_shape)
-        view: tuple[object, ...] | None = None
-        if tensor.numel():
-            memory = tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-            view = ("tensor", dtype, shape, shard.box, *memory)
-        return self._add(view, HeldBox(name=shard.name or "", dtype=dtype, shape=shape, box=shard.box), tensor, path)
+        held = HeldBox(name=shard.name or "", dtype=dtype, shape=tuple(shard.global_shape), box=shard.box)
+        memory = tensor.data_ptr(), tensor.device, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        return self._add(held, memory, tensor, path)
 
     def _add_array(self, array: NumpyArray, path: StatePath) -> str:
         if type(array) not in (np.ndarray, np.memmap):
             raise TypeError(f"{describe(path)} is a {type(array).__name__}; expected a plain numpy.ndarray")
         dtype = _dtype_name(array.dtype, _NUMPY_NAMES, path)
-        view = ("array", dtype, array.shape, array.__array_interface__["data"][0], array.strides)
-        box = HeldBox(name="", dtype=dtype, shape=array.shape, box=Box.whole(array.shape))
-        return self._add(view if array.size else None, box, array, path)
+        held = HeldBox(name="", dtype=dtype, shape=array.shape, box=Box.whole(array.shape))
+        return self._add(held, (array.__array_interface__["data"][0], array.strides), array, path)
 
-    def _add(
-        self, view: tuple[object, ...] | None, held: HeldBox, data: torch.Tensor | NumpyArray, path: StatePath
-    ) -> str:
-        name = held.name or self._name_of_view.get(view or (), "")
+    def _add(self, held: HeldBox, memory: tuple[object, ...], data: torch.Tensor | NumpyArray, path: StatePath) -> str:
+        name = held.name
         if not name:
-            name = self._new_name(path)
-            if view is not None:
-                self._name_of_view[view] = name
-        elif not held.name:
-            return name
+            view = held, memory
+            if held.box.size and view in self._name_of_view:
+                return self._name_of_view[view]
+            name = self._name_of_view[view] = self._new_name(path)
         # A rank that holds no element of a sharded tensor says nothing of it; a tensor without elements has one holder.
         if held.box.size or not Box.whole(held.shape).size:
             box = held.box if held.box.size else Box.whole(held.shape)

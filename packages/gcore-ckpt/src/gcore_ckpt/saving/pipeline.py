@@ -7,23 +7,22 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.format.boxes import Box, HeldBox, overlap
 from gcore_ckpt.format.data_file import FileLayout, lay_out
 from gcore_ckpt.format.tree import Node, State
-from gcore_ckpt.ranks.group import Group, Message, attempt, error_message, exchange, raise_again, root_decides
+from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.ranks.shards import Holdings, collect
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
-from gcore_ckpt.storage import Retention, Storage
+from gcore_ckpt.storage import Storage
 from gcore_ckpt.threads import Call, Workers, wait_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_Staged: TypeAlias = "StagedFile | Exception | None"
 _COPY_THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -31,6 +30,7 @@ class SavePipeline:
     """Copies states in the thread of the calls and writes them, in order, in another.
 
     `planning` are the ranks that save together, for the thread of the calls; `writing` the same for the other.
+    `superfluous` returns those of the committed steps that may go once a step is committed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SavePipeline:
         planning: Group,
         writing: Group,
         *,
-        retention: Retention,
+        superfluous: Callable[[list[int], int], list[int]],
         max_in_flight: int,
         staging: Staging,
         incremental: bool,
@@ -50,10 +50,10 @@ class SavePipeline:
         self._copiers = Workers(_COPY_THREADS, "gcore-ckpt-copy")
         self._hashers = Workers(2, "gcore-ckpt-hash")
         self._stager = Stager(staging, max_in_flight, self._copiers)
-        limits = [limit for limit in (storage.max_file_bytes, self._stager.max_file_bytes) if limit is not None]
+        limits = filter(None, (storage.max_file_bytes, self._stager.max_file_bytes))
         self._planner = SavePlanner(planning, min(limits, default=None))
         self._saver = Saver(storage, writing, self._hashers, incremental=incremental)
-        self._retention = retention
+        self._superfluous = superfluous
         self._deletions: list[Future[None]] = []
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
         self._last: Future[Any] | None = None
@@ -74,7 +74,7 @@ class SavePipeline:
                 held.append(collect(state, self._planning.rank))
                 return held[0].boxes
 
-        staged: SimpleQueue[_Staged] = SimpleQueue()
+        staged: SimpleQueue[StagedFile | Exception | None] = SimpleQueue()
         try:
             files = self._planner.plan(step, prepare)
             self._newest = max(self._newest, step)
@@ -154,7 +154,7 @@ class SavePipeline:
     def _delete_old_steps(self, step: int, saved: Future[None]) -> None:
         if saved.exception() is None:
             try:
-                for old in self._retention.superfluous(self._storage.steps(), step):
+                for old in self._superfluous(self._storage.steps(), step):
                     self._storage.remove(old)
             except OSError as error:
                 raise CheckpointWriteError(
@@ -190,7 +190,7 @@ class SavePipeline:
             )
 
 
-def _taken_from(queue: "SimpleQueue[_Staged]") -> Iterator[StagedFile]:
+def _taken_from(queue: "SimpleQueue[StagedFile | Exception | None]") -> Iterator[StagedFile]:
     while (item := queue.get()) is not None:
         if isinstance(item, Exception):
             raise item
@@ -203,47 +203,40 @@ class SavePlanner:
     def __init__(self, group: Group, max_file_bytes: int | None) -> None:
         self._group = group
         self._max_file_bytes = max_file_bytes
-        self._boxes: tuple[HeldBox, ...] | None = None
+        self._boxes: tuple[HeldBox, ...] = ()
         self._files: list[FileLayout] = []
         self._held: dict[int, Sequence[HeldBox]] = {}  # of all ranks, at the root
 
     def plan(self, step: int, prepare: Callable[[], tuple[HeldBox, ...]]) -> list[FileLayout]:
         """Return the files that this rank writes, once all ranks are ready to save `step`."""
-        boxes, error = attempt(prepare)
-        message: dict[str, Any] = {"step": step, "boxes": None} if error is None else error_message(error)
-        if boxes is not None and boxes[0] != self._boxes:
-            message["boxes"] = [[box.name, box.dtype, box.shape, box.box.start, box.box.shape] for box in boxes[0]]
-        reply = exchange(self._group, message, self._replies)
-        if error is not None:
-            raise error
-        if "error" in reply:
-            raise_again(reply)
-        assert boxes is not None
-        if reply["writes"] is not None:
-            self._boxes = boxes[0]
-            self._files = lay_out({number: self._boxes[number] for number in reply["writes"]}, self._max_file_bytes)
+        boxes = self._boxes
+
+        def prepared() -> Message:
+            nonlocal boxes
+            boxes = prepare()
+            if boxes == self._boxes:
+                return {"step": step, "boxes": None}
+            return {"step": step, "boxes": [[b.name, b.dtype, b.shape, b.box.start, b.box.shape] for b in boxes]}
+
+        numbers = exchange(self._group, prepared, self._assign)
+        if numbers is not None:
+            self._boxes = boxes
+            self._files = lay_out({number: boxes[number] for number in numbers}, self._max_file_bytes)
         return self._files
 
-    def _replies(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the root's answer to each rank: an error, what it writes, or that it writes what it wrote before."""
-        failed = {rank: message for rank, message in enumerate(messages) if "error" in message}
-        if failed:
-            rank, first = next(iter(failed.items()))
-            text = first["error"] if len(messages) == 1 else f"rank {rank}: {first['error']}"
-            return [{"error": text, "kind": first["kind"]}] * len(messages)
+    def _assign(self, messages: Sequence[Message]) -> Sequence[list[int] | None]:
+        """Return the numbers of the boxes that each rank writes; None if all write what they wrote before."""
         steps = [message["step"] for message in messages]
         if len(set(steps)) > 1:
-            return [error_message(ValueError(f"the ranks save different steps: {steps}"))] * len(messages)
+            raise ValueError(f"the ranks save different steps: {steps}")
         changed = {rank: message["boxes"] for rank, message in enumerate(messages) if message["boxes"] is not None}
         if not changed:
-            return [{"writes": None}] * len(messages)
-        held = self._held | {rank: [_box(*fields) for fields in boxes] for rank, boxes in changed.items()}
-        try:
-            writes = assign([held[rank] for rank in range(len(messages))])
-        except ValueError as error:
-            return [error_message(error)] * len(messages)
+            return [None] * len(messages)
+        held = dict(self._held)
+        held |= {rank: [_box(*fields) for fields in boxes] for rank, boxes in changed.items()}
+        writes = assign([held.get(rank, ()) for rank in range(len(messages))])
         self._held = held
-        return [{"writes": numbers} for numbers in writes]
+        return writes
 
 
 def _box(name: str, dtype: str, shape: Sequence[int], start: Sequence[int], extent: Sequence[int]) -> HeldBox:

@@ -1,26 +1,20 @@
 """Writes one step, in the background: every rank its files, then the root the index and the commit."""
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
+from gcore_ckpt.format import index as stored
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.data_file import BLOCK_BYTES, DIGITS, FileLayout, PlacedBox, checksum, digest, lay_out_file
-from gcore_ckpt.format.index import (
-    DataFile,
-    Index,
-    StoredShard,
-    StoredTensor,
-    decode_index,
-    decode_tensor,
-    encode_index,
-    encode_shard,
-)
+from gcore_ckpt.format.data_file import BLOCK_BYTES, FileLayout, PlacedBox, checksum, digest, lay_out_file
+from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
 from gcore_ckpt.format.tree import Node, merge, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
@@ -42,19 +36,9 @@ class _Report:
     error: str | None = None
 
     def add_shard(self, box: PlacedBox, file: str, offset_bytes: int, checksums: str) -> None:
-        assert len(checksums) % DIGITS == 0
         held = box.held
         tensor = self.tensors.setdefault(held.name, {"dtype": held.dtype, "shape": [*held.shape], "shards": []})
-        tensor["shards"].append(encode_shard(file, offset_bytes, held.box, checksums))
-
-
-class _Written(NamedTuple):
-    """A file that is on disk, and the checksums of its boxes, which are there once `hashed` is done."""
-
-    name: str
-    file: StagedFile
-    digests: list[str]
-    hashed: Future[None]
+        tensor["shards"].append(stored.encode_shard(file, offset_bytes, held.box, checksums))
 
 
 class _Base(NamedTuple):
@@ -66,8 +50,8 @@ class _Base(NamedTuple):
 
     @classmethod
     def of(cls, step: int, index: Index) -> "_Base":
-        shards = ((name, tensor, shard) for name, tensor in index.tensors.items() for shard in tensor.shards)
-        return cls(step, index.files, {(name, shard.box): (tensor, shard) for name, tensor, shard in shards})
+        tensors = index.tensors.items()
+        return cls(step, index.files, {(name, shard.box): (t, shard) for name, t in tensors for shard in t.shards})
 
 
 class Saver:
@@ -86,14 +70,10 @@ class Saver:
         try:
             attempt = self._begin(step)
         except Exception as error:
-            for file in _quietly(staged):
-                file.release()
+            _release_rest(staged)
             raise self._failure(step, error) from error
         self._write_files(attempt, report, staged)
-        try:
-            self._finish(attempt, step, report)
-        except LostRankError as error:
-            raise self._failure(step, error) from error
+        self._finish(attempt, step, report)
 
     def _begin(self, step: int) -> str:
         """Return the name of this attempt, which the root has chosen, and with it the step to build on."""
@@ -109,60 +89,45 @@ class Saver:
             self._base = None
             with suppress(Exception):  # a damaged or unreadable step is none to build on; this save writes all
                 with self._storage.open_step(base) as files:
-                    index = decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
+                    index = stored.decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
                 self._base = _Base.of(base, index)
         return attempt
 
     def _write_files(self, attempt: str, report: _Report, staged: Iterable[StagedFile]) -> None:
+        """Write the files while they are hashed; those of an incremental save after that, as far as they are new."""
         files = iter(staged)
-        written: list[_Written] = []
+        unfinished: deque[tuple[str, StagedFile, Future[list[str]]]] = deque()
+
+        def finish() -> None:
+            while unfinished:
+                name, file, hashed = unfinished[0]
+                if self._base is None:
+                    self._add_file(report, name, file.layout, hashed.result())
+                else:
+                    self._write_changed(attempt, name, report, file, hashed.result(), self._base)
+                unfinished.popleft()[1].release()
+
         try:
             for number, file in enumerate(files):
                 part = f"-{number:05d}" if number else ""
                 name = f"data-{self._group.rank:05d}{part}.safetensors"
+                hashed = self._workers.submit(partial(_digests, file, waits=self._base is None))
+                unfinished.append((name, file, hashed))
                 if self._base is None:
-                    written.append(self._write_while_hashing(attempt, name, file))
-                    if file.settled.is_set():
-                        self._report_written(report, written)
-                else:
-                    try:
-                        self._write_changed(attempt, name, report, file, self._base)
-                    finally:
-                        file.release()
-            self._report_written(report, written)
+                    self._storage.write_file(attempt, name, [file.data])
+                if self._base is not None or file.settled.is_set():
+                    finish()
+            finish()
         except Exception as error:  # reported to all ranks; nothing is swallowed
             report.error = str(error) or repr(error)
-            for file in _quietly(files):
+            _release_rest(files)
+            for _, file, hashed in unfinished:
+                hashed.exception()  # it reads the memory
                 file.release()
-            for left in written:
-                left.hashed.exception()  # it reads the memory
-                left.file.release()
 
-    def _write_while_hashing(self, attempt: str, name: str, file: StagedFile) -> _Written:
-        digests: list[str] = []
-
-        def hash_settled() -> None:
-            file.settled.wait()
-            digests.extend(_digests(file))
-
-        hashed = self._workers.submit(hash_settled)
-        try:
-            self._storage.write_file(attempt, name, [file.data])
-        except BaseException:
-            hashed.exception()
-            file.release()
-            raise
-        return _Written(name, file, digests, hashed)
-
-    def _report_written(self, report: _Report, written: list[_Written]) -> None:
-        while written:
-            done = written[0]
-            done.hashed.result()
-            self._add_file(report, done.name, done.file.layout, done.digests)
-            written.pop(0).file.release()
-
-    def _write_changed(self, attempt: str, name: str, report: _Report, file: StagedFile, base: _Base) -> None:
-        digests = _digests(file)
+    def _write_changed(
+        self, attempt: str, name: str, report: _Report, file: StagedFile, digests: Sequence[str], base: _Base
+    ) -> None:
         changed = _link_unchanged(report, file.layout, digests, base)
         if len(changed) == len(file.layout.boxes):
             self._storage.write_file(attempt, name, [file.data])
@@ -187,26 +152,21 @@ class Saver:
 
     def _finish(self, attempt: str, step: int, report: _Report) -> None:
         """Commit what all ranks have written, at the root; every rank learns the outcome."""
-        cause: Exception | None = None
 
-        def commit(messages: Sequence[Message]) -> Sequence[Message]:
-            nonlocal cause
+        def commit(messages: Sequence[Message]) -> Sequence[None]:
             try:
                 self._commit(attempt, step, [_Report(**message) for message in messages])
             except Exception as error:
                 self._storage.abort(attempt)
-                cause = error
-            failure = None if cause is None else str(self._failure(step, cause))
-            return [{"error": failure}] * len(messages)
+                raise self._failure(step, error) from error
+            return [None] * len(messages)
 
         try:
-            error = exchange(self._group, vars(report), commit)["error"]
-        except LostRankError:
+            exchange(self._group, lambda: vars(report), commit)
+        except LostRankError as error:
             if self._group.rank == 0:
                 self._storage.abort(attempt)
-            raise
-        if error is not None:
-            raise CheckpointWriteError(error) from cause
+            raise self._failure(step, error) from error
 
     def _commit(self, attempt: str, step: int, reports: Sequence[_Report]) -> None:
         errors = [
@@ -221,18 +181,18 @@ class Saver:
         for name, (base_step, file) in links.items():
             self._storage.link_file(attempt, base_step, file, name)
         sizes = {name: file.size_bytes for name, file in index.files.items()}
-        self._storage.commit(attempt, step, encode_index(index), sizes)
+        self._storage.commit(attempt, step, stored.encode_index(index), sizes)
         if self._incremental:
             self._base = _Base.of(step, index)
 
     def _failure(self, step: int, error: Exception) -> CheckpointWriteError:
-        prefix = f"saving step {step} to {self._storage} failed: "
-        message = str(error) or repr(error)
-        return CheckpointWriteError(message if message.startswith(prefix) else prefix + message)
+        return CheckpointWriteError(f"saving step {step} to {self._storage} failed: {str(error) or repr(error)}")
 
 
-def _digests(file: StagedFile) -> list[str]:
-    """Return the checksums of every box of a file, one of each block."""
+def _digests(file: StagedFile, *, waits: bool) -> list[str]:
+    """Return the checksums of every box of a file, one of each block; `waits` until the copies have ended."""
+    if waits:
+        file.settled.wait()
     found: list[str] = []
     for box in file.layout.boxes:
         end = box.offset_bytes + box.held.size_bytes
@@ -279,16 +239,15 @@ def _merged_index(reports: Sequence[_Report]) -> Index:
         raise ValueError(f"no rank holds any element of the tensors {missing[:5]}")
     return Index(
         tree=tree,
-        tensors={name: decode_tensor(name, tensor, files, BLOCK_BYTES) for name, tensor in merged.items()},
+        tensors={name: stored.decode_tensor(name, tensor, files, BLOCK_BYTES) for name, tensor in merged.items()},
         files=files,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         num_ranks=len(reports),
     )
 
 
-def _quietly(files: Iterable[StagedFile]) -> Iterator[StagedFile]:
-    """Return what is left of an iterator of which an error has been seen already."""
-    try:
-        yield from files
-    except Exception:  # its first error is the one that is reported
-        return
+def _release_rest(files: Iterable[StagedFile]) -> None:
+    """Release what is left of files of which an error has been seen already; that is the one that is reported."""
+    with suppress(Exception):
+        for file in files:
+            file.release()

@@ -4,6 +4,7 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Event
 from typing import Literal, TypeAlias
@@ -71,22 +72,16 @@ class Stager:
     """
 
     def __init__(self, staging: Staging, max_in_flight: int, workers: Workers) -> None:
-        self._staging = staging
+        self.max_file_bytes = CHUNK_BYTES if staging == "chunked" else None
         self._workers = workers
         self._arenas: SimpleQueue[Arena] = SimpleQueue()
         for _ in range(max_in_flight if staging == "full" else 2):
             self._arenas.put(Arena())
 
-    @property
-    def max_file_bytes(self) -> int | None:
-        return CHUNK_BYTES if self._staging == "chunked" else None
-
     def stage(self, files: Sequence[FileLayout], holdings: Holdings, working: Working) -> Iterator[StagedFile]:
         """Copy the boxes of each file, in order; wait where no memory is free."""
-        groups = [files] if self._staging == "full" else [[file] for file in files]
-        for group in groups:
-            if group:
-                yield from self._stage_together(group, holdings, working)
+        for group in [files] if files and self.max_file_bytes is None else [[file] for file in files]:
+            yield from self._stage_together(group, holdings, working)
 
     def _stage_together(
         self, files: Sequence[FileLayout], holdings: Holdings, working: Working
@@ -166,10 +161,9 @@ def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:
             job.append((target, source) if whole else (target[box.slices()], source[box.slices()]))
             size_bytes += box.size * target.itemsize
             if size_bytes >= _JOB_BYTES:
-                yield lambda job=job: _copy_all(job)
+                yield partial(_copy_all, job)
                 job, size_bytes = [], 0
-    if job:
-        yield lambda job=job: _copy_all(job)
+    yield partial(_copy_all, job)
 
 
 def _copy_all(copies: Sequence[_Copy]) -> None:

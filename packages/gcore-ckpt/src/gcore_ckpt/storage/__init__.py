@@ -1,49 +1,167 @@
-"""Storages of steps: a local or mounted folder, an object store, a Hugging Face folder; and which steps they keep."""
+"""Protocols of a storage of steps (a local or mounted folder, an object store), and its record of rollbacks.
 
-import os
+`gcore_ckpt.storage.local.open_storage` returns the storage of a path.
+"""
+
+import json
 import re
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import Protocol, Self
 
-from gcore_ckpt.storage.base import STEP_NAME, StepFiles, Storage, step_name
+from gcore_ckpt.errors import CorruptCheckpointError
+from gcore_ckpt.format import validation
 
-__all__ = ["STEP_NAME", "Retention", "StepFiles", "Storage", "open_storage", "step_name"]
+STEP_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
+INDEX_FILE = "index.json"
+JOURNAL_FILE = "rollback.json"
+_JOURNAL_FORMAT = "gcore-ckpt rollback"
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.ASCII)
+
+def step_name(step: int) -> str:
+    """Return the name of a committed step's folder."""
+    return f"step-{step:08d}"
 
 
-def open_storage(path: str | os.PathLike[str]) -> Storage:
-    """Return the storage of a path: a folder, or a URL such as `s3://bucket/folder` or `gs://bucket/folder`."""
-    if isinstance(path, str) and _URL.match(path):
-        from gcore_ckpt.storage.object_store import ObjectStorage
+def step_of(name: str) -> int | None:
+    """Return the number of the step whose folder has this name; None for any other name."""
+    match = STEP_NAME.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
 
-        return ObjectStorage(path)
-    from gcore_ckpt.storage.local import LocalStorage
 
-    return LocalStorage(path)
+class StepFiles(Protocol):
+    """The files of one committed step, open for reading."""
+
+    def read_index(self) -> bytes:
+        """Return the bytes of `index.json`; `FileNotFoundError` if there is none."""
+        ...
+
+    def open(self, name: str) -> int:
+        """Open a data file by its plain name and return its size in bytes; `ValueError` if it is no regular file."""
+        ...
+
+    def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
+        """Fill `buffer` from an open file and return how many bytes there were. Safe to call from many threads."""
+        ...
+
+
+class Storage(Protocol):
+    """Reads and writes whole steps. Any process may read; one process of a group, its root, calls what commits."""
+
+    def __str__(self) -> str:
+        """Return the path as its user wrote it."""
+        ...
+
+    @property
+    def max_file_bytes(self) -> int | None:
+        """Largest data file to write, where the storage has one."""
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, ascending."""
+        ...
+
+    def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
+        """Open a committed step; `FileNotFoundError` if it is no longer there."""
+        ...
+
+    def acquire(self) -> None:
+        """Make ready for writing (root): create the place, refuse a second writer, remove what dead ones left."""
+
+    def release(self) -> None:
+        """Let the next writer in (root)."""
+
+    def begin(self, step: int) -> str:
+        """Start to write a step and return the name of this attempt, for all processes of the group (root)."""
+        ...
+
+    def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
+        """Write a data file, the parts one after another; on return it survives a power cut (any process)."""
+
+    def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
+        """Make the file of a committed step a file of this attempt, without copying its bytes (root)."""
+
+    def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
+        """Make the attempt the committed step, in one atomic act that survives a power cut (root).
+
+        `index` are the bytes of `index.json`, `sizes` the bytes of each data file that must be there.
+
+        Raises:
+            OSError: Nothing was committed, unless the very last sync failed.
+        """
+
+    def abort(self, attempt: str) -> None:
+        """Remove what an attempt has written; raise nothing (root)."""
+
+    def remove(self, step: int) -> None:
+        """Delete a committed step; it stops being one before its first byte goes (root)."""
+
+    def set_aside(self, steps: Sequence[int]) -> None:
+        """Turn committed steps into steps set aside, all in one atomic act; their data are kept (root).
+
+        A crash leaves either all of them or none; `acquire` completes what a dead writer has started.
+
+        Raises:
+            OSError: It failed; whether before or after the act, `steps` tells.
+        """
+
+    def steps_set_aside(self) -> list[int]:
+        """Return the steps that were set aside, ascending; one that was set aside twice is there twice."""
+        ...
+
+    def remove_set_aside(self) -> None:
+        """Delete what was set aside (root)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retention:
-    """Steps to keep after a commit: `keep` of the latest (None for all), and multiples of `keep_every` for good."""
+class Journal:
+    """The content of `rollback.json`, the record that makes setting several steps aside one atomic act.
 
-    keep: int | None = None
-    keep_every: int | None = None
+        {"format": "gcore-ckpt rollback", "id": "...", "pending": [30, 40], "set_aside": [[30, "<attempt id>"], ...]}
 
-    def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(f"keep is {self.keep}; expected None (keep all steps) or 1 or more")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every is {self.keep_every}; expected None or 1 or more")
-        if self.keep_every is not None and self.keep is None:
-            raise ValueError(
-                f"keep_every is {self.keep_every} and keep is None, which keeps all steps; expected a keep"
-            )
+    A step that is pending is no longer a step, whatever else the storage holds; the writer, or the next one, moves it
+    out of the way and then writes the record without it. `set_aside` is kept in object stores, where nothing can be
+    renamed. No two records have one `id`, so that readers see that it has changed; it is empty where there is none.
+    """
 
-    def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
-        """Return those of `steps` (ascending) that may go, never the one just committed."""
-        if self.keep is None:
-            return []
-        others = [step for step in steps if step != committed]
-        kept = self.keep - (0 if committed is None else 1)
-        lowest = others[: max(0, len(others) - kept)]
-        return [step for step in lowest if self.keep_every is None or step % self.keep_every != 0]
+    format: str = _JOURNAL_FORMAT
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    pending: tuple[int, ...] = ()
+    set_aside: tuple[tuple[int, str], ...] = ()
+
+    def encode(self) -> bytes:
+        """Return the bytes of the file."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes | None, where: str) -> Self:
+        """Return the content of the file at `where`; `data` is None if it does not exist."""
+        if data is None:
+            return cls(id="")
+        try:
+            content = validation.expect(dict, json.loads(data), "content")
+            if content.get("format") != _JOURNAL_FORMAT:
+                raise ValueError(f"format is {str(content.get('format'))[:40]!r}; expected {_JOURNAL_FORMAT!r}")
+            pending = validation.sizes(content.get("pending"), "pending")
+            set_aside = [_entry(entry) for entry in validation.expect(list, content.get("set_aside"), "set_aside")]
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{where}: {error}") from error
+        return cls(id=str(content.get("id")), pending=pending, set_aside=tuple(set_aside))
+
+
+def _entry(entry: object) -> tuple[int, str]:
+    fields = validation.expect(list, entry, "entry of set_aside")
+    if len(fields) != 2:
+        raise ValueError(f"an entry of set_aside has {len(fields)} members; expected 2")
+    return validation.size(fields[0], "step"), validation.plain_name(validation.expect(str, fields[1], "attempt"))
+
+
+def settled_steps(list_steps: Callable[[], set[int]], read_journal: Callable[[], Journal]) -> list[int]:
+    """Return the listed steps that are not pending, ascending."""
+    journal = read_journal()
+    while True:
+        steps = list_steps()
+        before, journal = journal, read_journal()
+        if journal == before:  # else steps were set aside meanwhile, and this is a mixture
+            return sorted(steps - set(journal.pending))

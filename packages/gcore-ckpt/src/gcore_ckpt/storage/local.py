@@ -16,15 +16,16 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from io import FileIO, TextIOWrapper
+from io import TextIOWrapper
 from pathlib import Path
 
 from gcore_ckpt.errors import CheckpointLockedError
-from gcore_ckpt.storage.base import INDEX_FILE, JOURNAL_FILE, STEP_NAME, Journal, decode_journal, step_name
+from gcore_ckpt.storage import INDEX_FILE, JOURNAL_FILE, Journal, Storage, settled_steps, step_name, step_of
 from gcore_ckpt.threads import Workers
 
 LOCK_FILE = ".lock"
 
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.ASCII)
 _TEMP_FOLDER = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{12}", re.ASCII)
 _TEMP_JOURNAL = re.compile(r"\.tmp-rollback-[0-9a-f]{12}", re.ASCII)
 _SET_ASIDE = re.compile(r"set-aside-(\d{8,})-[0-9a-f]{12}", re.ASCII)
@@ -32,7 +33,6 @@ _PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
 _WRITE_THREADS = 4
 _MAX_OPEN_FILES = 256
-
 
 _locks: weakref.WeakSet[TextIOWrapper] = weakref.WeakSet()
 
@@ -44,6 +44,15 @@ def _close_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_close_locks)
+
+
+def open_storage(path: str | os.PathLike[str]) -> Storage:
+    """Return the storage of a path: a folder, or a URL such as `s3://bucket/folder` or `gs://bucket/folder`."""
+    if isinstance(path, str) and _URL.match(path):
+        from gcore_ckpt.storage.object_store import ObjectStorage
+
+        return ObjectStorage(path)
+    return LocalStorage(path)
 
 
 class LocalStorage:
@@ -64,25 +73,13 @@ class LocalStorage:
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending; none if there is no such folder."""
-        if not self.path.is_dir():
-            return []
-        data = self._journal_bytes()
-        while True:
-            matches = [STEP_NAME.fullmatch(entry.name) for entry in self.path.iterdir()]
-            steps = {int(match[1]) for match in matches if match}
-            before, data = data, self._journal_bytes()
-            if data == before:  # else steps were set aside meanwhile, and this is a mixture
-                break
-        if data is not None:
-            steps -= set(self._decode_journal(data).pending)
-        return sorted(step for step in steps if (self.path / step_name(step)).is_dir())
+        return settled_steps(self._list_steps, self._read_journal) if self.path.is_dir() else []
 
     def open_step(self, step: int) -> "LocalFiles":
         """Open a committed step; its files stay readable while it is open, also if they are deleted meanwhile."""
         return LocalFiles(self.path / step_name(step))
 
     def acquire(self) -> None:
-        """Create the folder, take its lock and remove what dead writers left."""
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
             sync_directory(self.path.parent)
@@ -109,10 +106,7 @@ class LocalStorage:
         """Write past the page cache where memory and file system allow it: faster, and it costs training no CPU."""
         path = self.path / attempt / name
         if not (len(parts) == 1 and _is_aligned(parts[0]) and self._write_direct(path, parts[0])):
-            with path.open("wb", buffering=0) as file:
-                for part in parts:
-                    _pwrite_fully(file.fileno(), part, os.fstat(file.fileno()).st_size)
-                os.fsync(file.fileno())
+            write_synced(path, *parts)
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
         (self.path / attempt / name).hardlink_to(self.path / step_name(step) / file)
@@ -133,7 +127,6 @@ class LocalStorage:
         sync_directory(self.path)
 
     def abort(self, attempt: str) -> None:
-        """Remove an attempt; what stays is removed when the folder is next opened for saving."""
         shutil.rmtree(self.path / attempt, ignore_errors=True)
 
     def remove(self, step: int) -> None:
@@ -151,14 +144,17 @@ class LocalStorage:
         if not self.path.is_dir():
             return []
         matches = (_SET_ASIDE.fullmatch(entry.name) for entry in self.path.iterdir())
-        pending = self._decode_journal(self._journal_bytes()).pending
-        waiting = (step for step in pending if (self.path / step_name(step)).is_dir())
+        waiting = (step for step in self._read_journal().pending if (self.path / step_name(step)).is_dir())
         return sorted([*(int(match[1]) for match in matches if match), *waiting])
 
     def remove_set_aside(self) -> None:
         for entry in list(self.path.iterdir()):
             if match := _SET_ASIDE.fullmatch(entry.name):
                 self._remove_folder(entry.name, int(match[1]))
+
+    def _list_steps(self) -> set[int]:
+        found = {step_of(entry.name) for entry in self.path.iterdir() if entry.is_dir()}
+        return {step for step in found if step is not None}
 
     def _remove_folder(self, name: str, step: int) -> None:
         temp = self.path / _temp_name(step)
@@ -174,24 +170,23 @@ class LocalStorage:
                 entry.unlink()
 
     def _finish_setting_aside(self) -> None:
-        pending = self._decode_journal(self._journal_bytes()).pending
-        if not pending:
+        journal = self._read_journal()
+        if not journal.pending:
             return
-        for step in pending:
+        for step in journal.pending:
             folder = self.path / step_name(step)
             if folder.is_dir():
                 folder.rename(self.path / f"set-aside-{step:08d}-{_new_id()}")
         sync_directory(self.path)
         self._write_journal(Journal())
 
-    def _journal_bytes(self) -> bytes | None:
+    def _read_journal(self) -> Journal:
+        path = self.path / JOURNAL_FILE
         try:
-            return (self.path / JOURNAL_FILE).read_bytes()
+            data = path.read_bytes()
         except FileNotFoundError:
-            return None
-
-    def _decode_journal(self, data: bytes | None) -> Journal:
-        return decode_journal(data, str(self.path / JOURNAL_FILE))
+            data = None
+        return Journal.decode(data, str(path))
 
     def _write_journal(self, journal: Journal) -> None:
         temp = self.path / f".tmp-rollback-{_new_id()}"
@@ -234,18 +229,17 @@ class LocalFiles:
     folder, which may be renamed meanwhile.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.folder = directory
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._open = ExitStack()
-        self._files: dict[str, FileIO] = {}
-        self._folder_fd: int | None = None
+        self._files: dict[str, int] = {}
 
     def __enter__(self) -> "LocalFiles":
+        self._folder_fd = self._open_file(self.folder)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-        self._folder_fd = None
 
     def read_index(self) -> bytes:
         return (self.folder / INDEX_FILE).read_bytes()
@@ -255,22 +249,24 @@ class LocalFiles:
         path = self.folder / name
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise ValueError("is no regular file")
-        if name in self._files or len(self._files) < _MAX_OPEN_FILES:
-            self._files[name] = self._open.enter_context(path.open("rb", buffering=0))
-            return os.fstat(self._files[name].fileno()).st_size
-        if self._folder_fd is None:
-            self._folder_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-            self._open.callback(os.close, self._folder_fd)
-        return os.stat(name, dir_fd=self._folder_fd).st_size
+        if len(self._files) >= _MAX_OPEN_FILES and name not in self._files:
+            return os.stat(name, dir_fd=self._folder_fd).st_size
+        self._files[name] = self._open_file(path)
+        return os.fstat(self._files[name]).st_size
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
         if name in self._files:
-            return _read_fully(self._files[name].fileno(), offset_bytes, buffer)
+            return _read_fully(self._files[name], offset_bytes, buffer)
         fd = os.open(name, os.O_RDONLY, dir_fd=self._folder_fd)
         try:
             return _read_fully(fd, offset_bytes, buffer)
         finally:
             os.close(fd)
+
+    def _open_file(self, path: Path) -> int:
+        fd = os.open(path, os.O_RDONLY)
+        self._open.callback(os.close, fd)
+        return fd
 
 
 def _read_fully(fd: int, offset_bytes: int, buffer: memoryview) -> int:
@@ -326,10 +322,10 @@ def _lock(path: Path) -> TextIOWrapper:
     return file
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file that survives a power cut."""
-    with path.open("xb") as file:
-        file.write(data)
+def write_synced(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file that survives a power cut."""
+    with path.open("wb") as file:
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
 

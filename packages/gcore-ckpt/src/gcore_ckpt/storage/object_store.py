@@ -14,12 +14,13 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import tensorstore as ts
 
 from gcore_ckpt.errors import CheckpointError, CorruptCheckpointError
-from gcore_ckpt.storage.base import INDEX_FILE, JOURNAL_FILE, STEP_NAME, Journal, StepFiles, decode_journal, step_name
+from gcore_ckpt.storage import INDEX_FILE, JOURNAL_FILE, Journal, StepFiles, settled_steps, step_name, step_of
 from gcore_ckpt.threads import Workers
 
 _T = TypeVar("_T")
@@ -151,12 +152,7 @@ class ObjectStorage:
         committed, _, has_journal = self._scan()
         if not has_journal:
             return sorted(committed)
-        journal = self._read_journal()
-        while True:
-            committed = self._scan()[0]
-            before, journal = journal, self._read_journal()
-            if journal.generation == before.generation:  # else steps were set aside meanwhile, and this is a mixture
-                return sorted(committed - set(journal.content.pending))
+        return settled_steps(lambda: self._scan()[0], lambda: self._read_journal().content)
 
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
         return nullcontext(_ObjectFiles(self._objects, *self._read_commit(step_name(step))))
@@ -252,7 +248,7 @@ class ObjectStorage:
     def _read_journal(self) -> _StoredJournal:
         found = self._objects.read(JOURNAL_FILE)
         data = found.value if found.state == "value" else None
-        return _StoredJournal(decode_journal(data, f"{self}/{JOURNAL_FILE}"), found.stamp.generation)
+        return _StoredJournal(Journal.decode(data, f"{self}/{JOURNAL_FILE}"), found.stamp.generation)
 
     def _replace(self, journal: _StoredJournal, content: Journal) -> _StoredJournal:
         data = content.encode()
@@ -270,10 +266,10 @@ class ObjectStorage:
         for key in self._objects.list_keys():
             has_journal = has_journal or key == JOURNAL_FILE
             folder, _, name = key.partition("/")
-            match = STEP_NAME.fullmatch(folder)
-            if match is None or step_name(step := int(match[1])) != folder:
-                continue
+            step = step_of(folder)
             attempt_id, slash, _ = name.partition("/")
+            if step is None:
+                continue
             if name == _COMMITTED:
                 committed.add(step)
             elif slash and _ATTEMPT_ID.fullmatch(attempt_id):
@@ -298,17 +294,13 @@ class ObjectStorage:
             return None
 
     def _find_wrong_file(self, attempt: str, sizes: Mapping[str, int]) -> str | None:
-        found: dict[str, int | None] = {}
-
-        def find_size(name: str) -> None:
-            found[name] = self._objects.size(f"{attempt}/{name}", sizes[name])
-
+        checks = (partial(self._objects.size, f"{attempt}/{name}", size) for name, size in sizes.items())
         with Workers(_CHECK_THREADS, "gcore-ckpt-check") as workers:
-            workers.run(lambda name=name: find_size(name) for name in sizes)
-        for name, size in found.items():
-            if size != sizes[name]:
+            found = workers.run(checks)
+        for (name, expected), size in zip(sizes.items(), found, strict=True):
+            if size != expected:
                 problem = "is missing" if size is None else f"has {size} bytes"
-                return f"{attempt}/{name} {problem}; {sizes[name]} bytes were to be written"
+                return f"{attempt}/{name} {problem}; {expected} bytes were to be written"
         return None
 
     def _remove_dead_attempts(self) -> None:

@@ -15,7 +15,7 @@ from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import DTYPES, Box
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
-from gcore_ckpt.storage.base import INDEX_FILE, StepFiles, Storage
+from gcore_ckpt.storage import INDEX_FILE, StepFiles, Storage
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 
 WEIGHTS_FILE = "model.safetensors"
@@ -66,32 +66,30 @@ def open_weights(storage: Storage) -> Generator[tuple[str, StepFiles, Index]]:
 def _read_sharded(files: StepFiles, folder: Path) -> tuple[dict[str, DataFile], dict[str, StoredTensor]]:
     """Return the files of a folder of several, and the tensors that its weight map names."""
     where = folder / WEIGHTS_INDEX_FILE
-    try:
-        size_bytes = _open(files, folder, WEIGHTS_INDEX_FILE)
+    with _corrupt(where):
+        size_bytes = files.open(WEIGHTS_INDEX_FILE)
         if size_bytes > _MAX_JSON_BYTES:
             raise ValueError(f"has {size_bytes} bytes; expected at most {_MAX_JSON_BYTES}")
         content = _parse(_read(files, WEIGHTS_INDEX_FILE, 0, size_bytes))
         if "weight_map" not in content:
             raise ValueError("weight_map is missing")
-        weight_map = validation.expect(dict, content["weight_map"], "weight_map")
         file_of = {
             name: validation.plain_name(validation.expect(str, file, f"file of {name!r}"))
-            for name, file in weight_map.items()
+            for name, file in validation.expect(dict, content["weight_map"], "weight_map").items()
         }
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{where}: {error}") from error
     found = {name: _read_header(files, folder, name) for name in dict.fromkeys(file_of.values())}
-    for name, file in file_of.items():
-        if name not in found[file][1]:
-            raise CorruptCheckpointError(f"{where}: tensor {name!r} is not in {file}, where its weight_map puts it")
+    with _corrupt(where):
+        for name, file in file_of.items():
+            if name not in found[file][1]:
+                raise ValueError(f"tensor {name!r} is not in {file}, where its weight_map puts it")
     tensors = {name: found[file][1][name] for name, file in file_of.items()}
     return {name: file for name, (file, _) in found.items()}, tensors
 
 
 def _read_header(files: StepFiles, folder: Path, name: str) -> tuple[DataFile, dict[str, StoredTensor]]:
     """Return the tensors of a safetensors file in the order of its header."""
-    try:
-        size_bytes = _open(files, folder, name)
+    with _corrupt(folder / name):
+        size_bytes = files.open(name)
         length = _LENGTH_BYTES
         if size_bytes >= _LENGTH_BYTES:
             length += int.from_bytes(_read(files, name, 0, _LENGTH_BYTES), "little")
@@ -105,9 +103,18 @@ def _read_header(files: StepFiles, folder: Path, name: str) -> tuple[DataFile, d
             validation.expect(str, value, f"{key!r} in __metadata__")
         tensors = {key: _tensor(key, entry, name, length) for key, entry in header.items()}
         _check_places(tensors, length, size_bytes)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{folder / name}: {error}") from error
     return DataFile(size_bytes=size_bytes, header_size_bytes=length, header_checksum=None), tensors
+
+
+@contextmanager
+def _corrupt(where: Path) -> Generator[None]:
+    """Name the file in errors of what it holds."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{where}: the file is missing") from error
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{where}: {error}") from error
 
 
 def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> StoredTensor:
@@ -147,13 +154,6 @@ def _check_places(tensors: Mapping[str, StoredTensor], header_size_bytes: int, s
         end += length
     if end != size_bytes:
         raise ValueError(f"its tensors end at byte {end}, the file has {size_bytes}")
-
-
-def _open(files: StepFiles, folder: Path, name: str) -> int:
-    try:
-        return files.open(name)
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{folder / name}: the file is missing") from error
 
 
 def _read(files: StepFiles, name: str, start: int, size_bytes: int) -> bytes:

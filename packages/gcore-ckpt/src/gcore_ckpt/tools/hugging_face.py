@@ -16,8 +16,8 @@ from gcore_ckpt.format.data_file import safetensors_header
 from gcore_ckpt.loading.loader import Request, fill
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
-from gcore_ckpt.storage import STEP_NAME, open_storage
-from gcore_ckpt.storage.local import LocalStorage, sync_directory, write_synced
+from gcore_ckpt.storage import STEP_NAME
+from gcore_ckpt.storage.local import LocalStorage, open_storage, sync_directory, write_synced
 from gcore_ckpt.storage.safetensors_folder import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from gcore_ckpt.threads import Workers
 

@@ -1,19 +1,20 @@
-"""Balance items with costs over parts, and sequences over micro-batches."""
+"""Balance items with costs over parts, at once or as they arrive, and sequences over micro-batches."""
 
 from bisect import bisect_left, insort
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from gcore_placement.balancing.local_search import Assignment, refine, sum_per_part
-from gcore_placement.errors import (
-    PlacementError,
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import (
+    Floats,
+    Ints,
     check_above_0,
     check_amount_list,
     check_amounts,
     check_lengths,
     check_positive,
-    refusal,
 )
 
 
@@ -26,7 +27,7 @@ def balance(
     weights: ArrayLike | None = None,
     capacity: float | None = None,
     tolerance: float = 0.0,
-) -> list[NDArray[np.intp]]:
+) -> list[Ints]:
     """Split items over `num_parts` parts so that the largest summed cost is small.
 
     Starts from Graham's LPT rule, then exchanges items between heavy and light parts, a bounded number of times.
@@ -39,7 +40,6 @@ def balance(
 
     Args:
         costs: [num_items], in any unit, at least 0.
-        num_parts: at least 1.
         equal_count: every part gets num_items / num_parts items.
         max_count: no part gets more items than this. Not together with `equal_count`.
         weights: [num_items], what an item takes of its part's capacity, such as tokens of memory, at least 0.
@@ -73,16 +73,16 @@ def balance(
         start = longest_first(falling, num_parts, max_count=most)
         # A bound that folding keeps, and that the rule was never seen to break.
         if sum_per_part(start, falling, num_parts).max() > falling.sum() / num_parts + falling[0]:
-            start = fold(falling, num_parts)
+            start = longest_first(falling, num_parts, max_count=most, is_folded=True)
     else:
         sizes = sizes[order]
         start = _start_within(falling, sizes, num_parts, capacity=most_weight)
-    result = Assignment.of(start, costs=falling, weights=sizes, capacity=most_weight, num_parts=num_parts)
+    result = Assignment(part_of=start, costs=falling, weights=sizes, capacity=most_weight, num_parts=num_parts)
     refine(result, lower_bound=lower_bound, tolerance=tolerance)
     return result.parts(order)
 
 
-def scale_to_one(costs: NDArray[np.float64]) -> NDArray[np.float64]:
+def scale_to_one(costs: Floats) -> Floats:
     """Divide costs by the power of two at or above the largest: results are in [0, 1], and exact sums stay exact."""
     _, exponent = np.frexp(costs.max())
     return np.ldexp(costs, -exponent)
@@ -108,7 +108,7 @@ def _most_per_part(num_items: int, num_parts: int, *, equal_count: bool, max_cou
 
 def _capacity(
     weights: ArrayLike | None, capacity: float | None, num_items: int, *, counted: bool
-) -> tuple[NDArray[np.float64] | None, float]:
+) -> tuple[Floats | None, float]:
     if weights is None and capacity is None:
         return None, 0.0
     if weights is None or capacity is None:
@@ -125,9 +125,7 @@ def _capacity(
     return sizes, capacity
 
 
-def _start_within(
-    costs: NDArray[np.float64], weights: NDArray[np.float64], num_parts: int, *, capacity: float
-) -> NDArray[np.intp]:
+def _start_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> Ints:
     """Return a start that keeps the capacity: by cost where that works, by weight otherwise."""
     start = longest_first(costs, num_parts, max_count=len(costs))
     if np.bincount(start, weights, num_parts).max() <= capacity:
@@ -149,7 +147,7 @@ def _start_within(
     return fill_empty(start, num_parts)
 
 
-def _lower_bound(falling: NDArray[np.float64], num_parts: int, *, equal_count: bool) -> float:
+def _lower_bound(falling: Floats, num_parts: int, *, equal_count: bool) -> float:
     """Return a lower bound: the mean, and the heaviest item with the items that must share its part."""
     company = len(falling) // num_parts - 1 if equal_count else 0
     return max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))
@@ -157,7 +155,7 @@ def _lower_bound(falling: NDArray[np.float64], num_parts: int, *, equal_count: b
 
 def micro_batches(
     lengths: ArrayLike, *, max_tokens: int, num_multiple: int = 1, costs: ArrayLike | None = None
-) -> list[NDArray[np.intp]]:
+) -> list[Ints]:
     """Group sequences into micro-batches of at most `max_tokens` tokens and about even cost.
 
     The count is the smallest found by bisection between the lower bound of bin packing and best fit decreasing, so it
@@ -202,17 +200,15 @@ def micro_batches(
 
     scaled = scale_to_one(work)
     assignments = [
-        Assignment.of(
-            fill_empty(start, num_parts), costs=scaled, weights=tokens, capacity=max_tokens, num_parts=num_parts
-        )
-        for start in starts
+        Assignment(part_of=start, costs=scaled, weights=tokens, capacity=max_tokens, num_parts=num_parts)
+        for start in (fill_empty(start, num_parts) for start in starts)
     ]
     for assignment in assignments:
         refine(assignment, lower_bound=max(float(scaled.sum()) / num_parts, float(scaled.max())))
     return min(assignments, key=lambda assignment: assignment.makespan).parts(order)
 
 
-def _fewest(tokens: NDArray[np.float64], *, max_tokens: int, num_multiple: int) -> tuple[NDArray[np.intp], int]:
+def _fewest(tokens: Floats, *, max_tokens: int, num_multiple: int) -> tuple[Ints, int]:
     """Return the micro-batch of each sequence and their count: few, a multiple of `num_multiple`, within the budget."""
     packed = best_fit_decreasing(tokens, capacity=max_tokens)
     # Two sequences of more than half the budget never share a micro-batch.
@@ -232,104 +228,59 @@ def _fewest(tokens: NDArray[np.float64], *, max_tokens: int, num_multiple: int) 
     return fewest, enough * num_multiple
 
 
-SINGLE_ROUNDS = 512
+_SINGLE_ROUNDS = 512
 """Rounds that deal one item to each part; later ones deal bundles, whose items are too light to matter."""
 
 
-def fold(costs: NDArray[np.float64], num_parts: int) -> NDArray[np.intp]:
-    """Return the part of each item: `num_parts` items, or bundles, at a time, the heaviest to the lightest part so far.
-
-    Counts differ by at most one. A round cannot widen the spread of loads beyond the larger of the old one and that of
-    its own items, so that it stays within the largest cost.
-
-    Args:
-        costs: [num_items], falling.
-    """
-    deal = _Deal(costs, num_parts)
-    every = np.arange(num_parts)
-    while deal.num_left:
-        deal.to(every[np.argsort(deal.loads, kind="stable")], num_rows=deal.bundle)
-    return deal.part_of
-
-
-def longest_first(costs: NDArray[np.float64], num_parts: int, *, max_count: int) -> NDArray[np.intp]:
+def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: bool = False) -> Ints:
     """Return the part of each item: by falling cost, each to the lightest part so far with fewer than `max_count`.
 
     Graham's LPT rule (SIAM J. Appl. Math. 17, 1969), for many items at a time: parts that are within an item of the
     lightest get one each, and where another part is further above them, as many as bring them up to it. No part is
     empty where there are items enough. `num_parts * max_count` must hold all items.
 
+    Folded, each round gives an item, or a bundle, to every part, the heaviest to the lightest part so far. Counts then
+    differ by at most one. A round cannot widen the spread of loads beyond the larger of the old one and that of its own
+    items, so that it stays within the largest cost.
+
     Args:
         costs: [num_items], falling.
     """
-    deal = _Deal(costs, num_parts)
-    while deal.num_left:
-        open_parts = np.flatnonzero(deal.counts < max_count)
-        lightest = open_parts[np.argsort(deal.loads[open_parts], kind="stable")]
-        loads = deal.loads[lightest]
-        width = int(np.searchsorted(loads, loads[0] + costs[deal.num_dealt], side="right"))
-        num_rows = deal.bundle if width == len(loads) else deal.rows_of(float(loads[width] - loads[0]), width)
-        capacity = max_count - int(deal.counts[lightest[:width]].max())
-        deal.to(lightest[:width], num_rows=min(num_rows, capacity))
-    return deal.part_of
-
-
-class _Deal:
-    """Items dealt to parts, the most costly first.
-
-    Attributes:
-        part_of: [num_items], the part of each item that is dealt.
-        loads: [num_parts], the summed costs of each part.
-        counts: [num_parts], its items.
-        num_dealt: items that are.
-    """
-
-    def __init__(self, costs: NDArray[np.float64], num_parts: int) -> None:
-        self._costs = costs
-        self._until = np.concatenate([[0.0], np.cumsum(costs)])
-        self._num_rounds = 0
-        self._depth = max(1, -(-(len(costs) // num_parts - SINGLE_ROUNDS) // SINGLE_ROUNDS))
-        self.part_of = np.empty(len(costs), dtype=np.intp)
-        self.loads = np.zeros(num_parts)
-        self.counts = np.zeros(num_parts, dtype=np.intp)
-        self.num_dealt = 0
-
-    @property
-    def num_left(self) -> int:
-        return len(self._costs) - self.num_dealt
-
-    @property
-    def bundle(self) -> int:
-        """Rows to deal at once where parts are level."""
-        return 1 if self._num_rounds < SINGLE_ROUNDS else self._depth
-
-    def rows_of(self, cost: float, width: int) -> int:
-        """Return the number of rows of ``width`` items that add at most ``cost`` to a part."""
-        last = np.searchsorted(self._until, self._until[self.num_dealt] + cost * width, side="right")
-        return max(1, (int(last) - 1 - self.num_dealt) // width)
-
-    def to(self, parts: NDArray[np.intp], *, num_rows: int) -> None:
-        """Deal rows of an item for each of `parts`, whose loads rise, the most costly bundle to the first.
-
-        A bundle is a column of the rows, whose direction alternates: two differ by no more than two items may. Where
-        fewer items are left, the first parts get them.
-        """
-        width = min(len(parts), self.num_left)
-        num_rows = min(num_rows, self.num_left // width)
-        rows = np.arange(self.num_dealt, self.num_dealt + num_rows * width).reshape(num_rows, width)
+    until = np.concatenate([[0.0], np.cumsum(costs)])
+    depth = max(1, -(-(len(costs) // num_parts - _SINGLE_ROUNDS) // _SINGLE_ROUNDS))
+    part_of = np.empty(len(costs), dtype=np.intp)
+    loads, counts = np.zeros(num_parts), np.zeros(num_parts, dtype=np.intp)
+    num_dealt = num_rounds = 0
+    while num_left := len(costs) - num_dealt:
+        parts = np.flatnonzero(counts < max_count)
+        parts = parts[np.argsort(loads[parts], kind="stable")]
+        num_rows = 1 if num_rounds < _SINGLE_ROUNDS else depth
+        if not is_folded:
+            rising = loads[parts]
+            width = int(np.searchsorted(rising, rising[0] + costs[num_dealt], side="right"))
+            if width < len(parts):
+                added = float(rising[width] - rising[0]) * width
+                last = np.searchsorted(until, until[num_dealt] + added, side="right")
+                num_rows = max(1, (int(last) - 1 - num_dealt) // width)
+            parts = parts[:width]
+            num_rows = min(num_rows, max_count - int(counts[parts].max()))
+        # Where fewer items are left, the first parts get them.
+        parts = parts[:num_left]
+        num_rows = min(num_rows, num_left // len(parts))
+        # A bundle is a column of the rows, whose direction alternates: two differ by no more than two items may.
+        rows = np.arange(num_dealt, num_dealt + num_rows * len(parts)).reshape(num_rows, len(parts))
         rows[1::2] = rows[1::2, ::-1]
-        sums = self._costs[rows].sum(axis=0)
+        sums = costs[rows].sum(axis=0)
         heaviest = np.argsort(-sums, kind="stable")
-        self.part_of[rows[:, heaviest]] = parts[:width]
-        self.loads[parts[:width]] += sums[heaviest]
-        self.counts[parts[:width]] += num_rows
-        self.num_dealt += num_rows * width
-        self._num_rounds += 1
+        part_of[rows[:, heaviest]] = parts
+        loads[parts] += sums[heaviest]
+        counts[parts] += num_rows
+        num_dealt += num_rows * len(parts)
+        num_rounds += 1
+    return part_of
 
 
-def longest_first_within(
-    costs: NDArray[np.float64], weights: NDArray[np.float64], num_parts: int, *, capacity: float
-) -> NDArray[np.intp] | None:
+def longest_first_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> Ints | None:
     """`longest_first` under a bound on each part's summed weights; None where no part has the capacity for an item."""
     part_of = np.empty(len(costs), dtype=np.intp)
     loads = np.zeros(num_parts)
@@ -344,7 +295,7 @@ def longest_first_within(
     return part_of
 
 
-def best_fit_decreasing(weights: NDArray[np.float64], *, capacity: float) -> NDArray[np.intp]:
+def best_fit_decreasing(weights: Floats, *, capacity: float) -> Ints:
     """Return the part of each item, by falling weight, each in the fullest part that can hold it, in as few as needed.
 
     At most 11/9 of the least possible number of parts, plus a constant (Johnson et al., SIAM J. Comput. 3, 1974).
@@ -365,7 +316,7 @@ def best_fit_decreasing(weights: NDArray[np.float64], *, capacity: float) -> NDA
     return part_of
 
 
-def fill_empty(part_of: NDArray[np.intp], num_parts: int) -> NDArray[np.intp]:
+def fill_empty(part_of: Ints, num_parts: int) -> Ints:
     """Return `part_of` with an item of a fuller part in each empty one, as long as a part holds two."""
     filled = part_of.copy()
     counts = np.bincount(filled, minlength=num_parts)
@@ -377,3 +328,48 @@ def fill_empty(part_of: NDArray[np.intp], num_parts: int) -> NDArray[np.intp]:
         counts[donor] -= 1
         counts[empty] = 1
     return filled
+
+
+class StreamingBalancer:
+    """Assigns items to parts as they arrive, with one number of memory per part.
+
+    Each item goes to the part that is lightest so far; the items of one chunk are taken heaviest first, of equal ones
+    the one that came first. Assigned items stay where they are. That is list scheduling (Graham, Bell System Technical
+    Journal 45, 1966): at all times
+
+        max(loads) <= sum(costs) / num_parts + (1 - 1 / num_parts) * max(costs) <= (2 - 1 / num_parts) * optimum
+
+    over the costs so far, however they came and were cut in chunks; in one chunk alone it is the LPT rule, with
+    4/3 - 1 / (3 num_parts).
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        check_positive("num_parts", num_parts)
+        self._loads = np.zeros(num_parts)
+
+    @property
+    def loads(self) -> Floats:
+        """[num_parts], the summed costs of each part."""
+        return self._loads.copy()
+
+    def add(self, costs: ArrayLike) -> Ints:
+        """Assign the next items, costs [num_items]; return the part of each, [num_items].
+
+        Raises:
+            PlacementError: a cost is negative or not finite; none of the items is assigned.
+        """
+        amounts = check_amount_list("costs", costs)
+        part_of = np.empty(len(amounts), dtype=np.intp)
+        order = np.argsort(-amounts, kind="stable")
+        first = 0
+        while first < len(order):
+            # The next items go to one part each, for as long as none of these is the lightest again.
+            lightest = np.argsort(self._loads, kind="stable")[: len(order) - first]
+            items = order[first : first + len(lightest)]
+            loads = self._loads[lightest] + amounts[items]
+            again = self._loads[lightest[1:]] > np.minimum.accumulate(loads)[:-1]
+            count = int(again.argmax()) + 1 if again.any() else len(items)
+            part_of[items[:count]] = lightest[:count]
+            self._loads[lightest[:count]] = loads[:count]
+            first += count
+        return part_of

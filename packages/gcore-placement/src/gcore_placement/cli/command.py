@@ -4,53 +4,270 @@ Exit code 0: fine. 2: wrong use, or an error, in one line. 130: Ctrl-C.
 """
 
 import argparse
+import json
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-from gcore_placement.errors import PlacementError
-
-COMMANDS = {
-    "plan": ("gcore_placement.cli.plan", "choose the devices of each role, and predict a step's seconds and memory"),
-    "simulate": (
-        "gcore_placement.cli.simulate",
-        "compare placement strategies on a trace: step time, and causes of idleness",
-    ),
-    "ledger": (
-        "gcore_placement.cli.ledger",
-        "divide the device time of a run into work and causes of idleness",
-    ),
-}
-"""Module with `main(argv) -> int`, and a short description. Modules are imported when they are used."""
+from gcore_placement.cli.page import page
+from gcore_placement.cluster import DEVICES, Cluster, Device
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.forecast import RUN_FILE, Correction, Job
+from gcore_placement.ledger import Ledger, read_spans, select_steps
+from gcore_placement.planning.planner import plan
+from gcore_placement.quantities import Lengths, check_positive
+from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
+from gcore_placement.simulation.simulator import Comparison, Simulator, compare
+from gcore_placement.simulation.waves import WaveRuns, run_waves
+from gcore_placement.strategies import PLANNED
+from gcore_placement.workload.model_shape import ModelShape
+from gcore_placement.workload.recorded_runs import run_trace
+from gcore_placement.workload.traces import Trace
 
 _EXIT_ERROR, _EXIT_INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; wrong use raises `SystemExit(2)`."""
-    arguments = _parser().parse_args(argv)
-    module, _ = COMMANDS[arguments.command]
-    run: Callable[[Sequence[str]], int] = import_module(module).main
+    parser = argparse.ArgumentParser(
+        prog="gcore-placement",
+        description="Placement of RLHF work.",
+        epilog="gcore-placement COMMAND --help shows its options. Exit codes: 0 fine, 2 an error, 130 interrupted.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (run, add_options, text, description, example) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=description, epilog=f"example: {example}")
+        add_options(command)
+        command.set_defaults(run=run)
+    arguments = parser.parse_args(argv)
     try:
-        return run(arguments.arguments)
+        arguments.run(arguments)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except (PlacementError, OSError) as error:
         print(f"gcore-placement: error: {str(error).replace(chr(10), ' ')}", file=sys.stderr)
         return _EXIT_ERROR
+    return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
-        prog="gcore-placement",
-        description=f"Placement of RLHF work.\n\ncommands:\n{listed}",
-        epilog="gcore-placement COMMAND --help shows its options. Exit codes: 0 fine, 2 an error, 130 interrupted.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    def numbers(kind: type, *options: tuple[str, float, str]) -> None:
+        for name, default, text in options:
+            metavar = "N" if kind is int else "X"
+            parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{text} (%(default)s)")
+
+    parser.add_argument(
+        "--model", required=True, metavar="PATH", help="the policy: a Hugging Face folder or config.json"
     )
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the above")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
-    return parser
+    parser.add_argument("--judge", metavar="PATH", help="a generative reward model, if there is one")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="devices")
+    parser.add_argument("--device", choices=DEVICES, default="H100", help="what they are (%(default)s)")
+    numbers(
+        int,
+        ("--gpus-per-node", 8, "devices of a node"),
+        ("--train-batch-size", 512, "prompts that a step trains on"),
+        ("--n", 8, "responses to each"),
+        ("--max-num-seqs", 1024, "most sequences of an engine at once"),
+    )
+    numbers(
+        float,
+        ("--inter-node-gb-per-s", 50.0, "GB/s of each device to other nodes"),
+        ("--acceptance", 1.0, "share of prompts whose responses do not all score alike"),
+    )
+    for role, name, median, sigma, longest in (
+        ("prompt", "prompt", 256, 0.5, 1024),
+        ("response", "response", 1500, 0.8, 8192),
+        ("judge", "judgement", 500, 0.6, 2048),
+    ):
+        numbers(
+            float,
+            (f"--{role}-median", median, f"median tokens of a {name}"),
+            (f"--{role}-sigma", sigma, "standard deviation of their logarithm"),
+            (f"--max-{role}-length", longest, "longest"),
+        )
+    parser.add_argument("--reference", action="store_true", help="a reference model scores responses (KL)")
+    parser.add_argument("--critic", action="store_true", help="a value model of the policy's shape is trained too")
+    parser.add_argument("--old-log-probs", action="store_true", help="the trainer scores responses before it trains")
+    parser.add_argument("--strategy", choices=PLANNED, help="use this one instead of the fastest")
+    text = f"correct the laws by the measurements of a run: its folder, or its {RUN_FILE}"
+    parser.add_argument("--correction", metavar="FILE", help=text)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    cluster = Cluster(
+        num_devices=arguments.gpus,
+        device=Device.named(arguments.device),
+        devices_per_node=arguments.gpus_per_node,
+        inter_node_bytes_per_s=arguments.inter_node_gb_per_s * 1e9,
+    )
+    found = plan(
+        cluster,
+        _job(arguments),
+        strategy=arguments.strategy,
+        correction=Correction.load(arguments.correction) if arguments.correction else None,
+        most_num_seqs=arguments.max_num_seqs,
+    )
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return
+    from gcore_placement.cli.tables import print_plan
+
+    print_plan(found)
+
+
+def _job(arguments: argparse.Namespace) -> Job:
+    policy = _read_model(arguments.model)
+    judge = _read_model(arguments.judge) if arguments.judge else None
+
+    def lengths(role: str) -> Lengths:
+        given = vars(arguments)
+        return Lengths.log_normal(
+            median=given[f"{role}_median"], sigma=given[f"{role}_sigma"], longest=given[f"max_{role}_length"]
+        )
+
+    return Job(
+        policy=policy,
+        prompt_lengths=lengths("prompt"),
+        response_lengths=lengths("response"),
+        train_batch_size=arguments.train_batch_size,
+        n=arguments.n,
+        acceptance=arguments.acceptance,
+        judge=judge,
+        judge_lengths=lengths("judge") if judge else None,
+        reference=arguments.reference,
+        critic=policy if arguments.critic else None,
+        old_log_probs=arguments.old_log_probs,
+    )
+
+
+def _read_model(path: str) -> ModelShape:
+    """Read the shape of the model in a Hugging Face folder or `config.json`."""
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        config: Any = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise refusal("model", path, "a Hugging Face folder or its config.json") from None
+    except ValueError as error:
+        raise PlacementError(f"{file} is not JSON; expected a Hugging Face config.json ({error})") from None
+    if not isinstance(config, dict):
+        raise PlacementError(f"{file} is a JSON {type(config).__name__}; expected an object")
+    return ModelShape.from_config(config)
+
+
+def _simulate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scenario", choices=(*SCENARIOS, *PUBLISHED), default="growing", help="recipe of the trace (%(default)s)"
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--trace", type=Path, metavar="FILE", help="use a trace that Trace.save has written")
+    instead.add_argument("--from-run", type=Path, metavar="RUN", help="use the steps of a run of gcore-llm")
+    text = "median of the run's judgements, which it does not record (%(default)g)"
+    parser.add_argument("--judge-length", type=float, default=800.0, metavar="TOKENS", help=text)
+    parser.add_argument("--job", choices=JOBS, default="32B", help="models and their costs (%(default)s)")
+    parser.add_argument("--devices", type=int, choices=SCALES, default=64, help="of the cluster (%(default)s)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of the trace")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the trace (%(default)s)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with timelines and idle bars")
+    parser.add_argument("--save-trace", type=Path, metavar="FILE", help="write the trace, as .npz")
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from gcore_placement.cli.tables import counting, print_comparison
+
+    for option, path in (("--html", arguments.html), ("--save-trace", arguments.save_trace)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise refusal(option, str(path), "a path in a folder that exists")
+    if arguments.steps is not None:
+        check_positive("--steps", arguments.steps)
+    with counting("waves simulated") as counted:
+        simulator = scenario(
+            arguments.scenario,
+            arguments.job,
+            arguments.devices,
+            num_steps=arguments.steps,
+            seed=arguments.seed,
+            trace=_trace(arguments),
+            progress=counted,
+        )
+        comparison = compare(simulator.trace.name, simulator)
+    print_comparison(comparison)
+    if simulator.trace.name in PUBLISHED:
+        print(f"responses: {PUBLISHED[simulator.trace.name].source}")
+    if arguments.save_trace is not None:
+        simulator.trace.save(arguments.save_trace)
+    if arguments.html is not None:
+        arguments.html.write_text(page([comparison], timelines=_timelines(simulator, comparison)))
+        print(f"page: {arguments.html}")
+
+
+def _trace(arguments: argparse.Namespace) -> Trace | None:
+    """Return the trace that takes the place of the scenario's; of a run, with the settings in its `config.toml`."""
+    folder: Path | None = arguments.from_run
+    if folder is None:
+        return None if arguments.trace is None else Trace.load(arguments.trace)
+    try:
+        config = tomllib.loads((folder / "config.toml").read_text())
+        n, longest = int(config["rollout"]["n"]), float(config["reward_model"]["judge"]["max_response_length"])
+    except (OSError, KeyError, ValueError) as error:
+        raise PlacementError(
+            f"--from-run is {str(folder)!r}; expected a gcore-llm run, with config.toml and metrics.jsonl ({error!r})"
+        ) from error
+    return run_trace(folder, n=n, judge_median=arguments.judge_length, max_judge_length=longest, seed=arguments.seed)
+
+
+def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, WaveRuns]]:
+    """Return the first wave of the middle step, colocated and on the partition of dynamic."""
+    step = simulator.trace.num_steps // 2
+    wave = next(simulator.trace.waves(step))
+    places = {"colocated": simulator.space.num_devices, "dynamic": comparison["dynamic"].steps[step].partitions[0]}
+    return [(f"{name}, step {step}", run_waves(simulator.costs, [wave], place)) for name, place in places.items()]
+
+
+def _ledger_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", metavar="RUN", help="a run's folder, or the spans.jsonl in it")
+    parser.add_argument("--steps", default=":", metavar="FIRST:LAST", help="only these, both included (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _ledger(arguments: argparse.Namespace) -> None:
+    steps = select_steps(read_spans(arguments.run_folder), arguments.steps)
+    ledger = Ledger.of(steps)
+    if arguments.json:
+        print(json.dumps({"steps": [steps[0].step, steps[-1].step], **ledger.to_dict()}, indent=2))
+        return
+    from gcore_placement.cli.tables import print_ledger
+
+    print_ledger(ledger, steps)
+
+
+_Command = tuple[Callable[[argparse.Namespace], None], Callable[[argparse.ArgumentParser], None], str, str, str]
+COMMANDS: dict[str, _Command] = {
+    "plan": (
+        _plan,
+        _plan_options,
+        "choose the devices of each role, and predict a step's seconds and memory",
+        "Choose strategy, layouts, partition and micro-batches, and show the costs of all options.",
+        "gcore-placement plan --model Qwen2.5-7B --judge Qwen2.5-32B --gpus 64 --device H100",
+    ),
+    "simulate": (
+        _simulate,
+        _simulate_options,
+        "compare placement strategies on a trace: step time, and causes of idleness",
+        "Compare colocated, the best static split, dynamic and clairvoyant placement on one trace.",
+        "gcore-placement simulate --scenario judge_grows --devices 64 --html page.html",
+    ),
+    "ledger": (
+        _ledger,
+        _ledger_options,
+        "divide the device time of a run into work and causes of idleness",
+        "Assign each device-second of a run to a role, and to work or one cause of idleness.",
+        "gcore-placement ledger runs/default --steps 10:20",
+    ),
+}
+"""A command's function and options, its help in a line, its description and an example."""
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gcore_placement.quantities import Floats
 from gcore_placement.simulation.simulator import IDLE, WORK, Comparison, StrategyRun
 from gcore_placement.simulation.waves import WaveRuns
 
@@ -103,7 +103,7 @@ def _bars(runs: Iterable[StrategyRun]) -> str:
     return _svg(shapes, y + 8)
 
 
-def _lines(lines: Sequence[tuple[str, NDArray[np.float64]]], unit: str, *, top: float | None = None) -> str:
+def _lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | None = None) -> str:
     """Draw values over steps, from 0 up; `unit` formats them."""
     height, left = 180, 80
     most = top or max(float(values.max()) for _, values in lines)

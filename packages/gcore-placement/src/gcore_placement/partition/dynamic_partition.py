@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gcore_placement.errors import Amount, Checked, Positive, check_above_0, refusal
+from gcore_placement.errors import refusal
 from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, stage_seconds
+from gcore_placement.quantities import Amount, Checked, Floats, Positive, check_above_0
 
 NUM_ROUNDS = 21
 """Rounds to remember; noise is estimated from the changes between them."""
@@ -18,15 +18,12 @@ _NORMAL_MEDIAN = 0.6745
 _WORK, _FLOOR, _CORRECTION, _DEVICES, _SIZE = slice(0, 2), slice(2, 4), slice(4, 6), 6, 7
 """Columns of a row: work for a size of 1, as a model has it; floors; corrections; the policy's devices; the size."""
 
-Load = tuple[NDArray[np.float64], NDArray[np.float64]]
+Load = tuple[Floats, Floats]
 """[R] device-seconds of work, and [R] seconds that devices do not shorten."""
 
 
 class LoadHistory:
-    """The last rounds, mutable. A round counts by its size, so that a handful of prompts decides nothing.
-
-    Shapes: R = 2 roles, policy and reward.
-    """
+    """The last rounds, mutable, of R = 2 roles. A round counts by its size: a handful of prompts decides nothing."""
 
     def __init__(self, config: "DynamicPartitionConfig") -> None:
         self._config = config
@@ -38,12 +35,11 @@ class LoadHistory:
         if self._config.is_corrected:
             found = [load.correction(d, last) for load, d, last in zip(loads, devices, found, strict=True)]
         corrections = np.clip(found, 1 / _MAX_CORRECTION, _MAX_CORRECTION).tolist()
-        work = [load.work_device_s / size for load in loads]
-        row = [*work, *(load.floor_s for load in loads), *corrections, float(devices[0]), size]
-        self.rows = [*self.rows[1 - NUM_ROUNDS :], row]
+        work, floors = [load.work_device_s / size for load in loads], [load.floor_s for load in loads]
+        self.rows = [*self.rows[1 - NUM_ROUNDS :], [*work, *floors, *corrections, float(devices[0]), size]]
 
     @property
-    def corrections(self) -> NDArray[np.float64]:
+    def corrections(self) -> Floats:
         """[R], median corrections of the model's work."""
         return self._medians(_CORRECTION) if self.rows else np.ones(2)
 
@@ -56,7 +52,7 @@ class LoadHistory:
         last = np.array(self.rows[-1])
         return self._load(last[_WORK], last[_FLOOR])
 
-    def noise(self) -> NDArray[np.float64]:
+    def noise(self) -> Floats:
         """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
         rows = np.array(self.rows)
         work, size = rows[:, _WORK], rows[:, _SIZE]
@@ -78,7 +74,7 @@ class LoadHistory:
         off = np.abs(np.log(last[_WORK] / settled))
         return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
 
-    def _load(self, work: NDArray[np.float64], floor: NDArray[np.float64]) -> Load:
+    def _load(self, work: Floats, floor: Floats) -> Load:
         return work * self.corrections * self._usual_size(), floor
 
     def _usual_size(self) -> float:
@@ -86,7 +82,7 @@ class LoadHistory:
         size = np.array(self.rows)[:, _SIZE]
         return float(size @ size / size.sum())
 
-    def _medians(self, columns: slice) -> NDArray[np.float64]:
+    def _medians(self, columns: slice) -> Floats:
         """Return medians over as much of the last rounds as `window` rounds of usual size: [R]."""
         rows = np.array(self.rows[::-1])
         before = np.cumsum(rows[:, _SIZE]) - rows[:, _SIZE]
@@ -94,7 +90,7 @@ class LoadHistory:
         return np.array([weighted_median(values, weights) for values in rows[:, columns].T])
 
 
-def weighted_median(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
+def weighted_median(values: Floats, weights: Floats) -> float:
     """Return the value below and above which half of the weight lies; the mean of two where it lies between them."""
     order = np.argsort(values, kind="stable")
     values, total = values[order], np.cumsum(weights[order])
@@ -150,27 +146,18 @@ class DynamicPartition:
     """Decides after each round which devices generate and which judge, from the measured load.
 
     The scheme of G-Core (arXiv 2507.22789): generation and reward co-exist on disjoint devices, and devices move from
-    the role that idles to the one that is busy. A round is a step, or a wave of dynamic sampling, which is a part of
-    one. Each role's time is `floor + work / devices`, corrected by what was measured; the load is the median of the
-    last rounds, with a noise estimated from their changes. The best partition is the one in which the slower role's
-    time, over that noise and what the law may be off by, is shortest in the mean. Devices move where that time falls by
-    more than a move takes, over a horizon, and only as far as it would were the medians off by their noise. So a load
-    that stays, with its noise, moves devices to the best partition and seldom after that: loads that call for a step
-    back lie beyond a band.
+    the role that idles to the one that is busy. A round is a step, or a wave of dynamic sampling. Each role's time is
+    `floor + work / devices`, corrected by what was measured; the load is the median of the last rounds, with a noise
+    estimated from their changes. The best partition is the one in which the slower role's time, over that noise and
+    what the law may be off by, is shortest in the mean. Devices move where that time falls by more than a move takes,
+    over a horizon, and only as far as it would were the medians off by their noise. So a load that stays, with its
+    noise, moves devices to the best partition and seldom after that.
 
     A last round far off the medians is an outlier or the first after a jump; the next one decides. Until then devices
     go where the worse of the two cases is least bad: where the time for either load, over the shortest for that load,
     is least. After a jump, however large, the best partition is reached in `config.jump_rounds` rounds.
 
-    Pure, deterministic, and symmetric in policy and reward.
-
-    Args:
-        space: the partitions that the cluster allows.
-        start: the first of them.
-        config: conditions under which devices move.
-
-    Raises:
-        PlacementError: `start` is not in `space`.
+    Pure, deterministic, and symmetric in policy and reward. Raises PlacementError where `start` is not in `space`.
     """
 
     def __init__(self, space: PartitionSpace, start: Partition, config: DynamicPartitionConfig | None = None) -> None:
@@ -196,25 +183,16 @@ class DynamicPartition:
         """Observe a round on the present partition; return the partition of the next.
 
         Args:
-            policy: its part of the round.
-            reward: its part.
             size: of the round in any unit, such as prompts, where rounds differ: work grows with it, floors do not.
             is_within_step: whether the next round belongs to the same step; a move then takes `move_within_s`.
-
-        Raises:
-            PlacementError: `size` is not above 0.
         """
         check_above_0("size", size)
         self._history.add((policy, reward), (self.partition.policy_devices, self.partition.reward_devices), size)
         self._move(is_within_step=is_within_step)
         return self.partition
 
-    def predicted_seconds(self) -> NDArray[np.float64]:
-        """Return the mean seconds of a round of usual size in each partition of `space`: [num_partitions].
-
-        Raises:
-            PlacementError: no round has been observed.
-        """
+    def predicted_seconds(self) -> Floats:
+        """Return the mean seconds of a round of usual size, once one was observed, by partition: [num_partitions]."""
         if not self._history.rows:
             raise refusal("observed rounds", 0, "at least 1")
         return self._seconds(self._history.settled())
@@ -229,15 +207,11 @@ class DynamicPartition:
         return {"partition": asdict(self.partition), "history": [list(row) for row in self._history.rows]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state` returned.
-
-        Raises:
-            PlacementError: its partition is not one of the cluster's, as after a change of size: start again.
-        """
+        """Continue from a `state()`; PlacementError where a cluster that has changed has no such partition."""
         self._index = self.space.index(Partition(**state["partition"]))
         self._history.rows = [[float(value) for value in row] for row in state["history"]]
 
-    def _seconds(self, load: Load) -> NDArray[np.float64]:
+    def _seconds(self, load: Load) -> Floats:
         """Return mean seconds over the noise and the error of the law: [num_partitions]."""
         work, floor = load
         # [9, 1, 2] work of both roles at all pairs of nodes.
@@ -246,7 +220,7 @@ class DynamicPartition:
         seconds = stage_seconds(work * np.exp(deviation * nodes), floor, self.space.role_devices)
         return np.outer(_WEIGHTS, _WEIGHTS).ravel() @ seconds
 
-    def _nearest_best(self, seconds: NDArray[np.float64]) -> int:
+    def _nearest_best(self, seconds: Floats) -> int:
         fastest = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-12))
         return int(fastest[np.abs(fastest - self._index).argmin()])
 

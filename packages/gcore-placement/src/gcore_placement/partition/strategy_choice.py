@@ -2,8 +2,8 @@
 
 from statistics import median
 
-from gcore_placement.errors import check_amounts, check_positive
 from gcore_placement.partition.space import PartitionSpace, RoleLoad, stage_seconds
+from gcore_placement.quantities import check_amounts, check_positive
 from gcore_placement.strategies import STRATEGIES, Strategy
 
 _WINDOW = 3
@@ -23,15 +23,9 @@ class StrategyChoice:
 
     Args:
         space: the partitions that the cluster allows.
-        start: the first strategy.
+        start: the first strategy; `strategy` is the present one.
         horizon_steps: over which a change must save more than it takes.
-
-    Attributes:
-        strategy: The present one.
-        switch_s: Seconds that a change takes, such as loading the models again.
-
-    Raises:
-        PlacementError: `horizon_steps` is below 1.
+        switch_s: seconds that a change takes, such as loading the models again; may be set later.
     """
 
     def __init__(
@@ -41,8 +35,7 @@ class StrategyChoice:
         check_amounts("switch_s", switch_s)
         self.strategy: Strategy = start
         self.switch_s = switch_s
-        self._space = space
-        self._horizon_steps = horizon_steps
+        self._space, self._horizon_steps = space, horizon_steps
         self._steps: list[tuple[float, float]] = []
         """Seconds since the last change: measured of the present strategy, and by the law of the other one."""
         self._corrections: dict[Strategy, float] = {name: 1.0 for name, traits in STRATEGIES.items() if traits.is_live}
@@ -60,9 +53,6 @@ class StrategyChoice:
             reward: load of the reward.
             stage_s: measured seconds of its generation and rewarding together, swaps included.
             swap_s: seconds of all swaps of a step, under colocated.
-
-        Raises:
-            PlacementError: a number is below 0 or not finite.
         """
         check_amounts("stage_s", stage_s)
         check_amounts("swap_s", swap_s)

@@ -7,8 +7,8 @@ from itertools import product
 
 import numpy as np
 
-from gcore_placement.costs import SwapCosts
-from gcore_placement.forecast import added_by_reward, num_swaps
+from gcore_placement.costs import SwapCosts, times
+from gcore_placement.forecast import EngineStage, added_by_reward, num_swaps
 from gcore_placement.planning.engines import EngineOptions, Engines
 from gcore_placement.planning.layouts import Setting
 from gcore_placement.planning.training import TrainingChoice, TrainingOptions
@@ -34,8 +34,8 @@ class Candidates:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.policy = EngineOptions(setting, is_judge=False)
-        self.judge = EngineOptions(setting, is_judge=True) if setting.job.judge is not None else None
+        self.policy = EngineOptions(setting, "generation")
+        self.judge = EngineOptions(setting, "reward") if setting.job.judge is not None else None
         self.training = cache(partial(TrainingOptions, setting))
 
     def bound_s(self, num_devices: int) -> float:
@@ -44,25 +44,28 @@ class Candidates:
 
     @cached_property
     def _work_s(self) -> float:
-        """Device-seconds of a step's matrix products."""
         job, reached, factor = self.setting.job, self.setting.efficiency, self.setting.correction.factor
         products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / reached.training
         pairs_s = sum(m.workload.flops_per_attended_pair for m in job.trained) * job.training_pairs / reached.attention
         seconds = factor("training") * (products_s + pairs_s)
         seconds += factor("preparation") * job.num_forward_passes * products_s / (3 * len(job.trained))
-        responses = float(job.wave_chances @ job.wave_prompts) * job.n
-        decoding = responses / reached.decode
-        seconds += (
-            factor("generation") * 2 * job.policy.num_multiplied_parameters * job.response_lengths.mean * decoding
-        )
-        if job.judge is not None and job.judge_lengths is not None:
-            seconds += factor("reward") * 2 * job.judge.num_multiplied_parameters * job.judge_lengths.mean * decoding
+        decoding = float(job.wave_chances @ job.wave_prompts) * job.n / reached.decode
+        stages: list[EngineStage] = ["generation"] if job.judge is None else ["generation", "reward"]
+        for stage in stages:
+            model, _, written = job.engine_role(stage)
+            seconds += factor(stage) * 2 * model.num_multiplied_parameters * written.mean * decoding
         return seconds / self.setting.cluster.device.flops_per_s
 
     def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:
         """Yield all that fit on so many devices, each with its best partition; strategy None: under all strategies."""
         training = self.training(num_devices)
-        strategies = (strategy,) if strategy else _worth_planning(has_judge=self.judge is not None)
+        # Of strategies with the same prediction the one that follows the load comes first.
+        worth_planning: list[Strategy] = [
+            name
+            for name, traits in reversed(STRATEGIES.items())
+            if traits.is_planned and (traits.is_time_shared or (self.judge is not None and traits.follows_load))
+        ]
+        strategies: list[Strategy] = worth_planning if strategy is None else [strategy]
         for choice in training.choices(self.setting.usable_bytes, self.setting.cluster.host_memory_bytes):
             free_bytes = self.setting.usable_bytes - (0.0 if choice.offload else choice.state_bytes)
             policies = self.policy.of(num_devices, free_bytes)
@@ -122,20 +125,10 @@ class Candidates:
         host_s = size_bytes / (self.setting.cluster.device.host_bytes_per_s * self.setting.efficiency.host)
         device_s = size_bytes / (self.setting.cluster.inter_node_bytes_per_s * self.setting.efficiency.links)
         fixed_s = self.setting.efficiency.swap_s
-        return self.setting.correction.swap(
-            SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
-        )
+        costs = SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
+        return times(costs, self.setting.correction.factor("swap"))
 
     def sync_s(self, policy: Engines, num_devices: int) -> float:
         """Return the seconds in which each device of the policy's engines gets its part of the new weights."""
         rate = self.setting.cluster.link_bytes_per_s(num_devices) * self.setting.efficiency.links
         return self.setting.correction.factor("weight_sync") * policy.weights_bytes / rate
-
-
-def _worth_planning(*, has_judge: bool) -> list[Strategy]:
-    """Return the strategies to try; of those with the same prediction the one that follows the load comes first."""
-    return [
-        name
-        for name, traits in reversed(STRATEGIES.items())
-        if traits.is_planned and (traits.is_time_shared or (has_judge and traits.follows_load))
-    ]

@@ -4,22 +4,22 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster, Efficiency
-from gcore_placement.costs import EngineLaws
-from gcore_placement.errors import PlacementError
-from gcore_placement.forecast import generation_seconds, last_judgement_s, reward_seconds
-from gcore_placement.planning.layouts import Setting, engine_sizes, engine_weights, engine_workspace, kv_bytes_per_token
-from gcore_placement.workload.job import Job, Lengths
-from gcore_placement.workload.transformer import ModelShape
+from gcore_placement.costs import EngineLaws, times
+from gcore_placement.forecast import EngineStage, last_judgement_s, waves_seconds
+from gcore_placement.planning.layouts import Setting, divides_heads, powers
+from gcore_placement.quantities import Floats, Lengths
+from gcore_placement.workload.model_shape import ModelShape
 
 _FLOPS_PER_WEIGHT = 2
+_PREFILL_TOKENS = 8192
+"""Most tokens of an engine's pass over prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRoofline:
-    """One replica of a model on `tp` devices of a cluster."""
+    """One replica of a model on `tp` devices of a cluster. Bytes are on each device."""
 
     model: ModelShape
     cluster: Cluster
@@ -27,7 +27,7 @@ class EngineRoofline:
     compute_bytes: int
     efficiency: Efficiency
 
-    def laws(self, max_num_seqs: NDArray[np.float64]) -> EngineLaws:
+    def laws(self, max_num_seqs: Floats) -> EngineLaws:
         """Return the replica's laws for several maxima of running sequences, each linear in the number that runs.
 
         A law goes through `decode_s` at one sequence and at its most. Between them `decode_s` of a dense model is at
@@ -40,21 +40,37 @@ class EngineRoofline:
             max_num_seqs=max_num_seqs,
             decode_base_s=np.maximum(0.0, one_s - per_sequence_s),
             decode_per_sequence_s=per_sequence_s,
-            decode_per_context_token_s=kv_bytes_per_token(self.model, self.tp, self.compute_bytes) * self._byte_s,
+            decode_per_context_token_s=self.kv_token_bytes * self._byte_s,
             prefill_per_token_s=self._products_s(self.efficiency.prefill) + self._sums_s,
         )
 
-    def sequence_bytes(self, *, prompt_lengths: Lengths, response_lengths: Lengths) -> float:
-        """Return the bytes of keys and values per running sequence on each device, at the worst moment of a step.
+    @property
+    def weights_bytes(self) -> float:
+        return self.compute_bytes * self.model.num_parameters / self.tp
+
+    @property
+    def workspace_bytes(self) -> float:
+        """Bytes of a pass over `_PREFILL_TOKENS` prompt tokens: two states of a layer, and its MLP."""
+        w = self.model.workload
+        widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size)
+        return self.compute_bytes * _PREFILL_TOKENS * (2 * w.hidden_size + 3 * widest / self.tp)
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """Bytes of a token's keys and values; heads are copied where there are fewer than devices."""
+        num_shares = min(self.tp, self.model.workload.num_key_value_heads)
+        return self.compute_bytes * self.model.kv_values_per_token / num_shares
+
+    def sequence_bytes(self, prompt_lengths: Lengths, response_lengths: Lengths) -> float:
+        """Return the bytes of keys and values per running sequence, at the worst moment of a step.
 
         Either all have started together, and the worst moment is when those that are left, times what they hold, are
         most; or sequences end and start steadily, and one caught at random has E[L^2] / 2 E[L] tokens of its response.
         """
         steady = prompt_lengths.mean + response_lengths.mean_square / (2 * response_lengths.mean)
-        held = max(steady, response_lengths.most_alive(prompt_lengths.mean))
-        return held * kv_bytes_per_token(self.model, self.tp, self.compute_bytes)
+        return max(steady, response_lengths.most_alive(prompt_lengths.mean)) * self.kv_token_bytes
 
-    def decode_s(self, num_seqs: NDArray[np.float64]) -> NDArray[np.float64]:
+    def decode_s(self, num_seqs: Floats) -> Floats:
         """Return the seconds of a step in which each sequence gets a token, without reading their keys and values.
 
         The weights are read (of experts, those that a token goes to) and multiplied by, see `Efficiency.overlap`; two
@@ -88,90 +104,120 @@ _MEMORY_STEPS = 128
 """Free memory is rounded down to this share of a device's, so that few tables serve all layouts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """A role's engines, all alike."""
+
+    tensor_model_parallel_size: int
+    num_replicas: int
+    num_devices: int
+    """Devices of the role while it works; all of them in the colocated strategy."""
+    max_num_seqs: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Engines:
     """Engines of one size on 1, 2, ... replicas. Arrays end in that axis, [num_replicas]."""
 
-    tp: int
-    most_num_seqs: int
-    """Most sequences that the memory of each engine holds."""
-    weights_bytes: float
-    """Bytes on each device, as all bytes here."""
-    workspace_bytes: float
+    roofline: EngineRoofline
     kv_sequence_bytes: float
     """Keys and values of a running sequence."""
     longest_bytes: float
     """Keys and values of the longest sequence."""
     laws: EngineLaws
-    waves_s: NDArray[np.float64]
+    waves_s: Floats
     """[num_waves, num_replicas] seconds."""
-    last_s: NDArray[np.float64]
+    last_s: Floats
     """Seconds of the last judgement; 0 for a policy."""
+
+    @property
+    def tp(self) -> int:
+        return self.roofline.tp
+
+    @property
+    def weights_bytes(self) -> float:
+        return self.roofline.weights_bytes
+
+    def plan(self, num_replicas: int) -> EnginePlan:
+        """Return the plan of so many replicas."""
+        return EnginePlan(
+            tensor_model_parallel_size=self.tp,
+            num_replicas=num_replicas,
+            num_devices=num_replicas * self.tp,
+            max_num_seqs=int(self.laws.max_num_seqs[num_replicas - 1]),
+        )
+
+    def memory(self, num_replicas: int) -> dict[str, float]:
+        """Return the bytes of each part of a device's memory."""
+        num_seqs = float(self.laws.max_num_seqs[num_replicas - 1])
+        return {
+            "weights": self.weights_bytes,
+            "workspace": self.roofline.workspace_bytes,
+            "KV cache": max(num_seqs * self.kv_sequence_bytes, self.longest_bytes),
+        }
 
 
 class EngineOptions:
-    """The engines that one role may have: the judge, or the policy."""
+    """The engines that a stage may have: the judge's, or the policy's."""
 
-    def __init__(self, setting: Setting, *, is_judge: bool) -> None:
-        self.model, self.prompt_lengths, self.response_lengths = _role(setting.job, is_judge=is_judge)
-        self._setting, self._is_judge = setting, is_judge
-        self._sizes = engine_sizes(self.model, setting.cluster, setting.cluster.num_devices)
-        self._engines = cache(self._build)
+    def __init__(self, setting: Setting, stage: EngineStage) -> None:
+        self._setting = setting
+        self._stage: EngineStage = stage
+        self._model, self._read, self._written = setting.job.engine_role(stage)
+        self._build = cache(self._engines)
+
+    def sizes(self, num_devices: int) -> list[int]:
+        """Return all tensor-parallel sizes, including those that do not fit into memory.
+
+        They are powers of two that divide the heads, in a node or over whole ones.
+        """
+        node = self._setting.cluster.devices_per_node
+        most = min(num_devices, self._model.workload.num_attention_heads)
+        return [tp for tp in powers(most) if divides_heads(self._model, tp) and (tp <= node or not tp % node)]
 
     def of(self, num_devices: int, free_bytes: float) -> list[Engines]:
         """Return the engines that fit into the free memory of so many devices, smallest first."""
         steps = int(free_bytes / self._setting.cluster.device.memory_bytes * _MEMORY_STEPS)
-        found = [self._engines(tp, steps) for tp in self._sizes if tp <= num_devices]
+        found = [self._build(tp, steps) for tp in self.sizes(num_devices)]
         return [engines for engines in found if engines is not None]
 
     def least_bytes(self, tp: int) -> float:
         """Return the bytes that each device of an engine needs: weights, workspace, and the longest sequence."""
-        compute_bytes = self._setting.job.compute_bytes
-        weights_bytes = engine_weights(self.model, tp, compute_bytes)
-        return weights_bytes + engine_workspace(self.model, tp, compute_bytes) + self._longest_bytes(tp)
+        roofline = self._roofline(tp)
+        return roofline.weights_bytes + roofline.workspace_bytes + self._longest * roofline.kv_token_bytes
 
-    def _longest_bytes(self, tp: int) -> float:
-        longest = self.prompt_lengths.longest + self.response_lengths.longest
-        return longest * kv_bytes_per_token(self.model, tp, self._setting.job.compute_bytes)
+    @property
+    def _longest(self) -> float:
+        return self._read.longest + self._written.longest
 
-    def sizes(self, num_devices: int) -> list[int]:
-        """Return all tensor-parallel sizes, including those that do not fit."""
-        return [tp for tp in self._sizes if tp <= num_devices]
-
-    def _build(self, tp: int, memory_steps: int) -> Engines | None:
-        job, cluster, compute_bytes = self._setting.job, self._setting.cluster, self._setting.job.compute_bytes
-        free_bytes = memory_steps / _MEMORY_STEPS * cluster.device.memory_bytes
-        efficiency = self._setting.efficiency
-        roofline = EngineRoofline(
-            model=self.model, cluster=cluster, tp=tp, compute_bytes=compute_bytes, efficiency=efficiency
+    def _roofline(self, tp: int) -> EngineRoofline:
+        setting = self._setting
+        return EngineRoofline(
+            model=self._model,
+            cluster=setting.cluster,
+            tp=tp,
+            compute_bytes=setting.job.compute_bytes,
+            efficiency=setting.efficiency,
         )
-        weights_bytes = engine_weights(self.model, tp, compute_bytes)
-        workspace_bytes = engine_workspace(self.model, tp, compute_bytes)
-        held = roofline.sequence_bytes(prompt_lengths=self.prompt_lengths, response_lengths=self.response_lengths)
-        most = min(self._setting.most_num_seqs, int((free_bytes - weights_bytes - workspace_bytes) / held))
+
+    def _engines(self, tp: int, memory_steps: int) -> Engines | None:
+        job, cluster, roofline = self._setting.job, self._setting.cluster, self._roofline(tp)
+        free_bytes = memory_steps / _MEMORY_STEPS * cluster.device.memory_bytes
+        held = roofline.sequence_bytes(self._read, self._written)
+        free_for_kv = free_bytes - roofline.weights_bytes - roofline.workspace_bytes
+        most = min(self._setting.most_num_seqs, int(free_for_kv / held))
         if most < 1 or free_bytes < self.least_bytes(tp):
             return None
         replicas = np.arange(1, cluster.num_devices // tp + 1, dtype=np.float64)
         # No engine is sized for more sequences than it gets.
         each = np.ceil(job.wave_prompts.max() * job.n / replicas)
-        stage, seconds = ("reward", reward_seconds) if self._is_judge else ("generation", generation_seconds)
-        laws = self._setting.correction.engine(stage, roofline.laws(np.clip(each, 1, most)))
+        laws = times(roofline.laws(np.clip(each, 1, most)), self._setting.correction.factor(self._stage))
+        is_judge = self._stage == "reward"
         return Engines(
-            tp=tp,
-            most_num_seqs=most,
-            weights_bytes=weights_bytes,
-            workspace_bytes=workspace_bytes,
+            roofline=roofline,
             kv_sequence_bytes=held,
-            longest_bytes=self._longest_bytes(tp),
+            longest_bytes=self._longest * roofline.kv_token_bytes,
             laws=laws,
-            waves_s=seconds(laws, job, replicas),
-            last_s=last_judgement_s(laws, job) if self._is_judge else np.zeros(replicas.size),
+            waves_s=waves_seconds(laws, job, self._stage, replicas),
+            last_s=last_judgement_s(laws, job) if is_judge else np.zeros(replicas.size),
         )
-
-
-def _role(job: Job, *, is_judge: bool) -> tuple[ModelShape, Lengths, Lengths]:
-    if not is_judge:
-        return job.policy, job.prompt_lengths, job.response_lengths
-    if job.judge is None or job.judge_prompt_lengths is None or job.judge_lengths is None:
-        raise PlacementError("job.judge is None; expected a model, for engines of a judge")
-    return job.judge, job.judge_prompt_lengths, job.judge_lengths

@@ -1,4 +1,4 @@
-"""Layouts of training and engines over devices, and the peak bytes of a device under them."""
+"""Layouts of training over devices, and the peak bytes of a device under them."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster, Efficiency
-from gcore_placement.forecast import Correction
-from gcore_placement.workload.job import Job
-from gcore_placement.workload.transformer import ModelShape
+from gcore_placement.forecast import Correction, Job
+from gcore_placement.quantities import Floats
+from gcore_placement.workload.model_shape import ModelShape
 
 Backend = Literal["torch", "megatron"]
 
@@ -36,14 +36,17 @@ class TrainingLayout:
     ppo_max_token_len: int
     """Most tokens of a micro-batch, over all context-parallel ranks."""
 
-    def __str__(self) -> str:
-        sizes = (
-            f"TP {self.tensor_model_parallel_size} PP {self.pipeline_model_parallel_size} "
+    @property
+    def sizes(self) -> str:
+        """The backend and the sizes of its groups, as text."""
+        return (
+            f"{self.backend} TP {self.tensor_model_parallel_size} PP {self.pipeline_model_parallel_size} "
             f"CP {self.context_parallel_size} DP {self.data_parallel_size}"
         )
-        return f"{self.backend} {sizes}, {'recompute, ' if self.gradient_checkpointing else ''}" + (
-            f"{self.ppo_max_token_len} tokens a micro-batch"
-        )
+
+    def __str__(self) -> str:
+        recompute = "recompute, " if self.gradient_checkpointing else ""
+        return f"{self.sizes}, {recompute}{self.ppo_max_token_len} tokens a micro-batch"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +55,12 @@ class TrainingLayouts:
 
     sharded: NDArray[np.bool_]
     """ZeRO-3: the torch backend."""
-    tp: NDArray[np.float64]
-    pp: NDArray[np.float64]
-    cp: NDArray[np.float64]
-    dp: NDArray[np.float64]
+    tp: Floats
+    pp: Floats
+    cp: Floats
+    dp: Floats
     recompute: NDArray[np.bool_]
-    max_tokens: NDArray[np.float64]
+    max_tokens: Floats
 
     def __len__(self) -> int:
         return self.tp.size
@@ -79,7 +82,7 @@ class TrainingLayouts:
         return _from_rows([(layout.backend == "torch", *astuple(layout)[1:]) for layout in layouts])
 
     @property
-    def num_devices(self) -> NDArray[np.float64]:
+    def num_devices(self) -> Floats:
         return self.tp * self.pp * self.cp * self.dp
 
 
@@ -110,33 +113,25 @@ def training_layouts(job: Job, cluster: Cluster, num_devices: int) -> TrainingLa
     """
     tp_sizes = [
         tp
-        for tp in _powers(cluster.devices_per_node)
+        for tp in powers(cluster.devices_per_node)
         if not cluster.devices_per_node % tp and all(divides_heads(model, tp) for model in job.trained)
     ]
-    pp_sizes = [pp for pp in _divisors(num_devices) if not any(m.workload.num_hidden_layers % pp for m in job.trained)]
-    cp_sizes = _powers(_MOST_CONTEXT_PARALLEL)
-    longest = job.longest_sequence
+    pp_sizes = [
+        pp
+        for pp in range(1, num_devices + 1)
+        if not num_devices % pp and not any(model.workload.num_hidden_layers % pp for model in job.trained)
+    ]
     rows: list[tuple[float, ...]] = []
-    for tp, pp, cp in product(tp_sizes, pp_sizes, cp_sizes):
+    for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):
         dp, rest = divmod(num_devices, tp * pp * cp)
         if rest or dp > job.train_batch_size:
             continue
         for sharded in (True, False) if tp * pp == 1 else (False,):
             rows += [
-                (sharded, tp, pp, cp, dp, recompute, times * longest)
+                (sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence)
                 for recompute, times in product((False, True), _TOKENS_IN_LONGEST)
             ]
     return _from_rows(rows)
-
-
-def engine_sizes(model: ModelShape, cluster: Cluster, num_devices: int) -> list[int]:
-    """Return tensor-parallel sizes of an engine: powers of two that divide the heads, in a node or over whole ones."""
-    sizes = _powers(min(num_devices, model.workload.num_attention_heads))
-    return [
-        tp
-        for tp in sizes
-        if divides_heads(model, tp) and (tp <= cluster.devices_per_node or not tp % cluster.devices_per_node)
-    ]
 
 
 def divides_heads(model: ModelShape, tp: int) -> bool:
@@ -145,35 +140,30 @@ def divides_heads(model: ModelShape, tp: int) -> bool:
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
+def powers(most: int) -> list[int]:
+    """Return the powers of two up to a number."""
+    return [2**k for k in range(most.bit_length())]
+
+
 def _from_rows(rows: list[tuple[float, ...]]) -> TrainingLayouts:
     """Build layouts from rows whose columns are the fields of `TrainingLayouts`."""
     sharded, tp, pp, cp, dp, recompute, max_tokens = np.array(rows, dtype=np.float64).reshape(-1, 7).T
     return TrainingLayouts(sharded.astype(bool), tp, pp, cp, dp, recompute.astype(bool), max_tokens)
 
 
-def _powers(most: int) -> list[int]:
-    return [2**k for k in range(most.bit_length())]
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
 MASTER_BYTES = 4
 """Bytes of a trained parameter, of its gradient and of each of AdamW's two moments."""
-MAX_LOGITS = 1 << 24
+_MAX_LOGITS = 1 << 24
 """Most logits of a chunk, in the trainer."""
-LOGITS_COPIES = 3
+_LOGITS_COPIES = 3
 """Float32 arrays of a chunk that are alive at once: log-probabilities, and two for their gradient."""
-PREFILL_TOKENS = 8192
-"""Most tokens of an engine's pass over prompts."""
 
-Bytes = Mapping[str, NDArray[np.float64]]
+Bytes = Mapping[str, Floats]
 """Bytes of a device by part."""
 
 
 def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 1.0) -> Bytes:
-    """Return the bytes of a device at the peak of a training step.
+    """Return the bytes of each part of a device's memory at the peak of a training step, [num_layouts]; they add up.
 
     With P parameters of the heaviest pipeline stage on a tensor-parallel rank, and s = DP x CP ranks that share them:
 
@@ -190,101 +180,67 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
     - the reference's weights, as the policy's are held, in the compute precision.
 
     Args:
-        layouts: of shape [num_layouts].
         activations: factor of the activations, as measured.
-
-    Returns:
-        Bytes of each part, [num_layouts] each; the parts are all there is, and add up.
     """
+    ranks, compute_bytes = layouts.dp * layouts.cp, job.compute_bytes
+    is_gathered = layouts.sharded & (ranks > 1)
     replica_tokens = job.training_tokens / layouts.dp
     micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
     tokens = np.maximum(job.longest_sequence, replica_tokens / micro_batches) / layouts.cp
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)
-    parts: dict[str, NDArray[np.float64]] = {}
+    # Where products are in float32, weights are their own masters.
+    masters = 2 * MASTER_BYTES + (MASTER_BYTES if compute_bytes != MASTER_BYTES else 0)
+    weights = gradients = optimizer = np.zeros(len(layouts))
+    gathered: list[Floats] = []
+    kept: list[Floats] = []
     for model in job.trained:
-        for name, size in _state(model, layouts, job.compute_bytes).items():
-            parts[name] = parts.get(name, 0.0) + size
-    # One model computes at a time.
-    parts["gathered"] = np.max([_gathered(model, layouts, job.compute_bytes) for model in job.trained], axis=0)
-    kept = [_kept(model, layouts, in_flight) for model in job.trained]
-    parts["activations"] = activations * job.compute_bytes * tokens * np.max(kept, axis=0)
+        held = _held(model, layouts)
+        weights = weights + np.where(layouts.sharded, MASTER_BYTES * held / ranks, compute_bytes * held)
+        gradients = gradients + MASTER_BYTES * held / np.where(layouts.sharded, ranks, 1.0)
+        optimizer = optimizer + np.where(layouts.sharded, 2 * MASTER_BYTES * held, masters * held) / ranks
+        layer, outer = model.num_layer_parameters, model.num_outer_parameters
+        together = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(layer, outer)
+        # One rank has all its weights, and keeps a copy of them in the compute precision.
+        alone = compute_bytes * model.num_parameters if compute_bytes != MASTER_BYTES else 0
+        gathered.append(np.where(layouts.sharded, np.where(ranks > 1, together, alone), 0.0))
+        layers = in_flight * np.ceil(model.workload.num_hidden_layers / layouts.pp)
+        of_layer = np.where(layouts.recompute, model.workload.hidden_size, model.activations_per_token)
+        kept.append(layers * of_layer / layouts.tp)
     one_layer = [model.activations_per_token / layouts.tp for model in job.trained]
-    layer_bytes = np.where(layouts.recompute, activations * job.compute_bytes * tokens * np.max(one_layer, axis=0), 0.0)
-    logits_bytes = _logits(job.policy, layouts, tokens)
-    parts["logits"] = logits_bytes
-    parts["recomputed layer"] = np.maximum(layer_bytes - logits_bytes, 0.0)
-    parts["reference"] = np.zeros(len(layouts))
+    layer_bytes = np.where(layouts.recompute, activations * compute_bytes * tokens * np.max(one_layer, axis=0), 0.0)
+    vocab_size = job.policy.workload.vocab_size / layouts.tp
+    head = np.where(is_gathered, 0.0, job.policy.workload.hidden_size * vocab_size)
+    logits = MASTER_BYTES * (_LOGITS_COPIES * np.minimum(_MAX_LOGITS, tokens * vocab_size) + head)
+    reference = np.zeros(len(layouts))
     if job.reference:
-        shared = np.where(layouts.sharded, layouts.dp * layouts.cp, 1.0)
-        parts["reference"] = job.compute_bytes * _held(job.policy, layouts) / shared
-    return parts
+        reference = compute_bytes * _held(job.policy, layouts) / np.where(layouts.sharded, ranks, 1.0)
+    # One model computes at a time.
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "gathered": np.max(gathered, axis=0),
+        "activations": activations * compute_bytes * tokens * np.max(kept, axis=0),
+        "logits": logits,
+        "recomputed layer": np.maximum(layer_bytes - logits, 0.0),
+        "reference": reference,
+    }
 
 
-def resident_state(parts: Bytes) -> NDArray[np.float64]:
+def resident_state(parts: Bytes) -> Floats:
     """Return the part of `training_memory` that stays between steps unless it is moved to the host."""
     return parts["weights"] + parts["gradients"] + parts["optimizer"] + parts["reference"]
 
 
-def total(parts: Bytes) -> NDArray[np.float64]:
+def total(parts: Bytes) -> Floats:
     """Return the sum of all parts."""
     return np.sum(list(parts.values()), axis=0)
 
 
-def engine_weights(model: ModelShape, tp: int, compute_bytes: int) -> float:
-    """Return the bytes of a model's weights on each device of an engine."""
-    return compute_bytes * model.num_parameters / tp
-
-
-def engine_workspace(model: ModelShape, tp: int, compute_bytes: int) -> float:
-    """Return the bytes per device of a pass over `PREFILL_TOKENS` prompt tokens: two states of a layer, and its MLP."""
-    w = model.workload
-    widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size)
-    return compute_bytes * PREFILL_TOKENS * (2 * w.hidden_size + 3 * widest / tp)
-
-
-def kv_bytes_per_token(model: ModelShape, tp: int, compute_bytes: int) -> float:
-    """Return the bytes of a token's keys and values per device; heads are copied where there are fewer than devices."""
-    return compute_bytes * model.kv_values_per_token / min(tp, model.workload.num_key_value_heads)
-
-
-def _held(model: ModelShape, layouts: TrainingLayouts) -> NDArray[np.float64]:
+def _held(model: ModelShape, layouts: TrainingLayouts) -> Floats:
     """Return the parameters of the heaviest stage on a tensor-parallel rank: whole layers, and embedding or head."""
     layers = np.ceil(model.workload.num_hidden_layers / layouts.pp)
     one_table = model.workload.hidden_size * (model.workload.vocab_size + 1)
     outer = np.where(layouts.pp == 1, model.num_outer_parameters, one_table)
     return (layers * model.num_layer_parameters + outer) / layouts.tp
-
-
-def _state(model: ModelShape, layouts: TrainingLayouts, compute_bytes: int) -> Bytes:
-    held, ranks = _held(model, layouts), layouts.dp * layouts.cp
-    # Where products are in float32, weights are their own masters.
-    masters = 2 * MASTER_BYTES + (MASTER_BYTES if compute_bytes != MASTER_BYTES else 0)
-    return {
-        "weights": np.where(layouts.sharded, MASTER_BYTES * held / ranks, compute_bytes * held),
-        "gradients": MASTER_BYTES * held / np.where(layouts.sharded, ranks, 1.0),
-        "optimizer": np.where(layouts.sharded, 2 * MASTER_BYTES * held, masters * held) / ranks,
-    }
-
-
-def _gathered(model: ModelShape, layouts: TrainingLayouts, compute_bytes: int) -> NDArray[np.float64]:
-    layer, outer = model.num_layer_parameters, model.num_outer_parameters
-    gathered = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(layer, outer)
-    # One rank has all its weights, and keeps a copy of them in the compute precision.
-    alone = compute_bytes * model.num_parameters if compute_bytes != MASTER_BYTES else 0
-    return np.where(layouts.sharded, np.where(layouts.dp * layouts.cp > 1, gathered, alone), 0.0)
-
-
-def _kept(model: ModelShape, layouts: TrainingLayouts, in_flight: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the activations that a token keeps until its backward pass."""
-    layers = in_flight * np.ceil(model.workload.num_hidden_layers / layouts.pp)
-    of_layer = np.where(layouts.recompute, model.workload.hidden_size, model.activations_per_token)
-    return layers * of_layer / layouts.tp
-
-
-def _logits(model: ModelShape, layouts: TrainingLayouts, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    vocab_size = model.workload.vocab_size / layouts.tp
-    chunk = np.minimum(MAX_LOGITS, tokens * vocab_size)
-    is_gathered = layouts.sharded & (layouts.dp * layouts.cp > 1)
-    head = np.where(is_gathered, 0.0, model.workload.hidden_size * vocab_size)
-    return MASTER_BYTES * (LOGITS_COPIES * chunk + head)

@@ -9,24 +9,13 @@ import numpy as np
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import JobCosts
-from gcore_placement.errors import PlacementError, check_positive, refusal
-from gcore_placement.forecast import STAGES, Correction, StepTime, check_planned, predict_step
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.forecast import STAGES, Correction, Job, StepTime, check_planned, predict_step
 from gcore_placement.planning.candidates import Candidate, Candidates
-from gcore_placement.planning.engines import EngineOptions, Engines
+from gcore_placement.planning.engines import EnginePlan
 from gcore_placement.planning.layouts import Setting, TrainingLayout
+from gcore_placement.quantities import check_positive
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
-from gcore_placement.workload.job import Job
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnginePlan:
-    """A role's engines, all alike."""
-
-    tensor_model_parallel_size: int
-    num_replicas: int
-    num_devices: int
-    """Devices of the role while it works; all of them in the colocated strategy."""
-    max_num_seqs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +68,6 @@ class Plan:
         return {**asdict(self), "step_s": self.step_s, "peak_bytes": self.peak_bytes}
 
 
-MOST_NUM_SEQS = 1024
-
-
 def plan(
     cluster: Cluster,
     job: Job,
@@ -89,7 +75,7 @@ def plan(
     strategy: Strategy | None = None,
     efficiency: Efficiency | None = None,
     correction: Correction | None = None,
-    most_num_seqs: int = MOST_NUM_SEQS,
+    most_num_seqs: int = 1024,
 ) -> Plan:
     """Choose the strategy, layouts, partition and micro-batches with the shortest predicted step.
 
@@ -108,8 +94,8 @@ def plan(
     """
     if strategy is not None:
         check_planned(strategy)
-    if strategy is not None and job.judge is None and not STRATEGIES[strategy].is_time_shared:
-        raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
+        if job.judge is None and not STRATEGIES[strategy].is_time_shared:
+            raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
     check_positive("most_num_seqs", most_num_seqs)
     setting = Setting(
         cluster=cluster,
@@ -126,7 +112,7 @@ def plan(
                 if best is None or candidate.step_s < best.step_s:
                     best = candidate
     if best is None:
-        raise PlacementError(why_nothing_fits(known, strategy))
+        raise PlacementError(_why_nothing_fits(known, strategy))
     return _plan(known, best, correction)
 
 
@@ -139,8 +125,15 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -
         training=options.laws.costs(index, sync_s=known.sync_s(chosen.policy, chosen.num_devices), moving_s=moving_s),
         swap=known.swap_costs(chosen.policy, chosen.judge),
     )
-    policy = _engine_plan(chosen.policy, chosen.policy_replicas)
-    judge = _engine_plan(chosen.judge, chosen.judge_replicas) if chosen.judge else None
+    policy = chosen.policy.plan(chosen.policy_replicas)
+    judge = chosen.judge.plan(chosen.judge_replicas) if chosen.judge else None
+    state = {"training state": 0.0 if chosen.training.offload else chosen.training.state_bytes}
+    memory = {
+        "training": {name: float(sizes[index]) for name, sizes in options.memory.items()},
+        "generation": {**chosen.policy.memory(chosen.policy_replicas), **state},
+    }
+    if chosen.judge:
+        memory["reward"] = {**chosen.judge.memory(chosen.judge_replicas), **state}
     return Plan(
         cluster=known.setting.cluster,
         num_devices=chosen.num_devices,
@@ -158,39 +151,11 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -
             policy_devices=policy.num_devices,
             reward_devices=judge.num_devices if judge else 0,
         ),
-        memory=_memory(known, chosen),
+        memory=memory,
         usable_bytes=known.setting.usable_bytes,
         correction=None if correction is None else {stage: correction.factor(stage) for stage in STAGES},
-        alternatives=alternatives(known, chosen),
+        alternatives=tuple(_alternatives(known, chosen)),
     )
-
-
-def _engine_plan(engines: Engines, num_replicas: int) -> EnginePlan:
-    return EnginePlan(
-        tensor_model_parallel_size=engines.tp,
-        num_replicas=num_replicas,
-        num_devices=num_replicas * engines.tp,
-        max_num_seqs=int(engines.laws.max_num_seqs[num_replicas - 1]),
-    )
-
-
-def _memory(known: Candidates, chosen: Candidate) -> Mapping[str, Mapping[str, float]]:
-    parts = known.training(chosen.num_devices).memory
-    memory = {"training": {name: float(sizes[chosen.training.layout]) for name, sizes in parts.items()}}
-    state = 0.0 if chosen.training.offload else chosen.training.state_bytes
-    memory["generation"] = {**_engine_memory(chosen.policy, chosen.policy_replicas), "training state": state}
-    if chosen.judge:
-        memory["reward"] = {**_engine_memory(chosen.judge, chosen.judge_replicas), "training state": state}
-    return memory
-
-
-def _engine_memory(engines: Engines, num_replicas: int) -> dict[str, float]:
-    num_seqs = float(engines.laws.max_num_seqs[num_replicas - 1])
-    return {
-        "weights": engines.weights_bytes,
-        "workspace": engines.workspace_bytes,
-        "KV cache": max(num_seqs * engines.kv_sequence_bytes, engines.longest_bytes),
-    }
 
 
 _MOST_LAYOUTS = 4
@@ -199,23 +164,9 @@ _MOST_DOUBLINGS = 6
 """Doublings of the devices, or halvings of the responses, to try in search of a job that fits."""
 
 
-def alternatives(known: Candidates, chosen: Candidate) -> tuple[Alternative, ...]:
-    """Return the alternatives with one choice changed and the others free, on as many devices."""
-    size = chosen.num_devices
-    same_strategy = list(known.of(size, chosen.strategy))
-    found = [*_strategies(known, chosen)]
-    found += _engines(
-        "policy engine", known.policy, chosen.policy.tp, ((c.policy.tp, c) for c in same_strategy), known, chosen
-    )
-    if known.judge is not None and chosen.judge is not None:
-        by_tp = ((c.judge.tp, c) for c in same_strategy if c.judge is not None)
-        found += _engines("judge's engine", known.judge, chosen.judge.tp, by_tp, known, chosen)
-    return (*found, *_training(known, chosen), *_state(same_strategy, chosen))
-
-
-def why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
+def _why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
     """Describe what is too large on all devices, and changes with which the job would fit."""
-    cluster, job, usable = known.setting.cluster, known.setting.job, known.setting.usable_bytes
+    cluster, usable = known.setting.cluster, known.setting.usable_bytes
     lines: list[str] = []
     size, options = next((size, options) for size in cluster.sizes() if len((options := known.training(size)).layouts))
     smallest = int(options.total_bytes.argmin())
@@ -235,38 +186,50 @@ def why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
         lines.append(
             f"roles do not fit on the same devices, nor states into {_gb(cluster.host_memory_bytes)} of the host"
         )
-    fits = _what_would_fit(known, job, strategy)
+    fits = ", or ".join(_what_would_fit(known.setting, strategy)) or "nothing that was tried"
     return (
         f"nothing fits on {cluster.num_devices} x {cluster.device.name}, of whose {_gb(cluster.device.memory_bytes)} "
-        f"{_gb(usable)} are usable: {'; '.join(lines)}. Would fit: {fits or 'nothing that was tried'}"
+        f"{_gb(usable)} are usable: {'; '.join(lines)}. Would fit: {fits}"
     )
 
 
-def _what_would_fit(known: Candidates, job: Job, strategy: Strategy | None) -> str:
-    found: list[str] = []
+def _what_would_fit(setting: Setting, strategy: Strategy | None) -> Iterable[str]:
+    def fits(changed: Setting) -> bool:
+        known = Candidates(changed)
+        return any(True for size in changed.cluster.sizes() for _ in known.of(size, strategy))
+
     for doublings in range(1, _MOST_DOUBLINGS + 1):
-        cluster = replace(known.setting.cluster, num_devices=known.setting.cluster.num_devices * 2**doublings)
-        if _fits(Candidates(replace(known.setting, cluster=cluster)), strategy):
-            found.append(f"{cluster.num_devices} devices")
+        cluster = replace(setting.cluster, num_devices=setting.cluster.num_devices * 2**doublings)
+        if fits(replace(setting, cluster=cluster)):
+            yield f"{cluster.num_devices} devices"
             break
+    lengths = setting.job.response_lengths
     for halvings in range(1, _MOST_DOUBLINGS + 1):
-        longest = job.response_lengths.longest / 2**halvings
-        shorter = replace(job, response_lengths=job.response_lengths.cut(longest))
-        if _fits(Candidates(replace(known.setting, job=shorter)), strategy):
-            found.append(f"responses of at most {int(longest)} tokens")
+        longest = lengths.longest / 2**halvings
+        if fits(replace(setting, job=replace(setting.job, response_lengths=lengths.cut(longest)))):
+            yield f"responses of at most {int(longest)} tokens"
             break
-    return ", or ".join(found)
 
 
-def _fits(known: Candidates, strategy: Strategy | None) -> bool:
-    return any(True for size in known.setting.cluster.sizes() for _ in known.of(size, strategy))
+def _alternatives(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
+    """Yield the alternatives with one choice changed and the others free, on as many devices."""
+    same_strategy = list(known.of(chosen.num_devices, chosen.strategy))
+    yield from _strategies(known, chosen)
+    yield from _engines(known, same_strategy, chosen)
+    yield from _training(known, chosen)
+
+    offload = not chosen.training.offload
+    best = min((c.step_s for c in same_strategy if c.training.offload == offload), default=inf)
+    reason = _compared(best, chosen.step_s) if best < inf else "does not fit next to the engines"
+    where = "moves to the host for sampling" if offload else "stays on the devices"
+    yield Alternative(choice="training state", option=where, reason=reason)
 
 
 def _strategies(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
     for strategy in PLANNED:
         if strategy == chosen.strategy:
             continue
-        if known.setting.job.judge is None:
+        if known.judge is None:
             yield Alternative(choice="strategy", option=strategy, reason="there is no judge to share the devices with")
             continue
         best = min((c.step_s for c in known.of(chosen.num_devices, strategy)), default=inf)
@@ -277,75 +240,55 @@ def _strategies(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
         yield Alternative(choice="strategy", option=strategy, reason=reason)
 
 
-def _engines(
-    choice: str,
-    engines: EngineOptions,
-    chosen_tp: int,
-    by_tp: Iterable[tuple[int, Candidate]],
-    known: Candidates,
-    chosen: Candidate,
-) -> Iterable[Alternative]:
-    best: dict[int, float] = {}
-    for tp, candidate in by_tp:
-        best[tp] = min(candidate.step_s, best.get(tp, inf))
-    for tp in engines.sizes(chosen.num_devices):
-        if tp == chosen_tp:
+def _engines(known: Candidates, same_strategy: list[Candidate], chosen: Candidate) -> Iterable[Alternative]:
+    usable = known.setting.usable_bytes
+    for choice, role, options in (("policy engine", "policy", known.policy), ("judge's engine", "judge", known.judge)):
+        if options is None:
             continue
-        needs = engines.least_bytes(tp)
-        if tp in best:
-            reason = _compared(best[tp], chosen.step_s)
-        elif needs > known.setting.usable_bytes:
-            reason = f"does not fit: {_gb(needs)} of {_gb(known.setting.usable_bytes)}"
-        else:
-            reason = "does not fit next to the other roles"
-        yield Alternative(choice=choice, option=f"TP {tp}", reason=reason)
+        best: dict[int, float] = {}
+        for candidate in same_strategy:
+            tp = getattr(candidate, role).tp
+            best[tp] = min(candidate.step_s, best.get(tp, inf))
+        for tp in options.sizes(chosen.num_devices):
+            needs = options.least_bytes(tp)
+            if tp == getattr(chosen, role).tp:
+                continue
+            if tp in best:
+                reason = _compared(best[tp], chosen.step_s)
+            elif needs > usable:
+                reason = f"does not fit: {_gb(needs)} of {_gb(usable)}"
+            else:
+                reason = "does not fit next to the other roles"
+            yield Alternative(choice=choice, option=f"TP {tp}", reason=reason)
 
 
 def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
     """Yield other sizes and backends, each with its best micro-batches and recomputation; and no recomputation."""
-    options = known.training(chosen.num_devices)
+    options, usable = known.training(chosen.num_devices), known.setting.usable_bytes
     layouts = options.layouts
     own = layouts[chosen.training.layout]
     seconds = options.seconds + (options.moving_s if chosen.training.offload else 0.0)
-    order = np.argsort(layouts.tp * layouts.pp * layouts.cp, kind="stable").tolist()
     by_sizes: dict[str, list[int]] = {}
-    for index in order:
-        by_sizes.setdefault(_sizes(layouts[index]), []).append(index)
+    for index in np.argsort(layouts.tp * layouts.pp * layouts.cp, kind="stable").tolist():
+        by_sizes.setdefault(layouts[index].sizes, []).append(index)
 
     def reason(indices: list[int]) -> tuple[float, str]:
         """Return the least seconds of those that fit, and the reason as text."""
-        least_s = min(
-            (float(seconds[i]) for i in indices if options.total_bytes[i] <= known.setting.usable_bytes), default=inf
-        )
+        least_s = min((float(seconds[i]) for i in indices if options.total_bytes[i] <= usable), default=inf)
         if least_s < inf:
             return least_s, _compared(least_s, chosen.training.seconds, "to train")
         needs = min(float(options.total_bytes[i]) for i in indices)
-        return inf, f"does not fit: {_gb(needs)} of {_gb(known.setting.usable_bytes)}"
+        return inf, f"does not fit: {_gb(needs)} of {_gb(usable)}"
 
-    others = {sizes: reason(indices) for sizes, indices in by_sizes.items() if sizes != _sizes(own)}
+    others = {sizes: reason(indices) for sizes, indices in by_sizes.items() if sizes != own.sizes}
     fit = sorted((found, sizes) for sizes, found in others.items() if found[0] < inf)[:_MOST_LAYOUTS]
     # Among those that do not fit, the simplest are the ones that a user would ask about.
     unfit = [(found, sizes) for sizes, found in others.items() if found[0] == inf][:_MOST_LAYOUTS]
     for (_, why), sizes in [*fit, *unfit]:
         yield Alternative(choice="training", option=sizes, reason=why)
     if own.gradient_checkpointing:
-        without = [i for i in by_sizes[_sizes(own)] if not layouts.recompute[i]]
+        without = [i for i in by_sizes[own.sizes] if not layouts.recompute[i]]
         yield Alternative(choice="training", option="no recomputation", reason=reason(without)[1])
-
-
-def _state(same_strategy: list[Candidate], chosen: Candidate) -> Iterable[Alternative]:
-    offload = not chosen.training.offload
-    best = min((c.step_s for c in same_strategy if c.training.offload == offload), default=inf)
-    reason = _compared(best, chosen.step_s) if best < inf else "does not fit next to the engines"
-    where = "moves to the host for sampling" if offload else "stays on the devices"
-    yield Alternative(choice="training state", option=where, reason=reason)
-
-
-def _sizes(layout: TrainingLayout) -> str:
-    return (
-        f"{layout.backend} TP {layout.tensor_model_parallel_size} PP {layout.pipeline_model_parallel_size} "
-        f"CP {layout.context_parallel_size} DP {layout.data_parallel_size}"
-    )
 
 
 def _compared(seconds: float, chosen_s: float, what: str = "a step") -> str:

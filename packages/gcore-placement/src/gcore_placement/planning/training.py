@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import TrainingLaws
+from gcore_placement.forecast import Job
 from gcore_placement.planning.layouts import (
     MASTER_BYTES,
     Setting,
@@ -16,8 +16,7 @@ from gcore_placement.planning.layouts import (
     training_layouts,
     training_memory,
 )
-from gcore_placement.workload.job import Job
-from gcore_placement.workload.transformer import ModelShape
+from gcore_placement.quantities import Floats
 
 _FORWARD = 1 / 3
 """Share of the forward pass in the FLOPs of a forward and a backward pass."""
@@ -42,28 +41,49 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     - PP: the state and its gradient cross each stage's border.
 
     To each step are added: the gradients' scatter and the weights' gather (ZeRO-1), or, as far as products do not hide
-    them (`Efficiency.overlap`), the gathers and scatters of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv
-    1910.02054, section 7);
-    AdamW's traffic; and `Efficiency.micro_batch_s`.
+    them (`Efficiency.overlap`), the gathers of all weights, forward and backward, and the gradients' scatter of ZeRO-3
+    in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7); AdamW's traffic; and
+    `Efficiency.micro_batch_s`.
     """
-    micro_batches = np.ceil(np.maximum(1.0, job.training_tokens / (layouts.dp * layouts.max_tokens)))
-    bubble = 1 + (layouts.pp - 1) / micro_batches
+    tp, pp, cp, ranks, num_devices = layouts.tp, layouts.pp, layouts.cp, layouts.dp * layouts.cp, layouts.num_devices
+    memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
     attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
-    zeros = np.zeros(len(layouts))
-    base, per_token, per_pair, computed = zeros, zeros, zeros, zeros
+    micro_batches = np.ceil(np.maximum(1.0, job.training_tokens / (layouts.dp * layouts.max_tokens)))
+    bubble = 1 + (pp - 1) / micro_batches
+    passes = np.where(layouts.recompute, 3.0, 2.0)
+
+    def rate(sizes: Floats) -> Floats:
+        """Return the bytes per second of each device in groups of these sizes."""
+        return np.array([cluster.link_bytes_per_s(int(size)) for size in sizes]) * efficiency.links
+
+    base = per_token = per_pair = computed = np.zeros(len(layouts))
     for model in job.trained:
-        again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / model.workload.flops_per_token)
-        flops = (1 + _FORWARD * again) * model.workload.flops_per_token
-        computing = bubble * (flops * flop_s + _scoring_s(model, cluster, efficiency))
-        pairs = bubble * (1 + _FORWARD * layouts.recompute) * model.workload.flops_per_attended_pair * attention_flop_s
+        w = model.workload
+        again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token)
+        flops = (1 + _FORWARD * again) * w.flops_per_token
+        computing = bubble * (flops * flop_s + MASTER_BYTES * _LOGIT_PASSES * w.vocab_size / memory_rate)
+        pairs = bubble * (1 + _FORWARD * layouts.recompute) * w.flops_per_attended_pair * attention_flop_s
+        own_s = (computing * job.training_tokens + pairs * job.training_pairs) / num_devices
+
+        state_bytes = float(w.hidden_size * job.compute_bytes)
+        kv_bytes = 2.0 * w.key_value_size * job.compute_bytes
+        # In a group of g ranks, each waits while (g - 1) / g of a message of the group's tokens is on its link.
+        tensor_s = passes * 4 * w.num_hidden_layers * state_bytes * (tp - 1) / rate(tp)
+        context_s = (passes + 1) * w.num_hidden_layers * kv_bytes * (cp - 1) / rate(tp * cp)
+        pipeline_s = 2 * state_bytes * (pp - 1) / rate(tp * cp * pp)
+
+        parameters = model.num_parameters / (tp * pp)
+        adam_s = _STATE_TRAFFIC_BYTES * parameters / ranks / memory_rate
+        zero_1_s = (MASTER_BYTES + job.compute_bytes) * parameters * (ranks - 1) / ranks / rate(num_devices)
+        gathered_bytes = (2 * job.compute_bytes + MASTER_BYTES) * model.num_parameters
+        zero_3_s = micro_batches * (gathered_bytes * (num_devices - 1) / num_devices / rate(num_devices))
+
         computed = computed + flops
-        own_s = (computing * job.training_tokens + pairs * job.training_pairs) / layouts.num_devices
-        per_token = per_token + computing + bubble * _moved_s(model, job, layouts, cluster, efficiency)
+        per_token = per_token + computing + bubble * (tensor_s + context_s + pipeline_s)
         per_pair = per_pair + pairs
-        base = base + _update_s(model, job, layouts, cluster, efficiency)
-        gathering_s = micro_batches * _zero_3_s(model, job, layouts, cluster, efficiency)
-        base = base + np.where(layouts.sharded, efficiency.together_s(gathering_s, own_s) - own_s, 0.0)
+        base = base + (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
+        base = base + np.where(layouts.sharded, efficiency.together_s(zero_3_s, own_s) - own_s, 0.0)
         base = base + micro_batches * efficiency.micro_batch_s
     return TrainingLaws(
         base_s=base,
@@ -72,53 +92,6 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         forward_share=_FORWARD * sum(m.workload.flops_per_token for m in job.trained) / computed / len(job.trained),
         num_forward_passes=job.num_forward_passes,
     )
-
-
-def _rates(sizes: NDArray[np.float64], cluster: Cluster, efficiency: Efficiency) -> NDArray[np.float64]:
-    """Return the bytes per second of each device in groups of these sizes."""
-    found = np.array([cluster.link_bytes_per_s(int(size)) for size in sizes])
-    return found * efficiency.links
-
-
-def _scoring_s(model: ModelShape, cluster: Cluster, efficiency: Efficiency) -> float:
-    """Return the device-seconds of a token's logits in addition to their products."""
-    size_bytes = MASTER_BYTES * _LOGIT_PASSES * model.workload.vocab_size
-    return size_bytes / (cluster.device.memory_bytes_per_s * efficiency.memory)
-
-
-def _moved_s(
-    model: ModelShape, job: Job, layouts: TrainingLayouts, cluster: Cluster, efficiency: Efficiency
-) -> NDArray[np.float64]:
-    """Return the device-seconds of a token in which its state, keys and values are moved."""
-    w, tp, cp, pp = model.workload, layouts.tp, layouts.cp, layouts.pp
-    state_bytes = float(w.hidden_size * job.compute_bytes)
-    passes = np.where(layouts.recompute, 3.0, 2.0)
-    # In a group of g ranks, each waits while (g - 1) / g of a message of the group's tokens is on its link.
-    tensor_s = passes * 4 * w.num_hidden_layers * state_bytes * (tp - 1) / _rates(tp, cluster, efficiency)
-    kv_bytes = 2.0 * w.key_value_size * job.compute_bytes
-    context_s = (passes + 1) * w.num_hidden_layers * kv_bytes * (cp - 1) / _rates(tp * cp, cluster, efficiency)
-    pipeline_s = 2 * state_bytes * (pp - 1) / _rates(tp * cp * pp, cluster, efficiency)
-    return tensor_s + context_s + pipeline_s
-
-
-def _update_s(
-    model: ModelShape, job: Job, layouts: TrainingLayouts, cluster: Cluster, efficiency: Efficiency
-) -> NDArray[np.float64]:
-    """Return the seconds of an update: AdamW, and under ZeRO-1 the gradients' scatter and the weights' gather."""
-    parameters, ranks = model.num_parameters / (layouts.tp * layouts.pp), layouts.dp * layouts.cp
-    adam_s = _STATE_TRAFFIC_BYTES * parameters / ranks / (cluster.device.memory_bytes_per_s * efficiency.memory)
-    moved_bytes = (MASTER_BYTES + job.compute_bytes) * parameters * (ranks - 1) / ranks
-    moving_s = moved_bytes / _rates(layouts.num_devices, cluster, efficiency)
-    return adam_s + np.where(layouts.sharded, 0.0, moving_s)
-
-
-def _zero_3_s(
-    model: ModelShape, job: Job, layouts: TrainingLayouts, cluster: Cluster, efficiency: Efficiency
-) -> NDArray[np.float64]:
-    """Return a micro-batch's seconds of gathers of all weights, forward and backward, and of the gradients' scatter."""
-    ranks = layouts.num_devices
-    moved_bytes = (2 * job.compute_bytes + MASTER_BYTES) * model.num_parameters * (ranks - 1) / ranks
-    return moved_bytes / _rates(ranks, cluster, efficiency)
 
 
 @dataclass(frozen=True, kw_only=True)

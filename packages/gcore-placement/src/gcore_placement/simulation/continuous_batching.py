@@ -3,79 +3,23 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts
-
-_BLOCK = 16
-"""Slots whose soonest end is kept, so that a change looks at few: about the root of the most that are common."""
-
-
-class RunningSequences:
-    """Slots of all replicas, mutable. Those in use are the first of each replica's; methods take a replica once.
-
-    Args:
-        num_replicas: rows.
-        num_slots: most sequences that run on a replica.
-    """
-
-    def __init__(self, num_replicas: int, num_slots: int) -> None:
-        num_blocks = -(-num_slots // _BLOCK)
-        self.num_running = np.zeros(num_replicas, dtype=np.intp)
-        """[num_replicas]"""
-        self.first_end = np.full(num_replicas, np.inf)
-        """[num_replicas], when the next sequence ends, in the replica's decoding steps; infinite where none runs."""
-        self._first_slot = np.zeros(num_replicas, dtype=np.intp)
-        self._end = np.full((num_replicas, num_blocks, _BLOCK), np.inf)
-        self._item = np.zeros((num_replicas, num_blocks, _BLOCK), dtype=np.int32)
-        self._block_end = np.full((num_replicas, num_blocks), np.inf)
-
-    def add(self, replicas: NDArray[np.intp], items: NDArray[np.intp], ends: NDArray[np.float64]) -> None:
-        """Add a sequence to each of the replicas."""
-        slot = self.num_running[replicas]
-        block, place = slot // _BLOCK, slot % _BLOCK
-        self._end[replicas, block, place] = ends
-        self._item[replicas, block, place] = items
-        self._block_end[replicas, block] = np.minimum(self._block_end[replicas, block], ends)
-        self.num_running[replicas] = slot + 1
-        is_first = ends < self.first_end[replicas]
-        self.first_end[replicas[is_first]] = ends[is_first]
-        self._first_slot[replicas[is_first]] = slot[is_first]
-
-    def remove_first(self, replicas: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Remove the sequence that ends next on each of the replicas; return their items."""
-        block, place = np.divmod(self._first_slot[replicas], _BLOCK)
-        item = self._item[replicas, block, place].astype(np.intp)
-        last = self.num_running[replicas] - 1
-        last_block, last_place = np.divmod(last, _BLOCK)
-        # The last running sequence takes the free slot.
-        self._end[replicas, block, place] = self._end[replicas, last_block, last_place]
-        self._item[replicas, block, place] = self._item[replicas, last_block, last_place]
-        self._end[replicas, last_block, last_place] = np.inf
-        self._block_end[replicas, block] = self._end[replicas, block].min(axis=1)
-        self._block_end[replicas, last_block] = self._end[replicas, last_block].min(axis=1)
-        self.num_running[replicas] = last
-
-        used = self._block_end[replicas, : int(last.max()) // _BLOCK + 1]
-        first_block = used.argmin(axis=1)
-        first_place = self._end[replicas, first_block].argmin(axis=1)
-        self._first_slot[replicas] = first_block * _BLOCK + first_place
-        self.first_end[replicas] = used[np.arange(len(replicas)), first_block]
-        return item
+from gcore_placement.quantities import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Requests:
     """Requests to many replicas, each replica's in order of arrival."""
 
-    replica: NDArray[np.intp]
-    arrival: NDArray[np.float64]
+    replica: Ints
+    arrival: Floats
     """Seconds; of a replica's requests rising."""
-    prefill: NDArray[np.float64]
+    prefill: Floats
     """Tokens to compute before the first is decoded."""
-    context: NDArray[np.float64]
+    context: Floats
     """Tokens that the sequence holds when it starts."""
-    length: NDArray[np.float64]
+    length: Floats
     """Tokens to decode, at least 1."""
 
 
@@ -83,12 +27,12 @@ class Requests:
 class EngineRun:
     """When requests were done, and when replicas were busy."""
 
-    finish: NDArray[np.float64]
+    finish: Floats
     """Seconds at which each was done."""
-    busy_replica: NDArray[np.intp]
+    busy_replica: Ints
     """The replica of each stretch of time in which it had something to do."""
-    busy_from: NDArray[np.float64]
-    busy_to: NDArray[np.float64]
+    busy_from: Floats
+    busy_to: Floats
 
 
 def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> EngineRun:
@@ -113,7 +57,7 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     return batch.result()
 
 
-def _run_together(costs: EngineCosts, counts: NDArray[np.intp], requests: Requests) -> EngineRun:
+def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> EngineRun:
     """Simulate in closed form the case in which all requests of a replica start together and none waits."""
     order = np.lexsort((requests.length, requests.replica))
     used = np.flatnonzero(counts)
@@ -121,37 +65,32 @@ def _run_together(costs: EngineCosts, counts: NDArray[np.intp], requests: Reques
     starts = ends - counts[used]
     length = requests.length[order]
 
-    def up_to(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def up_to(values: Floats) -> Floats:
         """Sum over the requests of the same replica that end no later: [Q]."""
         total = np.cumsum(values)
         return total - np.repeat(total[starts] - values[starts], counts[used])
 
-    def all_of(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum over all requests of the same replica: [Q]."""
-        return np.repeat(np.add.reduceat(values, starts), counts[used])
+    def from_here(values: Floats) -> Floats:
+        """Sum over the requests of the same replica that end no earlier: [Q]."""
+        return np.repeat(np.add.reduceat(values, starts), counts[used]) - up_to(values) + values
 
-    one = np.ones(len(order))
-    running = all_of(one) - up_to(one) + one
+    running = from_here(np.ones(len(order)))
     done = np.concatenate([[0.0], length[:-1]])
     done[starts] = 0.0
-    steps = length - done
-    context = requests.context[order]
-    held = all_of(context) - up_to(context) + context + running * done
-    duration = costs.decode_s(steps, running, held)
+    held = from_here(requests.context[order]) + running * done
+    prefill_s = np.add.reduceat(requests.prefill[order] * costs.prefill_per_token_s, starts)
     arrival = requests.arrival[order]
-    begin = arrival + all_of(requests.prefill[order] * costs.prefill_per_token_s)
     finish = np.empty(len(order))
     # Sequences that end at the same step end at the very same second.
-    finish[order] = begin + up_to(duration)
+    decoded_s = up_to(costs.decode_s(length - done, running, held))
+    finish[order] = arrival + np.repeat(prefill_s, counts[used]) + decoded_s
     return EngineRun(finish=finish, busy_replica=used, busy_from=arrival[starts], busy_to=finish[order[ends - 1]])
 
 
 class _Batch:
     """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
 
-    def __init__(
-        self, costs: EngineCosts, requests: Requests, order: NDArray[np.intp], counts: NDArray[np.intp]
-    ) -> None:
+    def __init__(self, costs: EngineCosts, requests: Requests, order: Ints, counts: Ints) -> None:
         self._costs = costs
         self._order = order
         # After the last request stands one that never arrives.
@@ -170,18 +109,24 @@ class _Batch:
         """Decoding steps since the replica was last idle."""
         self._held = np.zeros(num_replicas)
         """Tokens that running sequences hold."""
-        self._sequences = RunningSequences(num_replicas, self._num_slots)
+        self._running = np.zeros(num_replicas, dtype=np.intp)
+        """Running sequences, in a replica's first slots."""
+        self._slot_end = np.full((num_replicas, self._num_slots), np.inf)
+        """The step at which the sequence in a slot ends; infinite in a free one."""
+        self._slot_item = np.zeros((num_replicas, self._num_slots), dtype=np.int32)
+        self._first = np.zeros(num_replicas, dtype=np.intp)
+        """The slot whose sequence ends next."""
         self._finish = np.empty(len(order))
         self._busy_since = np.zeros(num_replicas)
-        self._stretches: list[tuple[NDArray[np.intp], NDArray[np.float64], NDArray[np.float64]]] = []
+        self._stretches: list[tuple[Ints, Floats, Floats]] = []
 
     def advance(self) -> None:
         """Advance each replica to its next event: the start or the end of one sequence."""
-        running = self._sequences.num_running
-        is_running = running > 0
-        to_end = np.where(is_running, self._sequences.first_end - self._steps, 0.0)
-        duration = self._costs.decode_s(to_end, running.astype(np.float64), self._held)
-        has_next = (self._next < self._end) & (running < self._num_slots)
+        is_running = self._running > 0
+        first_end = self._slot_end[np.arange(len(self._first)), self._first]
+        to_end = np.where(is_running, first_end - self._steps, 0.0)
+        duration = self._costs.decode_s(to_end, self._running.astype(np.float64), self._held)
+        has_next = (self._next < self._end) & (self._running < self._num_slots)
         arrival = np.where(has_next, self._arrival[self._next], np.inf)
         # A request that arrives just as another ends comes second, and takes its place.
         # Nor does a request that waits delay others that end at the very step at which its place becomes free.
@@ -200,12 +145,19 @@ class _Batch:
         replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
         return EngineRun(finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
 
-    def _complete(self, replicas: NDArray[np.intp], steps: NDArray[np.float64], duration: NDArray[np.float64]) -> None:
-        running = self._sequences.num_running[replicas]
+    def _complete(self, replicas: Ints, steps: Floats, duration: Floats) -> None:
+        running, slot = self._running[replicas], self._first[replicas]
         time = self._time[replicas] + duration
         self._time[replicas] = time
-        self._steps[replicas] = self._sequences.first_end[replicas]
-        item = self._sequences.remove_first(replicas)
+        self._steps[replicas] = self._slot_end[replicas, slot]
+        item = self._slot_item[replicas, slot].astype(np.intp)
+        # The last running sequence takes the free slot.
+        last = running - 1
+        self._slot_end[replicas, slot] = self._slot_end[replicas, last]
+        self._slot_item[replicas, slot] = self._slot_item[replicas, last]
+        self._slot_end[replicas, last] = np.inf
+        self._running[replicas] = last
+        self._first[replicas] = self._slot_end[replicas, : int(running.max())].argmin(axis=1)
         self._held[replicas] += running * steps - self._context[item] - self._length[item]
         self._finish[item] = time
         self.num_unfinished -= len(replicas)
@@ -218,12 +170,12 @@ class _Batch:
         is_idle = (after == self._end[empty]) | (self._arrival[after] >= time)
         self._stretches.append((empty[is_idle], self._busy_since[empty[is_idle]], time[is_idle]))
 
-    def _start(self, replicas: NDArray[np.intp], arrival: NDArray[np.float64]) -> None:
-        running = self._sequences.num_running[replicas].astype(np.float64)
-        held, time = self._held[replicas], self._time[replicas]
-        was_idle = (running == 0) & (arrival >= time)
+    def _start(self, replicas: Ints, arrival: Floats) -> None:
+        slot, held, time = self._running[replicas], self._held[replicas], self._time[replicas]
+        running = slot.astype(np.float64)
+        was_idle = (slot == 0) & (arrival >= time)
         self._busy_since[replicas[was_idle]] = arrival[was_idle]
-        passed = np.where(running > 0, np.maximum(arrival - time, 0.0), 0.0)
+        passed = np.where(slot > 0, np.maximum(arrival - time, 0.0), 0.0)
         steps, has_passed = np.zeros_like(passed), passed > 0
         steps[has_passed] = self._costs.steps_within(passed[has_passed], running[has_passed], held[has_passed])
 
@@ -231,5 +183,10 @@ class _Batch:
         self._steps[replicas] += steps
         self._held[replicas] = held + running * steps + self._context[item]
         self._time[replicas] = np.maximum(time, arrival) + self._prefill_s[item]
-        self._sequences.add(replicas, item, self._steps[replicas] + self._length[item])
+        end = self._steps[replicas] + self._length[item]
+        is_first = end < self._slot_end[replicas, self._first[replicas]]
+        self._first[replicas[is_first]] = slot[is_first]
+        self._slot_end[replicas, slot] = end
+        self._slot_item[replicas, slot] = item
+        self._running[replicas] = slot + 1
         self._next[replicas] += 1

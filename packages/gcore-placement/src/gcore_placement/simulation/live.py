@@ -100,12 +100,10 @@ class Replica(Generic[ItemT]):
 
     @property
     def num_running(self) -> int:
-        """Sequences that are decoded."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not started."""
         return len(self._waiting)
 
     @property
@@ -197,9 +195,7 @@ class RunningLedger:
     (imbalance), or they generate and score. Then reward devices without a call are idle for that reason
     (reward_devices), and idle engine devices are divided evenly among the controllers: the part of a controller counts
     as the long tail while its responses are generated, as waiting for the reward while it waits for scores alone, and
-    as barriers while it waits for other controllers.
-
-    `gcore_placement.Ledger` assigns the time of a run that has ended, from its spans.
+    as barriers while it waits for other controllers. `Ledger` assigns the time of a run that has ended.
 
     Args:
         clock: returns the simulated time in seconds.

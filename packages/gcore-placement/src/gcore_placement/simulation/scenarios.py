@@ -85,10 +85,7 @@ SCENARIOS = {
         _STEADY,
         # Reasoning grows and prompts get easy or stay too hard; the judge's answers stay as they are.
         replace(
-            _STEADY,
-            name="growing",
-            response_median=Drift(first=1000, last=4000),
-            acceptance=Drift(first=0.8, last=0.4),
+            _STEADY, name="growing", response_median=Drift(first=1000, last=4000), acceptance=Drift(first=0.8, last=0.4)
         ),
         # The judge is given longer rubrics, or learns to reason.
         replace(_STEADY, name="judge_grows", judge_median=Drift(first=300, last=2400)),
@@ -173,18 +170,14 @@ def scenario(
         job: one of JOBS.
         num_devices: one of SCALES.
         num_steps: the scenario's if None, 60 of a published run; the drift is over as many.
-        seed: of the trace.
         trace: in the place of the scenario's.
         costs: in the place of the job's, for as many devices a replica.
         progress: see `Simulator`.
-
-    Raises:
-        PlacementError: there is no scenario, job or scale of that name.
     """
     known_names = (*SCENARIOS, *PUBLISHED)
     for field, key, known in (("scenario", name, known_names), ("job", job, JOBS), ("devices", num_devices, SCALES)):
         if key not in known:
-            raise refusal(field, key, f"one of {', '.join(str(other) for other in known)}")
+            raise refusal(field, key, f"one of {', '.join(map(str, known))}")
     costs, size = costs or JOBS[job], SCALES[num_devices]
     if trace is None and name in PUBLISHED:
         trace = PUBLISHED[name].trace(num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed)
@@ -205,17 +198,10 @@ def sized(recipe: TraceRecipe, *, num_steps: int | None, train_batch_size: int, 
     steps = recipe.num_steps if num_steps is None else num_steps
 
     def over(drift: Drift) -> Drift:
-        moments = [
-            None if at is None else round(at * steps / recipe.num_steps) for at in (drift.jump_step, drift.back_step)
-        ]
-        return replace(drift, jump_step=moments[0], back_step=moments[1])
+        moments = {"jump_step": drift.jump_step, "back_step": drift.back_step}
+        return replace(
+            drift, **{name: round(at * steps / recipe.num_steps) for name, at in moments.items() if at is not None}
+        )
 
-    return replace(
-        recipe,
-        num_steps=steps,
-        train_batch_size=train_batch_size,
-        response_median=over(recipe.response_median),
-        judge_median=over(recipe.judge_median),
-        acceptance=over(recipe.acceptance),
-        seed=seed,
-    )
+    drifts = {name: over(getattr(recipe, name)) for name in ("response_median", "judge_median", "acceptance")}
+    return replace(recipe, num_steps=steps, train_batch_size=train_batch_size, seed=seed, **drifts)

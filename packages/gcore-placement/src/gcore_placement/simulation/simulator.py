@@ -6,22 +6,20 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.errors import refusal
 from gcore_placement.forecast import training_seconds
 from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.dynamic_partition import DynamicPartition, DynamicPartitionConfig
-from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, engine_load
+from gcore_placement.partition.space import EngineWork, Partition, PartitionSpace, RoleLoad, engine_load
+from gcore_placement.quantities import Floats
 from gcore_placement.simulation.waves import (
-    Moved,
     WaveOutcome,
     context_tokens,
-    in_turns,
     policy_requests,
     reward_costs,
-    side_by_side,
+    simulate_waves,
 )
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.traces import Trace, Wave
@@ -62,7 +60,7 @@ def whole_step(
 ) -> SimulatedStep:
     """Combine waves into a step, with the preparation, training and weight sync of all devices after them.
 
-    Engines wake before the waves and sleep after them; where roles take turns, also between waves.
+    Engines wake before the waves and sleep after them; where roles take turns (no partitions), also between waves.
     """
     swap_s = (costs.swap.sleep_s + costs.swap.wake_s) * (1 if partitions else len(waves))
     prepare_s, train_s = training_seconds(costs.training, *tokens_and_pairs, num_devices)
@@ -90,11 +88,9 @@ def whole_step(
 
 
 def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:
-    """Return the loads of a wave that a live run would observe: of the policy, and of the reward.
+    """Return the loads of a wave on a partition that a live run would observe: of the policy, and of the reward.
 
-    Args:
-        believed: the costs of the model in use, which need not be those of the simulation.
-        wave: a wave on a partition.
+    The costs of the model in use need not be those of the simulation.
     """
     policy_work, policy_floor_s = engine_load(believed.policy, wave.policy_work)
     reward_work, reward_floor_s = engine_load(reward_costs(believed), wave.reward_work)
@@ -152,13 +148,9 @@ class Simulator:
     """Simulates one trace under any strategy; work that strategies have in common is simulated once.
 
     Args:
-        trace: the work of the steps.
-        costs: costs of all roles. A generative reward is needed: without one there is nothing to partition.
-        space: the partitions that the cluster allows.
+        costs: costs of all roles, with a generative reward: without one there is nothing to partition.
+        space: the partitions that the cluster allows, of replicas as large as those of the costs.
         progress: called with the number of waves just simulated.
-
-    Raises:
-        PlacementError: `costs` has no reward, decoding takes no time, or the engines of `costs` and `space` differ.
     """
 
     def __init__(
@@ -175,10 +167,7 @@ class Simulator:
                     limits.devices_per_replica,
                     f"{engine.devices_per_replica}, as the costs have it",
                 )
-        self.trace = trace
-        self.costs = costs
-        self.space = space
-        self._reward: EngineCosts = costs.reward
+        self.trace, self.costs, self.space = trace, costs, space
         self._progress = progress or (lambda _: None)
         by_step = [list(trace.waves(step)) for step in range(trace.num_steps)]
         self._waves = [wave for waves in by_step for wave in waves]
@@ -196,7 +185,7 @@ class Simulator:
 
     def colocated(self) -> StrategyRun:
         """Simulate colocated: all devices generate, then all judge, wave after wave, with swaps between."""
-        outcomes = in_turns(self.costs, self._waves, self.space.num_devices)
+        outcomes = simulate_waves(self.costs, self._waves, self.space.num_devices)
         self._progress(len(self._waves))
         return self._run("colocated", outcomes)
 
@@ -205,10 +194,7 @@ class Simulator:
         return self._known_run("split", [self.space.index(partition)] * len(self._waves))
 
     def best_split(self) -> StrategyRun:
-        """Simulate the split that is fastest over the whole trace, chosen with hindsight.
-
-        Exact: a partition is left out only where a bound shows it to be slower.
-        """
+        """Simulate the split that is fastest over the whole trace, chosen with hindsight: exactly, by lower bounds."""
         while True:
             index = int(self._least_s.sum(axis=0).argmin())
             if all((wave, index) in self._known for wave in range(len(self._waves))):
@@ -216,9 +202,9 @@ class Simulator:
             self._simulate(range(len(self._waves)), index)
 
     def clairvoyant(self) -> StrategyRun:
-        """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
+        """Simulate the fastest partition of each wave, known in advance, with moves that take no time; exact, too.
 
-        No strategy that keeps to the space's partitions takes less in any wave. Exact, as `best_split`.
+        No strategy that keeps to the space's partitions takes less in any wave.
         """
         while True:
             chosen = self._least_s.argmin(axis=1).tolist()
@@ -258,10 +244,13 @@ class Simulator:
         for number, wave in enumerate(self._waves):
             partition = policy.partition
             if partition == before:
-                outcome = self._outcome(number, self.space.index(partition))
+                index = self.space.index(partition)
+                # The rest of its step is simulated with it.
+                self._simulate(range(number, next(end for end in self._end if end > number)), index)
+                outcome = self._known[number, index]
             else:
                 late_s = config.move_within_s if is_within_step else config.move_s
-                (outcome,) = side_by_side(self.costs, [wave], partition, _moved(before, partition, late_s))
+                (outcome,) = simulate_waves(self.costs, [wave], partition, before=before, late_s=late_s)
                 self._progress(1)
             outcomes.append(outcome)
             partitions.append(partition)
@@ -295,43 +284,42 @@ class Simulator:
         outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
         return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
 
-    def _outcome(self, wave: int, index: int) -> WaveOutcome:
-        """Return the outcome of a wave on a partition; the rest of its step is simulated with it."""
-        end = next(end for end in self._end if end > wave)
-        self._simulate(range(wave, end), index)
-        return self._known[wave, index]
-
     def _simulate(self, waves: Iterable[int], index: int) -> None:
         """Simulate the waves on a partition that are not known, all at once."""
         unknown = [wave for wave in waves if (wave, index) not in self._known]
         if not unknown:
             return
         partition = self.space.partitions[index]
-        outcomes = side_by_side(self.costs, [self._waves[wave] for wave in unknown], partition)
+        outcomes = simulate_waves(self.costs, [self._waves[wave] for wave in unknown], partition)
         for wave, outcome in zip(unknown, outcomes, strict=True):
             self._known[wave, index] = outcome
             self._least_s[wave, index] = outcome.seconds
         self._progress(len(unknown))
 
     @cached_property
-    def _least_s(self) -> NDArray[np.float64]:
+    def _least_s(self) -> Floats:
         """[num_waves, num_partitions], a lower bound of a wave's seconds; the exact seconds once they are known."""
         policy_P = [p.policy_replicas for p in self.space.partitions]
-        reward_P = np.array([p.reward_replicas for p in self.space.partitions], dtype=np.float64)
-        rows: list[NDArray[np.float64]] = []
+        rows: list[Floats] = []
         for wave in self._waves:
-            held_GN = wave.prompt_length[:, None] + wave.response_length
-            judging = _least_judging_s(self._reward, reward_P, held_GN, wave.judge_length)
+            read_GN, written_GN = wave.prompt_length[:, None] + wave.response_length, wave.judge_length
+            judging = EngineWork(
+                num_tokens=float(written_GN.sum()),
+                num_context_tokens=float((read_GN * written_GN + written_GN**2 / 2).sum()),
+                num_prefill_tokens=float(read_GN.sum()),
+                longest=float(written_GN.max()),
+            )
+            # However responses are divided among judges.
+            judging_P = engine_load(reward_costs(self.costs), judging)[0] / self.space.role_devices[:, 1]
             # Rounding must not let a bound exceed what it bounds.
-            rows.append(np.maximum(_least_generating_s(self.costs.policy, policy_P, wave), judging) * (1 - 1e-9))
+            rows.append(np.maximum(_least_generating_s(self.costs.policy, policy_P, wave), judging_P) * (1 - 1e-9))
         return np.array(rows)
 
 
-def _least_generating_s(costs: EngineCosts, policy_replicas: Sequence[int], wave: Wave) -> NDArray[np.float64]:
+def _least_generating_s(costs: EngineCosts, policy_replicas: Sequence[int], wave: Wave) -> Floats:
     """Return a lower bound of the seconds in which the policy's replicas finish a wave: [num_partitions].
 
-    A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response; every
-    token adds what it adds.
+    A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response.
     """
     least: list[float] = []
     for num_replicas in policy_replicas:
@@ -343,28 +331,6 @@ def _least_generating_s(costs: EngineCosts, policy_replicas: Sequence[int], wave
         seconds = costs.decode_base_s * steps + costs.decode_per_sequence_s * tokens
         least.append(float((seconds + costs.decode_per_context_token_s * context).max()))
     return np.array(least)
-
-
-def _least_judging_s(
-    costs: EngineCosts, replicas_P: NDArray[np.float64], held_GN: NDArray[np.float64], length_GN: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return a lower bound of the seconds in which judges finish, however responses are divided: [num_partitions]."""
-    context = (held_GN * length_GN + length_GN**2 / 2).sum()
-    per_token_s = costs.decode_per_sequence_s + costs.decode_base_s / costs.max_num_seqs
-    shared_s = (
-        per_token_s * length_GN.sum()
-        + costs.decode_per_context_token_s * context
-        + costs.prefill_per_token_s * held_GN.sum()
-    )
-    return shared_s / replicas_P
-
-
-def _moved(before: Partition, after: Partition, load_s: float) -> Moved:
-    return Moved(
-        policy_replicas=max(0, after.policy_replicas - before.policy_replicas),
-        reward_replicas=max(0, after.reward_replicas - before.reward_replicas),
-        load_s=load_s,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

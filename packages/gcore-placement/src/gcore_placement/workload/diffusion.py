@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from gcore_placement.errors import Checked, Positive, check_lengths, check_positive, refusal
-from gcore_placement.workload.transformer import FORWARD_AND_BACKWARD
+from gcore_placement.errors import refusal
+from gcore_placement.quantities import FORWARD_AND_BACKWARD, Checked, Floats, Positive, check_lengths, check_positive
 
 Architecture = Literal["dit", "mmdit"]
 
@@ -23,9 +23,6 @@ class DiffusionWorkload(Checked):
     and text tokens with weights of their own, and joint attention (SD3; Esser et al., arXiv:2403.03206). Fields carry
     the names of diffusers' configs; every number is an integer of at least 1, but for those of the text, which are 0
     in `dit`.
-
-    Raises:
-        PlacementError: a field is out of these bounds.
     """
 
     architecture: Architecture
@@ -66,8 +63,8 @@ class DiffusionWorkload(Checked):
         num_timesteps: ArrayLike = 1,
         classifier_free_guidance: bool = False,
         backward: bool = False,
-    ) -> NDArray[np.float64]:
-        """Model FLOPs of the transformer over latents, of any shapes that broadcast.
+    ) -> Floats:
+        """Return the model FLOPs of the transformer over latents, of any shapes that broadcast, in the broadcast shape.
 
         With N = heights * widths image and T text tokens, h = hidden_size, m = mlp_ratio, a latent takes at each of its
         timesteps, twice with guidance and thrice with a backward pass, in each layer
@@ -83,12 +80,8 @@ class DiffusionWorkload(Checked):
             heights: rows of the latent's tokens: its pixels over `patch_size`.
             widths: columns of its tokens.
             text_tokens: of each prompt; 0 in `dit`.
-            num_timesteps: at which the transformer is computed.
             classifier_free_guidance: every timestep is computed with the prompt and without.
             backward: FLOPs of training, forward and backward; else those of sampling.
-
-        Returns:
-            FLOPs, of the broadcast shape.
 
         Raises:
             PlacementError: a number is negative, not finite or not whole, shapes do not broadcast, or `dit` has text.
@@ -105,7 +98,7 @@ class DiffusionWorkload(Checked):
         passes = timesteps * (2 if classifier_free_guidance else 1) * (FORWARD_AND_BACKWARD if backward else 1)
         return np.asarray(passes * self._forward(rows * columns, text), dtype=np.float64)
 
-    def _forward(self, image: NDArray[np.float64], text: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _forward(self, image: Floats, text: Floats) -> Floats:
         """FLOPs of one timestep: 2 for each weight and what it is applied to, and the attention."""
         h, m, layers, patch = self.hidden_size, self.mlp_ratio, self.num_layers, self.patch_size**2
         of_image = layers * (4 + 2 * m) * h**2 + patch * h * (self.in_channels + self.out_channels)

@@ -10,8 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement.errors import PlacementError, check_above_0, refusal
-from gcore_placement.workload.job import normal_quantiles
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import Floats, check_above_0, normal_quantiles
 from gcore_placement.workload.traces import RecordedStep, Trace, recorded_trace
 
 _NUM_QUANTILES = 4096
@@ -46,16 +46,10 @@ class SampledLengths:
 
 
 def fit_lengths(steps: Sequence[SampledLengths]) -> tuple[float, float]:
-    """Fit one log-normal distribution to the lengths of all steps.
+    """Fit one log-normal to the lengths of all steps; return its median, and standard deviation of the logarithm.
 
     Its mean, cut at the limit, is that of all steps. Where a step cuts more than one response on average, so is the
-    share that is cut; otherwise the mean of the steps' maxima is met.
-
-    Returns:
-        Median, and standard deviation of the logarithm.
-
-    Raises:
-        PlacementError: no step has responses.
+    share that is cut; otherwise the mean of the steps' maxima is met. Raises PlacementError if none has responses.
     """
     steps = [step for step in steps if step.number]
     if not steps:
@@ -82,11 +76,7 @@ def fit_lengths(steps: Sequence[SampledLengths]) -> tuple[float, float]:
 
 
 def step_lengths(step: SampledLengths, *, sigma: float) -> NDArray[np.int64]:
-    """Return [number] ascending lengths with the step's sum and maximum; the others are quantiles of a log-normal.
-
-    Args:
-        sigma: standard deviation of the lengths' logarithm.
-    """
+    """Return [number] ascending lengths with the step's sum and maximum; the others are quantiles of a log-normal."""
     num_top = min(step.number, max(1, step.num_cut))
     rest = step.number - num_top
     top = np.full(num_top, step.longest)
@@ -103,7 +93,7 @@ def step_lengths(step: SampledLengths, *, sigma: float) -> NDArray[np.int64]:
     return np.concatenate([np.sort(lengths), top])
 
 
-def _cut(lengths: NDArray[np.float64], limit: int) -> NDArray[np.float64]:
+def _cut(lengths: Floats, limit: int) -> Floats:
     return np.clip(lengths, 1, limit)
 
 
@@ -128,14 +118,7 @@ def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_leng
 
     A step has its prompts, waves and acceptance, and responses whose sum, maximum and cut share are its own; prompts
     have its mean length. A later wave has the prompts that the one before it did not keep. Judgements are not recorded:
-    they are drawn from a log-normal distribution.
-
-    Args:
-        folder: the run's folder.
-        n: responses to a prompt.
-        judge_median: tokens of a judgement; half are longer.
-        max_judge_length: most tokens of one.
-        seed: seed of everything that is not recorded.
+    they are drawn from a log-normal distribution of this median, cut at `max_judge_length`.
 
     Raises:
         PlacementError: the folder is not such a run, or `judge_median` is not above 0.
@@ -205,12 +188,13 @@ class PublishedCurve:
                 num_prompts=num_prompts,
                 num_accepted=num_prompts,
                 prompt_quantiles=((0.5, self.prompt_length),),
-                response_quantiles=self._responses(mean, limits[np.searchsorted(steps, moment, side="right") - 1]),
+                response_quantiles=_cut_log_normal(
+                    mean * float(np.exp(-(self.sigma**2) / 2)),
+                    self.sigma,
+                    limits[np.searchsorted(steps, moment, side="right") - 1],
+                ),
                 judge_quantiles=judge,
             )
             for moment, mean in zip(moments, np.interp(moments, steps, means), strict=True)
         ]
         return recorded_trace(self.name, recorded, n=n, seed=seed)
-
-    def _responses(self, mean: float, longest: float) -> Quantiles:
-        return _cut_log_normal(mean * float(np.exp(-(self.sigma**2) / 2)), self.sigma, longest)

@@ -11,18 +11,19 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gcore_placement.errors import (
+from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.quantities import (
     Above0,
     Amount,
     Checked,
-    PlacementError,
+    Floats,
+    Ints,
     Positive,
     check_above_0,
     check_amounts,
     check_lengths,
     check_positive,
     check_share,
-    refusal,
 )
 
 FORMAT = 1
@@ -34,23 +35,20 @@ _OF_RESPONSES = ("response_length", "judge_length")
 class Wave:
     """Groups that are sampled together: generated, judged, and kept or dropped."""
 
-    prompt_length: NDArray[np.float64]
+    prompt_length: Floats
     """[G]"""
-    response_length: NDArray[np.float64]
+    response_length: Floats
     """[G, N]"""
-    judge_length: NDArray[np.float64]
+    judge_length: Floats
     """[G, N]"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """Groups of all steps, in order of step and wave. Lengths are in tokens.
+    """Groups of all steps, in order of step and wave. Lengths are in tokens, at least 1.
 
     A step's waves follow one another, as dynamic sampling draws again once it knows the scores; it trains on the groups
     that were accepted.
-
-    Raises:
-        PlacementError: shapes do not fit each other, a length is below 1, or steps or waves are out of order.
     """
 
     name: str
@@ -60,13 +58,13 @@ class Trace:
     """[G] within its step: from 0, without gaps."""
     accepted: NDArray[np.bool_]
     """[G] whether the step trains on the group."""
-    prompt_length: NDArray[np.float64]
+    prompt_length: Floats
     """[G]"""
-    response_length: NDArray[np.float64]
+    response_length: Floats
     """[G, N]"""
-    judge_length: NDArray[np.float64]
+    judge_length: Floats
     """[G, N] of the judgement of each response."""
-    payload_bytes: NDArray[np.float64]
+    payload_bytes: Floats
     """[G], bytes of a prompt in addition to its tokens, such as images and video."""
 
     def __post_init__(self) -> None:
@@ -95,7 +93,7 @@ class Trace:
         return int(self.step[-1]) + 1
 
     @cached_property
-    def _step_bounds(self) -> NDArray[np.intp]:
+    def _step_bounds(self) -> Ints:
         return np.searchsorted(self.step, np.arange(self.num_steps + 1))
 
     def step_slice(self, step: int) -> slice:
@@ -115,27 +113,20 @@ class Trace:
             )
 
     def training_tokens(self, step: int) -> tuple[float, float]:
-        """Return the tokens that the step trains on, and the pairs of query and key tokens.
-
-        See `TransformerWorkload.flops`; a prompt is computed with each of its responses.
-        """
+        """Return the tokens that the step trains on, a prompt with each response, and pairs of query and key tokens."""
         groups = self.step_slice(step)
         kept = self.accepted[groups]
         lengths = (self.prompt_length[groups, None] + self.response_length[groups])[kept]
         return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum())
 
     def save(self, path: str | Path) -> None:
-        """Write one `.npz` file: the arrays under their names, `name` and `format`."""
+        """Write one `.npz` file: the fields under their names, and `format`."""
         arrays = {field.name: np.asarray(getattr(self, field.name)) for field in fields(self)}
         np.savez_compressed(Path(path), allow_pickle=False, format=np.int64(FORMAT), **arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
-        """Read a file that `save` has written.
-
-        Raises:
-            PlacementError: the file is not a trace, or has another format.
-        """
+        """Read a file that `save` has written. Raises PlacementError where it is not one, or has another format."""
         names = {field.name for field in fields(cls)}
         try:
             with np.load(Path(path), allow_pickle=False) as stored:
@@ -172,11 +163,7 @@ class RecordedStep:
 
 
 def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: int = 0) -> Trace:
-    """Return a trace with the steps, waves, sizes and lengths of a recorded run.
-
-    Raises:
-        PlacementError: there is no step, a count is below 1, more waves than prompts, or quantiles do not rise.
-    """
+    """Return a trace with the steps, waves, sizes and lengths of a recorded run, of which there must be one."""
     check_positive("n", n)
     if not steps:
         raise refusal("steps", 0, "at least 1")
@@ -190,17 +177,16 @@ def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: in
         if step.num_waves > step.num_prompts:
             raise refusal(f"steps[{number}].num_waves", step.num_waves, f"at most num_prompts ({step.num_prompts})")
         groups = step.num_prompts
-        rows.append(
-            {
-                "step": np.full(groups, number),
-                "wave": _waves(step),
-                "accepted": rng.permutation(groups) < step.num_accepted,
-                "prompt_length": lengths_from_quantiles(step.prompt_quantiles, groups, rng),
-                "response_length": lengths_from_quantiles(step.response_quantiles, groups * n, rng).reshape(-1, n),
-                "judge_length": lengths_from_quantiles(step.judge_quantiles, groups * n, rng).reshape(-1, n),
-                "payload_bytes": np.full(groups, step.payload_bytes),
-            }
-        )
+        row = {
+            "step": np.full(groups, number),
+            "wave": _waves(step),
+            "accepted": rng.permutation(groups) < step.num_accepted,
+            "prompt_length": lengths_from_quantiles(step.prompt_quantiles, groups, rng),
+            "response_length": lengths_from_quantiles(step.response_quantiles, groups * n, rng).reshape(-1, n),
+            "judge_length": lengths_from_quantiles(step.judge_quantiles, groups * n, rng).reshape(-1, n),
+            "payload_bytes": np.full(groups, step.payload_bytes),
+        }
+        rows.append(row)
     return Trace(name=name, **{key: np.concatenate([row[key] for row in rows]) for key in rows[0]})
 
 
@@ -216,12 +202,8 @@ def _waves(step: RecordedStep) -> NDArray[np.int64]:
     return np.asarray(np.searchsorted(first, np.arange(step.num_prompts), side="right") - 1, dtype=np.int64)
 
 
-def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Return [count] whole lengths, shuffled, with the given quantiles: one from each of `count` equal shares.
-
-    Raises:
-        PlacementError: probabilities do not rise within 0 and 1, or lengths do not rise from at least 1.
-    """
+def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Generator) -> Floats:
+    """Return [count] whole lengths, shuffled, with the given quantiles: one from each of `count` equal shares."""
     table = np.atleast_2d(np.asarray(quantiles, dtype=np.float64))
     if table.shape[1] != 2:
         raise refusal("quantiles.shape", table.shape, "(number, 2): a probability and a length each")
@@ -229,8 +211,9 @@ def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Gene
     rises = (np.diff(probabilities) > 0).all() and (np.diff(lengths) >= 0).all()
     inside = probabilities[0] >= 0 and probabilities[-1] <= 1 and lengths[0] >= 1 and lengths[-1] < np.inf
     if not (rises and inside):
-        accepted = "probabilities rising from 0 to 1, with rising lengths of at least 1"
-        raise refusal("quantiles", table.tolist(), accepted)
+        raise refusal(
+            "quantiles", table.tolist(), "probabilities rising from 0 to 1, with rising lengths of at least 1"
+        )
     shares = np.linspace(0, 1, count) if count > 1 else np.array([0.5])
     drawn = np.exp(np.interp(shares, probabilities, np.log(lengths)))
     return np.asarray(rng.permutation(np.round(drawn)), dtype=np.float64)
@@ -249,13 +232,13 @@ class Drift:
     back_step: int | None = None
     """Step from which the value is `first` again after a jump."""
 
-    def over(self, num_steps: int) -> NDArray[np.float64]:
+    def over(self, num_steps: int) -> Floats:
         """Return the value of each step, which grows by equal ratios unless it jumps: [num_steps]."""
-        if self.jump_step is not None:
-            step = np.arange(num_steps)
-            has_jumped = (step >= self.jump_step) & (step < (num_steps if self.back_step is None else self.back_step))
-            return np.where(has_jumped, self.last, self.first)
-        return np.geomspace(self.first, self.last, num_steps)
+        if self.jump_step is None:
+            return np.geomspace(self.first, self.last, num_steps)
+        step = np.arange(num_steps)
+        has_jumped = (step >= self.jump_step) & (step < (num_steps if self.back_step is None else self.back_step))
+        return np.where(has_jumped, self.last, self.first)
 
 
 def steady(value: float) -> Drift:
@@ -308,34 +291,30 @@ class TraceRecipe(Checked):
         """Return the trace; it is the same at each call."""
         rng = np.random.default_rng(self.seed)
         noise = np.exp(self.noise * rng.standard_normal((2, self.num_steps)))
-        responses = self.response_median.over(self.num_steps) * noise[0]
-        judges = self.judge_median.over(self.num_steps) * noise[1]
-        acceptance = self.acceptance.over(self.num_steps)
-        waves = [self._waves(float(share), rng) for share in acceptance]
+        waves = [self._waves(float(share), rng) for share in self.acceptance.over(self.num_steps)]
         groups_W = np.array([len(wave) for step in waves for wave in step])
-        steps_W = np.repeat(np.arange(self.num_steps), [len(step) for step in waves])
-        step_G = np.repeat(steps_W, groups_W)
+        step_G = np.repeat(np.repeat(np.arange(self.num_steps), [len(step) for step in waves]), groups_W)
         wave_G = np.repeat(np.concatenate([np.arange(len(step)) for step in waves]), groups_W)
         num_groups = len(step_G)
 
-        def drawn(
-            median: NDArray[np.float64], sigma: float, shape: tuple[int, ...], longest: int
-        ) -> NDArray[np.float64]:
+        def drawn(median: Floats, sigma: float, longest: int) -> Floats:
             own, shared = np.sqrt(1 - self.group_correlation), np.sqrt(self.group_correlation)
-            deviation = own * rng.standard_normal(shape) + shared * rng.standard_normal((shape[0], 1))
+            sizes = (num_groups, self.n)
+            deviation = own * rng.standard_normal(sizes) + shared * rng.standard_normal((num_groups, 1))
             return np.clip(np.round(median[step_G, None] * np.exp(sigma * deviation)), 1, longest)
 
-        sizes = (num_groups, self.n)
         prompts = self.prompt_median * np.exp(self.prompt_sigma * rng.standard_normal(num_groups))
         payloads = self.payload_median_bytes * np.exp(self.payload_sigma * rng.standard_normal(num_groups))
+        responses = self.response_median.over(self.num_steps) * noise[0]
+        judgements = self.judge_median.over(self.num_steps) * noise[1]
         return Trace(
             name=self.name,
             step=step_G,
             wave=wave_G,
             accepted=np.concatenate([wave for step in waves for wave in step]),
             prompt_length=np.clip(np.round(prompts), 1, self.max_prompt_length),
-            response_length=drawn(responses, self.response_sigma, sizes, self.max_response_length),
-            judge_length=drawn(judges, self.judge_sigma, sizes, self.max_judge_length),
+            response_length=drawn(responses, self.response_sigma, self.max_response_length),
+            judge_length=drawn(judgements, self.judge_sigma, self.max_judge_length),
             payload_bytes=np.round(payloads),
         )
 

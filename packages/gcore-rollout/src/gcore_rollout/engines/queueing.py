@@ -1,4 +1,7 @@
-"""Engines that queue samples and generate them on this event loop or elsewhere, and the checks that they share."""
+"""Engines that queue samples and generate them on this event loop or elsewhere, and the checks that they share.
+
+This module does not import torch.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -10,13 +13,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Generic
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion, FinishReason, Request, SampleT
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
 if TYPE_CHECKING:
+    import torch
+
     from gcore_rollout.images.vision_processor import VisionProcessor
 
 
@@ -25,7 +29,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finaliser of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014)."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
@@ -35,12 +39,12 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def sample_seeds(seed: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return a 64-bit seed for each sample of a request, shape [n]."""
     base = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
-    return _splitmix64(_splitmix64(base + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return splitmix64(splitmix64(base + _GOLDEN) + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the uniform number in (0, 1) of each sample (by its seed, shape [B]) at its position, shape [B]."""
-    bits = _splitmix64(seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    bits = splitmix64(seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
@@ -141,10 +145,9 @@ class WaitingQueue:
             for index, prefix in prefixes.items():
                 sample = Sample(call=call, request=request, index=index, prefix=prefix, shares_prompt=False)
                 self._groups.append(deque([sample]))
-            if new := [i for i in request.sample_indices if i not in prefixes]:
-                group = (
-                    Sample(call=call, request=request, index=i, prefix=None, shares_prompt=i != new[0]) for i in new
-                )
+            new = [i for i in request.sample_indices if i not in prefixes]
+            group = (Sample(call=call, request=request, index=i, prefix=None, shares_prompt=i != new[0]) for i in new)
+            if new:
                 self._groups.append(deque(group))
         return call
 
@@ -207,7 +210,7 @@ class QueueingEngine(ABC):
             return ids is None or sample.request.request_id in ids
 
         for sample in self._waiting.remove(is_meant):
-            sample.finish(np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.int32), "abort")
+            sample.call.finished.put_nowait(sample.request.aborted(sample.index))
         await self._abort_running(is_meant)
 
     def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
@@ -342,7 +345,6 @@ def check_request(
     """Refuse a request that the model cannot serve.
 
     Args:
-        max_length: largest number of tokens of prompt and completion.
         vision: the image processor of the model; None: it takes no images.
 
     Raises:
@@ -372,13 +374,9 @@ def check_request(
 
 
 def check_weights(
-    shapes: Mapping[str, tuple[int, ...]], new: Mapping[str, torch.Tensor], *, optional: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]], new: "Mapping[str, torch.Tensor]", *, optional: frozenset[str]
 ) -> None:
-    """Refuse weights that are not the model's.
-
-    Args:
-        shapes: of all parameters of the model.
-        optional: names that may be left out, because they are tied to others.
+    """Refuse weights that are not those of a model with these shapes; ``optional`` names may be left out.
 
     Raises:
         ValueError: unknown or missing names, or another shape.

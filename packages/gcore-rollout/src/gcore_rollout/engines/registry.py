@@ -73,11 +73,7 @@ _KINDS = {
 
 
 def register_engine(name: str, kind: EngineKind) -> None:
-    """Add a kind of engine, for settings to name.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Add a kind of engine, for settings to name; a `ValueError` if the name is taken."""
     if name in _KINDS:
         raise ValueError(f"name is {name!r}; expected one that is not registered yet: {', '.join(_KINDS)} are")
     _KINDS[name] = kind
@@ -89,11 +85,7 @@ def engine_names(which: Callable[[EngineKind], bool] = lambda _: True) -> list[s
 
 
 def engine_kind(name: str) -> EngineKind:
-    """Return the registered kind of this name, or the kind of the user's own that ``PATH.py:function`` makes.
-
-    Raises:
-        RequestError: the name is neither.
-    """
+    """Return the registered kind of this name, or the kind of the user's own that ``PATH.py:function`` makes."""
     if name in _KINDS:
         return _KINDS[name]
     if ".py:" not in name:

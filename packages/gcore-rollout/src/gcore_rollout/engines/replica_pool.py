@@ -25,7 +25,7 @@ class Replica(Generic[RequestT, SampleT]):
     leaves: bool = False
     has_finished: bool = False
     work: int = 0
-    tasks: set["asyncio.Task[None] | None"] = field(default_factory=set["asyncio.Task[None] | None"])
+    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     """Tasks that wait for its samples."""
 
     def __post_init__(self) -> None:
@@ -34,6 +34,11 @@ class Replica(Generic[RequestT, SampleT]):
     @property
     def serves(self) -> bool:
         return self.has_weights and not self.leaves
+
+    def tokens(self) -> tuple[int, int]:
+        """Return the numbers of prompt and completion tokens since it joined the pool."""
+        now, before = self.engine.stats(), self.before
+        return now.prompt_tokens - before.prompt_tokens, now.completion_tokens - before.completion_tokens
 
 
 class ReplicaPool(Generic[RequestT, SampleT]):
@@ -60,8 +65,8 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         self._updates: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._losses: deque[str] = deque(maxlen=4)
-        self._gone_prompt_tokens = 0
-        self._gone_completion_tokens = 0
+        self._gone: list[tuple[int, int]] = []
+        """Tokens of dead and removed replicas."""
         self._own_weights: SharedWeights | None = None
         self._current: tuple[Any, int] | None = None
         self._updating = asyncio.Lock()
@@ -81,31 +86,31 @@ class ReplicaPool(Generic[RequestT, SampleT]):
 
     def stats(self) -> EngineStats:
         """Sum the counters of all replicas, dead and removed ones included, over their time in the pool."""
-        both = [(replica.before, replica.engine.stats()) for replica in self._replicas]
+        tokens = [*self._gone, *(replica.tokens() for replica in self._replicas)]
+        stats = [engine.stats() for engine in self.engines]
         return EngineStats(
-            prompt_tokens=self._gone_prompt_tokens + sum(s.prompt_tokens - b.prompt_tokens for b, s in both),
-            completion_tokens=self._gone_completion_tokens
-            + sum(s.completion_tokens - b.completion_tokens for b, s in both),
-            num_running=sum(s.num_running for _, s in both),
-            num_waiting=sum(s.num_waiting for _, s in both),
+            prompt_tokens=sum(prompt for prompt, _ in tokens),
+            completion_tokens=sum(completion for _, completion in tokens),
+            num_running=sum(s.num_running for s in stats),
+            num_waiting=sum(s.num_waiting for s in stats),
             weight_version=self._version,
         )
 
     async def pause(self) -> None:
         self._is_paused = True
-        await self._all("pause")
+        await self._all(lambda engine: engine.pause())
 
     async def resume(self) -> None:
         self._is_paused = False
-        await self._all("resume")
+        await self._all(lambda engine: engine.resume())
 
     async def sleep(self) -> None:
-        await self._all("sleep")
+        await self._all(lambda engine: engine.sleep())
         self._is_asleep = True
 
     async def wake(self) -> None:
         self._is_asleep = False
-        await self._all("wake")
+        await self._all(lambda engine: engine.wake())
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Update all replicas; weights that cannot be read again are first written to shared memory, once for all.
@@ -158,17 +163,9 @@ class ReplicaPool(Generic[RequestT, SampleT]):
             return agreed
 
     async def check_weights(self, digests: Digests) -> None:
-        """Compare the weights of all replicas, and those of replacements until the next update, with digests.
-
-        See `ChecksWeights.check_weights`.
-        """
+        """Compare the weights of all replicas, and those of replacements until the next update, with digests."""
         self._expected = self._version, digests
-        self._check_open()
-        replicas = list(self._replicas)
-        outcomes = await asyncio.gather(
-            *(check_weights(replica.engine, digests) for replica in replicas), return_exceptions=True
-        )
-        self._settle(replicas, outcomes)
+        await self._all(lambda engine: check_weights(engine, digests))
 
     async def add(self, engine: Engine[RequestT, SampleT]) -> None:
         """Add a replica. It serves once it has the current weights: at once if the pool still holds them.
@@ -198,7 +195,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
             if not drain and replica.tasks:
                 await engine.abort()
             while replica.tasks:
-                await asyncio.wait([task for task in replica.tasks if task])
+                await asyncio.wait(replica.tasks)
         except EngineDiedError as death:
             self._bury(replica, str(death))
             raise
@@ -228,15 +225,11 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     def _has_fault(self, error: WrongWeightsError) -> None:
         self._fault = error
 
-    async def _all(self, method: str, *arguments: object) -> None:
-        """Call a method of all replicas; the death of some is no error."""
+    async def _all(self, call: "Callable[[Engine[RequestT, SampleT]], Awaitable[None]]") -> None:
+        """Call all replicas: bury those that are dead, and raise what any other call raised."""
         self._check_open()
         replicas = list(self._replicas)
-        calls = (getattr(replica.engine, method)(*arguments) for replica in replicas)
-        self._settle(replicas, await asyncio.gather(*calls, return_exceptions=True))
-
-    def _settle(self, replicas: Sequence[Replica[RequestT, SampleT]], outcomes: Sequence[object]) -> None:
-        """Bury the replicas whose call found them dead, and raise what any other call raised."""
+        outcomes = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, EngineDiedError):
                 self._bury(replica, outcome.reason)
@@ -246,9 +239,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
 
     def _depart(self, replica: Replica[RequestT, SampleT]) -> None:
         self._replicas.remove(replica)
-        stats = replica.engine.stats()
-        self._gone_prompt_tokens += stats.prompt_tokens - replica.before.prompt_tokens
-        self._gone_completion_tokens += stats.completion_tokens - replica.before.completion_tokens
+        self._gone.append(replica.tokens())
 
     def _bury(self, replica: Replica[RequestT, SampleT], reason: str) -> None:
         """Remove a dead replica, and start its replacement if there is to be one. Idempotent."""

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, cast
 
-from gcore_rollout.engines.processes.engine_process import EngineProcess
 from gcore_rollout.engines.protocol import AnySample, Engine, RequestT, SampleT
 from gcore_rollout.engines.registry import PRELOAD_HF
+from gcore_rollout.engines.remote.process import EngineProcess
 from gcore_rollout.engines.replica_pool import Replica, ReplicaPool
 from gcore_rollout.errors import EngineDiedError, WrongWeightsError
 
@@ -119,7 +119,7 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
             for part in run.parts:
                 if (wanted is None or part.request.request_id in wanted) and not part.aborted.done():
                     part.aborted.set_result(None)
-        await self._all("abort", request_ids)
+        await self._all(lambda engine: engine.abort(request_ids))
 
     def _has_fault(self, error: WrongWeightsError) -> None:
         super()._has_fault(error)
@@ -130,8 +130,7 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
         """Yield each request as one part, or as several if it is more than a replica's fair share of all work."""
         num_replicas = max(1, sum(r.serves for r in self._replicas))
         new = sum(len(r.sample_indices) * r.work_per_sample for r in requests)
-        outstanding = sum(r.work for r in self._replicas) + new
-        fair_share = outstanding / num_replicas
+        fair_share = (sum(r.work for r in self._replicas) + new) / num_replicas
         for request in requests:
             largest = max(1, int(fair_share / request.work_per_sample))
             indices = request.sample_indices
@@ -156,6 +155,7 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
                     run.items.put_nowait(part.request.aborted(index))
                 return
             task = asyncio.current_task()
+            assert task is not None
             replica.tasks.add(task)
             replica.work += part.work
             try:

@@ -40,9 +40,6 @@ class CLIPReward:
         path: a Hugging Face folder of a CLIP model, with tokenizer and image processor.
         device: such as cpu or cuda:0.
         scale: factor of the cosine; None: the model's own over 26.
-
-    Raises:
-        RewardConfigError: the folder holds no such model.
     """
 
     def __init__(self, path: str | Path, *, device: str = "cpu", scale: float | None = 1.0) -> None:
@@ -71,25 +68,17 @@ class AestheticReward:
         path: a Hugging Face folder of a CLIP model, with its image processor.
         head: a safetensors file of the head: ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
         device: such as cpu or cuda:0.
-
-    Raises:
-        RewardConfigError: there is no such model or head.
     """
 
     def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
-        from safetensors.torch import load_file
-
         self._model, self._processor = _load_clip(path, device)
-        try:
-            tensors = load_file(str(head), device=device)
-        except Exception as error:
-            raise RewardConfigError(f"head is {str(head)!r}: {error}") from None
+        tensors = _read("head", Path(head))
         names = sorted((n for n in tensors if n.endswith("weight") and tensors[n].ndim == 2), key=_layer_of)
         width = int(self._model.config.projection_dim)
         if not names or tensors[names[0]].shape[1] != width or tensors[names[-1]].shape[0] != 1:
             shapes = {name: tuple(tensors[name].shape) for name in tensors}
             raise RewardConfigError(f"head {head} has {shapes}; expected layers from {width} embeddings to 1 score")
-        self._layers = [(tensors[n], tensors[n.removesuffix("weight") + "bias"]) for n in names]
+        self._head = _Head([(tensors[n], tensors[n.removesuffix("weight") + "bias"]) for n in names], device)
         self._device = device
 
     @torch.no_grad()
@@ -98,32 +87,7 @@ class AestheticReward:
         del prompts, rows
         pixels = self._processor(list(images), return_tensors="pt").to(self._device)
         seen = self._model.vision_model(pixel_values=pixels["pixel_values"]).pooler_output
-        x = torch.nn.functional.normalize(self._model.visual_projection(seen), dim=-1)
-        return _head(x, self._layers).cpu().numpy()
-
-
-def _load_clip(path: str | Path, device: str) -> tuple[Any, Any]:
-    from transformers import CLIPImageProcessor, CLIPModel
-
-    if not (Path(path) / "config.json").is_file():
-        raise RewardConfigError(f"path is {str(path)!r}; expected a Hugging Face folder of a CLIP model")
-    try:
-        model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
-        return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(path)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise RewardConfigError(f"path is {str(path)!r}: {error}") from None
-
-
-def _head(x: torch.Tensor, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Return the one output [B] of linear layers."""
-    for weight, bias in layers:
-        x = torch.nn.functional.linear(x, weight, bias)
-    return x[:, 0].double()
-
-
-def _layer_of(name: str) -> int:
-    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-    return numbers[0] if numbers else 0
+        return self._head(torch.nn.functional.normalize(self._model.visual_projection(seen), dim=-1)).cpu().numpy()
 
 
 class ImageRewardScore:
@@ -136,23 +100,19 @@ class ImageRewardScore:
         weights: ImageReward.pt, or the same as safetensors.
         tokenizer: a Hugging Face folder of the tokenizer, bert-base-uncased with BLIP's two tokens.
         device: such as cpu or cuda:0.
-
-    Raises:
-        RewardConfigError: either is something else.
     """
 
     def __init__(self, weights: str | Path, tokenizer: str | Path, *, device: str = "cpu") -> None:
         from transformers import AutoTokenizer, CLIPImageProcessor
 
-        tensors = _read(Path(weights))
-        self._vision, self._text = _models(tensors, weights)
+        tensors = _read("weights", Path(weights))
         try:
+            self._vision, self._text = (model.to(device) for model in _models(tensors))
             layers = [(tensors[f"mlp.layers.{i}.weight"], tensors[f"mlp.layers.{i}.bias"]) for i in _HEAD_LAYERS]
-        except KeyError as missing:
-            raise RewardConfigError(f"weights is {str(weights)!r}: it is not ImageReward's: no {missing}") from None
-        self._layers = [(weight.to(device), bias.to(device)) for weight, bias in layers]
-        self._vision.to(device)
-        self._text.to(device)
+        except (KeyError, RuntimeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else error
+            raise RewardConfigError(f"weights is {str(weights)!r}: it is not ImageReward's: {reason}") from None
+        self._head = _Head(layers, device)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -179,69 +139,91 @@ class ImageRewardScore:
             encoder_hidden_states=seen,
             encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=self._device),
         )
-        return ((_head(read.last_hidden_state[:, 0], self._layers) - _MEAN) / _STD).cpu().numpy()
+        return ((self._head(read.last_hidden_state[:, 0]) - _MEAN) / _STD).cpu().numpy()
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+class _Head:
+    """Linear layers to one score."""
+
+    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], device: str) -> None:
+        self._layers = [(weight.to(device), bias.to(device)) for weight, bias in layers]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores [B]."""
+        for weight, bias in self._layers:
+            x = torch.nn.functional.linear(x, weight, bias)
+        return x[:, 0].double()
+
+
+def _layer_of(name: str) -> int:
+    return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+
+
+def _load_clip(path: str | Path, device: str) -> tuple[Any, Any]:
+    from transformers import CLIPImageProcessor, CLIPModel
+
+    if not (Path(path) / "config.json").is_file():
+        raise RewardConfigError(f"path is {str(path)!r}; expected a Hugging Face folder of a CLIP model")
     try:
-        if path.suffix == ".safetensors":
+        model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
+        return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(path)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise RewardConfigError(f"path is {str(path)!r}: {error}") from None
+
+
+def _read(setting: str, path: Path) -> dict[str, torch.Tensor]:
+    try:
+        if setting == "head" or path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(str(path))
         found: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
         return found
     except Exception as error:
-        raise RewardConfigError(f"weights is {str(path)!r}: {type(error).__name__}: {error}") from None
+        raise RewardConfigError(f"{setting} is {str(path)!r}: {type(error).__name__}: {error}") from None
 
 
-def _models(tensors: Mapping[str, torch.Tensor], weights: str | Path) -> tuple[Any, Any]:
+def _models(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
     """Return BLIP's vision model, and its text encoder that attends to images."""
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
     blip = {name.removeprefix("blip."): tensor for name, tensor in tensors.items() if name.startswith("blip.")}
-    try:
-        patch = blip["visual_encoder.patch_embed.proj.weight"]
-        width, patch_size = patch.shape[0], patch.shape[-1]
-        side = round((blip["visual_encoder.pos_embed"].shape[1] - 1) ** 0.5)
-        words = blip["text_encoder.embeddings.word_embeddings.weight"]
-        vision = BlipVisionModel(
-            BlipVisionConfig(
-                hidden_size=width,
-                intermediate_size=blip["visual_encoder.blocks.0.mlp.fc1.weight"].shape[0],
-                num_hidden_layers=_num_layers(blip, r"visual_encoder\.blocks\.(\d+)\."),
-                num_attention_heads=width // _HEAD_DIM,
-                image_size=side * patch_size,
-                patch_size=patch_size,
-                layer_norm_eps=1e-6,
-            )
+    patch = blip["visual_encoder.patch_embed.proj.weight"]
+    width, patch_size = patch.shape[0], patch.shape[-1]
+    side = round((blip["visual_encoder.pos_embed"].shape[1] - 1) ** 0.5)
+    words = blip["text_encoder.embeddings.word_embeddings.weight"]
+    vision = BlipVisionModel(
+        BlipVisionConfig(
+            hidden_size=width,
+            intermediate_size=blip["visual_encoder.blocks.0.mlp.fc1.weight"].shape[0],
+            num_hidden_layers=_num_layers(blip, r"visual_encoder\.blocks\.(\d+)\."),
+            num_attention_heads=width // _HEAD_DIM,
+            image_size=side * patch_size,
+            patch_size=patch_size,
+            layer_norm_eps=1e-6,
         )
-        text = BlipTextModel(
-            BlipTextConfig(
-                vocab_size=words.shape[0],
-                hidden_size=words.shape[1],
-                encoder_hidden_size=width,
-                intermediate_size=blip["text_encoder.encoder.layer.0.intermediate.dense.weight"].shape[0],
-                num_hidden_layers=_num_layers(blip, r"text_encoder\.encoder\.layer\.(\d+)\."),
-                num_attention_heads=words.shape[1] // _HEAD_DIM,
-                max_position_embeddings=blip["text_encoder.embeddings.position_embeddings.weight"].shape[0],
-            ),
-            add_pooling_layer=False,
-        )
-        seen = {_renamed(name): tensor for name, tensor in blip.items() if name.startswith("visual_encoder.")}
-        prefix = "text_encoder."
-        read = {name.removeprefix(prefix): tensor for name, tensor in blip.items() if name.startswith(prefix)}
-        # Not a parameter, and not everywhere there.
-        read.pop("embeddings.position_ids", None)
-        vision.load_state_dict(seen)
-        text.load_state_dict({**_buffers(text), **read})
-    except (KeyError, RuntimeError) as error:
-        raise RewardConfigError(f"weights is {str(weights)!r}: it is not ImageReward's: {error}") from None
+    )
+    text = BlipTextModel(
+        BlipTextConfig(
+            vocab_size=words.shape[0],
+            hidden_size=words.shape[1],
+            encoder_hidden_size=width,
+            intermediate_size=blip["text_encoder.encoder.layer.0.intermediate.dense.weight"].shape[0],
+            num_hidden_layers=_num_layers(blip, r"text_encoder\.encoder\.layer\.(\d+)\."),
+            num_attention_heads=words.shape[1] // _HEAD_DIM,
+            max_position_embeddings=blip["text_encoder.embeddings.position_embeddings.weight"].shape[0],
+        ),
+        add_pooling_layer=False,
+    )
+    seen = {_renamed(name): tensor for name, tensor in blip.items() if name.startswith("visual_encoder.")}
+    prefix = "text_encoder."
+    read = {name.removeprefix(prefix): tensor for name, tensor in blip.items() if name.startswith(prefix)}
+    # Not a parameter, and not everywhere there.
+    read.pop("embeddings.position_ids", None)
+    buffers = {name: tensor for name, tensor in text.named_buffers() if name in text.state_dict()}
+    vision.load_state_dict(seen)
+    text.load_state_dict({**buffers, **read})
     return vision.eval().requires_grad_(False), text.eval().requires_grad_(False)
-
-
-def _buffers(model: Any) -> dict[str, torch.Tensor]:
-    parameters = dict(model.named_parameters())
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
 
 
 def _num_layers(tensors: Mapping[str, torch.Tensor], pattern: str) -> int:

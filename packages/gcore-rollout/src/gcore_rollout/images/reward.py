@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
-from gcore_rollout.rewards.reward import answer, is_async, located, name_of
-from gcore_rollout.rewards.runner import ThreadedReward
+from gcore_rollout.rewards.reward import ThreadedReward, located, name_of
+from gcore_rollout.rewards.runner import answer, is_async
 
 Images = NDArray[np.uint8]
 """Images [B, H, W, 3]."""
@@ -79,10 +79,6 @@ class JPEGCompressibility:
     Args:
         sign: -1: small files are good (compressibility); 1: large ones are (incompressibility).
         size: pixels that a side is resized to before; 0: as it is. The file of a very small image is mostly header.
-
-    Raises:
-        MissingExtraError: pillow is not installed.
-        RewardConfigError: another sign or a negative size.
     """
 
     def __init__(self, *, sign: int = -1, size: int = 0) -> None:
@@ -109,11 +105,7 @@ class JPEGCompressibility:
 class ColourReward:
     """Cosine similarity, from 0 to 1, of the prompt's colour and the image's mean colour, weighted by brightness.
 
-    Args:
-        colours: by the word of a prompt that names them; each red, green and blue from 0 to 1.
-
-    Raises:
-        RewardConfigError: there are no colours, or one is out of range.
+    ``colours`` has red, green and blue from 0 to 1 by the word of a prompt that names them.
     """
 
     def __init__(self, colours: Mapping[str, tuple[float, float, float]]) -> None:
@@ -127,20 +119,13 @@ class ColourReward:
         self._colours = {word: np.asarray(c, np.float64) / np.linalg.norm(c) for word, c in colours.items()}
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
-        """Return scores [B].
-
-        Raises:
-            RewardConfigError: a prompt names no known colour.
-        """
+        """Return scores [B]; `RewardConfigError` if a prompt names no known colour."""
         del rows
-        wanted = np.stack([self._wanted(prompt) for prompt in prompts])
-        return (mean_colours(images) * wanted).sum(1)
-
-    def _wanted(self, prompt: str) -> NDArray[np.float64]:
-        for word in prompt.split():
-            if word in self._colours:
-                return self._colours[word]
-        raise RewardConfigError(f"prompt {prompt!r} names no colour; expected one of {', '.join(self._colours)}")
+        named = [next((word for word in prompt.split() if word in self._colours), "") for prompt in prompts]
+        if "" in named:
+            prompt, known = prompts[named.index("")], ", ".join(self._colours)
+            raise RewardConfigError(f"prompt {prompt!r} names no colour; expected one of {known}")
+        return (mean_colours(images) * np.stack([self._colours[word] for word in named])).sum(1)
 
 
 def mean_colours(images: Images) -> NDArray[np.float64]:

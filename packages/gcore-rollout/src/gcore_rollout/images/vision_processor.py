@@ -7,7 +7,7 @@ image's merged patches. Rendered chat templates have one at each place; `VisionP
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,12 +33,7 @@ class Pixels:
 
 
 class VisionProcessor:
-    """A model folder's image processor, and the number of tokens of an image.
-
-    Args:
-        processor: the image processor of transformers.
-        config: the config of the model.
-    """
+    """A model folder's image processor of transformers, and the number of tokens of an image by the model's config."""
 
     def __init__(self, processor: Any, config: Any) -> None:
         self._processor = processor
@@ -47,10 +42,9 @@ class VisionProcessor:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Self:
-        """Load the image processor of a Hugging Face folder.
+        """Load the image processor of a Hugging Face folder; `MissingExtraError` if Pillow is not installed.
 
         Raises:
-            MissingExtraError: Pillow is not installed.
             UnsupportedModelError: its model takes no images or is not supported, or it has no image processor.
         """
         from transformers import AutoConfig, AutoImageProcessor
@@ -70,20 +64,12 @@ class VisionProcessor:
         return cls(processor, config)
 
     def num_tokens(self, image: bytes) -> int:
-        """Return the number of tokens that an encoded image takes in a prompt.
-
-        Raises:
-            RequestError: the bytes are no image.
-        """
+        """Return the number of tokens that an encoded image takes in a prompt; `RequestError` if it is no image."""
         width, height = _opened(image).size
         return self._processor.get_number_of_image_patches(height, width) // self._merge**2
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[int, ...]:
-        """Return token ids with each image token repeated for each merged patch of its image.
-
-        Raises:
-            RequestError: there are not as many image tokens as images.
-        """
+        """Return token ids with an image token for each merged patch; `RequestError` if there are other images."""
         num_places = list(token_ids).count(self.image_token_id)
         if num_places != len(images):
             raise RequestError(f"a prompt has {len(images)} images; expected {num_places}, for which it has places")
@@ -95,21 +81,12 @@ class VisionProcessor:
 
     def places(self, prompt_token_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Return the first token and the number of tokens of each image in an expanded prompt."""
-        found: list[tuple[int, int]] = []
-        start = 0
-        for token, run in groupby(prompt_token_ids):
-            length = len(list(run))
-            if token == self.image_token_id:
-                found.append((start, length))
-            start += length
-        return found
+        runs = [(token, len(list(run))) for token, run in groupby(prompt_token_ids)]
+        starts = accumulate((length for _, length in runs), initial=0)
+        return [(start, n) for start, (token, n) in zip(starts, runs, strict=False) if token == self.image_token_id]
 
     def check(self, request_id: str, prompt_token_ids: Sequence[int], images: Sequence[bytes]) -> None:
-        """Refuse images that do not fit a prompt's places for them.
-
-        Raises:
-            RequestError: bytes that are no image, other numbers of images or of their tokens, or images side by side.
-        """
+        """Raise `RequestError` for bytes that are no image, or images that do not fit a prompt's places for them."""
         for image in images:
             _decoded(image)
         needed = [self.num_tokens(image) for image in images]
@@ -120,11 +97,7 @@ class VisionProcessor:
             )
 
     def process(self, images: Sequence[bytes]) -> Pixels:
-        """Return the pixels of one or more encoded images.
-
-        Raises:
-            RequestError: bytes are no image.
-        """
+        """Return the pixels of one or more encoded images; `RequestError` if bytes are no image."""
         inputs: Mapping[str, torch.Tensor] = self._processor(images=[_decoded(i) for i in images], return_tensors="pt")
         return Pixels(
             pixel_values=inputs["pixel_values"].numpy().astype(np.float32, copy=False),

@@ -20,9 +20,7 @@ _BEFORE: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "ass
 class ChatEncoder:
     """Renders and tokenizes messages by a tokenizer's chat template; without one, contents as they are.
 
-    Args:
-        tokenizer: of transformers.
-        template_options: further variables of the template, such as ``enable_thinking``.
+    ``template_options`` are further variables of the template, such as ``enable_thinking``.
     """
 
     def __init__(self, tokenizer: Any, *, template_options: Mapping[str, Any] | None = None) -> None:
@@ -32,9 +30,7 @@ class ChatEncoder:
     def first(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens [P] of the first messages, up to where the policy starts.
 
-        Args:
-            messages: one or more.
-            tools: JSON schemas of the functions that the template is to announce.
+        ``tools`` are JSON schemas of the functions that the template is to announce.
 
         Raises:
             RolloutError: there are tools, and no template; or images.
@@ -49,9 +45,7 @@ class ChatEncoder:
     def next(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
         """Return the tokens of further messages, from after the policy's last token to where its next turn starts.
 
-        Args:
-            messages: one or more.
-            last_token: of the policy's turn; if it does not end a turn in the template, the end is added.
+        If ``last_token`` does not end a turn in the template, the end is added.
 
         Raises:
             RolloutError: the template cannot continue after a turn; or there are images.
@@ -85,11 +79,9 @@ class ChatEncoder:
 
 
 def _refuse_images(messages: Sequence[Message]) -> None:
-    for message in messages:
-        content = message["content"]
-        kinds = [] if isinstance(content, str) else [part.get("type") for part in content or ()]
-        if "image" in kinds or "image_url" in kinds:
-            raise RolloutError("a message has an image: episodes are of text alone, a Request can have images")
+    parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"] or ()]
+    if any(part.get("type") in ("image", "image_url") for part in parts):
+        raise RolloutError("a message has an image: episodes are of text alone, a Request can have images")
 
 
 def _joined(messages: Sequence[Message]) -> str:

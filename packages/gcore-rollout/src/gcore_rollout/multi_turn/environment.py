@@ -53,13 +53,10 @@ class Environment(Protocol):
         ...
 
     async def step(self, completion: str) -> Reply:
-        """Answer one turn.
+        """Answer the text of one turn, which has no special tokens.
 
         A ``step`` with a further parameter ``truncated: bool`` is notified by it of a turn that was cut off at its
         largest number of tokens. After such a turn the episode ends, whatever the answer.
-
-        Args:
-            completion: the text of the turn, without special tokens.
         """
         ...
 
@@ -68,13 +65,8 @@ class RevisionEnvironment:
     """Returns an answer with its reward's feedback until it is good enough (G-Core, arXiv 2507.22789).
 
     A turn's reward is the gain of its answer's score over the one before, so an episode's score is that of its last.
-
-    Args:
-        messages: the request.
-        reward: scores an answer; its feedback, such as a judge's verdict, is the policy's next message; without any,
-            that is the score.
-        good_enough: an answer of this score or more ends the episode.
-        max_revisions: largest number of revisions.
+    The feedback of the reward, such as a judge's verdict, is the policy's next message; without any, that is the score.
+    An answer of the score ``good_enough`` or more ends the episode.
     """
 
     def __init__(
@@ -118,10 +110,6 @@ class ToolCall:
     """Why the call cannot be read; empty: it can."""
 
 
-CallParser = Callable[[str], Sequence[ToolCall]]
-"""Parses the text of a turn to its calls; a turn without calls is an answer."""
-
-
 def hermes_calls(text: str) -> list[ToolCall]:
     """Parse calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
     return [_call(match) for match in _HERMES.findall(text)]
@@ -140,10 +128,7 @@ def _call(text: str) -> ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A function that a policy may call.
-
-    A failure of a call is reported to the policy, which may correct it, and is no error of the run.
-    """
+    """A function that a policy may call. A failure is reported to the policy, and is no error of the run."""
 
     name: str
     description: str
@@ -178,11 +163,7 @@ class Tool:
 class ToolEnvironment:
     """An environment that runs the calls of every turn, all at once; a turn without calls is the answer and ends it.
 
-    Args:
-        messages: the first ones.
-        tools: what may be called.
-        parse: how calls are written.
-        reward: scores the answer; None: the episode is scored elsewhere.
+    ``parse`` reads the calls of a turn; ``reward`` scores the answer, None: the episode is scored elsewhere.
     """
 
     def __init__(
@@ -190,7 +171,7 @@ class ToolEnvironment:
         messages: Sequence[Message],
         tools: Sequence[Tool],
         *,
-        parse: CallParser = hermes_calls,
+        parse: Callable[[str], Sequence[ToolCall]] = hermes_calls,
         reward: Callable[[str], float | Awaitable[float]] | None = None,
     ) -> None:
         self._messages = list(messages)

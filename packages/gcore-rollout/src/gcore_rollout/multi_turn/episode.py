@@ -1,45 +1,25 @@
 """Episodes: a policy and an environment alternate on one growing sequence of tokens."""
 
 import asyncio
-import dataclasses
 import inspect
 import math
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
-from gcore_rollout.errors import EpisodeError, RequestError
+from gcore_rollout.errors import EpisodeError
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment
+from gcore_rollout.rewards.registry import MultiTurnConfig
 
 T = TypeVar("T")
-_Piece = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]
-"""Token ids, where the policy wrote them, log-probs and weight versions of a part of the response."""
 EpisodeEnd = Literal["done", "truncated_turn", "length", "max_turns"]
 """The environment ended it; a turn was cut off before its end, such as at ``max_tokens_per_turn``; the tokens of the
 episode were used up; its turns were."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeLimits:
-    """Limits of an episode."""
-
-    max_turns: int = 8
-    """Largest number of turns of the policy."""
-    max_tokens_per_turn: int | None = None
-    """Largest number of tokens of a turn; None: the rest of the episode's."""
-    step_timeout_s: float = 60.0
-    """Time limit of the environment to answer one turn, or to start."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens_per_turn", "step_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise RequestError(f"{name} is {value}; expected a finite number above 0")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +50,7 @@ async def run_episode(
     *,
     request_id: str,
     sampling: SamplingParams,
-    limits: EpisodeLimits | None = None,
+    limits: MultiTurnConfig | None = None,
     seed: int = 0,
 ) -> Episode:
     """Play one episode. Many at once make one continuous stream of requests.
@@ -84,18 +64,21 @@ async def run_episode(
         encoder: of the policy's tokenizer.
         request_id: prefix of the request ids of its turns.
         sampling: ``max_tokens`` bounds the whole response [R], including the environment's messages.
-        limits: default: `EpisodeLimits()`.
+        limits: of turns, tokens and the environment's time; default: `MultiTurnConfig()`.
         seed: together with the turn's number, determines the random numbers.
 
     Raises:
         EpisodeError: the environment failed, or did not answer in time.
         RequestError: the first messages do not fit the model.
     """
-    limits = limits or EpisodeLimits()
+    limits = limits or MultiTurnConfig()
     takes_truncated = "truncated" in inspect.signature(environment.step).parameters
     opening = await _within(environment.reset(), limits.step_timeout_s, f"episode {request_id!r}: reset")
     prompt_ids = encoder.first(opening.messages, tools=opening.tools)
-    pieces: list[_Piece] = []
+    log_probs: list[float] = []
+    versions: list[int] = []
+    mask: list[bool] = []
+    """Where the policy wrote the token."""
     response: list[int] = []
     turns: list[str] = []
     score = 0.0
@@ -105,14 +88,16 @@ async def run_episode(
         request = Request(
             request_id=f"{request_id}/{len(turns)}",
             prompt_token_ids=(*prompt_ids, *response),
-            sampling=dataclasses.replace(sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)),
+            sampling=replace(sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)),
             seed=hash((seed, len(turns))),
         )
         completion = await _completed(engine, request)
-        written = np.ones(completion.token_ids.size, np.bool_)
-        pieces.append((completion.token_ids, written, completion.log_probs, completion.weight_versions))
-        response += completion.token_ids.tolist()
-        turns.append(encoder.text(completion.token_ids.tolist()))
+        written = completion.token_ids.tolist()
+        response += written
+        log_probs += completion.log_probs.tolist()
+        versions += completion.weight_versions.tolist()
+        mask += [True] * len(written)
+        turns.append(encoder.text(written))
         what = f"episode {request_id!r}: step {len(turns)}"
         is_truncated = completion.finish_reason != "stop"
         answering = environment.step(turns[-1], **({"truncated": is_truncated} if takes_truncated else {}))
@@ -125,35 +110,26 @@ async def run_episode(
         elif is_truncated:
             # A turn that was cut off has no end after which a message could come.
             end = "length" if len(response) >= sampling.max_tokens else "truncated_turn"
-        elif len(turns) == limits.max_turns:
+        elif len(turns) == limits.max_assistant_turns:
             end = "max_turns"
         else:
             said = encoder.next(reply.messages, last_token=response[-1])
             if len(response) + len(said) >= sampling.max_tokens:
                 end = "length"
             else:
-                pieces.append(_of_environment(said))
                 response += said
-    token_ids, mask, log_probs, versions = (np.concatenate(column) for column in zip(*pieces, strict=True))
+                log_probs += [0.0] * len(said)
+                versions += [-1] * len(said)
+                mask += [False] * len(said)
     return Episode(
         prompt_ids=np.array(prompt_ids, np.int64),
-        token_ids=token_ids,
-        response_mask=mask,
-        log_probs=log_probs,
-        weight_versions=versions,
+        token_ids=np.array(response, np.int64),
+        response_mask=np.array(mask, np.bool_),
+        log_probs=np.array(log_probs, np.float32),
+        weight_versions=np.array(versions, np.int32),
         turns=tuple(turns),
         score=score,
         end=end,
-    )
-
-
-def _of_environment(token_ids: list[int]) -> _Piece:
-    size = len(token_ids)
-    return (
-        np.array(token_ids, np.int64),
-        np.zeros(size, np.bool_),
-        np.zeros(size, np.float32),
-        np.full(size, -1, np.int32),
     )
 
 
@@ -163,7 +139,7 @@ async def _completed(engine: Engine, request: Request) -> Completion:
         [completion] = [c async for c in engine.generate([request])]
         if completion.finish_reason != "abort":
             return completion
-        request = dataclasses.replace(request, prefixes=(completion,))
+        request = replace(request, prefixes=(completion,))
 
 
 async def _within(answer: Awaitable[T], timeout_s: float, what: str) -> T:

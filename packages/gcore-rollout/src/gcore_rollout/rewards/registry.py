@@ -1,68 +1,24 @@
-"""The rewards that settings name: registered kinds, URLs and ``PATH.py:function``; and the settings of the kinds."""
+"""Settings of rewards and environments, and what they name: registered rewards, URLs and ``PATH.py:function``."""
 
 import importlib.util
+import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from gcore_rollout.errors import RewardConfigError, RewardError
-from gcore_rollout.rewards.reward import RewardFunction
+from gcore_rollout.errors import RequestError, RewardConfigError, RewardError
+from gcore_rollout.multi_turn.chat import ChatEncoder
+from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
+from gcore_rollout.rewards.reward import Failed, RewardFunction, Scored
+from gcore_rollout.rewards.runner import FailureLog, OnError, RewardRunner
 
 if TYPE_CHECKING:
     from gcore_rollout.images.reward import ImageRewardFunction
 
 KindT = TypeVar("KindT")
-
-Reduce = Literal["mean", "median", "majority"]
-"""How several verdicts become one. The majority is the most frequent score, and the lowest of those on a tie."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeOptions:
-    """Settings of the questions to a generative reward model and of the reading of its verdicts; a base of settings."""
-
-    template: str = ""
-    """File with the question, with fields in braces; empty: how good it is, from 0 to 10."""
-    n: int = 1
-    """Verdicts on each question."""
-    reduce: Reduce = "mean"
-    """How several verdicts become one score."""
-    temperature: float = 1.0
-    """Temperature of its sampling; 0: greedy."""
-    max_response_length: int = 512
-    """Longest verdict in tokens."""
-    pattern: str = ""
-    """Regular expression whose first group is the score; its last match in a verdict counts. Empty: "Score: 7"."""
-    low: float = 0.0
-    """The score that is scaled to 0."""
-    high: float = 10.0
-    """The score that is scaled to 1."""
-
-    def check(self) -> None:
-        """Check the settings.
-
-        Raises:
-            RewardConfigError: a setting is out of its range.
-        """
-        for name, least in (("n", 1), ("max_response_length", 1), ("temperature", 0)):
-            if not getattr(self, name) >= least:
-                raise RewardConfigError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        if self.low == self.high:
-            raise RewardConfigError(f"low and high are both {self.low}; expected two scores")
-
-    def question(self, *, setting: str) -> str:
-        """Read the file of the question; empty: there is none. ``setting`` is its name, for errors.
-
-        Raises:
-            RewardConfigError: the file cannot be read.
-        """
-        try:
-            return Path(self.template).read_text("utf-8") if self.template else ""
-        except (OSError, UnicodeDecodeError) as error:
-            raise RewardConfigError(f"{setting} is {self.template!r}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +45,93 @@ class ImageRewardKind:
     """The content of the file at ``head``, for errors; empty: none is needed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentRole:
+    """Environments in which the policy acts over several turns."""
+
+    make: Callable[[Mapping[str, Any]], Environment]
+    """Makes the environment of one episode from a row."""
+    has_reward: bool
+    """Whether its rewards are complete; otherwise the run's reward scores the last turn, in addition."""
+    encoder: ChatEncoder
+    limits: "MultiTurnConfig"
+    on_error: OnError
+    """Reaction to an environment that fails."""
+    failures: FailureLog = field(default_factory=FailureLog)
+    """Failures of environments, with ``on_error`` "drop"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTurnConfig:
+    """Responses of several turns, in an environment or with tools."""
+
+    environment: str = ""
+    """PATH.py:function, which makes from a row an environment of one episode (gcore_rollout.Environment),
+    such as a ToolEnvironment; it rewards turns, and the reward, if there is one, scores the last. Empty: one turn."""
+    max_revisions: int = 0
+    """Instead of an environment: how many times a response is returned with its reward's feedback, such as a judge's
+    verdict, for the policy to revise; the last one's score counts."""
+    good_enough: float = 1.0
+    """A response of this score is not revised."""
+    max_assistant_turns: int = 8
+    """Most turns of the policy; together with the environment's answers they have data.max-response-length tokens."""
+    max_tokens_per_turn: int = 0
+    """Most tokens of one turn; 0: what is left."""
+    step_timeout_s: float = 60.0
+    """Seconds for the environment to answer one turn."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("max_assistant_turns", 1), ("max_tokens_per_turn", 0), ("max_revisions", 0)):
+            if getattr(self, name) < lowest:
+                raise RequestError(f"{name} is {getattr(self, name)}; expected {lowest} or more")
+        if not math.isfinite(self.good_enough):
+            raise RequestError(f"good_enough is {self.good_enough}; expected a finite number")
+        if self.environment and self.max_revisions:
+            raise RequestError(
+                f"max_revisions is {self.max_revisions}; expected 0 with rollout.multi_turn.environment "
+                f"{self.environment!r}"
+            )
+        if not 0 < self.step_timeout_s < math.inf:
+            raise RequestError(f"step_timeout_s is {self.step_timeout_s}; expected a finite number above 0")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether responses have several turns."""
+        return bool(self.environment or self.max_revisions)
+
+    def build(
+        self, tokenizer: Any, reward: RewardRunner, *, prompt_key: str, on_error: OnError
+    ) -> EnvironmentRole | None:
+        """Build the environment; None: responses have one turn.
+
+        Args:
+            tokenizer: of the policy, with a chat template.
+            reward: scores what is revised.
+            prompt_key: column of a row that has the messages to answer, for revisions.
+            on_error: reaction to an environment that fails.
+        """
+        if not self.is_used:
+            return None
+        if self.max_revisions:
+            make = partial(self._revision, reward, prompt_key)
+        else:
+            make = load_function(self.environment, setting="rollout.multi_turn.environment")
+        encoder, has_reward = ChatEncoder(tokenizer), self.max_revisions > 0
+        return EnvironmentRole(make=make, has_reward=has_reward, encoder=encoder, limits=self, on_error=on_error)
+
+    def _revision(self, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]) -> Environment:
+        prompt = row[prompt_key]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+        async def score(completion: str) -> Scored:
+            scored = await reward.score(prompt=str(messages[-1]["content"]), completion=completion, row=row)
+            if isinstance(scored, Failed):
+                raise scored.error
+            return scored
+
+        return RevisionEnvironment(messages, score, good_enough=self.good_enough, max_revisions=self.max_revisions)
+
+
 def _math_verify() -> RewardFunction:
     from gcore_rollout.rewards.kinds.verifiers import MathVerifyReward
 
@@ -108,50 +151,40 @@ def _jpeg(settings: ImageRewardSettings, *, sign: int) -> "ImageRewardFunction":
     return JPEGCompressibility(sign=sign, size=settings.jpeg_size)
 
 
-def _clip(settings: ImageRewardSettings, *, scale: float | None) -> "ImageRewardFunction":
-    from gcore_rollout.images.models import CLIPReward
+def _scored_by_model(name: str, settings: ImageRewardSettings) -> "ImageRewardFunction":
+    from gcore_rollout.images import models
 
-    return CLIPReward(settings.path, device=settings.device, scale=scale)
-
-
-def _aesthetic(settings: ImageRewardSettings) -> "ImageRewardFunction":
-    from gcore_rollout.images.models import AestheticReward
-
-    return AestheticReward(settings.path, settings.head, device=settings.device)
-
-
-def _image_reward(settings: ImageRewardSettings) -> "ImageRewardFunction":
-    from gcore_rollout.images.models import ImageRewardScore
-
-    return ImageRewardScore(settings.head, settings.path, device=settings.device)
+    match name:
+        case "clip" | "pick_score":
+            return models.CLIPReward(settings.path, device=settings.device, scale=1.0 if name == "clip" else None)
+        case "aesthetic":
+            return models.AestheticReward(settings.path, settings.head, device=settings.device)
+        case _:
+            return models.ImageRewardScore(settings.head, settings.path, device=settings.device)
 
 
 _REWARDS: dict[str, Callable[[], RewardFunction]] = {"math-verify": _math_verify, "code": _code}
 _IMAGE_REWARDS = {
     "jpeg_compressibility": ImageRewardKind(make=partial(_jpeg, sign=-1)),
     "jpeg_incompressibility": ImageRewardKind(make=partial(_jpeg, sign=1)),
-    "clip": ImageRewardKind(make=partial(_clip, scale=1.0), path="a CLIP model"),
-    "pick_score": ImageRewardKind(make=partial(_clip, scale=None), path="a CLIP model"),
-    "aesthetic": ImageRewardKind(make=_aesthetic, path="a CLIP model", head="a safetensors file of its head"),
-    "image_reward": ImageRewardKind(make=_image_reward, path="its tokenizer", head="ImageReward.pt"),
+} | {
+    name: ImageRewardKind(make=partial(_scored_by_model, name), path=path, head=head)
+    for name, path, head in (
+        ("clip", "a CLIP model", ""),
+        ("pick_score", "a CLIP model", ""),
+        ("aesthetic", "a CLIP model", "a safetensors file of its head"),
+        ("image_reward", "its tokenizer", "ImageReward.pt"),
+    )
 }
 
 
 def register_reward(name: str, make: Callable[[], RewardFunction]) -> None:
-    """Add a reward, for settings to name.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Add a reward, for settings to name; `ValueError` if the name is taken."""
     _register(_REWARDS, name, make)
 
 
 def register_image_reward(name: str, kind: ImageRewardKind) -> None:
-    """Add a kind of image reward, for settings to name.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Add a kind of image reward, for settings to name; `ValueError` if the name is taken."""
     _register(_IMAGE_REWARDS, name, kind)
 
 
@@ -167,21 +200,14 @@ def reward_names() -> list[str]:
 
 
 def build_reward(spec: str) -> RewardFunction:
-    """Make the registered reward of this name, or import the function that ``PATH.py:function`` names.
-
-    Raises:
-        RewardError: it does not load.
-    """
+    """Make the registered reward of this name, or import the function that ``PATH.py:function`` names."""
     return _REWARDS[spec]() if spec in _REWARDS else load_reward(spec)
 
 
 def build_image_reward(name: str, settings: ImageRewardSettings, *, setting: str) -> "ImageRewardFunction":
-    """Make the image reward that a setting names.
+    """Make the image reward of a registered kind, at an http(s) URL, or by ``PATH.py:function``.
 
-    Args:
-        name: of a registered kind, an http(s) URL, or ``PATH.py:function``.
-        settings: of rewards.
-        setting: the name of the setting, such as ``reward.kind``, for errors.
+    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors.
 
     Raises:
         RewardConfigError: there is no such reward, or it lacks a setting.
@@ -209,11 +235,7 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def load_function(spec: str, *, setting: str) -> Callable[..., Any]:
-    """Import the function that ``PATH.py:function`` names.
-
-    Args:
-        spec: path and name.
-        setting: the name of the setting, for errors.
+    """Import the function that ``PATH.py:function`` names; ``setting`` is the name of the setting, for errors.
 
     Raises:
         RewardError: the form is wrong, the file is missing or does not import, or it has no such function.

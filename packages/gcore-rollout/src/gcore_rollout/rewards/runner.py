@@ -1,30 +1,34 @@
-"""Concurrent scoring of completions, with time limits, bounded retries, threads, and counts of failures."""
+"""Calls of rewards: checked, with time limits, bounded retries and counts of failures, many at a time."""
 
 import asyncio
-import contextvars
 import inspect
+import logging
 import math
-import queue
 import random
+import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError, RewardExitError
 from gcore_rollout.rewards.reward import (
-    FailureLog,
+    Failed,
+    Failure,
     GroupRewardFunction,
+    InterruptedCallError,
     RewardFunction,
+    RewardStats,
     Scored,
-    blocking_limit,
-    call,
-    evaluate,
-    evaluate_group,
-    is_async,
+    ThreadedReward,
+    exit_error,
+    located,
+    may_pass,
     name_of,
 )
 
@@ -32,6 +36,206 @@ OnError = Literal["raise", "drop"]
 """A reward that fails after its retries raises, or gives `Failed`."""
 
 T = TypeVar("T")
+Limit = Callable[[Awaitable[Any]], Awaitable[Any]]
+"""Wraps the wait for an async reward, such as by a time limit."""
+_MAX_KINDS = 100
+"""Most kinds of failures that are distinguished."""
+_logger = logging.getLogger(__name__)
+_blocking_limit_s: ContextVar[float | None] = ContextVar("blocking_limit_s", default=None)
+"""Time limit of a call in the main thread."""
+_interrupted: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+"""Loops in which Ctrl-C has interrupted a call: others that are ready would block them again before they can react."""
+
+
+async def score(reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """Return only the number of `evaluate`."""
+    return (await evaluate(reward, prompt=prompt, completion=completion, row=row)).score
+
+
+async def evaluate(
+    reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any], limit: Limit | None = None
+) -> Scored:
+    """Call a reward and check what it returns.
+
+    Raises:
+        NoScoreError: the reward raised it.
+        RewardExitError: it tried to end the process.
+        RewardError: it raised anything else, or did not return finite numbers; the message holds both texts.
+    """
+    with _naming(reward, prompt, completion):
+        return checked(await answer(reward, prompt, completion, row, limit=limit))
+
+
+async def evaluate_group(
+    reward: GroupRewardFunction,
+    *,
+    prompt: str,
+    completions: Sequence[str],
+    row: Mapping[str, Any],
+    limit: Limit | None = None,
+) -> list[Scored]:
+    """Evaluate a group of completions of one prompt; see `evaluate`."""
+    with _naming(reward, prompt, completions[0] if completions else ""):
+        values = await answer(reward, prompt, completions, row, limit=limit)
+        if len(values) != len(completions):
+            raise RewardError(f"returned {len(values)} scores; expected one for each of {len(completions)} completions")
+        return [checked(value) for value in values]
+
+
+@contextmanager
+def _naming(reward: object, prompt: str, completion: str) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        texts = f"prompt {prompt[-80:]!r}, completion {completion[:80]!r}"
+        raise located(error, f"reward {name_of(reward)!r} on {texts}") from error
+
+
+def checked(value: object) -> Scored:
+    """Return what a reward returned, finite numbers; raise `RewardError` for anything else."""
+    if not isinstance(value, Scored):
+        return Scored(score=_finite("returned", value))
+    parts = {name: _finite(f"returned a part {name!r} of", part) for name, part in value.parts.items()}
+    return Scored(score=_finite("returned a score of", value.score), parts=parts, feedback=value.feedback)
+
+
+def _finite(what: str, value: Any) -> float:
+    try:
+        # A string would pass through float(), but a reward returns one by mistake.
+        number = float(value + 0.0)
+    except (TypeError, ValueError):
+        raise RewardError(f"{what} {value!r}; expected one number") from None
+    if not math.isfinite(number):
+        raise RewardError(f"{what} {number}; expected a finite number")
+    return number
+
+
+def is_async(reward: object) -> bool:
+    """Return whether a reward is an async function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
+
+
+async def answer(function: Callable[..., Any], *arguments: Any, limit: Limit | None = None) -> Any:
+    """Call a function, and wait for what it returns if that is awaitable, within a limit if there is one.
+
+    After Ctrl-C has interrupted the call, this waits until it is cancelled.
+
+    Raises:
+        RewardExitError: the function tried to end the process, or blocked it for too long in `RewardRunner.try_on`.
+    """
+    try:
+        value = _call(function, *arguments)
+        if not inspect.isawaitable(value):
+            return value
+        return await (value if limit is None else limit(value))
+    except InterruptedCallError:
+        await asyncio.get_running_loop().create_future()
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise exit_error(error) from error
+
+
+def _call(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function so that SIGINT interrupts it even if it blocks the main thread.
+
+    The handler of asyncio acts when the event loop runs again, which it does not while the function blocks.
+
+    Raises:
+        InterruptedCallError: Ctrl-C was pressed; the handler that was installed before has been called.
+        RewardExitError: the function raised KeyboardInterrupt, or blocked for longer than ``_blocking_limit_s``.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        try:
+            return function(*arguments)
+        except KeyboardInterrupt as error:
+            # No signal is handled here.
+            raise exit_error(error) from error
+    loop = asyncio.get_running_loop()
+    if loop in _interrupted:
+        raise InterruptedCallError
+    guard = _Guard(_blocking_limit_s.get())
+    signal.signal(signal.SIGINT, guard.interrupt)
+    try:
+        with guard:
+            return function(*arguments)
+    except KeyboardInterrupt as error:
+        if guard.is_expired:
+            raise RewardExitError(f"no answer within {guard.timeout_s:g} s") from None
+        if guard.is_interrupted:
+            raise InterruptedCallError from None
+        raise exit_error(error) from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if guard.is_interrupted:
+            _interrupted.add(loop)
+            before(signal.SIGINT, None)
+
+
+class _Guard:
+    """Interrupts a call of the main thread, on SIGINT or after a time."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self.is_interrupted = self.is_expired = self._is_over = False
+        self._lock = threading.Lock()
+        self._timer = None if timeout_s is None else threading.Timer(timeout_s, self._expire)
+
+    def __enter__(self) -> None:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def interrupt(self, *_: object) -> None:
+        """Handle the signal."""
+        self.is_interrupted |= not self.is_expired
+        if not self._is_over:
+            raise KeyboardInterrupt
+
+    def _expire(self) -> None:
+        with self._lock:
+            if not self._is_over:
+                self.is_expired = True
+                # It wakes the main thread out of a system call, too.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+class FailureLog:
+    """Counts calls, and failures by kind; the first traceback of each kind is logged."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._counts: dict[str, Failure] = {}
+        self._num_calls = 0
+
+    def succeeded(self) -> None:
+        """Count a call that did not fail."""
+        self._num_calls += 1
+
+    def failed(self, error: BaseException) -> None:
+        """Count a call that failed, by the root cause of an error of this package."""
+        self._num_calls += 1
+        failure = Failure.of(error)
+        if failure.kind not in self._known and len(self._known) >= _MAX_KINDS:
+            failure = replace(failure, kind="another error")
+        if failure.kind not in self._known:
+            self._known.add(failure.kind)
+            _logger.info("%s; the first of its kind:", error, exc_info=error)
+        found = self._counts.get(failure.kind)
+        self._counts[failure.kind] = failure if found is None else replace(found, count=found.count + 1)
+
+    def drain(self) -> tuple[int, list[Failure]]:
+        """Return the number of calls and the failures since this method was called last."""
+        drained = self._num_calls, list(self._counts.values())
+        self._num_calls, self._counts = 0, {}
+        return drained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +253,10 @@ class RetryPolicy:
         for name in ("max_retries", "backoff_s"):
             if not getattr(self, name) >= 0:
                 raise RewardConfigError(f"{name} is {getattr(self, name)}; expected 0 or more")
-        if not self.max_backoff_s >= self.backoff_s:
-            raise RewardConfigError(
-                f"max_backoff_s is {self.max_backoff_s}; expected at least backoff_s={self.backoff_s}"
-            )
+        if not (longest := self.max_backoff_s) >= self.backoff_s:
+            raise RewardConfigError(f"max_backoff_s is {longest}; expected at least backoff_s={self.backoff_s}")
 
-    async def run(
-        self,
-        attempt: Callable[[], Awaitable[T]],
-        *,
-        may_pass: Callable[[Exception], bool],
-        on_retry: Callable[[], None] | None = None,
-    ) -> T:
+    async def run(self, attempt: Callable[[], Awaitable[T]], *, may_pass: Callable[[Exception], bool]) -> T:
         """Return the result of ``attempt``, or raise its last error; ``may_pass``: it is worth another attempt."""
         for retry in range(self.max_retries):
             try:
@@ -70,35 +266,7 @@ class RetryPolicy:
                     raise
             wait_s = min(self.max_backoff_s, self.backoff_s * 2**retry)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-            if on_retry is not None:
-                on_retry()
         return await attempt()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failed:
-    """A completion without a score: its group must be dropped."""
-
-    error: RewardError
-    """The error, with the reward's name, the prompt and the completion."""
-
-
-@dataclass(kw_only=True)
-class RewardStats:
-    """Counters since the runner was made."""
-
-    num_scored: int = 0
-    num_failed: int = 0
-    """Calls that ended in an error after their retries; `NoScoreError` is not one."""
-    num_no_score: int = 0
-    """Calls to which the reward had no score to give."""
-    num_retries: int = 0
-    num_timeouts: int = 0
-    """Attempts that were given up after ``timeout_s``."""
-    num_running: int = 0
-    num_waiting: int = 0
-    busy_s: float = 0.0
-    """Total seconds of all attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +278,7 @@ class RewardRunnerConfig:
     timeout_s: float = 60.0
     """Time limit of each attempt."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    """Retries after time-outs and broken connections (`TimeoutError`, `ConnectionError`); nothing else is tried
-    again."""
+    """Retries after time-outs and broken connections (`TimeoutError`, `ConnectionError`), and nothing else."""
     on_error: OnError = "raise"
     sync_in_threads: bool = True
     """Run a synchronous reward in as many threads as there may be calls (see `ThreadedReward`), not on the loop."""
@@ -125,56 +292,99 @@ class RewardRunnerConfig:
             raise RewardConfigError(f"on_error is {self.on_error!r}; expected one of {', '.join(get_args(OnError))}")
 
 
-class _Runner(Generic[T]):
-    """The base of runners, of single completions or of groups.
+class RewardRunner:
+    """Scores completions one by one, or by a `GroupRewardFunction` in groups, many calls at a time.
 
     Attributes:
         failures: Counts calls, and those that ended in an error after their retries.
     """
 
-    def __init__(self, config: RewardRunnerConfig | None) -> None:
+    def __init__(self, reward: RewardFunction | GroupRewardFunction, config: RewardRunnerConfig | None = None) -> None:
         self.failures = FailureLog()
         self._config = config or RewardRunnerConfig()
         self._places = asyncio.Semaphore(self._config.max_concurrency)
         self._stats = RewardStats()
+        self._reward: Callable[..., Any] = reward
+        self._threads: ThreadedReward | None = None
+        if self._config.sync_in_threads and not is_async(reward):
+            self._reward = self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
 
     def stats(self) -> RewardStats:
         return replace(self._stats)
 
+    async def score(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
+        """Score one completion.
+
+        Returns:
+            `Failed` if the reward raised `NoScoreError`, or if it failed and ``on_error`` is "drop".
+
+        Raises:
+            RewardError: the reward failed, after its retries, and ``on_error`` is "raise".
+            RewardExitError: the reward tried to end the process.
+        """
+        call = partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row, limit=self._in_time)
+        return await self._run(call)
+
+    async def score_group(
+        self, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
+    ) -> list[Scored] | Failed:
+        """Return one `Scored` for each completion, in their order, from one call; otherwise as `score`."""
+        texts = {"prompt": prompt, "completions": completions}
+        return await self._run(partial(evaluate_group, self._reward, **texts, row=row, limit=self._in_time))
+
+    async def try_on(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
+        """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too.
+
+        Raises:
+            RewardError: see `score`.
+            RewardExitError: the reward blocked the process for longer than ``timeout_s``, or tried to end it.
+        """
+        token = _blocking_limit_s.set(self._config.timeout_s)
+        try:
+            return await self.score(prompt=prompt, completion=completion, row=row)
+        finally:
+            _blocking_limit_s.reset(token)
+            # Failures of the trial are not those of the run, which may have another log file.
+            self.failures = FailureLog()
+
+    def close(self) -> None:
+        """Let the threads of a synchronous reward end. Idempotent."""
+        if self._threads is not None:
+            self._threads.close()
+
     async def _run(self, call: Callable[[], Awaitable[T]]) -> T | Failed:
-        stats = self._stats
+        stats, num_attempts = self._stats, 0
 
         async def attempt() -> T:
+            nonlocal num_attempts
+            stats.num_retries += num_attempts > 0
+            num_attempts += 1
             stats.num_waiting += 1
             try:
                 await self._places.acquire()
             finally:
                 stats.num_waiting -= 1
-            began = time.monotonic()
+            start_s = time.monotonic()
             stats.num_running += 1
             try:
                 return await call()
             finally:
                 stats.num_running -= 1
-                stats.busy_s += time.monotonic() - began
+                stats.busy_s += time.monotonic() - start_s
                 self._places.release()
 
-        def count_retry() -> None:
-            stats.num_retries += 1
-
         try:
-            result = await self._config.retry.run(attempt, may_pass=_may_pass, on_retry=count_retry)
+            result = await self._config.retry.run(attempt, may_pass=may_pass)
+            stats.num_scored += 1
         except NoScoreError as error:
             stats.num_no_score += 1
-            self.failures.succeeded()
-            return Failed(error=error)
+            result = Failed(error=error)
         except RewardError as error:
             stats.num_failed += 1
             self.failures.failed(error)
             if self._config.on_error == "raise" or isinstance(error, RewardExitError):
                 raise
             return Failed(error=error)
-        stats.num_scored += 1
         self.failures.succeeded()
         return result
 
@@ -188,163 +398,3 @@ class _Runner(Generic[T]):
                 raise
             self._stats.num_timeouts += 1
             raise TimeoutError(f"no answer within timeout_s={self._config.timeout_s}") from None
-
-
-class RewardRunner(_Runner[Scored]):
-    """Scores completions one by one, concurrently."""
-
-    def __init__(self, reward: RewardFunction, config: RewardRunnerConfig | None = None) -> None:
-        super().__init__(config)
-        self._threads: ThreadedReward | None = None
-        if self._config.sync_in_threads and not is_async(reward):
-            reward = self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
-        self._reward = reward
-
-    async def score(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
-        """Score one completion.
-
-        Returns:
-            `Failed` if the reward raised `NoScoreError`, or if it failed and ``on_error`` is "drop".
-
-        Raises:
-            RewardError: the reward failed, after its retries, and ``on_error`` is "raise".
-            RewardExitError: the reward tried to end the process.
-        """
-        return await self._run(
-            partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row, limit=self._in_time)
-        )
-
-    async def try_on(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
-        """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too.
-
-        Raises:
-            RewardError: see `score`.
-            RewardExitError: the reward blocked the process for longer than ``timeout_s``, or tried to end it.
-        """
-        try:
-            with blocking_limit(self._config.timeout_s):
-                return await self.score(prompt=prompt, completion=completion, row=row)
-        finally:
-            # Failures of the trial are not those of the run, which may have another log file.
-            self.failures = FailureLog()
-
-    def close(self) -> None:
-        """Let the threads of a synchronous reward end. Idempotent."""
-        if self._threads is not None:
-            self._threads.close()
-
-
-class GroupRewardRunner(_Runner[list[Scored]]):
-    """Scores groups of completions, for example by `PairwiseJudge`; a group is one call."""
-
-    def __init__(self, reward: GroupRewardFunction, config: RewardRunnerConfig | None = None) -> None:
-        super().__init__(config)
-        self._reward = reward
-
-    async def score(self, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored] | Failed:
-        """Return one `Scored` for each completion, in their order; otherwise as `RewardRunner.score`."""
-        return await self._run(
-            partial(evaluate_group, self._reward, prompt=prompt, completions=completions, row=row, limit=self._in_time)
-        )
-
-
-def _may_pass(error: BaseException | None) -> bool:
-    """Return whether the error was caused by a time-out or a broken connection."""
-    while error is not None:
-        if isinstance(error, TimeoutError | ConnectionError):
-            return True
-        error = error.__cause__
-    return False
-
-
-class ThreadedReward:
-    """Runs a reward in at most ``max_workers`` daemon threads, so that generation continues meanwhile.
-
-    No thread can be stopped: a call that was abandoned holds its thread until it returns, and one that never returns
-    holds it until the process ends; threads of `concurrent.futures` and `asyncio.to_thread` would keep the process from
-    ending. Code that can hang belongs in a sandbox or on a server.
-
-    Args:
-        reward: synchronous, and safe to be called by several threads.
-        max_workers: threads, which are started on demand.
-    """
-
-    def __init__(self, reward: Callable[..., Any], *, max_workers: int = 8) -> None:
-        if max_workers < 1:
-            raise RewardConfigError(f"max_workers is {max_workers}; expected at least 1")
-        self._reward = reward
-        self.__name__ = name_of(reward)
-        self._max_workers = max_workers
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._num_threads = 0
-        self._num_pending = 0
-
-    async def __call__(self, *arguments: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[Any] = loop.create_future()
-        work = partial(contextvars.copy_context().run, call, self._reward, *arguments)
-        self._num_pending += 1
-        if self._num_pending > self._num_threads < self._max_workers:
-            self._num_threads += 1
-            name = f"reward-{self.__name__}-{self._num_threads}"
-            threading.Thread(target=self._work, name=name, daemon=True).start()
-        self._calls.put(partial(self._call, work, result, loop))
-        value = await result
-        return await value if inspect.isawaitable(value) else value
-
-    def close(self) -> None:
-        """Let the threads end when they are done. Idempotent."""
-        for _ in range(self._num_threads):
-            self._calls.put(None)
-        self._num_threads = 0
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-
-    def _call(self, work: Callable[[], Any], result: "asyncio.Future[Any]", loop: asyncio.AbstractEventLoop) -> None:
-        """Make one call, and pass its outcome to the event loop."""
-        value: Any = None
-        error: BaseException | None = None
-        try:
-            value = work()
-        except BaseException as raised:
-            error = raised
-        # A loop that is closed has no use for the outcome of a call that was given up.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._settle, result, value, error)
-
-    def _settle(self, result: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
-        # A call that was given up has held its thread until now.
-        self._num_pending -= 1
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        elif isinstance(error, StopIteration):
-            result.set_exception(RuntimeError(f"the function raised {error!r}"))
-        else:
-            result.set_exception(error)
-
-
-def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return ``reward/PART/mean`` of every part, over the completions that have it."""
-    values: dict[str, list[float]] = {}
-    for one in parts:
-        for name, part in one.items():
-            values.setdefault(name, []).append(part)
-    return {f"reward/{name}/mean": math.fsum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
-
-
-def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:
-    """Return means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``.
-
-    Without outcomes the result is empty.
-    """
-    everything = list(outcomes)
-    scored = [outcome for outcome in everything if isinstance(outcome, Scored)]
-    if not everything:
-        return {}
-    mean = {"reward/mean": math.fsum(one.score for one in scored) / len(scored)} if scored else {}
-    failed = {"reward/failed_fraction": (len(everything) - len(scored)) / len(everything)}
-    return mean | part_means(one.parts for one in scored) | failed

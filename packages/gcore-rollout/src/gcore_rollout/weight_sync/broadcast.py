@@ -75,9 +75,8 @@ class WeightSender:
     def _sent(self, bucket: "_Bucket", version: int) -> "_Bucket":
         """Start sending a bucket, and return the one to fill meanwhile."""
         layout = tuple(bucket.layout)
-        text = b""
-        if self._layouts.get(self._number) != layout:
-            text = json.dumps([(name, *spec.plain()) for name, spec in layout]).encode()
+        is_known = self._layouts.get(self._number) == layout
+        text = b"" if is_known else json.dumps([(name, *spec.plain()) for name, spec in layout]).encode()
         self._channel.send(_BUCKET, version, text, bucket.used_bytes)
         self._layouts[self._number] = layout
         if bucket.used_bytes:

@@ -26,6 +26,7 @@ from gcore_rollout.engines.protocol import (
     SampleT,
     report_weights,
 )
+from gcore_rollout.engines.queueing import splitmix64
 from gcore_rollout.errors import WrongWeightsError
 
 if TYPE_CHECKING:
@@ -87,10 +88,7 @@ def _multipliers(device: "torch.device") -> "torch.Tensor":
     """Return odd int64 multipliers [_BLOCK_WORDS]: the outputs of SplitMix64 (G. L. Steele et al., OOPSLA 2014)."""
     import torch
 
-    z = np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    z = splitmix64(np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)) | np.uint64(1)
     return torch.from_numpy(z.view(np.int64)).to(device)
 
 
@@ -99,13 +97,7 @@ def _dtype_name(dtype: "torch.dtype") -> str:
 
 
 def held(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = None) -> HeldTensor:
-    """Digest a tensor that an engine computes with.
-
-    Args:
-        name: its Hugging Face name.
-        read: returns the tensor as it was published, whatever layout the engine keeps it in.
-        source: see `HeldTensor.source`; None: ``name``.
-    """
+    """Digest a tensor that an engine computes with; ``read`` returns it as it was published."""
     start_s = time.perf_counter()
     tensor = read()
     return HeldTensor(
@@ -124,7 +116,6 @@ class DigestedWeights:
     Digests are made on the trainer's own tensors, before anything is copied.
 
     Args:
-        weights: Hugging Face names and full tensors.
         dtypes: data types in which engines hold tensors; each tensor is cast to each of them for its digests. Those
             that engines hold in another type cannot be compared. None: float32.
         digests: filled by the source of the weights, while it is iterated over; None: they are made here.
@@ -169,11 +160,7 @@ def all_digests(weights: Iterable[tuple[str, Any]]) -> Digests:
 
 
 async def check_weights(engine: Any, digests: Digests) -> None:
-    """Have an engine compare its weights with the trainer's, if it has a method ``check_weights``.
-
-    Raises:
-        WrongWeightsError: a tensor differs.
-    """
+    """Have an engine with a method ``check_weights`` compare its weights with the trainer's; see `CheckedEngine`."""
     if hasattr(engine, "check_weights"):
         await engine.check_weights(digests)
 
@@ -242,7 +229,6 @@ class TimedEngine(WrappedEngine[RequestT, SampleT]):
 
     Args:
         device: name of its row in the timeline.
-        stage: stage of generation; the work of samples is counted there.
         name: name in announcements.
     """
 
@@ -338,7 +324,7 @@ class CheckedEngine(WrappedEngine[RequestT, SampleT]):
     digests (`DigestedWeights`), pass unchecked.
 
     Args:
-        name: the engine's name in errors, such as "engine 3".
+        name: such as "engine 3", for errors.
         record: shared by the replicas of a model; None: one of its own.
     """
 
@@ -350,11 +336,7 @@ class CheckedEngine(WrappedEngine[RequestT, SampleT]):
         self._checked_s: float | None = None
 
     async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:
-        """See `Engine.update_weights`.
-
-        Raises:
-            WrongWeightsError: the engine has other weights than these now.
-        """
+        """Update and compare; a `WrongWeightsError` says that the engine has other weights than these now."""
         # Taken before the update: during it, a `SharedWeights` may be given the next version. Digests of weights that
         # are made one by one are filled in during the update.
         digests = digests_of(weights)

@@ -61,11 +61,7 @@ def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
 
 
 def check_layout(given: Layout, own: Layout) -> None:
-    """Refuse weights of another layout.
-
-    Raises:
-        ValueError: unknown or missing names, another shape or data type.
-    """
+    """Refuse weights of another layout by a `ValueError`: unknown or missing names, another shape or data type."""
     unknown, missing = sorted(given.keys() - own.keys()), sorted(own.keys() - given.keys())
     if unknown or missing:
         raise ValueError(f"weights do not match: unknown names {unknown[:3]}, missing names {missing[:3]}")
@@ -75,11 +71,7 @@ def check_layout(given: Layout, own: Layout) -> None:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View the bits of a contiguous tensor as integers, shape [N], in which NaN equals itself and -0.0 is not 0.0.
-
-    Raises:
-        ValueError: the elements have more than 8 bytes.
-    """
+    """View the bits of a contiguous tensor as integers, shape [N], in which NaN equals itself and -0.0 is not 0.0."""
     if tensor.dtype.itemsize not in _INTEGERS:
         raise ValueError(f"{tensor.dtype} has elements of {tensor.dtype.itemsize} bytes; expected 8 or fewer")
     return tensor.detach().view(-1).view(_INTEGERS[tensor.dtype.itemsize])

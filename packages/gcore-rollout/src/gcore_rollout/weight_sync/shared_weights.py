@@ -17,7 +17,7 @@ from gcore_rollout.weight_sync.layout import TensorSpec, aligned
 _MAX_MAPPINGS = 2
 
 WeightsLayout = tuple[tuple[str, TensorSpec, int], ...]
-"""Name, spec and place of each tensor: its offset in bytes."""
+"""Name, spec and offset in bytes of each tensor."""
 
 
 def _view(mapping: mmap.mmap, spec: TensorSpec, offset: int) -> torch.Tensor:
@@ -73,11 +73,7 @@ class SharedWeights:
 
     @property
     def layout(self) -> WeightsLayout:
-        """The places of the tensors.
-
-        Raises:
-            RolloutError: nothing has been written, or not completely.
-        """
+        """The places of the tensors; a `RolloutError` if nothing has been written, or not completely."""
         return self._whole()[1]
 
     @property
@@ -90,13 +86,7 @@ class SharedWeights:
         return self._whole()[0].fd
 
     def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights to memory without readers, so that the weights in use stay as they are.
-
-        An iterable that makes them one by one is never asked for two at a time.
-
-        Raises:
-            RolloutError: the memory was closed.
-        """
+        """Copy weights, one at a time, to memory without readers, so that the weights in use stay as they are."""
         if self._is_closed:
             raise RolloutError("the shared weights are closed")
         self._present = None

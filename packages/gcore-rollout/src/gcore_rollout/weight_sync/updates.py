@@ -47,11 +47,7 @@ class AdapterWeights:
 
 
 def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> None:
-    """Refuse adapters that these weights cannot be merged with.
-
-    Raises:
-        ValueError: a name that is not peft's, an A without its B or the reverse, an unknown layer, or another shape.
-    """
+    """Refuse adapters that these weights cannot be merged with, by a `ValueError`."""
     for name in adapters.tensors:
         if not name.endswith((A_OF, B_OF)):
             raise ValueError(f"{name!r} is no name of an adapter; expected one that ends in {A_OF} or {B_OF}")
@@ -150,10 +146,8 @@ def make_delta(
 def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, *, version: int) -> WeightDelta:
     """Change weights in place, and return the delta that changes them back.
 
-    Few elements are overwritten in their tensor; a tensor of which many changed is replaced by another.
-
     Args:
-        weights: contiguous tensors in the host's memory, of this ``version``.
+        weights: contiguous tensors in the host's memory, of this ``version``. A tensor with many changes is replaced.
 
     Raises:
         WrongBaseError: these are not the weights that the delta was made from.

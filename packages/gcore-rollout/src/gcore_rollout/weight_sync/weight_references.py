@@ -83,10 +83,8 @@ class WeightReferences:
     def put(cls, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_size_bytes: int = 256 << 20) -> Self:
         """Copy weights into the store of this node.
 
-        Tensors are read when a bucket is full: an iterable that makes them one by one is never asked for more than
-        that at a time, and must not write over those that it gave.
-
         Args:
+            weights: never asked for more than a bucket ahead; they must not write over those that they gave.
             bucket_size_bytes: size of an object of the store; a larger tensor is one of its own.
         """
         if bucket_size_bytes < 1:

@@ -15,16 +15,17 @@ from gcore_bench.grpo.measure import StepClock, StepFigures
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 
 
-def run(task: Task, *, lengths: Sequence[int]) -> list[StepFigures]:
-    """Make the matrix products of steps whose responses have these ``lengths``."""
+def run(task: Task) -> list[StepFigures]:
+    """Make the matrix products of steps whose responses have the task's lengths."""
+    lengths, num_prompts = task.lengths, task.workload.train_batch_size
     layers, head = _random_weights(json.loads((task.model / "config.json").read_text()))
     figures: list[StepFigures] = []
     clock = StepClock()
     for _ in range(task.steps):
         clock.lap()
-        _generate(layers, head, lengths, num_prompts=task.workload.train_batch_size)
+        _generate(layers, head, lengths, num_prompts)
         gen_s, gen_cpu_s = clock.lap()
-        _train(layers, head, lengths, num_prompts=task.workload.train_batch_size)
+        _train(layers, head, lengths, num_prompts)
         train_s, train_cpu_s = clock.lap()
         seconds = {"wall_s": gen_s + train_s, "cpu_s": gen_cpu_s + train_cpu_s, "gen_s": gen_s, "train_s": train_s}
         figures.append(StepFigures.of(lengths, **seconds, reward_s=0.0, score=0.0))
@@ -42,7 +43,7 @@ def _random_weights(config: dict[str, Any]) -> tuple[list[torch.Tensor], torch.T
 
 
 @torch.inference_mode()
-def _generate(layers: list[torch.Tensor], head: torch.Tensor, lengths: Sequence[int], *, num_prompts: int) -> None:
+def _generate(layers: list[torch.Tensor], head: torch.Tensor, lengths: Sequence[int], num_prompts: int) -> None:
     """Compute prompts once, then one pass for every further token of the responses that have not ended."""
     passes = [(num_prompts * PROMPT_LENGTH, num_prompts)]
     passes += [(alive, alive) for t in range(1, max(lengths)) if (alive := sum(n > t for n in lengths))]
@@ -53,7 +54,7 @@ def _generate(layers: list[torch.Tensor], head: torch.Tensor, lengths: Sequence[
 
 
 @torch.inference_mode()
-def _train(layers: list[torch.Tensor], head: torch.Tensor, lengths: Sequence[int], *, num_prompts: int) -> None:
+def _train(layers: list[torch.Tensor], head: torch.Tensor, lengths: Sequence[int], num_prompts: int) -> None:
     """Compute the forward product and both products of the backward pass."""
     num_inner = sum(n - 1 for n in lengths)
     passes = [(num_prompts * PROMPT_LENGTH + num_inner, w) for w in layers]

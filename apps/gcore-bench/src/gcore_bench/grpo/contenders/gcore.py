@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Literal
 
 import torch
 
@@ -14,15 +13,14 @@ from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_llm.sampling.engines import start_policy
-from gcore_llm.sampling.evaluate import Evaluation
-from gcore_llm.sampling.rewards import reward_function
+from gcore_llm.sampling.rewards import Evaluation, reward_function
 from gcore_rollout import Completion, Engine, Failure, Request, RewardRunner, WrappedEngine
 from gcore_runs import build_tokenizer, eos_token_ids, resolve
 
 
-def run(task: Task, *, engine: Literal["hf", "vllm"]) -> list[StepFigures]:
+def run(task: Task) -> list[StepFigures]:
     """Make the steps of ``task`` and return the figures of each."""
-    model = task.model
+    model, engine = task.model, "vllm" if task.uses_vllm else "hf"
     config = resolve(train_config(task.workload, engine=engine, steps=task.steps, threads=task.threads, seed=task.seed))
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)

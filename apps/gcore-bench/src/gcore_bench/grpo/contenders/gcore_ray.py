@@ -6,14 +6,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from gcore_bench.grpo.measure import StepFigures
+from gcore_bench.grpo.measure import reported_step
 from gcore_bench.grpo.setup import train_config
 from gcore_bench.grpo.workload import Task, Workload
 from gcore_bench.harness.processes import Program
 from gcore_runs.settings.parsing import to_toml
 
-NUM_CONTROLLERS = 2
+_NUM_CONTROLLERS = 2
+_MAIN = "from gcore_llm.cli import main; main()"
 
 
 def program(task: Task, *, folder: Path) -> Program:
@@ -22,7 +24,7 @@ def program(task: Task, *, folder: Path) -> Program:
     config = replace(
         train_config(task.workload, steps=task.steps, threads=task.threads, seed=task.seed),
         runtime="ray",
-        controllers=NUM_CONTROLLERS,
+        controllers=_NUM_CONTROLLERS,
         model=str(task.model.resolve()),
         name="run",
         runs_dir=str(folder.resolve()),
@@ -38,13 +40,10 @@ def program(task: Task, *, folder: Path) -> Program:
     )
 
 
-_MAIN = "from gcore_llm.cli import main; main()"
-
-
-def _figures(workload: Workload, metrics: Path) -> list[StepFigures]:
+def _figures(workload: Workload, metrics: Path) -> list[dict[str, Any]]:
     rows: list[Mapping[str, float]] = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [
-        StepFigures.reported(
+        reported_step(
             row,
             workload.samples_per_step,
             # Responses are scored while others of the step are being generated.

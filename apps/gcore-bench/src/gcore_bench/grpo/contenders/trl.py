@@ -17,7 +17,7 @@ from gcore_llm.sampling.rewards import reward_function
 from gcore_runs import build_tokenizer
 
 
-def run(task: Task, *, use_vllm: bool) -> list[StepFigures]:
+def run(task: Task) -> list[StepFigures]:
     """Make the steps of ``task`` and return the figures of each."""
     config = train_config(task.workload, seed=task.seed)
     tokenizer = build_tokenizer(task.model)
@@ -33,11 +33,11 @@ def run(task: Task, *, use_vllm: bool) -> list[StepFigures]:
         trainer = _TimedTrainer(
             model=policy,
             reward_funcs=score_all,
-            args=_trl_config(task, scratch, use_vllm=use_vllm),
+            args=_trl_config(task, scratch),
             train_dataset=Dataset.from_list([{"prompt": p.text, "prompt_index": i} for i, p in enumerate(prompts)]),
             processing_class=tokenizer,
         )
-        if use_vllm:
+        if task.uses_vllm:
             _correct_weight_sync(trainer.vllm_generation)
         recorder = StepRecorder(reward)
         trainer.add_callback(_Callback(trainer, recorder))
@@ -45,10 +45,10 @@ def run(task: Task, *, use_vllm: bool) -> list[StepFigures]:
     return recorder.steps
 
 
-def _trl_config(task: Task, scratch: str, *, use_vllm: bool) -> GRPOConfig:
+def _trl_config(task: Task, scratch: str) -> GRPOConfig:
     workload = task.workload
     vllm: dict[str, Any] = {}
-    if use_vllm:
+    if task.uses_vllm:
         vllm = {
             "use_vllm": True,
             "vllm_mode": "colocate",
@@ -129,8 +129,7 @@ class _Callback(TrainerCallback):
         assert trainer.train_start_s is not None
         train_s = time.perf_counter() - trainer.train_start_s - trainer.prepare_s
         self._recorder.ended(trainer.lengths, gen_s=trainer.gen_s, train_s=train_s)
-        trainer.train_start_s = None
-        trainer.prepare_s = 0.0
+        trainer.train_start_s, trainer.prepare_s = None, 0.0
 
 
 def _correct_weight_sync(generation: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset, disable_progress_bars
 
-from gcore_bench.grpo.measure import StepFigures
+from gcore_bench.grpo.measure import reported_step
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task, Workload
 from gcore_bench.harness.processes import Program
@@ -168,10 +168,10 @@ def _hydra(value: object) -> str:
             return str(value)
 
 
-def _figures(workload: Workload, metrics: Path) -> list[StepFigures]:
+def _figures(workload: Workload, metrics: Path) -> list[dict[str, Any]]:
     rows: list[Mapping[str, float]] = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
     return [
-        StepFigures.reported(
+        reported_step(
             row,
             workload.samples_per_step,
             gen_s=row["timing_s/gen"] + row["timing_s/update_weights"],

@@ -80,14 +80,13 @@ class DiffusersEngine:
         self._running: tuple[Tape, list[_Waiting]] | None = None
         self._prompts_done = 0
         self._steps_done = 0
-        self._may_begin = asyncio.Event()
-        self._may_begin.set()
         self._is_paused = False
         self._is_asleep = False
         self._closed = False
         self._turn = asyncio.Lock()
         """Held by the running batch, and by methods that change the model."""
-        self._has_work = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set when a batch may be there to be made."""
         self._worker: asyncio.Task[None] | None = None
         self._per_image = self._probe()
 
@@ -101,11 +100,7 @@ class DiffusersEngine:
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Load a local pipeline folder.
-
-        Args:
-            path: has a model_index.json.
-            dtype: of the weights: float32, bfloat16 or float16.
+        """Load a local pipeline folder, with weights of ``dtype``: float32, bfloat16 or float16.
 
         Raises:
             UnsupportedModelError: see `DiffusersEngine`, or it is no pipeline's folder.
@@ -125,7 +120,7 @@ class DiffusersEngine:
         self._line.extend(_Waiting(call, request, i) for request in requests for i in request.sample_indices)
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
-        self._has_work.set()
+        self._changed.set()
         async for sample in call.completions():
             yield sample
 
@@ -144,20 +139,18 @@ class DiffusersEngine:
 
     async def pause(self) -> None:
         self._is_paused = True
-        self._may_begin.clear()
         async with self._turn:
             pass
 
     async def resume(self) -> None:
         self._is_paused = False
-        self._let_begin()
+        self._changed.set()
 
     async def sleep(self) -> None:
         self._check_open()
         if self._line or self._running is not None:
             raise RolloutError("images are running or waiting: abort them, or let them finish, before sleep")
         self._is_asleep = True
-        self._may_begin.clear()
         async with self._turn:
             self.pipeline.to("cpu")
 
@@ -166,7 +159,7 @@ class DiffusersEngine:
         async with self._turn:
             self.pipeline.to(self._device)
         self._is_asleep = False
-        self._let_begin()
+        self._changed.set()
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
@@ -213,10 +206,6 @@ class DiffusersEngine:
         if self._closed:
             raise RolloutError("the engine is closed: make a new one")
 
-    def _let_begin(self) -> None:
-        if not (self._is_paused or self._is_asleep):
-            self._may_begin.set()
-
     def _check(self, request: ImageRequest) -> None:
         if "prompt" not in self._accepted:
             self._class_of(request.prompt)
@@ -238,13 +227,12 @@ class DiffusersEngine:
 
     async def _work(self) -> None:
         while True:
-            self._has_work.clear()
-            while self._line:
-                await self._may_begin.wait()
+            self._changed.clear()
+            while self._line and not (self._is_paused or self._is_asleep):
                 async with self._turn:
-                    if self._may_begin.is_set():
-                        await self._make(self._next_batch())
-            await self._has_work.wait()
+                    if not (self._is_paused or self._is_asleep) and (batch := self._next_batch()):
+                        await self._make(batch)
+            await self._changed.wait()
 
     def _next_batch(self) -> list[_Waiting]:
         """Take the first waiting image and the ones that can be batched with it; drop abandoned ones."""
@@ -259,16 +247,13 @@ class DiffusersEngine:
         return batch
 
     async def _make(self, batch: list[_Waiting]) -> None:
-        if not batch:
-            return
         sampling = batch[0].request.sampling
         generators = [image_generator(waiting.request.seed, waiting.index) for waiting in batch]
         with self._recorded.taping(sampling, generators) as tape:
             self._running = tape, batch
             version = self._version
-            thread = asyncio.create_task(
-                asyncio.to_thread(self._call, [w.request.prompt for w in batch], sampling, generators)
-            )
+            prompts = [waiting.request.prompt for waiting in batch]
+            thread = asyncio.create_task(asyncio.to_thread(self._call, prompts, sampling, generators))
             try:
                 images = await asyncio.shield(thread)
             except asyncio.CancelledError:
@@ -280,18 +265,13 @@ class DiffusersEngine:
                     waiting.abort()
                 return
             except Exception as error:
-                for call in {id(w.call): w.call for w in batch}.values():
+                for call in {waiting.call for waiting in batch}:
                     call.finished.put_nowait(error)
                 return
             finally:
                 self._running = None
-        samples = samples_of(
-            tape,
-            [(waiting.request, waiting.index) for waiting in batch],
-            images,
-            per_image=self._per_image,
-            version=version,
-        )
+        wanted = [(waiting.request, waiting.index) for waiting in batch]
+        samples = samples_of(tape, wanted, images, per_image=self._per_image, version=version)
         for waiting, sample in zip(batch, samples, strict=True):
             waiting.call.finished.put_nowait(sample)
         self._prompts_done += len({w.request.request_id for w in batch})
@@ -328,11 +308,7 @@ class DiffusersEngine:
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
     def _probe(self) -> set[str]:
-        """Make a step of two batches: which arguments have a row for each image; and whether the pipeline can be used.
-
-        Raises:
-            UnsupportedModelError: it cannot.
-        """
+        """Make a step of two batches, and return which of the model's arguments have a row for each image."""
         sizes: dict[str, list[int]] = {}
         prompt = "probe" if "prompt" in self._accepted else "0"
         for count in _PROBED:

@@ -9,8 +9,9 @@ import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -71,15 +72,12 @@ class ModelCall:
         return float(value.reshape(-1)[0]) if isinstance(value, torch.Tensor) else float(value)
 
     def conditions(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that the model was given besides latents and timestep, by its names for them.
-
-        Raises:
-            UnsupportedModelError: it was given something else, which training could not give it again.
-        """
+        """Return the tensors that the model was given besides latents and timestep, by its names for them."""
         left_out = {"return_dict", "timestep", "timesteps", self.latents_argument}
         given = {name: value for name, value in self.arguments.items() if name not in left_out}
         for name, value in given.items():
             if value is not None and not isinstance(value, torch.Tensor | bool):
+                # Training could not give it again.
                 raise UnsupportedModelError(f"the pipeline gives its model {name}={value!r}; expected tensors only")
         return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
 
@@ -88,7 +86,6 @@ class Tape:
     """Makes one batch's steps and records them.
 
     Args:
-        sampling: of the batch.
         generators: one for each image; the noise is drawn after the first latents.
         plain: the kernel of steps without noise.
         calls: of the model; a step removes those since the last one.
@@ -159,10 +156,8 @@ class Tape:
             self.call = calls[0]
             model_output = calls[0].output
             own = combined(model_output, len(output), output.shape[1], self._sampling.guidance_scale)
-            is_own = own.shape == output.shape and torch.allclose(
-                own.float(), output.float(), rtol=_TOLERANCE, atol=_TOLERANCE
-            )
-            if not is_own:
+            near = partial(torch.allclose, rtol=_TOLERANCE, atol=_TOLERANCE)
+            if own.shape != output.shape or not near(own.float(), output.float()):
                 raise UnsupportedModelError(
                     f"the pipeline gives its scheduler {tuple(output.shape)} for its model's output of shape "
                     f"{tuple(model_output.shape)}; expected the output itself, or u + guidance_scale (c - u) of its "
@@ -196,38 +191,33 @@ def combined(output: torch.Tensor, num_images: int, num_channels: int, guidance_
 class _FlowScheduler(FlowMatchEulerDiscreteScheduler):
     tape: Tape | None = None
 
-    def step(self, model_output: Any, timestep: Any, sample: Any, *_: Any, return_dict: bool = True, **__: Any) -> Any:
+    def step(self, model_output: Any, timestep: Any, sample: Any, *_: Any, **__: Any) -> Any:
         assert self.tape is not None
         if self.step_index is None:
             self._init_step_index(timestep)
         sigmas, index = cast(torch.Tensor, self.sigmas), self._step_index
         following = self.tape.step(model_output, sample, sigmas[index], sigmas[index + 1])
         self._step_index = index + 1
-        return _Stepped(following) if return_dict else (following,)
+        return _Stepped(following)
 
 
 class _DDIMScheduler(DDIMScheduler):
     tape: Tape | None = None
 
-    def step(self, model_output: Any, timestep: Any, sample: Any, *_: Any, return_dict: bool = True, **__: Any) -> Any:
+    def step(self, model_output: Any, timestep: Any, sample: Any, *_: Any, **__: Any) -> Any:
         assert self.tape is not None
         config: Any = self.config
         before = timestep - config.num_train_timesteps // self.num_inference_steps
         level = self.alphas_cumprod[timestep]
         next_level = self.alphas_cumprod[before] if before >= 0 else self.final_alpha_cumprod
         following = self.tape.step(model_output, sample, level, next_level)
-        return _Stepped(following) if return_dict else (following,)
+        return _Stepped(following)
 
 
-class _Stepped(tuple[torch.Tensor]):
+class _Stepped(NamedTuple):
     """An output of diffusers, which is a tuple with names."""
 
-    def __new__(cls, following: torch.Tensor) -> "_Stepped":
-        return super().__new__(cls, (following,))
-
-    @property
-    def prev_sample(self) -> torch.Tensor:
-        return self[0]
+    prev_sample: torch.Tensor
 
 
 class Recorded:
@@ -253,18 +243,14 @@ class Recorded:
             raise UnsupportedModelError(f"{type(pipeline).__name__} has no model; expected a transformer or a unet")
         self.denoiser = denoiser
         self.is_flow = isinstance(self._scheduler, _FlowScheduler)
-        self._parameters = list(inspect.signature(self.denoiser.forward).parameters)
+        self._parameters = list(inspect.signature(denoiser.forward).parameters)
         self._calls: list[ModelCall] = []
         self._arguments: dict[str, Any] = {}
         self.denoiser.register_forward_pre_hook(self._called, with_kwargs=True)
         self.denoiser.register_forward_hook(self._answered)
 
     def kernel(self, kernel: Kernel) -> Kernel:
-        """Return a kernel with the scheduler's own settings.
-
-        Raises:
-            RequestError: it is not for this kind of model.
-        """
+        """Return a kernel with the scheduler's own settings; a `RequestError` if it is not for this kind of model."""
         if self.is_flow == isinstance(kernel, DDIM):
             kind, needed = ("flow matching", "a flow kernel") if self.is_flow else ("DDPM's kind", "DDIM")
             raise RequestError(f"kernel is {type(kernel).__name__}; expected {needed}, because the model is of {kind}")
@@ -272,11 +258,7 @@ class Recorded:
 
     @contextmanager
     def taping(self, sampling: ImageSampling, generators: Sequence[torch.Generator]) -> Generator[Tape]:
-        """Record the one call of the pipeline that is made inside the block.
-
-        Raises:
-            RequestError: the kernel is not for this kind of model.
-        """
+        """Record the one call of the pipeline that is made inside the block."""
         # The default kernel is a flow's; without noise each kind of model has its own.
         plain = self.kernel(FlowODE() if self.is_flow else DDIM(eta=0.0))
         kernel = plain if isinstance(sampling.kernel, FlowODE) else self.kernel(sampling.kernel)
@@ -314,9 +296,8 @@ def load_pipeline(path: str | Path, *, dtype: torch.dtype = torch.float32) -> An
     if not index.is_file():
         raise UnsupportedModelError(f"{path} has no model_index.json; expected the folder of a pipeline of diffusers")
     components = json.loads(index.read_text())
-    kind = getattr(diffusers, components.get("_class_name", ""), None)
-    if kind is None:
-        name = components.get("_class_name")
+    name = components.get("_class_name")
+    if (kind := getattr(diffusers, name or "", None)) is None:
         raise UnsupportedModelError(f"class of {index} is {name!r}; expected a pipeline of diffusers")
     absent = {name: None for name, found in components.items() if isinstance(found, list) and found[0] is None}
     has_bar = logging.is_progress_bar_enabled()

@@ -1,23 +1,25 @@
-"""Decoding in the `hf` engine: rows of running samples, slots of keys and values, attention, and the draw of tokens.
+"""The model in the `hf` engine: its loading, slots of keys and values, attention over them, and the draw of tokens.
 
 Tokens reach the model packed in one row, [1, T], so no padding passes through the matrix products. Keys and values live
 in slots of a preallocated cache, one live sample a slot, slots 0..B-1 in use; only attention itself sees a rectangle.
 
-Shapes: T packed tokens, B live samples, P prompts (of repetitions: pattern sizes 1..P), Lq/Lk longest query/key in
-tokens, H query heads, K key-value heads, D head dimension, V vocabulary.
+Shapes: T packed tokens, B live samples, P prompts, Lq/Lk longest query/key in tokens, H query heads, K key-value heads,
+D head dimension, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from gcore_rollout.engines.queueing import Sample, sample_seeds
-from gcore_rollout.errors import UnsupportedModelError
+from gcore_rollout.errors import RolloutError, UnsupportedModelError
+from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
 
 ATTENTION_NAME = "gcore_slots"
 
@@ -26,98 +28,118 @@ _LEAVE_WINDOW_TO_MASK = ("phimoe", "qwen2_moe")
 
 _NUM_PLAIN_SCORES = 1 << 26
 """Most scores in memory at a time where torch's own attention does not compute them: 256 MB in float32."""
+_MAX_DIFFERENCE = 1e-3
+"""Largest difference of log-probabilities of dense models in float32, whose rounding is far below."""
+_MAX_ROUNDED_DIFFERENCE = 0.1
+"""Largest difference with fewer bits, or with experts, between which rounding may decide."""
+_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Exceptions of models that are called in a way that they do not know."""
 
 
-class Rows:
-    """State of the running samples, slot i in row i, so that the bookkeeping of a step is a few vector operations."""
-
-    def __init__(self, num_rows: int) -> None:
-        def zeros() -> NDArray[np.int64]:
-            return np.zeros(num_rows, np.int64)
-
-        self.samples: list[Sample] = []
-        self.seeds = np.zeros(num_rows, np.uint64)
-        self.temperatures = np.zeros(num_rows, np.float32)
-        self.prompt_lengths, self.num_sampled, self.max_tokens = zeros(), zeros(), zeros()
-        self.last_tokens, self.rope_offsets = zeros(), zeros()
-        self.tokens = np.zeros((num_rows, 0), np.int64)
-        self.log_probs = np.zeros((num_rows, 0), np.float32)
-        self.versions = np.zeros((num_rows, 0), np.int32)
-        self.min_pattern_sizes, self.max_pattern_sizes, self.min_counts = zeros(), zeros(), zeros()
-        self.runs = np.zeros((num_rows, 0), np.int64)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def add(self, group: list[Sample]) -> None:
-        """Put samples of one request that start from the same tokens into the next rows."""
-        sampling, prefix_length = group[0].request.sampling, group[0].prefix_length
-        detection = sampling.repetition_detection
-        if detection is not None:
-            self._widen("runs", detection.max_pattern_size)
-        for name in ("tokens", "log_probs", "versions"):
-            self._widen(name, sampling.max_tokens)
-
-        slots = slice(len(self), len(self) + len(group))
-        self.samples.extend(group)
-        self.seeds[slots] = sample_seeds(group[0].request.seed, np.array([s.index for s in group]))
-        self.temperatures[slots] = sampling.temperature
-        self.prompt_lengths[slots] = len(group[0].request.prompt_token_ids)
-        self.num_sampled[slots] = prefix_length
-        self.max_tokens[slots] = sampling.max_tokens
-        self.rope_offsets[slots] = 0
-        self.min_pattern_sizes[slots] = detection.min_pattern_size if detection else 0
-        self.max_pattern_sizes[slots] = detection.max_pattern_size if detection else 0
-        self.min_counts[slots] = detection.min_count if detection else 0
-        prefix = group[0].prefix
-        if prefix is None:
-            self.runs[slots] = 0
-        else:
-            self.tokens[slots, :prefix_length] = prefix.token_ids
-            self.runs[slots] = runs_at_end(prefix.token_ids, self.runs.shape[1])
-
-    def move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
-        """Copy rows ``src`` to rows ``dst``, both of shape [M]."""
-        for array in vars(self).values():
-            if isinstance(array, np.ndarray):
-                array[dst] = array[src]
-        for s, d in zip(src.tolist(), dst.tolist(), strict=True):
-            self.samples[d] = self.samples[s]
-
-    def _widen(self, name: str, num_columns: int) -> None:
-        array = getattr(self, name)
-        if (missing := num_columns - array.shape[1]) > 0:
-            setattr(self, name, np.pad(array, ((0, 0), (0, missing))))
+def load_model(
+    path: str | Path, *, dtype: torch.dtype, max_model_len: int | None
+) -> tuple[Any, VisionProcessor | None]:
+    """Load a local Hugging Face folder with the engine's attention, and its image processor if it reads images."""
+    AttentionInterface.register(ATTENTION_NAME, _forward)
+    config = AutoConfig.from_pretrained(path)
+    text_config: Any = config.get_text_config()
+    vision = VisionProcessor.from_pretrained(path) if config.model_type in VISION_MODELS else None
+    attention: Any = ATTENTION_NAME
+    if vision is not None:
+        attention = {"text_config": attention, "vision_config": "sdpa"}
+    auto_class: Any = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
+    try:
+        model: Any = auto_class.from_pretrained(path, config=config, dtype=dtype, attn_implementation=attention)
+    except (AttributeError, KeyError, TypeError) as error:
+        # Raised by models that have classes of their own for every attention that they know.
+        raise UnsupportedModelError(
+            f"{config.model_type!r} does not load with an attention that is not transformers' own "
+            f"({type(error).__name__}: {error}): the vllm engine may run it"
+        ) from error
+    # transformers itself ignores an attention that the model never calls, and the samples would mix.
+    others = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if not model.is_backend_compatible() or others:
+        raise UnsupportedModelError(
+            f"{config.model_type!r} does not run all its layers through transformers' attention interface: "
+            "the hf engine cannot run it, the vllm engine may"
+        )
+    longest = longest_sequence(text_config)
+    if max_model_len is not None and longest < min(max_model_len, text_config.max_position_embeddings):
+        raise UnsupportedModelError(
+            f"max_model_len is {max_model_len}; expected at most {longest} for rope_type 'longrope' of "
+            f"{config.model_type!r}, whose factors change there: the vllm engine computes longer sequences"
+        )
+    return model, vision
 
 
-def runs_at_end(tokens_T: NDArray[np.int64], num_sizes: int) -> NDArray[np.int64]:
-    """Count, for each pattern size p, how many of the last tokens in a row equal the one p before; shape [P]."""
-    runs_P = np.zeros(num_sizes, np.int64)
-    for size in range(1, min(num_sizes, len(tokens_T) - 1) + 1):
-        differs = np.flatnonzero(tokens_T[:-size] != tokens_T[size:])
-        runs_P[size - 1] = len(tokens_T) - size - (differs[-1] + 1 if len(differs) else 0)
-    return runs_P
+def longest_sequence(config: Any) -> int:
+    """Return the tokens of the longest sequence that a model of this config computes alike in every batch.
 
-
-def extend_runs(runs_BP: NDArray[np.int64], tokens_BT: NDArray[np.int64], last_B: NDArray[np.int64]) -> None:
-    """Update `runs_at_end` in place, after a token was written at column ``last_B`` of each row."""
-    before_BP = last_B[:, None] - np.arange(1, runs_BP.shape[1] + 1)
-    earlier_BP = np.take_along_axis(tokens_BT, np.maximum(before_BP, 0), axis=1)
-    newest_B1 = np.take_along_axis(tokens_BT, last_B[:, None], axis=1)
-    runs_BP[:] = np.where((before_BP >= 0) & (earlier_BP == newest_B1), runs_BP + 1, 0)
-
-
-def is_repetitive(
-    runs_BP: NDArray[np.int64], min_size_B: NDArray[np.int64], max_size_B: NDArray[np.int64], count_B: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Return whether each row ends in ``count_B`` times a pattern of a size within its bounds; never for bounds of 0.
-
-    The last tokens are c times one pattern of p tokens if and only if the last p (c - 1) tokens each equal the one p
-    before them. So it is enough to count, for every p, for how many tokens in a row that has held.
+    transformers chooses the factors of rope_type ``longrope`` (LongRoPE, arXiv 2402.13753) by the largest position of a
+    batch, and the base of ``dynamic`` beyond ``max_position_embeddings``.
     """
-    sizes_P = np.arange(1, runs_BP.shape[1] + 1)
-    in_bounds_BP = (sizes_P >= min_size_B[:, None]) & (sizes_P <= max_size_B[:, None])
-    return (in_bounds_BP & (runs_BP >= sizes_P * (count_B[:, None] - 1))).any(axis=1)
+    longest: int = config.max_position_embeddings
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") == "longrope":
+            longest = min(longest, parameters["original_max_position_embeddings"])
+    return longest
+
+
+@torch.inference_mode()
+def check_logits(
+    model: Any,
+    engine_logits: Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[torch.Tensor]],
+    *,
+    max_length: int,
+    max_num_seqs: int,
+) -> None:
+    """Compare the engine's logits of a first and a second token with those of transformers, a sequence at a time.
+
+    Args:
+        engine_logits: returns logits [P, V] after prompts, and after one token more of each; both are given.
+
+    Raises:
+        UnsupportedModelError: they differ by more than rounding, or the model cannot be called in this way.
+    """
+    model_type: str = model.config.model_type
+    rng = np.random.default_rng(0)
+    # One or two prompts of different lengths, which leave space for two tokens.
+    lengths = [max(1, min(length, max_length - 2)) for length in (12, 5)]
+    vocab_size: int = model.get_input_embeddings().num_embeddings
+    prompts = [rng.integers(0, vocab_size, length).tolist() for length in lengths[:max_num_seqs]]
+    next_tokens = [prompt[0] for prompt in prompts]
+    config = model.config.get_text_config()
+    own_attention = config._attn_implementation
+    try:
+        after_prompts_PV, after_tokens_PV = engine_logits(prompts, next_tokens)
+        config._attn_implementation = "eager"
+        expected: list[torch.Tensor] = []
+        for prompt, token in zip(prompts, next_tokens, strict=True):
+            input_ids = torch.tensor([[*prompt, token]], device=model.device)
+            logits_2V = model(input_ids=input_ids, use_cache=False).logits[0, -2:]
+            expected.append(logits_2V.float().log_softmax(-1))
+    except (RolloutError, torch.OutOfMemoryError):
+        raise
+    except _FAULTS as error:
+        raise UnsupportedModelError(
+            f"the hf engine cannot run {model_type!r} ({type(error).__name__}: {error}): the vllm engine may"
+        ) from error
+    finally:
+        config._attn_implementation = own_attention
+    actual_P2V = torch.stack([after_prompts_PV, after_tokens_PV], dim=1)
+    differences_P2 = (actual_P2V.float().log_softmax(-1) - torch.stack(expected)).abs().mean(-1)
+    rounds = model.dtype not in (torch.float32, torch.float64) or "expert" in str(model.config.to_dict().keys())
+    if model.device.type == "cuda":
+        rounds |= torch.get_float32_matmul_precision() != "highest"
+    limit = _MAX_ROUNDED_DIFFERENCE if rounds else _MAX_DIFFERENCE
+    # A comparison with nan is false.
+    if not float(differences_P2.max()) <= limit:
+        raise UnsupportedModelError(
+            f"log-probabilities of {model_type!r} in the hf engine differ from those of transformers by "
+            f"{float(differences_P2.max()):.2g} on average (at most {limit:g} is rounding): the model does something "
+            "that the engine does not compute, the vllm engine may"
+        )
 
 
 def sample_tokens(
@@ -151,19 +173,16 @@ def sample_tokens(
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The scoring of keys by a layer.
-
-    Attributes:
-        scale: Factor of the scores; None: 1 / sqrt(D).
-        sliding_window: Number of latest tokens that a query sees, its own included; None: all.
-        softcap: Replaces scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118); None: no softcap.
-        sinks: [H] a further score of each head's softmax, without a value (gpt-oss); None: no sinks.
-    """
+    """The scoring of keys by a layer."""
 
     scale: float | None
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    """Factor of the scores; None: 1 / sqrt(D)."""
+    sliding_window: int | None
+    """Number of latest tokens that a query sees, its own included; None: all."""
+    softcap: float | None
+    """Replaces scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118); None: no softcap."""
+    sinks: torch.Tensor | None
+    """[H] a further score of each head's softmax, without a value (gpt-oss); None: no sinks."""
 
     @property
     def is_plain(self) -> bool:
@@ -202,12 +221,6 @@ class SlotCache:
             self.keys[index] = keys = like_1KTD.new_zeros(shape)
             self.values[index] = values = like_1KTD.new_zeros(shape)
         return keys, values
-
-    def clear(self) -> None:
-        self.keys = [None] * len(self.keys)
-        self.values = [None] * len(self.values)
-        self.num_slots = 0
-        self.capacity = 0
 
     def move(self, src: torch.Tensor, dst: torch.Tensor, length: int) -> None:
         """Copy the first ``length`` tokens of slots ``src`` to slots ``dst`` (both [M], disjoint)."""
@@ -361,11 +374,7 @@ def _forward(
 
 
 def _window_of_mask(module: torch.nn.Module, layer: int) -> int | None:
-    """Return the sliding window that the config gives a layer, for a layer that does not pass one.
-
-    Raises:
-        UnsupportedModelError: there is one, and it is not known whether transformers' masks apply it.
-    """
+    """Return the sliding window that the config gives a layer which passes none, if it is known to apply there."""
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
@@ -377,8 +386,3 @@ def _window_of_mask(module: torch.nn.Module, layer: int) -> int | None:
         f"sliding_window of {config.model_type!r} is {window}, and its layers do not pass it to their attention: "
         "the hf engine cannot tell where it applies, the vllm engine may run the model"
     )
-
-
-def register() -> None:
-    """Make ``attn_implementation="gcore_slots"`` known to transformers, through its own extension point."""
-    AttentionInterface.register(ATTENTION_NAME, _forward)

@@ -1,6 +1,6 @@
 """The `hf` engine: any transformers causal LM, continuously batched over key-value slots, in this process.
 
-It runs the vision-language models of `VISION_MODELS`.
+It runs the vision-language models of `VISION_MODELS`. Shapes as in `decoding`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,32 +11,88 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.hf.decoding import (
-    Decode,
-    Prefill,
-    Rows,
-    SlotCache,
-    extend_runs,
-    is_repetitive,
-    sample_tokens,
-)
-from gcore_rollout.engines.hf.loading import check_logits, load_model, longest_sequence
+from gcore_rollout.engines.hf import decoding
+from gcore_rollout.engines.hf.decoding import Decode, Prefill, SlotCache
 from gcore_rollout.engines.hf.vision import HFVision
-from gcore_rollout.engines.protocol import (
-    EngineStats,
-    FinishReason,
-    HeldTensor,
-    HeldWeights,
-    Request,
-    SamplingParams,
+from gcore_rollout.engines.protocol import EngineStats, FinishReason, HeldWeights, Request, SamplingParams
+from gcore_rollout.engines.queueing import (
+    InProcessEngine,
+    Sample,
+    check_request,
+    check_weights,
+    sample_seeds,
+    uniforms,
 )
-from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_request, check_weights, uniforms
+from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.images.vision_processor import VisionProcessor, checkpoint_name
 from gcore_rollout.weight_sync.checked import held
 
 
+class Rows:
+    """State of the running samples, slot i in row i, so that the bookkeeping of a step is a few vector operations."""
+
+    def __init__(self, num_rows: int) -> None:
+        def zeros() -> NDArray[np.int64]:
+            return np.zeros(num_rows, np.int64)
+
+        self.samples: list[Sample] = []
+        self.seeds = np.zeros(num_rows, np.uint64)
+        self.temperatures = np.zeros(num_rows, np.float32)
+        self.prompt_lengths, self.num_sampled, self.max_tokens = zeros(), zeros(), zeros()
+        self.last_tokens, self.rope_offsets = zeros(), zeros()
+        self.tokens = np.zeros((num_rows, 0), np.int64)
+        self.log_probs = np.zeros((num_rows, 0), np.float32)
+        self.versions = np.zeros((num_rows, 0), np.int32)
+        # Least and largest size of a pattern, and how often it must come; 0: repetitions are not looked for.
+        self.patterns = np.zeros((num_rows, 3), np.int64)
+        self.runs = np.zeros((num_rows, 0), np.int64)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def add(self, group: list[Sample]) -> None:
+        """Put samples of one request that start from the same tokens into the next rows."""
+        sampling, prefix_length = group[0].request.sampling, group[0].prefix_length
+        detection = sampling.repetition_detection
+        pattern = (0, 0, 0)
+        if detection is not None:
+            self._widen("runs", detection.max_pattern_size)
+            pattern = (detection.min_pattern_size, detection.max_pattern_size, detection.min_count)
+        for name in ("tokens", "log_probs", "versions"):
+            self._widen(name, sampling.max_tokens)
+
+        slots = slice(len(self), len(self) + len(group))
+        self.samples.extend(group)
+        self.seeds[slots] = sample_seeds(group[0].request.seed, np.array([s.index for s in group]))
+        self.temperatures[slots] = sampling.temperature
+        self.prompt_lengths[slots] = len(group[0].request.prompt_token_ids)
+        self.num_sampled[slots] = prefix_length
+        self.max_tokens[slots] = sampling.max_tokens
+        self.rope_offsets[slots] = 0
+        self.patterns[slots] = pattern
+        prefix = group[0].prefix
+        if prefix is None:
+            self.runs[slots] = 0
+        else:
+            self.tokens[slots, :prefix_length] = prefix.token_ids
+            self.runs[slots] = runs_at_end(prefix.token_ids, self.runs.shape[1])
+
+    def move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
+        """Copy rows ``src`` to rows ``dst``, both of shape [M]."""
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
+                array[dst] = array[src]
+        for s, d in zip(src.tolist(), dst.tolist(), strict=True):
+            self.samples[d] = self.samples[s]
+
+    def _widen(self, name: str, num_columns: int) -> None:
+        array = getattr(self, name)
+        if (missing := num_columns - array.shape[1]) > 0:
+            setattr(self, name, np.pad(array, ((0, 0), (0, missing))))
+
+
 class HFEngine(InProcessEngine):
-    """Runs a transformers causal LM and samples from it.
+    """Runs a transformers causal LM and samples from it; made by `from_pretrained`.
 
     One decode step computes exactly one token for each live sample: prompts are prefilled without padding and once for
     all samples of a request, the slot of a finished sample is filled by the last live one, and waiting requests are
@@ -46,10 +102,9 @@ class HFEngine(InProcessEngine):
     and, if the device is not the CPU, moves the weights to the host's memory.
 
     Args:
-        model: loaded with ``attn_implementation=decoding.ATTENTION_NAME``; use `from_pretrained`.
+        model: as `decoding.load_model` returns it, with what reads its images.
         eos_token_ids: tokens that end a completion.
         max_num_seqs: largest number of running samples.
-        vision: reads images for the model; None: it takes none.
     """
 
     def __init__(
@@ -66,7 +121,7 @@ class HFEngine(InProcessEngine):
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = model.device
         text_config: Any = model.config.get_text_config()
-        self._max_length = longest_sequence(text_config)
+        self._max_length = decoding.longest_sequence(text_config)
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._max_num_seqs = max_num_seqs
@@ -78,10 +133,10 @@ class HFEngine(InProcessEngine):
         # transformers has names of its own for parameters of these models.
         names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
-        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        first = {id(parameter): self._published(name) for name, parameter in model.named_parameters()}
         # The first name of each parameter by all of its names: a tied head is the embedding.
         named = model.named_parameters(remove_duplicate=False)
-        self._sources: dict[str, str] = {name: first[id(parameter)] for name, parameter in named}
+        self._sources: dict[str, str] = {self._published(name): first[id(p)] for name, p in named}
         # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
 
@@ -108,12 +163,12 @@ class HFEngine(InProcessEngine):
                 engine differ from those of transformers, it computes ``max_model_len`` tokens differently than fewer
                 (rope_type ``longrope``), or it reads images and the folder has no image processor.
         """
-        model, vision = load_model(path, dtype=dtype, max_model_len=max_model_len)
+        model, vision = decoding.load_model(path, dtype=dtype, max_model_len=max_model_len)
         if eos_token_ids is None:
             eos = model.generation_config.eos_token_id
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
         engine = cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
-        check_logits(model, engine._logits_of, max_length=engine._max_length, max_num_seqs=max_num_seqs)
+        decoding.check_logits(model, engine._logits_of, max_length=engine._max_length, max_num_seqs=max_num_seqs)
         return engine
 
     def stats(self) -> EngineStats:
@@ -148,13 +203,10 @@ class HFEngine(InProcessEngine):
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         self._check_open()
-        names_here = {self._hub_names.get(name, name): name for name in self._sources}
         own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
-        tensors: list[HeldTensor] = []
-        for name in names_here if names is None else names:
-            source = self._sources[names_here[name]]
-            published = self._hub_names.get(source, source)
-            tensors.append(held(name, own[names_here[name]].detach, source=published))
+        own = {self._published(name): tensor for name, tensor in own.items()}
+        wanted = own if names is None else names
+        tensors = [held(name, own[name].detach, source=self._sources[name]) for name in wanted]
         return HeldWeights(version=self._version, tensors=tensors)
 
     def _checked_weights(
@@ -162,7 +214,7 @@ class HFEngine(InProcessEngine):
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         self._check_update(version)
         own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
-        own = {self._hub_names.get(name, name): tensor for name, tensor in own.items()}
+        own = {self._published(name): tensor for name, tensor in own.items()}
         new = dict(weights)
         # Tied parameters are one tensor under several names, any one of which will do.
         given = {own[name].data_ptr() for name in new.keys() & own.keys()}
@@ -171,20 +223,22 @@ class HFEngine(InProcessEngine):
         return own, new
 
     async def close(self) -> None:
-        """Free the engine; calls still generating get a `RolloutError`."""
         self._stop()
         self._rows = Rows(0)
-        self._cache.clear()
+        self._cache = SlotCache(num_layers=len(self._cache.keys))
 
     def _check_request(self, request: Request) -> None:
         vision = None if self._vision is None else self._vision.processor
         check_request(request, max_length=self._max_length, vocab_size=self._vocab_size, vision=vision)
 
+    def _published(self, name: str) -> str:
+        return self._hub_names.get(name, name)
+
     def _num_running(self) -> int:
         return len(self._rows)
 
     def _free_memory(self) -> None:
-        self._cache.clear()
+        self._cache = SlotCache(num_layers=len(self._cache.keys))
         if self._device.type != "cpu":
             self._model.to("cpu")
             torch.accelerator.empty_cache()
@@ -194,7 +248,6 @@ class HFEngine(InProcessEngine):
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Admit what fits, then sample one token for every live sample."""
         num_old = len(self._rows)
         prefill_logits = self._admit()
         logits = [] if num_old == 0 else [self._decode(num_old)]
@@ -218,7 +271,7 @@ class HFEngine(InProcessEngine):
             return [after_prompts, self._decode(len(prompts))]
         finally:
             self._rows = Rows(self._max_num_seqs)
-            self._cache.clear()
+            self._cache = SlotCache(num_layers=len(self._cache.keys))
             self._prompt_tokens = 0
 
     def _admit(self) -> torch.Tensor | None:
@@ -249,14 +302,8 @@ class HFEngine(InProcessEngine):
         self._prompt_tokens += int(ends[-1])
         slots = np.arange(first, first + len(slot_prompts))
         which = self._tensor(np.array(slot_prompts))
-        plan = Prefill(
-            cache=self._cache,
-            padded_index=self._tensor(padded_index),
-            num_prompts=len(prompts),
-            max_length=longest,
-            slots=self._tensor(slots),
-            prompts=which,
-        )
+        to_slots = {"slots": self._tensor(slots), "prompts": which, "padded_index": self._tensor(padded_index)}
+        plan = Prefill(cache=self._cache, num_prompts=len(prompts), max_length=longest, **to_slots)
         tokens = np.fromiter((t for p in prompts for t in p), np.int64, count=int(ends[-1]))
         keep = self._tensor(ends - 1)
         if not any(sample.request.images for sample in samples):
@@ -274,20 +321,15 @@ class HFEngine(InProcessEngine):
         hidden = torch.arange(int(positions.max()) + 1, device=self._device) > position_ids[:, None]
         mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
         mask.masked_fill_(hidden, float("-inf"))
-        plan = Decode(
-            cache=self._cache,
-            slots=torch.arange(batch, device=self._device),
-            positions=position_ids,
-            mask=mask[:, None, None],
-        )
+        slots = torch.arange(batch, device=self._device)
+        plan = Decode(cache=self._cache, slots=slots, positions=position_ids, mask=mask[:, None, None])
         tokens = self._tensor(rows.last_tokens[:batch])[None]
         return self._forward(positions + rows.rope_offsets[:batch], plan, keep=0, input_ids=tokens)
 
     def _forward(
         self, positions: NDArray[np.int64], plan: Prefill | Decode, *, keep: torch.Tensor | int, **inputs: torch.Tensor
     ) -> torch.Tensor:
-        """Return logits [K, V] of the tokens to keep, from rotary positions [T], or [3, T] where they have three
-        axes."""
+        """Return logits [K, V] of the tokens to keep, from rotary positions [T], or [3, T] with three axes."""
         # A row is a batch of one, the dimension before the tokens.
         position_ids = self._tensor(positions).unsqueeze(-2)
         output = self._model(position_ids=position_ids, use_cache=False, logits_to_keep=keep, slots=plan, **inputs)
@@ -297,14 +339,15 @@ class HFEngine(InProcessEngine):
         rows, batch = self._rows, len(self._rows)
         at = rows.num_sampled[:batch].copy()
         u = uniforms(rows.seeds[:batch], at)
-        tokens_B, log_probs_B = sample_tokens(logits_BV, rows.temperatures[:batch], u)
+        tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, rows.temperatures[:batch], u)
         rows.last_tokens[:batch] = tokens_B.cpu().numpy()
         every = np.arange(batch)
         rows.tokens[every, at] = rows.last_tokens[:batch]
         rows.log_probs[every, at] = log_probs_B.cpu().numpy()
         rows.versions[every, at] = self._version
         rows.num_sampled[:batch] += 1
-        extend_runs(rows.runs[:batch], rows.tokens[:batch], at)
+        if rows.runs.size:
+            extend_runs(rows.runs[:batch], rows.tokens[:batch], at)
         self._completion_tokens += batch
 
     def _retire(self) -> None:
@@ -312,10 +355,10 @@ class HFEngine(InProcessEngine):
         rows, batch = self._rows, len(self._rows)
         stopped = np.isin(rows.last_tokens[:batch], self._eos)
         full = rows.num_sampled[:batch] >= rows.max_tokens[:batch]
-        repetitive = is_repetitive(
-            rows.runs[:batch], rows.min_pattern_sizes[:batch], rows.max_pattern_sizes[:batch], rows.min_counts[:batch]
-        )
-        finished = np.flatnonzero(stopped | full | repetitive)
+        ended = stopped | full
+        if rows.runs.size:
+            ended |= is_repetitive(rows.runs[:batch], *rows.patterns[:batch].T)
+        finished = np.flatnonzero(ended)
         for row in finished.tolist():
             self._finish(row, "stop" if stopped[row] else "length" if full[row] else "repetition")
         self._release(finished)

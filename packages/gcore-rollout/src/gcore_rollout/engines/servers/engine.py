@@ -11,15 +11,9 @@ import torch
 
 from gcore_rollout.engines.protocol import EngineStats, Request
 from gcore_rollout.engines.queueing import Call, Sample, check_request, check_weights
+from gcore_rollout.engines.servers import served
 from gcore_rollout.engines.servers.client import ServerClient
-from gcore_rollout.engines.servers.served import (
-    RunningSample,
-    ServedModel,
-    ServerCalls,
-    ServerInfo,
-    remove_weights,
-    write_weights,
-)
+from gcore_rollout.engines.servers.served import RunningSample, ServedModel, ServerCalls, ServerInfo
 from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
 
@@ -53,7 +47,12 @@ class ServerEngine(ServerCalls):
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
         if weights_dir is not None and not Path(weights_dir).is_dir():
             raise ValueError(f"weights_dir is {str(weights_dir)!r}; expected an existing folder that the server sees")
-        super().__init__(client, info, model, eos_token_ids=eos_token_ids)
+        super().__init__()
+        self._client = client
+        self._info = info
+        self._model = model
+        self._eos = list(eos_token_ids)
+        self._identity = uuid.uuid4().hex
         self._max_num_seqs = max_num_seqs
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
         self._weights_folder: Path | None = None
@@ -81,15 +80,14 @@ class ServerEngine(ServerCalls):
         Blocks until the server has answered, which may take it some seconds the first time.
 
         Args:
-            url: such as "http://10.0.0.7:8000".
+            url: see `ServerClient`, also for `timeout_s` and `api_key`.
             weights_dir: existing folder that this machine and the server's see under the same path; `update_weights`
                 needs it. In memory (/dev/shm) if both are one machine.
             model_path: folder of the served model on this machine; default: the path that the server has.
             max_num_seqs: largest number of samples requested at once, each over a connection of its own; default: as
                 many as the server computes at once, or 256 if it does not report that.
             eos_token_ids: tokens that end a completion; default: those of the model's generation config.
-            timeout_s: how long the server may be silent while it works, such as while it loads weights.
-            api_key: the key that the server was started with, if any.
+            timeout_s: the server may be silent while it loads weights, too.
 
         Raises:
             MissingExtraError: aiohttp is not installed.
@@ -169,11 +167,10 @@ class ServerEngine(ServerCalls):
             self._check_update(version)
             if self._weights_dir is None:
                 raise RolloutError("the engine was made without weights_dir: update_weights needs it")
-            model = self._model
             new = dict(weights)
-            check_weights(model.shapes, new, optional=frozenset({TIED_HEAD} if model.tied else ()))
-            if model.tied:
-                new.pop(TIED_HEAD, None)
+            tied = frozenset({TIED_HEAD} if self._model.tied else ())
+            check_weights(self._model.shapes, new, optional=tied)
+            new = {name: tensor for name, tensor in new.items() if name not in tied}
             await self._check_update_possible()
             await _completed(self._replace_weights(new, self._weights_dir, version))
         self._start()
@@ -183,11 +180,11 @@ class ServerEngine(ServerCalls):
         if self._is_closed:
             return
         self._is_closed = True
-        left = list(self._running.values())
+        left = list(self._running)
         self._fail(lambda _: RolloutError("the engine was closed while generating"))
         with suppress(EngineDiedError, ServerRequestError):
             if self._death is None:
-                await self._abort_on_server([running.server_id for running in left])
+                await self._abort_on_server(left)
                 if self._is_paused:
                     await self._control_server("resume")
                 if self._is_asleep:
@@ -195,7 +192,7 @@ class ServerEngine(ServerCalls):
         if self._notifications:
             await asyncio.wait(self._notifications)
         if self._weights_folder is not None:
-            remove_weights(self._weights_folder)
+            served.remove_weights(self._weights_folder)
 
     @asynccontextmanager
     async def _controlling(self) -> AsyncGenerator[None]:
@@ -316,15 +313,14 @@ class ServerEngine(ServerCalls):
 
     async def _replace_weights(self, tensors: Mapping[str, torch.Tensor], parent: Path, version: int) -> None:
         model_path = self._model.path
-        folder = await asyncio.to_thread(write_weights, tensors, parent, version=version, model_path=model_path)
+        folder = await asyncio.to_thread(served.write_weights, tensors, parent, version=version, model_path=model_path)
+        unused: Path | None = folder
         try:
             await self._load(folder, version)
-        except BaseException:
-            remove_weights(folder)
-            raise
-        if self._weights_folder is not None:
-            remove_weights(self._weights_folder)
-        self._weights_folder = folder
+            unused, self._weights_folder = self._weights_folder, folder
+        finally:
+            if unused is not None:
+                served.remove_weights(unused)
 
     async def _load(self, folder: Path, version: int) -> None:
         """Have the server load the weights in ``folder`` between two steps."""

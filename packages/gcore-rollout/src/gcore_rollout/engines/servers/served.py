@@ -1,4 +1,4 @@
-"""Servers of engines as their clients see them: the model, samples, folders of weights, and the calls to be defined."""
+"""Servers of engines as their clients see them: the model, samples, and folders of weights."""
 
 import asyncio
 import shutil
@@ -59,13 +59,8 @@ class ServedModel:
         config: Any = AutoConfig.from_pretrained(path).get_text_config()
         tied = bool(config.tie_word_embeddings)
         shapes = {name: shape for name, shape in checkpoint_shapes(path).items() if not (tied and name == TIED_HEAD)}
-        return cls(
-            path=path,
-            vocab_size=config.vocab_size,
-            tied=tied,
-            shapes=shapes,
-            eos_token_ids=tuple(eos_token_ids(path)),
-        )
+        eos = tuple(eos_token_ids(path))
+        return cls(path=path, vocab_size=config.vocab_size, tied=tied, shapes=shapes, eos_token_ids=eos)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +98,12 @@ class RunningSample:
     task: "asyncio.Task[None] | None" = None
 
     def finish(self, reason: FinishReason, version_spans: list[tuple[int, int, int]] | None = None) -> None:
-        """Hand over the completion.
-
-        Args:
-            version_spans: the server's record of its tokens; default: the updates seen from here.
-        """
-        versions = np.full(len(self.token_ids), self.version, np.int32)
-        if version_spans is None:
-            for start, version in self.updates:
-                versions[start:] = version
-        else:
-            for version, start, end in version_spans:
-                versions[start:end] = version
+        """Hand over the completion; versions that the server has not recorded are those of the updates seen here."""
+        length = len(self.token_ids)
+        versions = np.full(length, self.version, np.int32)
+        seen_here = [(version, start, length) for start, version in self.updates]
+        for version, start, end in seen_here if version_spans is None else version_spans:
+            versions[start:end] = version
         tokens, log_probs = np.array(self.token_ids, np.int64), np.array(self.log_probs, np.float32)
         self.sample.finish(tokens, log_probs, versions, reason)
 
@@ -154,7 +143,7 @@ Controls = Mapping[Control, tuple[str, Mapping[str, Any]]]
 
 
 class ServerCalls(QueueingEngine):
-    """The base of `ServerEngine`: the server, its model, and the calls that a subclass for a kind of server defines."""
+    """The base of `ServerEngine`: the calls that a subclass for a kind of server defines."""
 
     _HOW_TO_OPEN = "connect again"
     _GENERATE_PATH: ClassVar[str]
@@ -162,20 +151,22 @@ class ServerCalls(QueueingEngine):
     _ENDS_PAUSED_SAMPLES: ClassVar[bool]
     """Whether the server answers an abort while it is paused."""
 
-    def __init__(
-        self, client: ServerClient, info: ServerInfo, model: ServedModel, *, eos_token_ids: Sequence[int]
-    ) -> None:
-        super().__init__()
-        self._client = client
-        self._info = info
-        self._model = model
-        self._eos = list(eos_token_ids)
-        # Servers keep prefixes computed with older weights, also of an earlier client: each version has its own.
-        self._identity = uuid.uuid4().hex
+    _client: ServerClient
+    _identity: str
+    """Servers keep prefixes computed with older weights, also of an earlier client: each version has its own."""
 
     @property
     def _cache_salt(self) -> str:
         return f"{self._identity}-{self._version}"
+
+    async def _control_server(self, name: Control) -> None:
+        path, arguments = self._CONTROLS[name]
+        await self._client.call("POST", path, **arguments)
+
+    def _failure(self, sample: Sample, *, status: int, answer: str) -> ServerRequestError:
+        """Return the error of a stream which reports that its sample failed."""
+        name = f"sample {sample.index} of {sample.request.request_id!r}, POST {self._client.url}{self._GENERATE_PATH}"
+        return ServerRequestError(name, status=status, answer=answer)
 
     @classmethod
     @abstractmethod
@@ -204,12 +195,3 @@ class ServerCalls(QueueingEngine):
 
     async def _check_update_possible(self) -> None:
         """Refuse an update that the server cannot apply completely."""
-
-    async def _control_server(self, name: Control) -> None:
-        path, arguments = self._CONTROLS[name]
-        await self._client.call("POST", path, **arguments)
-
-    def _failure(self, sample: Sample, *, status: int, answer: str) -> ServerRequestError:
-        """Return the error of a stream which reports that its sample failed."""
-        name = f"sample {sample.index} of {sample.request.request_id!r}, POST {self._client.url}{self._GENERATE_PATH}"
-        return ServerRequestError(name, status=status, answer=answer)

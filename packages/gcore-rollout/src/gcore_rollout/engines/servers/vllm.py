@@ -14,7 +14,6 @@ from gcore_rollout.engines.vllm.requests import check_temperature
 from gcore_rollout.errors import RolloutError, ServerRequestError
 
 _WORKER = "gcore_rollout.TiedHeadWorker"
-_REPACK = {"method": "repack_tied_head"}
 
 
 class VLLMServerEngine(ServerEngine):
@@ -73,10 +72,6 @@ class VLLMServerEngine(ServerEngine):
             self._client.call_blocking("POST", "/wake_up")
         self._client.call_blocking("POST", "/update_weight_version", body={"new_version": "0"})
 
-    @property
-    def _repacks_head(self) -> bool:
-        return self._model.tied and self._info.is_on_cpu
-
     def _check_request(self, request: Request) -> None:
         super()._check_request(request)
         check_temperature(request)
@@ -112,24 +107,24 @@ class VLLMServerEngine(ServerEngine):
             await self._client.call("POST", "/abort_requests", body={"request_ids": ids})
 
     async def _check_update_possible(self) -> None:
-        if self._repacks_head:
-            try:
-                await self._repack_head()
-            except ServerRequestError as error:
-                raise RolloutError(
-                    f"the server at {self._client.url} would keep the old weights of its tied head: "
-                    f"start it with --worker-extension-cls {_WORKER}"
-                ) from error
+        try:
+            await self._repack_head()
+        except ServerRequestError as error:
+            raise RolloutError(
+                f"the server at {self._client.url} would keep the old weights of its tied head: "
+                f"start it with --worker-extension-cls {_WORKER}"
+            ) from error
 
     async def _load_on_server(self, folder: Path, version: int) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._client.call("POST", "/collective_rpc", body=body)
-        if self._repacks_head:
-            await self._repack_head()
+        await self._repack_head()
         await self._client.call("POST", "/update_weight_version", body={"new_version": str(version)})
 
     async def _repack_head(self) -> None:
-        await self._client.call("POST", "/collective_rpc", body=_REPACK)
+        """Have a tied head packed again where vLLM would keep the old one."""
+        if self._model.tied and self._info.is_on_cpu:
+            await self._client.call("POST", "/collective_rpc", body={"method": "repack_tied_head"})
 
 
 def _piece(event: Any) -> Piece:

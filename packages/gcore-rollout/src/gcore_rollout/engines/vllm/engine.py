@@ -11,27 +11,8 @@ import torch
 
 from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
 from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_request, check_weights
-from gcore_rollout.engines.vllm.process import (
-    TIED_HEAD,
-    check_head_size,
-    check_speculation,
-    checkpoint_shapes,
-    eos_token_ids as declared_eos_token_ids,
-    free_kv_cache,
-    load_vision,
-    process_state_kept,
-    repack_head,
-    repair_rejection_sampler,
-    set_environment,
-    shut_down,
-)
-from gcore_rollout.engines.vllm.requests import (
-    check_temperature,
-    finish,
-    options_for_images,
-    prompt_of,
-    sampling_params,
-)
+from gcore_rollout.engines.vllm import process, requests
+from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.engines.vllm.weights import held_tensors
 from gcore_rollout.errors import MissingExtraError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
@@ -146,21 +127,21 @@ class VLLMEngine(InProcessEngine):
         """
         path = Path(path)
         if speculative_config is not None:
-            check_speculation(speculative_config)
+            process.check_speculation(speculative_config)
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
-        shapes = checkpoint_shapes(path)
+        shapes = process.checkpoint_shapes(path)
         if eos_token_ids is None:
-            eos_token_ids = declared_eos_token_ids(path)
-        vision = load_vision(path)
+            eos_token_ids = process.eos_token_ids(path)
+        vision = process.load_vision(path)
         on_cpu = not torch.cuda.is_available()
         eager = on_cpu if enforce_eager is None else enforce_eager
         if kv_cache_memory_bytes is None and on_cpu:
             kv_cache_memory_bytes = _CPU_KV_CACHE_BYTES
-        set_environment()
+        process.set_environment()
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
-        with process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and eager):  # pyright: ignore[reportPrivateUsage]
+        with process.process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and eager):  # pyright: ignore[reportPrivateUsage]
             try:
                 from vllm import EngineArgs
             except ModuleNotFoundError as error:
@@ -169,7 +150,7 @@ class VLLMEngine(InProcessEngine):
                 raise MissingExtraError("vllm", "vllm") from error
 
             if speculative_config is not None and on_cpu:
-                repair_rejection_sampler()
+                process.repair_rejection_sampler()
             args = EngineArgs(
                 model=str(path),
                 dtype=cast(Any, dtype),
@@ -181,7 +162,7 @@ class VLLMEngine(InProcessEngine):
                 speculative_config=None if speculative_config is None else dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 skip_tokenizer_init=vision is None,
-                **({} if vision is None else options_for_images(on_cpu=on_cpu)),
+                **({} if vision is None else requests.options_for_images(on_cpu=on_cpu)),
                 # The model's own generation config may hold top-k, top-p or penalties.
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
@@ -196,7 +177,7 @@ class VLLMEngine(InProcessEngine):
                 if "architectures" not in str(error):
                     raise
                 raise UnsupportedModelError(f"vLLM cannot run {path}: {error}") from error
-            check_head_size(config)
+            process.check_head_size(config)
             return cls(config, shapes=shapes, eos_token_ids=eos_token_ids, recompute_kv=recompute_kv, vision=vision)
 
     def stats(self) -> EngineStats:
@@ -223,7 +204,7 @@ class VLLMEngine(InProcessEngine):
             new.pop(TIED_HEAD, None)
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
         if self._tied and self._on_cpu:
-            engine.apply_model(repack_head)
+            engine.apply_model(process.repack_head)
         if self._vision is not None:
             # Drop the outputs of the old vision tower; reloading leaves the scheduler's entries of them.
             engine.reset_encoder_cache()
@@ -239,7 +220,6 @@ class VLLMEngine(InProcessEngine):
         return HeldWeights(version=self._version, tensors=tensors)
 
     async def close(self) -> None:
-        """Free the engine; calls still generating get a `RolloutError`."""
         engine = self._engine
         if engine is None:
             return
@@ -247,7 +227,7 @@ class VLLMEngine(InProcessEngine):
         self._engine = None
         VLLMEngine._num_live -= 1
         is_last = VLLMEngine._num_live == 0
-        shut_down(engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group)
+        process.shut_down(engine, is_last=is_last, made_process_group=VLLMEngine._made_process_group)
         if is_last:
             VLLMEngine._made_process_group = False
         del engine
@@ -260,7 +240,7 @@ class VLLMEngine(InProcessEngine):
 
     def _check_request(self, request: Request) -> None:
         check_request(request, max_length=self._max_length, vocab_size=self._vocab_size, vision=self._vision)
-        check_temperature(request)
+        requests.check_temperature(request)
 
     def _num_running(self) -> int:
         return len(self._running)
@@ -271,7 +251,7 @@ class VLLMEngine(InProcessEngine):
             # What is left of the cache is zeros: vLLM must not look for prefixes there.
             is_reset = engine.reset_prefix_cache()
             assert is_reset
-            engine.collective_rpc(free_kv_cache)
+            engine.collective_rpc(process.free_kv_cache)
         elif self._can_sleep:
             engine.sleep(level=1)
         else:
@@ -292,13 +272,13 @@ class VLLMEngine(InProcessEngine):
 
     def _admit(self, engine: "LLMEngine") -> None:
         for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
-            prompt = prompt_of(group[0], self._vision, version=self._version)
+            prompt = requests.prompt_of(group[0], self._vision, version=self._version)
             for sample in group:
                 if not sample.shares_prompt:
                     self._prompt_tokens += len(sample.start_token_ids)
                 sample_id = str(next(self._sample_ids))
                 self._running[sample_id] = sample
-                engine.add_request(sample_id, prompt, sampling_params(sample, self._eos))
+                engine.add_request(sample_id, prompt, requests.sampling_params(sample, self._eos))
 
     def _finish(self, output: "RequestOutput") -> None:
         sample = self._running.pop(output.request_id)
@@ -309,7 +289,7 @@ class VLLMEngine(InProcessEngine):
             error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
             sample.call.finished.put_nowait(error)
             return
-        finish(sample, result, result.finish_reason)
+        requests.finish(sample, result, result.finish_reason)
 
     def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
         removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}
@@ -334,7 +314,7 @@ class VLLMEngine(InProcessEngine):
                     new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
                 ),
             )
-            finish(samples[output.request_id], output.outputs[0], "abort")
+            requests.finish(samples[output.request_id], output.outputs[0], "abort")
 
     def _tokens_sampled(self, sample_ids: Iterable[str]) -> int:
         return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))

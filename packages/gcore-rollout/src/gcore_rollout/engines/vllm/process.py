@@ -31,15 +31,11 @@ TIED_HEAD = "lm_head.weight"
 
 
 def load_vision(folder: Path) -> VisionProcessor | None:
-    """Return the image processor of a folder's model; None: it takes no images.
-
-    Raises:
-        MissingExtraError: torchvision is not installed, without which vLLM cannot load such a model.
-        UnsupportedModelError: the folder has no image processor.
-    """
+    """Return the image processor of a folder's model; None: it takes no images."""
     # vLLM knows models of which transformers has no config.
     if json.loads((folder / "config.json").read_text()).get("model_type") not in VISION_MODELS:
         return None
+    # vLLM cannot load such a model without it.
     if find_spec("torchvision") is None:
         raise MissingExtraError("torchvision", "vllm")
     return VisionProcessor.from_pretrained(folder)
@@ -119,10 +115,7 @@ def shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -
 
 
 def free_kv_cache(worker: Any) -> None:
-    """Return the pages of a CPU worker's keys and values to the system; they read as zeros when next used.
-
-    vLLM's own sleep does nothing on CPU. Without Linux this does nothing either.
-    """
+    """Return the pages of a CPU worker's keys and values to Linux, as vLLM's own sleep does not; they become zeros."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -148,10 +141,7 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 class TiedHeadWorker:
-    """Methods for vLLM's workers.
-
-    ``vllm serve --worker-extension-cls gcore_rollout.TiedHeadWorker`` adds them.
-    """
+    """Methods that ``vllm serve --worker-extension-cls gcore_rollout.TiedHeadWorker`` adds to vLLM's workers."""
 
     model_runner: Any
 
@@ -161,11 +151,7 @@ class TiedHeadWorker:
 
 
 def check_speculation(config: Mapping[str, Any]) -> None:
-    """Check that samples are drawn from the policy.
-
-    Raises:
-        ValueError: with these settings they are not.
-    """
+    """Refuse settings with which samples are not drawn from the policy."""
     method = config.get("rejection_sample_method", "standard")
     if method == "synthetic":
         raise ValueError(
@@ -188,13 +174,7 @@ def repair_rejection_sampler() -> None:
 def _expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Repeat the value of each of B samples for each of its tokens, shape [num_tokens].
-
-    Args:
-        x: shape [B].
-        cu_num_tokens: tokens of the samples so far, summed up, shape [B].
-        replace_from: a value of ``x`` that becomes ``replace_to``.
-    """
+    """Repeat the values ``x`` [B] for each token of a sample, [num_tokens]; ``cu_num_tokens`` [B] is summed up."""
     counts_B = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     replaced_B = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
     return replaced_B.repeat_interleave(counts_B, output_size=num_tokens)

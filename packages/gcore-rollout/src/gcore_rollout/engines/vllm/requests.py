@@ -23,11 +23,7 @@ _TEMPERATURES = (0.01, 2.0)
 
 
 def check_temperature(request: Request) -> None:
-    """Refuse temperatures that vLLM does not sample at.
-
-    Raises:
-        RequestError: the temperature is neither 0 nor from 0.01 to 2.
-    """
+    """Refuse temperatures that vLLM does not sample at."""
     low, high = _TEMPERATURES
     temperature = request.sampling.temperature
     if temperature != 0 and not low <= temperature <= high:

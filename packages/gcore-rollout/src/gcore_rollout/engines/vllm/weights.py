@@ -17,9 +17,7 @@ _ROWS_AT_ONCE = 1024
 def held_tensors(
     model: Any, *, shapes: Mapping[str, tuple[int, ...]], is_tied: bool, names: Sequence[str] | None
 ) -> list[HeldTensor]:
-    """Digest the weights of a model on one device.
-
-    Layers of experts and others that vLLM keeps in layouts of its own are left out.
+    """Digest the weights of a model on one device, but for experts and others that vLLM keeps in layouts of its own.
 
     Args:
         shapes: of the published tensors, by Hugging Face name; without a tied head.
@@ -40,11 +38,7 @@ def held_tensors(
 
 
 def _read(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Read a published tensor from the model's own layout.
-
-    Raises:
-        AttributeError: it cannot be found.
-    """
+    """Read a published tensor from the model's own layout; an `AttributeError` if it cannot be found."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     mapped: str = (mapper.map_name(name) if mapper is not None else name) or name
     path, _, kind = mapped.rpartition(".")

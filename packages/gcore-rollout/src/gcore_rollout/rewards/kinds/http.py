@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
 from gcore_rollout.images.reward import Images, Rows, import_pillow, png
-from gcore_rollout.rewards.reward import Scored, checked
-from gcore_rollout.rewards.runner import RetryPolicy
+from gcore_rollout.rewards.reward import Scored
+from gcore_rollout.rewards.runner import RetryPolicy, checked
 
 _LONGEST_ERROR_TEXT = 500
 """Characters of a server's answer that an error shows."""
@@ -61,15 +61,11 @@ class JSONServer:
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
         self._connections = asyncio.Semaphore(max_connections)
-        self._headers = dict(headers or {})
+        self._headers = {**(headers or {}), "Content-Type": "application/json"}
         self._session: Any = None
 
     async def post(self, message: Mapping[str, Any], *, expected: str) -> Mapping[str, Any]:
-        """Send a message, and return the answer, an object that must have a field ``expected``.
-
-        Raises:
-            RewardError: the message is not JSON, or the server refused, answered otherwise, or in no attempt.
-        """
+        """Send a message, and return the answer, an object with a field ``expected``; `RewardError` otherwise."""
         try:
             body = json.dumps(message, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
@@ -105,7 +101,7 @@ class JSONServer:
         http = self._library
         if self._session is None:
             self._session = http.ClientSession(
-                headers=self._headers | {"Content-Type": "application/json"},
+                headers=self._headers,
                 connector=http.TCPConnector(limit=0),
                 timeout=http.ClientTimeout(total=self._timeout_s),
             )
@@ -131,11 +127,7 @@ class HTTPReward(JSONServer):
     """
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        """Score one completion.
-
-        Raises:
-            RewardError: see `JSONServer.post`; or the answer has no finite score.
-        """
+        """Score one completion; `RewardError` as `JSONServer.post`, or if the answer has no finite score."""
         message = {"prompt": prompt, "completion": completion, "row": dict(row)}
         answer = await self.post(message, expected="score")
         parts, feedback = answer.get("parts", {}), answer.get("feedback", "")
@@ -144,38 +136,26 @@ class HTTPReward(JSONServer):
         return checked(Scored(score=answer["score"], parts=cast(dict[str, float], parts), feedback=feedback))
 
 
-class HTTPImageReward:
-    """Posts a batch of images and returns their scores.
+class HTTPImageReward(JSONServer):
+    """Posts a batch of images and returns their scores; Pillow encodes them.
 
     Request: ``POST url``, JSON ``{"images": [PNG in base64, ...], "prompts": [str, ...], "rows": [{...}, ...]}``.
     Answer: status 200, JSON ``{"scores": [number, ...]}``. Nothing is tried again.
-
-    Args:
-        url: http or https.
-        timeout_s: of a request.
-
-    Raises:
-        MissingExtraError: aiohttp or pillow is not installed.
-        RewardConfigError: a setting is out of its range.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 60.0) -> None:
         import_pillow()
-        self._server = JSONServer(url, timeout_s=timeout_s, retry=RetryPolicy(max_retries=0))
+        super().__init__(url, timeout_s=timeout_s, retry=RetryPolicy(max_retries=0))
 
     async def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> list[float]:
-        """Return scores [B].
-
-        Raises:
-            RewardError: the server refused, answered with something else, or not in time.
-        """
+        """Return scores [B]; `RewardError` as `JSONServer.post`."""
         encoded = [base64.b64encode(png(image)).decode() for image in images]
         message = {"images": encoded, "prompts": list(prompts), "rows": [dict(row) for row in rows]}
         try:
-            answer = await self._server.post(message, expected="scores")
+            answer = await self.post(message, expected="scores")
         finally:
-            await self._server.close()
+            await self.close()
         try:
             return [float(score) for score in answer["scores"]]
         except (ValueError, TypeError):
-            raise self._server.unexpected(answer, 'JSON {"scores": [number, ...]}') from None
+            raise self.unexpected(answer, 'JSON {"scores": [number, ...]}') from None

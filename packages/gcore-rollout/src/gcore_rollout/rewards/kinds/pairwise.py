@@ -4,14 +4,15 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from gcore_rollout.errors import NoScoreError, RewardConfigError
-from gcore_rollout.rewards.kinds.judge import Judge, JudgeModel, check_pattern
+from gcore_rollout.rewards.kinds.judge import Judge, JudgeModel, LastMatch
 from gcore_rollout.rewards.reward import Scored
 
 Winner = Literal["A", "B", "tie"]
 
+_WINNERS: dict[str, Winner] = {"a": "A", "b": "B", "tie": "tie"}
 _POINTS: dict[Winner, float] = {"A": 1.0, "B": 0.0, "tie": 0.5}
 """Points of the completion shown first."""
 
@@ -31,20 +32,19 @@ Which answer is better? Think about it briefly, then end with "Winner: A", "Winn
 
 
 @dataclass(frozen=True, kw_only=True)
-class WinnerPattern:
-    """Reads ``Winner: A``, ``B`` or ``tie``: the last match in an answer; brackets and case do not matter."""
+class WinnerPattern(LastMatch):
+    """Reads ``Winner: A``, ``B`` or ``tie``: the last match in an answer; brackets and case do not matter.
+
+    A match whose first group is something else is no verdict.
+    """
+
+    wanted: ClassVar = "the winner"
+    flags: ClassVar = re.IGNORECASE
 
     pattern: str = r"winner:\s*\W{0,2}(A|B|tie)\b"
-    """Regular expression whose first group is A, B or tie; another match is no verdict."""
-
-    def __post_init__(self) -> None:
-        check_pattern(self.pattern, wanted="the winner")
 
     def __call__(self, text: str) -> Winner | None:
-        matches = list(re.finditer(self.pattern, text, flags=re.IGNORECASE))
-        found = (matches[-1][1] or "").lower() if matches else ""
-        winners: dict[str, Winner] = {"a": "A", "b": "B", "tie": "tie"}
-        return winners.get(found)
+        return _WINNERS.get(self.read(text).lower())
 
 
 class PairwiseJudge(Judge[Winner]):
@@ -57,13 +57,16 @@ class PairwiseJudge(Judge[Winner]):
     its opponents on whom both orders agree (absent if no two verdicts could be compared).
 
     Args:
-        model: the model; with several verdicts on each question all of them count.
+        model: see `Judge`; with several verdicts on each question all of them count.
         template: the question, with ``{completion_a}`` and ``{completion_b}``, and ``{prompt}`` and columns of the row;
             empty: which of the two answers is better.
         parse: reads the winner of a verdict; None: it has none.
         on_unparsable: "drop" leaves such verdicts out, and the group has no scores if one of its completions has none
             left; "tie" counts them as ties.
     """
+
+    question = _QUESTION
+    needed = ("completion_a", "completion_b")
 
     def __init__(
         self,
@@ -75,46 +78,37 @@ class PairwiseJudge(Judge[Winner]):
     ) -> None:
         if on_unparsable not in ("drop", "tie"):
             raise RewardConfigError(f"on_unparsable is {on_unparsable!r}; expected one of drop, tie")
-        super().__init__(
-            model, template or _QUESTION, needed=["completion_a", "completion_b"], parse=parse or WinnerPattern()
-        )
-        self._on_unparsable = on_unparsable
+        super().__init__(model, template, parse or WinnerPattern())
+        self._substitute = _POINTS["tie"] if on_unparsable == "tie" else None
 
     async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
-        """Score the completions of one prompt.
+        """Score the completions of one prompt; `RewardError` if the row lacks a column of the template.
 
         Raises:
             NoScoreError: fewer than two completions, or one of them has no verdict that could be parsed.
-            RewardError: the row lacks a column of the template.
         """
         if len(completions) < 2:
             raise NoScoreError(f"a group of {len(completions)} has nothing to compare")
         orders = list(itertools.permutations(range(len(completions)), 2))
         questions = [
-            self._template.fill(row, prompt=prompt, completion_a=completions[a], completion_b=completions[b])
+            self._filled(row, prompt=prompt, completion_a=completions[a], completion_b=completions[b])
             for a, b in orders
         ]
-        answers = await self._model.ask(questions)
         points = {
-            order: [_POINTS[winner] if winner else None for winner in self._read(texts)]
-            for order, texts in zip(orders, answers, strict=True)
+            order: [_POINTS[winner] if winner else None for winner, _ in verdicts]
+            for order, verdicts in zip(orders, await self.ask(questions), strict=True)
         }
         return [self._scored(one, points, len(completions)) for one in range(len(completions))]
 
     def _scored(self, one: int, points: Mapping[tuple[int, int], list[float | None]], num_completions: int) -> Scored:
         """Score a completion by the points of the first in each verdict."""
-        verdicts: list[float | None] = []
-        agreements: list[bool] = []
-        for other in range(num_completions):
-            if other == one:
-                continue
-            first = points[one, other]
-            second = [None if p is None else 1.0 - p for p in points[other, one]]
-            agreements += [a == b for a, b in zip(first, second, strict=True) if a is not None and b is not None]
-            verdicts += [*first, *second]
+        others = [other for other in range(num_completions) if other != one]
+        pairs = [(points[one, other], [None if p is None else 1.0 - p for p in points[other, one]]) for other in others]
+        verdicts = [p for first, second in pairs for p in (*first, *second)]
+        both = [(a, b) for first, second in pairs for a, b in zip(first, second, strict=True)]
+        agreements = [a == b for a, b in both if a is not None and b is not None]
         num_parsed = sum(p is not None for p in verdicts)
-        substitute = _POINTS["tie"] if self._on_unparsable == "tie" else None
-        counted = [p for p in (substitute if p is None else p for p in verdicts) if p is not None]
+        counted = [p for p in (self._substitute if p is None else p for p in verdicts) if p is not None]
         if not counted:
             raise NoScoreError(f"none of {len(verdicts)} verdicts on completion {one} could be parsed")
         parts = {"parsed": num_parsed / len(verdicts)}

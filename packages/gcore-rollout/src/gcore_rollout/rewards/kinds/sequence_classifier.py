@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from gcore_rollout.errors import RewardConfigError, RewardError, UnsupportedModelError
 
 Encode = Callable[[str, str], Sequence[int]]
 """The token ids of a prompt and its completion."""
-
-
 _Waiting = tuple[Sequence[int], "asyncio.Future[float]"]
 """The token ids of a call, and its score to come."""
 
@@ -34,10 +33,6 @@ class SequenceClassifierReward:
         max_batch_tokens: B x T of a batch at most; a longer sequence is a batch of its own.
         max_wait_s: how long the first call of a batch waits for others.
         max_length: most tokens of a sequence; default: the model's ``max_position_embeddings``.
-
-    Raises:
-        UnsupportedModelError: the model has more than one label, or no pad token.
-        RewardConfigError: a bad setting.
     """
 
     def __init__(
@@ -70,7 +65,8 @@ class SequenceClassifierReward:
         self._waiting: list[_Waiting] = []
         self._driver: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
-        self._num_batches = 0
+        self.num_batches = 0
+        """Forward passes so far."""
 
     @classmethod
     def from_pretrained(
@@ -83,29 +79,16 @@ class SequenceClassifierReward:
         device: str = "cpu",
         **options: Any,
     ) -> Self:
-        """Load a local Hugging Face folder.
+        """Load a local Hugging Face folder with a tokenizer, which is used without ``encode``; see `encoder`.
 
-        Args:
-            path: folder with ``config.json``, weights and, without ``encode``, a tokenizer.
-            encode: default: the folder's tokenizer, see `encoder`.
-            apply_chat_template: for that default.
-            options: further arguments of the class.
+        ``options`` are further arguments of the class.
         """
         model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
         encode = encode or encoder(AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template)
         return cls(model.to(device), encode=encode, **options)
 
-    @property
-    def num_batches(self) -> int:
-        """Forward passes so far."""
-        return self._num_batches
-
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-        """Score one completion.
-
-        Raises:
-            RewardError: no token, or more than ``max_length``.
-        """
+        """Score one completion; `RewardError` if it has no token, or more than ``max_length``."""
         del row
         token_ids = self._encode(prompt, completion)
         if not 1 <= len(token_ids) <= self._max_length:
@@ -146,24 +129,17 @@ class SequenceClassifierReward:
 
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        self._num_batches += 1
-        device = self._model.device
-        longest = max(map(len, sequences))
-        tokens_BT = torch.full((len(sequences), longest), self._model.config.pad_token_id)
-        mask_BT = torch.zeros_like(tokens_BT)
-        for row, sequence in enumerate(sequences):
-            tokens_BT[row, : len(sequence)] = torch.tensor(sequence)
-            mask_BT[row, : len(sequence)] = 1
-        logits_B1 = self._model(input_ids=tokens_BT.to(device), attention_mask=mask_BT.to(device)).logits
+        self.num_batches += 1
+        device, padding = self._model.device, self._model.config.pad_token_id
+        tokens = [torch.tensor(sequence, device=device) for sequence in sequences]
+        tokens_BT = pad_sequence(tokens, batch_first=True, padding_value=padding)
+        mask_BT = pad_sequence([torch.ones_like(own) for own in tokens], batch_first=True)
+        logits_B1 = self._model(input_ids=tokens_BT, attention_mask=mask_BT).logits
         return logits_B1[:, 0].float().tolist()
 
 
 def encoder(tokenizer: Any, *, apply_chat_template: bool) -> Encode:
-    """Return a function from texts to tokens by a Hugging Face tokenizer.
-
-    Args:
-        apply_chat_template: make messages of a user and an assistant; otherwise prompt and completion are one text.
-    """
+    """Return a function from texts to tokens; without the chat template prompt and completion are one text."""
 
     def encode(prompt: str, completion: str) -> Sequence[int]:
         if not apply_chat_template:
@@ -175,10 +151,7 @@ def encoder(tokenizer: Any, *, apply_chat_template: bool) -> Encode:
 
 
 def batches_by_length(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return indices of sequences, shortest first, in batches of at most ``max_tokens`` with their padding.
-
-    A sequence that is longer is a batch of its own.
-    """
+    """Return indices of sequences, shortest first, in batches of at most ``max_tokens`` with padding, or one longer."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         # The last one is the longest, so it sets what every row of the batch is padded to.

@@ -59,11 +59,7 @@ class ReasoningGymReward:
 
 
 class MathVerifyReward:
-    """1 if math-verify finds the completion's answer equal to the row's, else 0.
-
-    Args:
-        answer_key: the row's column that holds the right answer (LaTeX or a plain expression).
-    """
+    """1 if math-verify finds the completion's answer equal to the one in the row's column ``answer_key``, else 0."""
 
     def __init__(self, *, answer_key: str = "answer") -> None:
         try:
@@ -120,12 +116,7 @@ class CodeReward:
         self._partial = partial
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        """Score one completion.
-
-        Raises:
-            RewardError: the row has no tests of these kinds.
-            SandboxError: a program could not be started.
-        """
+        """Score one completion; `RewardError` if the row has no such tests, `SandboxError` if a run does not start."""
         del prompt
         tests = self._tests(row)
         program = last_code_block(completion)
@@ -137,13 +128,10 @@ class CodeReward:
         else:
             passed, results = await self._run_cases(program, cast(list[Mapping[str, str]], tests))
         fraction = sum(passed) / len(passed)
+        timed_out = float(any(result.outcome == "timed_out" for result in results))
         return Scored(
             score=fraction if self._partial else float(all(passed)),
-            parts={
-                "passed": fraction,
-                "has_code": 1.0,
-                "timed_out": float(any(result.outcome == "timed_out" for result in results)),
-            },
+            parts={"passed": fraction, "has_code": 1.0, "timed_out": timed_out},
         )
 
     async def _run_cases(
@@ -152,14 +140,12 @@ class CodeReward:
         if self._partial:
             results = list(await asyncio.gather(*(self._sandbox.run(program, stdin=c["input"]) for c in cases)))
             return [_is_right(r, c["output"]) for r, c in zip(results, cases, strict=True)], results
-        passed: list[bool] = []
         results: list[SandboxResult] = []
         for case in cases:
             results.append(await self._sandbox.run(program, stdin=case["input"]))
-            passed.append(_is_right(results[-1], case["output"]))
-            if not passed[-1]:
-                break
-        return passed, results
+            if not _is_right(results[-1], case["output"]):
+                return [*[True] * (len(results) - 1), False], results
+        return [True] * len(results), results
 
     def _tests(self, row: Mapping[str, Any]) -> list[str] | list[Mapping[str, str]]:
         """Return the row's tests, of one kind and at least one."""

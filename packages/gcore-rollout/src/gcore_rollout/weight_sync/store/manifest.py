@@ -67,11 +67,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, key: str) -> Self:
-        """Read a manifest that `to_bytes` returned.
-
-        Raises:
-            CorruptWeightsError: the checksum is wrong.
-        """
+        """Read a manifest that `to_bytes` returned; a `CorruptWeightsError` if the checksum is wrong."""
         checksum, _, text = data.partition(b"\n")
         if checksum.decode(errors="replace") != sha256(text):
             raise CorruptWeightsError(f"{key} is damaged: its SHA-256 is not the one in its first line")
@@ -132,11 +128,7 @@ def cut(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[s
 
 
 def joined(layout: Layout, parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tensors that were cut into these parts.
-
-    Raises:
-        CorruptWeightsError: the parts do not fill the tensors.
-    """
+    """Return the tensors that were cut into these parts; a `CorruptWeightsError` if the parts do not fill them."""
     tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in layout.items()}
     filled = dict.fromkeys(tensors, 0)
     for part in parts:
@@ -144,14 +136,12 @@ def joined(layout: Layout, parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[
             start = filled[name]
             tensors[name].view(-1)[start : start + piece.numel()] = piece
             filled[name] += piece.numel()
-    short = [name for name, count in filled.items() if count != layout[name].numel]
-    if short:
+    if short := [name for name, count in filled.items() if count != layout[name].numel]:
         raise CorruptWeightsError(f"{short[0]!r} has {filled[short[0]]} of {layout[short[0]].numel} elements")
     return tensors
 
 
 def manifest_key(version: int, kind: Kind) -> str:
-    """Return the key of a version's manifest."""
     return f"{VERSIONS}/{version:012d}-{kind}"
 
 
@@ -167,5 +157,4 @@ def versions_in(keys: Iterable[str]) -> dict[int, Kind]:
 
 
 def sha256(data: bytes) -> str:
-    """Return the SHA-256 in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()

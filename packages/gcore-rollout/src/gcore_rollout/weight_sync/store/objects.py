@@ -28,12 +28,7 @@ class Pending:
         self._timeout_s = timeout_s
 
     def result(self) -> Any:
-        """Return the answer.
-
-        Raises:
-            TimeoutError: there was none in time.
-            OSError: the store reports a failure.
-        """
+        """Return the answer; an `OSError` if the store reports a failure, a `TimeoutError` if it does not answer."""
         try:
             return self._future.result(timeout=self._timeout_s)
         except TimeoutError:

@@ -5,46 +5,20 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from gcore_rollout.engines.processes.engine_server import BEAT_INTERVAL_S
-from gcore_rollout.engines.processes.fork_server import ChildProcess
-from gcore_rollout.engines.processes.wire import (
-    Abandon,
-    Beat,
-    Call,
-    Channel,
-    Done,
-    Failed,
-    Finished,
-    FromEngine,
-    Generate,
-    RemoteEngine,
-    Setup,
-    UpdateWeights,
-    exception,
-)
-from gcore_rollout.engines.protocol import Engine, EngineStats, RequestT, SampleT
+from gcore_rollout.engines.protocol import Engine, RequestT, SampleT
 from gcore_rollout.engines.registry import PRELOAD_HF
-from gcore_rollout.errors import EngineDiedError, EngineStartError, RolloutError
+from gcore_rollout.engines.remote.client import END_TIMEOUT_S, RemoteEngine, check_start_options, new_future
+from gcore_rollout.engines.remote.fork_server import Channel, ChildProcess
+from gcore_rollout.engines.remote.session import BEAT_INTERVAL_S, Call, EngineCall, Setup, UpdateWeights
+from gcore_rollout.errors import EngineStartError, RolloutError
 from gcore_rollout.weight_sync.shared_weights import SharedWeights
-
-_END_TIMEOUT_S = 10.0
-
-
-@dataclass(eq=False)
-class _Stream:
-    """One `generate` call: its unfinished samples, and the items that have come."""
-
-    unfinished: dict[tuple[str, int], None]
-    items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
 
 class EngineProcess(RemoteEngine[RequestT, SampleT]):
@@ -62,21 +36,14 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
     def __init__(
         self, process: ChildProcess, channel: Channel, weights_socket: socket.socket, *, heartbeat_timeout_s: float
     ) -> None:
-        super().__init__()
-        self.pid = process.pid
+        super().__init__(process.pid, heartbeat_timeout_s=heartbeat_timeout_s)
         self._process = process
         self._channel = channel
         self._weights_socket = weights_socket
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._silent_s = 0.0
-        self._stats = EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
         self._weights = SharedWeights()
         self._weights_in_use: asyncio.Future[Any] | None = None
-        self._last_update = self._new_future()
+        self._last_update = new_future()
         self._last_update.set_result(None)
-        self._streams: dict[int, _Stream] = {}
-        self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._call_ids = count(1)
         self._killed_because = ""
         self._life = asyncio.create_task(self._live())
         # A callback, because a task that is cancelled before it has started runs none of its code.
@@ -110,10 +77,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             EngineDiedError: the process died before it was ready.
             Exception: what the factory raised.
         """
-        if heartbeat_timeout_s <= 0:
-            raise ValueError(f"heartbeat_timeout_s is {heartbeat_timeout_s}; expected more than 0")
-        if num_threads is not None and num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}; expected at least 1")
+        check_start_options(num_threads=num_threads, heartbeat_timeout_s=heartbeat_timeout_s)
         packed = pickle.dumps(factory)
         engine: Self | None = None
         try:
@@ -129,7 +93,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                     beat_interval_s=min(BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
                     factory=packed,
                 )
-                engine._channel.send(setup)
+                engine._send(setup)
                 await ready
         except BaseException as error:
             if engine is not None:
@@ -161,24 +125,6 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         engine = cls(process, opened, weights, heartbeat_timeout_s=heartbeat_timeout_s)
         return engine
 
-    def stats(self) -> EngineStats:
-        return self._stats
-
-    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        stream = _Stream({(r.request_id, i): None for r in requests for i in r.sample_indices})
-        self._check_open(tuple(stream.unfinished))
-        call_id = next(self._call_ids)
-        self._streams[call_id] = stream
-        self._channel.send(Generate(call_id, tuple(requests)))
-        try:
-            while (item := await stream.items.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            if self._streams.pop(call_id, None) and self._death is None:
-                self._channel.send(Abandon(call_id))
-
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights, which are copied to shared memory, unless they are a `SharedWeights`.
 
@@ -199,12 +145,12 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         layout = shared.layout
         call_id, reply = self._new_reply()
         self._last_update = reply
-        in_use = self._new_future()
+        in_use = new_future()
         shared.read_until(in_use)
         reply.add_done_callback(lambda _: self._weights_taken(reply, in_use))
         with suppress(ConnectionError):  # it has just died: the reply will say so
             socket.send_fds(self._weights_socket, [b"\0"], [shared.fileno()])
-        self._channel.send(UpdateWeights(call_id, layout, version))
+        self._send(UpdateWeights(call_id, layout, version))
         await asyncio.shield(reply)
 
     async def close(self) -> None:
@@ -212,8 +158,11 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         if not self._closed:
             self._closed = True
             try:
-                async with asyncio.timeout(_END_TIMEOUT_S):
-                    await self._reply_to("close")
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    if self._death is None:
+                        call_id, reply = self._new_reply()
+                        self._send(Call(call_id, "close"))
+                        await asyncio.shield(reply)
             except (TimeoutError, RolloutError):
                 self._kill("it did not close")
             finally:
@@ -221,28 +170,15 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                 self._weights.close()
         await asyncio.wait([self._life])
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        self._check_open()
-        return await self._reply_to(method, *arguments)
+    def _send(self, message: Setup | EngineCall) -> None:
+        self._channel.send(message)
 
-    async def _reply_to(self, method: str, *arguments: Any) -> Any:
-        if self._death is not None:
-            return None
-        call_id, reply = self._new_reply()
-        self._channel.send(Call(call_id, method, arguments))
-        # Without the shield, cancelling the caller would cancel the future that the process answers.
-        return await asyncio.shield(reply)
+    def _end_silent(self, reason: str) -> None:
+        self._kill(f"it had been {reason}")
 
-    def _new_reply(self) -> "tuple[int, asyncio.Future[Any]]":
-        call_id = next(self._call_ids)
-        reply = self._replies[call_id] = self._new_future()
-        return call_id, reply
-
-    def _new_future(self) -> "asyncio.Future[Any]":
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # Retrieve the exception here, in case the waiting caller is cancelled.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return future
+    def _kill(self, reason: str) -> None:
+        self._killed_because = f" because {reason}"
+        self._process.kill()
 
     def _weights_taken(self, reply: "asyncio.Future[Any]", in_use: "asyncio.Future[Any]") -> None:
         """Free the memory of an update if it was copied, or of the update before if the engine uses it in place."""
@@ -252,10 +188,6 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             self._weights_in_use = in_use
         if no_more is not None:
             no_more.set_result(None)
-
-    def _kill(self, reason: str) -> None:
-        self._killed_because = f" because {reason}"
-        self._process.kill()
 
     async def _live(self) -> str:
         """Wait until the process has ended, and describe why."""
@@ -267,7 +199,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             if self._watcher is not None:
                 self._watcher.cancel()
             # Messages that it sent are still to be read; and a process without a channel is of no use.
-            await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
+            await asyncio.wait(ends, timeout=END_TIMEOUT_S)
             if not ending.done():
                 self._kill("it closed its end of the channel")
             return await ending
@@ -282,49 +214,6 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         self._process.close()
         self._weights_socket.close()
         self._channel.abort()
-        if self._closed:
-            self._fail_all(lambda _: RolloutError("the engine was closed while generating"))
-        else:
-            self._fail_all(lambda unfinished: EngineDiedError(self._death or "", unfinished=unfinished))
+        self._fail_all()
         if self._weights_in_use is not None:
             self._weights_in_use.set_result(None)
-
-    def _take(self, message: FromEngine) -> None:
-        self._silent_s = 0.0
-        match message:
-            case Finished(call_id, sample):
-                if stream := self._streams.get(call_id):
-                    stream.unfinished.pop((sample.request_id, sample.index), None)
-                    stream.items.put_nowait(sample)
-            case Done(call_id, stats, value):
-                self._stats = stats
-                self._end_call(call_id, None, value)
-            case Failed(call_id):
-                self._end_call(call_id, exception(message, self.pid))
-            case Beat(stats):
-                self._stats = stats
-
-    def _end_call(self, call_id: int, error: Exception | None, value: Any = None) -> None:
-        if stream := self._streams.pop(call_id, None):
-            stream.items.put_nowait(error)
-        # The waiting caller may have been cancelled.
-        elif (reply := self._replies.pop(call_id, None)) and not reply.done():
-            if error is None:
-                reply.set_result(value)
-            else:
-                reply.set_exception(error)
-
-    def _fail_all(self, error: Callable[[tuple[tuple[str, int], ...]], Exception]) -> None:
-        for call_id in (*self._streams, *self._replies):
-            unfinished = self._streams[call_id].unfinished if call_id in self._streams else ()
-            self._end_call(call_id, error(tuple(unfinished)))
-
-    async def _watch(self) -> None:
-        """Kill the process when it has been silent for too long."""
-        interval_s = min(BEAT_INTERVAL_S, self._heartbeat_timeout_s / 4)
-        while self._silent_s < self._heartbeat_timeout_s:
-            await asyncio.sleep(interval_s)
-            # Not by the clock: after a pause of this event loop, messages that came meanwhile are read before the next
-            # turn.
-            self._silent_s += interval_s
-        self._kill(f"it had been silent for {self._heartbeat_timeout_s} s")

@@ -2,35 +2,33 @@
 
 import asyncio
 import pickle
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self
 from uuid import uuid4
 
 import torch
 
-from gcore_rollout.engines.processes.wire import Failed, RemoteEngine, exception
-from gcore_rollout.engines.protocol import AnySample, Engine, EngineStats, RequestT, SampleT
-from gcore_rollout.engines.ray.engine_actor import ClientCall, EngineActor, EngineReply, Incarnation, pack
-from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError, RolloutError
+from gcore_rollout.engines.protocol import Engine, EngineStats, RequestT, SampleT
+from gcore_rollout.engines.remote.client import END_TIMEOUT_S, RemoteEngine, check_start_options
+from gcore_rollout.engines.remote.ray_actor import EngineActor, Incarnation
+from gcore_rollout.engines.remote.session import EngineCall, Failed, Setup, UpdateWeights, exception
+from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 # Not before `weight_references`, which sets Ray's environment.
 try:
     import ray
     from ray import cloudpickle
-    from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 except ImportError as error:
     raise MissingExtraError("ray", "ray") from error
-
-T = TypeVar("T")
 
 _MAX_CONCURRENCY = 100_000
 _MAX_STARTS = 3
 _RETRY_S = 0.1
-_END_TIMEOUT_S = 10.0
 _END_POLL_S = 0.02
 
 
@@ -77,8 +75,7 @@ def start_engine_actor(
         scheduling_strategy: see `ray.remote`.
         name: for `ray.get_actor`.
     """
-    if num_threads is not None and num_threads < 1:
-        raise ValueError(f"num_threads is {num_threads}; expected at least 1")
+    check_start_options(num_threads=num_threads)
     make: Any = ray.remote(EngineActor)
     options = {
         "num_cpus": num_cpus,
@@ -97,12 +94,12 @@ async def end_engine_actor(handle: EngineHandle) -> None:
     actor = handle.actor
     try:
         with suppress(TimeoutError, RayActorError):
-            await asyncio.wait_for(_answer_of(actor.close.remote()), _END_TIMEOUT_S)
+            await asyncio.wait_for(_answer_of(actor.close.remote()), END_TIMEOUT_S)
     finally:
         ray.kill(actor)
     # Until it is dead, it answers.
     with suppress(TimeoutError, RayActorError):
-        async with asyncio.timeout(_END_TIMEOUT_S):
+        async with asyncio.timeout(END_TIMEOUT_S):
             while True:
                 await _answer_of(actor.incarnation.remote())
                 await asyncio.sleep(_END_POLL_S)
@@ -123,18 +120,18 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
 
     _HOW_TO_OPEN = "connect again"
 
-    def __init__(self, handle: EngineHandle, reply: EngineReply, *, heartbeat_timeout_s: float) -> None:
-        super().__init__()
+    def __init__(
+        self, handle: EngineHandle, incarnation: Incarnation, stats: EngineStats, *, heartbeat_timeout_s: float
+    ) -> None:
+        super().__init__(incarnation.pid, heartbeat_timeout_s=heartbeat_timeout_s)
         self.handle = handle
         self._actor = handle.actor
-        self._incarnation: Incarnation = reply.value
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._incarnation = incarnation
+        self._stats = stats
         self._client = uuid4().hex
         self._numbers = count()
-        self._last_reply = reply
-        # Done once no reply of Ray is awaited any more.
-        self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live())
+        self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
     async def connect(
@@ -151,63 +148,36 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
             EngineDiedError: the actor was ended, or its process died repeatedly before the engine was made.
             Exception: what the factory raised.
         """
-        if heartbeat_timeout_s <= 0:
-            raise ValueError(f"heartbeat_timeout_s is {heartbeat_timeout_s}; expected more than 0")
+        check_start_options(heartbeat_timeout_s=heartbeat_timeout_s)
         try:
             async with asyncio.timeout(start_timeout_s):
-                incarnation, reply = await cls._make(handle)
+                incarnation, made = await cls._make(handle)
         except TimeoutError as error:
             raise EngineStartError(
                 f"the engine actor was not ready after {start_timeout_s} s: free are {ray.available_resources()}"
             ) from error
         except RayActorError as error:
             raise EngineDiedError(f"the engine actor died before it was ready: {_reason(error)}") from error
-        _raise_failure(reply.value, incarnation)
-        return cls(handle, reply, heartbeat_timeout_s=heartbeat_timeout_s)
+        if isinstance(made, Failed):
+            raise exception(made, incarnation.pid)
+        return cls(handle, *made, heartbeat_timeout_s=heartbeat_timeout_s)
 
     @staticmethod
-    async def _make(handle: EngineHandle) -> tuple[Incarnation, EngineReply]:
+    async def _make(handle: EngineHandle) -> tuple[Incarnation, tuple[Incarnation, EngineStats] | Failed]:
         num_starts = 0
         while True:
             try:
-                incarnation = await _answer_of(handle.actor.incarnation.remote())
+                incarnation = await handle.actor.incarnation.remote()
             except ActorUnavailableError:
                 # It is being restarted.
                 await asyncio.sleep(_RETRY_S)
                 continue
             num_starts += 1
             try:
-                return incarnation, await _answer_of(handle.actor.make.remote(handle.factory))
+                return incarnation, await handle.actor.make.remote(handle.factory)
             except ActorUnavailableError:
                 if num_starts == _MAX_STARTS:
                     raise
-
-    def stats(self) -> EngineStats:
-        assert self._last_reply.stats is not None
-        return self._last_reply.stats
-
-    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        unfinished = {(r.request_id, i): None for r in requests for i in r.sample_indices}
-        call = ClientCall(self._client, next(self._numbers))
-        is_running = False
-        try:
-            self._check_open()
-            stream = self._actor.generate.remote(self._incarnation.token, call, pack(requests))
-            is_running = True
-            while is_running:
-                for item in pickle.loads(await self._ask(_next_of(stream))):
-                    is_running = isinstance(item, AnySample)
-                    _raise_failure(item, self._incarnation)
-                    if isinstance(item, AnySample):
-                        unfinished.pop((item.request_id, item.index), None)
-                        yield cast(SampleT, item)
-            if unfinished:
-                raise EngineDiedError("the engine actor abandoned the samples: this client was silent for too long")
-        except EngineDiedError as death:
-            raise EngineDiedError(death.reason, unfinished=tuple(unfinished)) from death
-        finally:
-            if is_running and not self._closed and self._death is None:
-                self._actor.abandon.remote(call)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights as references; other weights than `WeightReferences` are put into the object store first.
@@ -217,91 +187,56 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         """
         self._check_open()
         references = weights if isinstance(weights, WeightReferences) else WeightReferences.put(weights)
-        update = self._actor.update_weights.remote(self._incarnation.token, references, version)
-        await self._ask(_answer_of(update))
+        call_id, reply = self._new_reply()
+        self._send(UpdateWeights(call_id, references, version))
+        await asyncio.shield(reply)
 
     async def close(self) -> None:
         """Abandon what this client generates. Idempotent; the actor and its engine stay: see `end_engine_actor`."""
         if self._closed:
             return
         self._closed = True
+        is_dead = self._death is not None
+        self._end("it was closed")
         self._life.cancel()
-        # Before the actor abandons the calls: their callers must learn of the close.
-        self._stop_waiting()
-        if self._death is None:
+        if not is_dead:
             with suppress(TimeoutError, RayActorError):
-                await asyncio.wait_for(_answer_of(self._actor.leave.remote(self._client)), _END_TIMEOUT_S)
+                await asyncio.wait_for(_answer_of(self._actor.leave.remote(self._client)), END_TIMEOUT_S)
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        self._check_open()
-        return await self._ask(_answer_of(self._actor.call.remote(self._incarnation.token, method, *arguments)))
+    def _send(self, message: Setup | EngineCall) -> None:
+        packed: bytes | EngineCall = pickle.dumps(message, protocol=5)
+        if isinstance(message, UpdateWeights):
+            # Ray itself must see the references.
+            packed = message
+        taken = self._actor.take.remote(self._incarnation.token, self._client, next(self._numbers), packed)
+        # If the actor is gone, the stream of its answers says so.
+        taken.future().add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _ask(self, answer: Awaitable[EngineReply]) -> Any:
-        asking = asyncio.ensure_future(answer)
-        # Retrieve the exception here, in case the waiting caller is cancelled.
-        asking.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.wait([asking, self._given_up], return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
-            asking.cancel()
-            if self._closed:
-                raise RolloutError("the engine was closed while generating")
-            raise EngineDiedError(self._death or "")
-        try:
-            return self._take(asking.result())
-        except (RayActorError, ObjectLostError) as error:
-            self._die(_reason(error))
-            raise EngineDiedError(self._death or "") from error
+    def _end_silent(self, reason: str) -> None:
+        self._end(f"it was {reason}, and killed")
+        self._life.cancel()
+        ray.kill(self._actor, no_restart=False)
 
-    def _take(self, reply: EngineReply) -> Any:
-        if reply.number > self._last_reply.number and reply.stats is not None:
-            self._last_reply = reply
-        _raise_failure(reply.value, self._incarnation)
-        return reply.value
-
-    def _die(self, reason: str) -> None:
+    def _end(self, reason: str) -> None:
+        self._watcher.cancel()
         if self._death is None:
             self._death = f"engine actor, {self._incarnation}, died: {reason}"
+        self._fail_all()
 
     async def _live(self) -> None:
-        """Watch the actor until it is dead."""
+        """Take the actor's messages until it is dead."""
         try:
             while True:
-                stream = self._actor.watch.remote(self._incarnation.token, self._client, self._heartbeat_timeout_s)
-                try:
-                    while True:
-                        self._take(await self._in_time(_next_of(stream)))
-                except StopAsyncIteration:
-                    pass
-        except TimeoutError:
-            self._die(f"it was silent for {self._heartbeat_timeout_s} s, and killed")
-            ray.kill(self._actor, no_restart=False)
+                stream = self._actor.stream.remote(self._incarnation.token, self._client, self._heartbeat_timeout_s)
+                async for packed in stream:
+                    for message in pickle.loads(await packed):
+                        if isinstance(message, Failed) and not message.call_id:
+                            raise exception(message, self.pid)
+                        self._take(message)
         except RayError as error:
-            self._die(_reason(error))
+            self._end(_reason(error))
         except EngineDiedError as death:
-            self._die(death.reason)
-        # Ray fails the calls in flight, each after the items that had arrived, unless a node is lost.
-        await asyncio.sleep(_END_TIMEOUT_S)
-        self._stop_waiting()
-
-    async def _in_time(self, answer: Awaitable[T]) -> T:
-        waiting = asyncio.ensure_future(answer)
-        interval_s = self._heartbeat_timeout_s / 4
-        silent_s = 0.0
-        try:
-            # Not by the clock: after a pause of this event loop, messages that came meanwhile are read before the next
-            # turn.
-            while not waiting.done():
-                if silent_s >= self._heartbeat_timeout_s:
-                    raise TimeoutError
-                await asyncio.wait([waiting], timeout=interval_s)
-                silent_s += interval_s
-            return waiting.result()
-        finally:
-            waiting.cancel()
-
-    def _stop_waiting(self) -> None:
-        if not self._given_up.done():
-            self._given_up.set_result(None)
+            self._end(death.reason)
 
 
 def _packed(factory: Factory) -> bytes:
@@ -312,15 +247,6 @@ def _packed(factory: Factory) -> bytes:
 
 async def _answer_of(reference: Any) -> Any:
     return await reference
-
-
-async def _next_of(stream: Any) -> Any:
-    return await (await anext(stream))
-
-
-def _raise_failure(value: Any, incarnation: Incarnation) -> None:
-    if isinstance(value, Failed):
-        raise exception(value, incarnation.pid)
 
 
 def _reason(error: RayError) -> str:

@@ -1,4 +1,4 @@
-"""The process from which engine processes are forked, which imports their common modules once, and its owner's side.
+"""The process from which engine processes are forked, which imports their common modules once, and both its ends.
 
 `multiprocessing` has a fork server, too, but runs the owner's main module again in every child, has one list of imports
 for all, and forbids daemonic processes to have children, which vLLM's tensor parallelism needs.
@@ -10,6 +10,7 @@ import ctypes
 import gc
 import importlib
 import os
+import pickle
 import select
 import signal
 import socket
@@ -17,14 +18,20 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from gcore_rollout.engines.processes import engine_server
+from gcore_rollout.engines.remote.session import EngineCall, FromEngine, Session, Setup, make_engine
 from gcore_rollout.errors import EngineDiedError
 
+if TYPE_CHECKING:
+    import torch
+
+    from gcore_rollout.weight_sync.shared_weights import SharedWeightsReader
+
+_LENGTH = struct.Struct("!Q")
 _STATUS = struct.Struct("!i")
 """The message on a status socket: first the pid, with a descriptor of the process, and last the exit code."""
 
@@ -91,7 +98,7 @@ def _run_child(channel: socket.socket, weights: socket.socket, server_pid: int) 
         # Ends the child at once, even if it hangs and does not notice that its owner's end of the channel is closed.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == server_pid:
-            engine_server.run(channel, weights)
+            asyncio.run(_EngineServer(weights).live(channel))
             exit_code = 0
     except BaseException:
         traceback.print_exc()
@@ -100,6 +107,107 @@ def _run_child(channel: socket.socket, weights: socket.socket, server_pid: int) 
         sys.stderr.flush()
         # Exit handlers of the server must not run in a child.
         os._exit(exit_code)
+
+
+class Channel(asyncio.Protocol):
+    """One end of a connected socket, for messages both ways.
+
+    A message is handed over in the turn of the event loop that reads its last byte: where an engine's steps fill the
+    loop, each turn more would be a step more.
+
+    Attributes:
+        gone: Done once the other end is, and all that it sent is handed over.
+    """
+
+    def __init__(self, take: Callable[[Any], None]) -> None:
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._take = take
+        self._buffer = bytearray()
+
+    @classmethod
+    async def open(cls, sock: socket.socket, take: Callable[[Any], None]) -> Self:
+        """Take over a socket, and call ``take`` with each message that comes."""
+        _, channel = await asyncio.get_running_loop().create_connection(lambda: cls(take), sock=sock)
+        return channel
+
+    def send(self, message: Setup | EngineCall | FromEngine) -> None:
+        """Queue a message; it is lost if the other end is gone."""
+        data = pickle.dumps(message, protocol=5)
+        self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        """Close this end after sending what is queued. Idempotent."""
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            with memoryview(self._buffer)[_LENGTH.size : end] as packed:
+                message = pickle.loads(packed)
+            del self._buffer[:end]
+            self._take(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+
+class _EngineServer(Session):
+    """Serves in an engine process until the owner closes its end of the channel.
+
+    Args:
+        weights: file descriptors of shared weights, one ahead of each `UpdateWeights`.
+    """
+
+    def __init__(self, weights: socket.socket) -> None:
+        super().__init__(lambda message: self._channel.send(message), self._next_weights)
+        self._weights = weights
+        self._shared_weights: SharedWeightsReader | None = None
+
+    async def live(self, channel: socket.socket) -> None:
+        """Answer messages, of which the first is a `Setup`."""
+        self._channel = await Channel.open(channel, self._take)
+        await self._channel.gone
+        self.abandon()
+        if self.engine is not None:
+            await self.engine.close()
+
+    def _take(self, message: Setup | EngineCall) -> None:
+        if isinstance(message, Setup):
+            self.start(message.call_id, self._build(message))
+        else:
+            self.take(message)
+
+    async def _build(self, setup: Setup) -> None:
+        os.environ.clear()
+        os.environ.update(setup.environment)
+        os.chdir(setup.folder)
+        sys.path[:] = setup.import_path
+        self.engine = await make_engine(setup.factory, setup.num_threads)
+        self.start(0, self.beat(setup.beat_interval_s))
+
+    def _next_weights(self, layout: Any) -> "Awaitable[Iterable[tuple[str, torch.Tensor]]]":
+        # Here and not in the task: descriptors come in the order of messages.
+        _, (fd,), _, _ = socket.recv_fds(self._weights, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        return self._mapped(fd, layout)
+
+    async def _mapped(self, fd: int, layout: Any) -> "Iterable[tuple[str, torch.Tensor]]":
+        if self._shared_weights is None:
+            # Not before: it imports torch, which may come later than the fork and in another configuration.
+            from gcore_rollout.weight_sync.shared_weights import SharedWeightsReader
+
+            self._shared_weights = SharedWeightsReader()
+        return self._shared_weights.read(fd, layout)
 
 
 class _ForkServer:
@@ -113,7 +221,7 @@ class _ForkServer:
             arguments = f"{theirs.fileno()}, {os.getpid()}, {preload!r}"
             program = (
                 f"import sys; sys.path[:] = {sys.path!r}; "
-                f"from gcore_rollout.engines.processes.fork_server import serve; serve({arguments})"
+                f"from gcore_rollout.engines.remote.fork_server import serve; serve({arguments})"
             )
             command = [sys.executable, "-c", program]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])

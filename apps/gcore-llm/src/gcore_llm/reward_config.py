@@ -2,16 +2,19 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from gcore_rollout import JudgeOptions, OnError, RetryPolicy, RewardConfigError, RewardRunnerConfig
-from gcore_runs import UserError, check_fraction
-from gcore_runs.settings.engine_config import EngineConfig
+from gcore_rollout import OnError, RetryPolicy, RewardRunnerConfig
+from gcore_runs import Checked, Fraction, NonNegative, UserError, above, at_least
+from gcore_runs.engines import EngineConfig
+from gcore_runs.settings.judge_options import JudgeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig(EngineConfig, JudgeOptions):
     """A generative reward model: its engine, how it is asked, and how its verdicts are read."""
+
+    section = "reward_model.judge"
 
     pairwise: bool = False
     """Compare every two responses of a group in both orders: the share of wins is the score, and a tie is half a win.
@@ -30,12 +33,9 @@ class JudgeConfig(EngineConfig, JudgeOptions):
     group out of training. If pairwise 0.5, a tie, or unset."""
 
     def __post_init__(self) -> None:
-        prefix = "reward_model.judge"
+        prefix = self.section
         self.check_engine(prefix)
-        try:
-            self.check()
-        except RewardConfigError as error:
-            raise UserError(f"{prefix}.{error}") from None
+        JudgeOptions.__post_init__(self)
         if self.pairwise and self.unparsable_score not in (None, 0.5):
             raise UserError(
                 f"{prefix}.unparsable_score is {self.unparsable_score}; expected 0.5, a tie, or none with "
@@ -82,29 +82,24 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardCallsConfig:
+class RewardCallsConfig(Checked):
     """Calls of rewards."""
 
-    max_concurrency: int = 1024
+    section = "reward_calls"
+
+    max_concurrency: Annotated[int, at_least(1, "at least 1")] = 1024
     """Largest number of concurrent calls."""
-    timeout_s: float = 300.0
+    timeout_s: Annotated[float, above(0, "more than 0")] = 300.0
     """Time limit of one call of an asynchronous reward, and of the trial call of any reward before the run starts."""
-    max_retries: int = 2
+    max_retries: NonNegative = 2
     """Attempts after the first, if that timed out or lost its connection."""
     on_error: OnError = "raise"
     """A reward that fails ends the run, or takes its group out of training."""
-    max_failed_share: float = 0.5
+    max_failed_share: Fraction = 0.5
     """With on_error drop, the largest share of the rewards of a step that may fail, of small steps together 32 rewards;
     more end the run. 1: any."""
     in_threads: bool = False
     """Call a synchronous reward in a thread, so that generation continues meanwhile: for one that takes long."""
-
-    def __post_init__(self) -> None:
-        check_fraction("reward_calls.max_failed_share", self.max_failed_share)
-        try:
-            _ = self.runner
-        except RewardConfigError as error:
-            raise UserError(f"reward_calls.{error}") from None
 
     @property
     def runner(self) -> RewardRunnerConfig:

@@ -1,1 +1,0 @@
-"""Settings of engines, rewards, rollouts and the trainer."""

@@ -1,0 +1,386 @@
+"""Checked numbers, distributions of token lengths, and the FLOPs of a transformer over them.
+
+The functions `check_*` raise PlacementError, which names the field.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from statistics import NormalDist
+from typing import Annotated, Any, Self, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gcore_placement.errors import PlacementError, refusal
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+
+
+def check_positive(field: str, value: object) -> None:
+    """Check that `value` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise refusal(field, value, "an integer of at least 1")
+
+
+def check_above_0(field: str, value: object) -> None:
+    """Check that `value` is a finite number above 0."""
+    number = float("nan") if isinstance(value, bool) or not isinstance(value, float | int | np.number) else float(value)
+    if not 0 < number < np.inf:
+        raise refusal(field, value, "a finite number above 0")
+
+
+def check_share(field: str, value: float) -> None:
+    """Check that `value` is a number above 0 and at most 1."""
+    check_above_0(field, value)
+    if value > 1:
+        raise refusal(field, value, "a number above 0, at most 1")
+
+
+def check_amounts(field: str, values: ArrayLike) -> Floats:
+    """Return finite numbers of at least 0 as float64 of the same shape; an error names the first wrong index."""
+    try:
+        amounts = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise PlacementError(f"{field} is {values!r}; expected an array of numbers ({error})") from error
+    wrong = ~np.isfinite(amounts) | (amounts < 0)
+    if wrong.any():
+        index = np.unravel_index(int(wrong.argmax()), amounts.shape)
+        where = ", ".join(str(int(axis)) for axis in index)
+        raise refusal(f"{field}[{where}]" if where else field, float(amounts[index]), "a finite number of at least 0")
+    return amounts
+
+
+def check_amount_list(field: str, values: ArrayLike) -> Floats:
+    """Return such numbers as float64 [num_items]."""
+    amounts = check_amounts(field, values)
+    if amounts.ndim != 1:
+        raise refusal(f"{field}.ndim", amounts.ndim, "1 (one number per item)")
+    return amounts
+
+
+def check_lengths(field: str, values: ArrayLike) -> Floats:
+    """Return whole numbers of tokens as float64 of the same shape."""
+    lengths = check_amounts(field, values)
+    fractions = lengths != np.floor(lengths)
+    if fractions.any():
+        raise refusal(field, float(lengths[fractions].flat[0]), "whole numbers of tokens")
+    return lengths
+
+
+Positive = Annotated[int, check_positive]
+Above0 = Annotated[float, check_above_0]
+Share = Annotated[float, check_share]
+Amount = Annotated[float, check_amounts]
+
+
+class Checked:
+    """A dataclass whose fields are checked by what their types say: `Positive`, `Above0`, `Share` or `Amount`."""
+
+    def __post_init__(self) -> None:
+        for name, check in _checks(type(self)):
+            check(name, getattr(self, name))
+
+
+@cache
+def _checks(kind: Any) -> list[tuple[str, Callable[[str, Any], object]]]:
+    return [(field.name, check) for field in fields(kind) for check in getattr(field.type, "__metadata__", ())]
+
+
+_EDGES = np.concatenate([np.linspace(0, 1, 513)[:-1], 1 - 2.0 ** -np.arange(10, 42), [1.0]])
+"""Edges of the probabilities that the lengths of a law stand for, finer and finer in the long tail."""
+_MIDDLES = (_EDGES[1:] + _EDGES[:-1]) / 2
+
+
+def normal_quantiles(probabilities: Floats) -> Floats:
+    """Return the quantiles of a standard normal variable, of the shape of the probabilities."""
+    return np.vectorize(NormalDist().inv_cdf, otypes=[np.float64])(probabilities)
+
+
+@cache
+def _deviations() -> Floats:
+    return normal_quantiles(_MIDDLES)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Lengths:
+    """A distribution over tokens, as rising values and their weights; use `log_normal` or `recorded`."""
+
+    values: Floats
+    """[num_values], rising."""
+    edges: Floats
+    """[num_values + 1]: value i stands for probabilities from edge i to edge i + 1."""
+
+    @classmethod
+    def log_normal(cls, *, median: float, sigma: float, longest: float) -> Self:
+        """Return log-normal lengths, cut at `longest`; `sigma` is the standard deviation of their logarithm.
+
+        Raises:
+            PlacementError: median or longest is not above 0, sigma is negative, or the median is beyond the longest.
+        """
+        check_above_0("median", median)
+        check_above_0("longest", longest)
+        check_amounts("sigma", sigma)
+        if median > longest:
+            raise refusal("median", median, f"at most longest ({longest})")
+        with np.errstate(over="ignore"):  # infinite ones are cut too
+            values = median * np.exp(sigma * _deviations())
+        return cls(values=np.clip(values, 1, longest), edges=_EDGES)
+
+    @classmethod
+    def recorded(cls, lengths: ArrayLike) -> Self:
+        """Return the distribution of recorded lengths.
+
+        Raises:
+            PlacementError: there is none, or one is negative or not finite.
+        """
+        values = np.sort(check_amount_list("lengths", lengths))
+        if not values.size:
+            raise refusal("lengths", [], "at least one length")
+        return cls(values=values, edges=np.linspace(0, 1, values.size + 1))
+
+    def __repr__(self) -> str:
+        return f"Lengths(mean={self.mean:.1f}, longest={self.longest:.0f})"
+
+    @property
+    def mean(self) -> float:
+        return float(np.diff(self.edges) @ self.values)
+
+    @property
+    def mean_square(self) -> float:
+        return float(np.diff(self.edges) @ self.values**2)
+
+    @property
+    def longest(self) -> float:
+        return float(self.values[-1])
+
+    def expected_longest(self, count: float) -> float:
+        """Return the mean of the longest of ``count`` draws."""
+        return float(self.values @ np.diff(self.edges ** max(1.0, count)))
+
+    def cut(self, longest: float) -> "Lengths":
+        """Return the lengths cut at `longest`."""
+        return Lengths(values=np.minimum(self.values, longest), edges=self.edges)
+
+    def remaining(self) -> "Lengths":
+        """Return the remaining lengths of sequences at a random moment of steady work.
+
+        Their density is (1 - F) / mean (the renewal equation's residual life). Only its values' grid is coarser.
+        """
+        rising = np.concatenate([[0.0], self.values])
+        cumulated = np.concatenate([[0.0], np.cumsum(np.diff(rising) * (1 - self.edges[:-1]))])
+        return Lengths(values=np.interp(_MIDDLES, cumulated / cumulated[-1], rising), edges=_EDGES)
+
+    def most_alive(self, offset: float) -> float:
+        """Return the most tokens held per sequence if all start together and leave as they end; offset: of prompts."""
+        return float(np.max((1 - self.edges[:-1]) * (offset + self.values)))
+
+
+def lengths_of(mean: float, longest: float, *, count: float) -> Lengths:
+    """Return log-normal lengths of this mean; the longest of `count` of them is about `longest`."""
+    mean, longest = max(1.0, mean), max(1.0, longest)
+    deviations = NormalDist().inv_cdf(1 - 1 / (count + 1)) if count > 1 else 0.0
+    # ln(longest / mean) = sigma * deviations - sigma^2 / 2
+    sigma = deviations - math.sqrt(max(0.0, deviations**2 - 2 * math.log(max(1.0, longest / mean))))
+    return Lengths.log_normal(median=min(mean * math.exp(-(sigma**2) / 2), longest), sigma=sigma, longest=longest)
+
+
+FORWARD_AND_BACKWARD = 3
+"""A backward pass multiplies each matrix twice, for the gradients of its input and of its weight."""
+_MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_moe_layers")
+_UNDESCRIBED_KEYS = ("n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size", "kv_lora_rank")
+"""Shared experts and compressed keys and values are work that the fields below do not hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerWorkload:
+    """The shape of a decoder with gated MLPs and grouped-query, full causal attention.
+
+    Dense (Llama, Mistral, Qwen2, Qwen3), or with a mixture of experts in the place of some MLPs (Mixtral, Qwen3-MoE).
+    Fields carry their Hugging Face names; every one is an integer of at least 1, but for those of the mixture, which a
+    dense model leaves at 0; num_key_value_heads divides num_attention_heads.
+
+    Raises:
+        PlacementError: a field is out of these bounds.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    """Width of one expert."""
+    num_moe_layers: int = 0
+    """Layers whose MLP is a mixture of experts; the others have one of intermediate_size."""
+
+    def __post_init__(self) -> None:
+        is_mixture = any(getattr(self, name) != 0 for name in _MOE_FIELDS)
+        for field in fields(self):
+            if is_mixture or field.name not in _MOE_FIELDS:
+                check_positive(field.name, getattr(self, field.name))
+        for name, most in (("num_moe_layers", "num_hidden_layers"), ("num_experts_per_tok", "num_experts")):
+            if getattr(self, name) > getattr(self, most):
+                raise refusal(name, getattr(self, name), f"at most {most} ({getattr(self, most)})")
+        if self.num_attention_heads % self.num_key_value_heads:
+            accepted = f"a divisor of num_attention_heads ({self.num_attention_heads})"
+            raise refusal("num_key_value_heads", self.num_key_value_heads, accepted)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Self:
+        """Read the mapping in a Hugging Face `config.json`, with transformers' defaults for what may be left out.
+
+        `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`.
+
+        Raises:
+            PlacementError: a key is missing (it is named), a value is out of bounds, or the model has shared experts
+                or compressed keys and values, whose work this shape does not describe.
+        """
+        for key in _UNDESCRIBED_KEYS:
+            if config.get(key):
+                raise refusal(key, config[key], "absent (shared experts and compressed attention are not described)")
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        shape = {key: required(config, key) for key in names}
+        for key, value in shape.items():
+            check_positive(key, value)
+        sizes = cast("dict[str, int]", shape)
+        hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        head_dim = config.get("head_dim")
+        if head_dim is None:
+            if hidden_size % heads:
+                raise PlacementError(
+                    f"config has no 'head_dim', and hidden_size ({hidden_size}) is not a multiple of "
+                    f"num_attention_heads ({heads}): give 'head_dim'"
+                )
+            head_dim = hidden_size // heads
+        key_value_heads = config.get("num_key_value_heads")
+        return cls(
+            **sizes,
+            num_key_value_heads=cast("int", heads if key_value_heads is None else key_value_heads),
+            head_dim=cast("int", head_dim),
+            **_mixture(config, sizes),
+        )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def flops_per_token(self) -> float:
+        """The linear term of `flops`, per token."""
+        attention_weights = self.hidden_size * (2 * self.query_size + 2 * self.key_value_size)
+        mlp_weights = 3 * self.hidden_size * self.intermediate_size
+        moe_weights = self.hidden_size * (3 * self.num_experts_per_tok * self.moe_intermediate_size + self.num_experts)
+        weights = (
+            self.num_hidden_layers * attention_weights
+            + (self.num_hidden_layers - self.num_moe_layers) * mlp_weights
+            + self.num_moe_layers * moe_weights
+            + self.hidden_size * self.vocab_size
+        )
+        return float(FORWARD_AND_BACKWARD * 2 * weights)
+
+    @property
+    def flops_per_attended_pair(self) -> float:
+        """The attention term of `flops`, per pair of a query token and a key token it attends to."""
+        return float(FORWARD_AND_BACKWARD * 4 * self.num_hidden_layers * self.query_size)
+
+    def flops(self, lengths: ArrayLike) -> Floats:
+        """Return the model FLOPs of a forward and backward pass over sequences that attend only to themselves.
+
+        For a sequence of L tokens, with h = hidden_size, i = intermediate_size, n = num_hidden_layers,
+        q = num_attention_heads * head_dim, kv = num_key_value_heads * head_dim, V = vocab_size:
+
+            3 * [ 2 L (n (2 h q + 2 h kv + 3 h i) + h V)  +  4 n q L (L + 1) / 2 ]
+
+        The first term is every weight matrix and the output head at 2 FLOPs per weight and token; the second is
+        Q K^T and the weighted sum of V over the causal pairs; 3 is forward plus backward. These are the terms of
+        Narayanan et al. 2021 (arXiv:2104.04473, appendix: 72 B s l h^2 (1 + s / 6h + V / 12lh) once its recomputed
+        forward is left out) for gated MLPs and grouped queries, with masked pairs not counted. Embedding look-ups,
+        norms, softmax, rotary embeddings and recomputation are left out. In a layer with a mixture of experts, those
+        that a token goes through and the router stand in the place of 3 h i.
+
+        Args:
+            lengths: tokens per sequence, any shape, which the result has.
+
+        Raises:
+            PlacementError: a length is negative, not finite or not whole.
+        """
+        tokens = check_lengths("lengths", lengths)
+        return self._flops(tokens=tokens, pairs=tokens * (tokens + 1) / 2)
+
+    def group_flops(self, prompt_length: ArrayLike, response_lengths: ArrayLike) -> Floats:
+        """Return the model FLOPs of a training pass over groups whose responses share a prompt computed once.
+
+        With P prompt tokens and responses of R_1 ... R_n tokens, the formula of `flops` over P + sum R_j tokens and
+        P (P + 1) / 2 + sum [R_j P + R_j (R_j + 1) / 2] pairs: a response token attends to the prompt, to itself and to
+        what came before it in its own response. One response gives `flops(P + R_1)`.
+
+        Args:
+            prompt_length: tokens of the prompt; a scalar, or shape [...] with one per group.
+            response_lengths: tokens of each response, shape [..., n]; groups of unequal size are padded with 0.
+
+        Returns:
+            FLOPs of each whole group, shape [...]; 0-dimensional for one group.
+
+        Raises:
+            PlacementError: a length is negative, not finite or not whole, or the shapes do not fit each other.
+        """
+        prompts = check_lengths("prompt_length", prompt_length)
+        responses = check_lengths("response_lengths", response_lengths)
+        if responses.ndim == 0 or prompts.shape not in ((), responses.shape[:-1]):
+            accepted = f"prompt_length's shape {prompts.shape} and one more axis"
+            raise refusal("response_lengths.shape", responses.shape, accepted)
+        tokens = prompts + responses.sum(axis=-1)
+        within_responses = (responses * (responses + 1) / 2).sum(axis=-1)
+        pairs = prompts * (prompts + 1) / 2 + prompts * responses.sum(axis=-1) + within_responses
+        return self._flops(tokens=tokens, pairs=pairs)
+
+    def _flops(self, *, tokens: Floats, pairs: Floats) -> Floats:
+        return np.asarray(self.flops_per_token * tokens + self.flops_per_attended_pair * pairs, dtype=np.float64)
+
+
+def required(mapping: Mapping[str, object], key: str) -> object:
+    """Return `mapping[key]`. Raises PlacementError where the key is missing or None."""
+    value = mapping.get(key)
+    if value is None:
+        raise PlacementError(
+            f"config has no {key!r}: expected the config.json of a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE "
+            f"model, got the keys {sorted(mapping)}"
+        )
+    return value
+
+
+def _mixture(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the fields of the mixture of experts; none for a dense model."""
+    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    if not num_experts:
+        return {}
+    dense_layers: Any = config.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list):
+        raise refusal("mlp_only_layers", dense_layers, "a list of layers' indices")
+    sparse_step = cast("int", config.get("decoder_sparse_step") or 1)
+    check_positive("decoder_sparse_step", sparse_step)
+    # Every decoder_sparse_step-th layer, but for those that are listed as dense (transformers' Qwen3MoeDecoderLayer).
+    moe_layers = set(range(sparse_step - 1, sizes["num_hidden_layers"], sparse_step)).difference(
+        cast("list[int]", dense_layers)
+    )
+    if not moe_layers:
+        return {}
+    return {
+        "num_experts": cast("int", num_experts),
+        "num_experts_per_tok": cast("int", required(config, "num_experts_per_tok")),
+        "moe_intermediate_size": cast("int", config.get("moe_intermediate_size") or sizes["intermediate_size"]),
+        "num_moe_layers": len(moe_layers),
+    }

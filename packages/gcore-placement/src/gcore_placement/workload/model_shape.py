@@ -1,0 +1,129 @@
+"""The shape of a language model: its parameters, and the memory and work of a token."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from gcore_placement.errors import refusal
+from gcore_placement.quantities import Floats, TransformerWorkload, required
+
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model's shape for the planner. Counts are exactly those of transformers' causal language models."""
+
+    workload: TransformerWorkload
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """The projection after attention has a bias."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys are normalised, head by head."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object]) -> Self:
+        """Read the mapping in a `config.json`.
+
+        Raises:
+            PlacementError: `model_type` is not one of MODEL_TYPES, or see `TransformerWorkload.from_config`.
+        """
+        model_type = required(config, "model_type")
+        if model_type not in MODEL_TYPES:
+            raise refusal("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
+        if config.get("head_dim") is None and model_type == "qwen3":
+            # Qwen3's heads have a width of their own where the config names none.
+            config = {**config, "head_dim": 128}
+        attention_bias = bool(config.get("attention_bias")) and model_type in ("llama", "qwen3", "qwen3_moe")
+        return cls(
+            workload=TransformerWorkload.from_config(config),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+            qkv_bias=attention_bias or model_type == "qwen2",
+            output_bias=attention_bias,
+            mlp_bias=bool(config.get("mlp_bias")) and model_type == "llama",
+            qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters; tied embeddings count once."""
+        w = self.workload
+        h, i, q, kv = w.hidden_size, w.intermediate_size, w.query_size, w.key_value_size
+        biases = self.qkv_bias * (q + 2 * kv) + self.output_bias * h
+        attention_and_norms = h * (2 * q + 2 * kv) + biases + self.qk_norm * 2 * w.head_dim + 2 * h
+        mixture = w.num_experts * (self._expert_parameters + h)
+        dense = 3 * h * i + self.mlp_bias * (2 * i + h)
+        mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
+        return w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that a token meets; of the experts, those that it is sent to."""
+        w = self.workload
+        asleep = w.num_experts - w.num_experts_per_tok
+        return self.num_parameters - w.num_moe_layers * asleep * self._expert_parameters
+
+    @property
+    def num_multiplied_parameters(self) -> int:
+        """Active parameters that a token is multiplied by: all but embeddings that are not also the head."""
+        return self.num_active_parameters - self._num_looked_up
+
+    @property
+    def num_outer_parameters(self) -> int:
+        """Parameters outside the layers: the embedding, the last norm and the head."""
+        w = self.workload
+        return w.hidden_size * (w.vocab_size * (1 if self.tie_word_embeddings else 2) + 1)
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Parameters of the mean layer, rounded up."""
+        return -(-(self.num_parameters - self.num_outer_parameters) // self.workload.num_hidden_layers)
+
+    @property
+    def head_flops_per_token(self) -> int:
+        """FLOPs of the logits, forward and backward, which the workload includes."""
+        return 6 * self.workload.hidden_size * self.workload.vocab_size
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that a token's keys and values are, in all layers."""
+        return 2 * self.workload.num_hidden_layers * self.workload.key_value_size
+
+    @property
+    def activations_per_token(self) -> int:
+        """Numbers that the backward pass of the mean layer needs of a token.
+
+        Inputs and outputs of both norms, 4 h; queries and what attention gives, 2 q; keys and values, 2 kv; gate, up,
+        their activation and product, 4 i; each once. This is Korthikanti et al. 2022 (arXiv 2205.05198, equation 1)
+        for gated MLPs and grouped queries, without dropout and with attention that keeps no scores (arXiv 2205.14135);
+        a mixture of experts has i of all experts that a token goes through, and that many copies of h in and out.
+        """
+        w = self.workload
+        outside = 4 * w.hidden_size + 2 * w.query_size + 2 * w.key_value_size
+        dense = 4 * w.intermediate_size
+        mixture = w.num_experts_per_tok * (4 * w.moe_intermediate_size + 2 * w.hidden_size)
+        mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
+        return outside + -(-mlps // w.num_hidden_layers)
+
+    def parameters_read(self, num_tokens: Floats) -> Floats:
+        """Return the parameters that forward passes over so many tokens each read.
+
+        Experts that no token goes to are not, nor, but for a row a token, embeddings that are not the head, too.
+        """
+        w, multiplied = self.workload, self.num_parameters - self._num_looked_up
+        if not w.num_experts:
+            return np.full(num_tokens.shape, float(multiplied))
+        asleep = w.num_experts * (1 - w.num_experts_per_tok / w.num_experts) ** num_tokens
+        return multiplied - w.num_moe_layers * asleep * self._expert_parameters
+
+    @property
+    def _num_looked_up(self) -> int:
+        return 0 if self.tie_word_embeddings else self.workload.vocab_size * self.workload.hidden_size
+
+    @property
+    def _expert_parameters(self) -> int:
+        return 3 * self.workload.hidden_size * self.workload.moe_intermediate_size

@@ -1,1 +1,0 @@
-"""Engines in processes of their own."""

@@ -1,1 +1,0 @@
-"""Engines in actors of a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Engines that other processes run."""

@@ -1,0 +1,179 @@
+"""The base of the clients of remote engines: calls and their answers, whatever carries the messages."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Generic
+
+from gcore_rollout.engines.protocol import EngineStats, HeldWeights, RequestT, SampleT
+from gcore_rollout.engines.remote import session
+from gcore_rollout.errors import EngineDiedError, RolloutError
+
+END_TIMEOUT_S = 10.0
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One `generate` call: its unfinished samples, and the items that have come."""
+
+    unfinished: dict[tuple[str, int], None]
+    items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+
+class RemoteEngine(ABC, Generic[RequestT, SampleT]):
+    """An engine that another process runs.
+
+    All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
+    there, with a note that holds the traceback. `stats` and `weight_version` are as of the process's last message:
+    after every call, and within 20 ms of a change, unless the engine is in the middle of a long step.
+
+    When the process dies, every call in flight raises `EngineDiedError`, after the completions that arrived; so does
+    every later one. A process that is silent for ``heartbeat_timeout_s`` is killed. Its event loop is silent during a
+    step of the engine, while a step compiles, and while weights are copied: be generous.
+
+    Args:
+        pid: the process id there.
+    """
+
+    _HOW_TO_OPEN: str
+    """Advice for errors once the engine is closed."""
+
+    def __init__(self, pid: int, *, heartbeat_timeout_s: float) -> None:
+        self.pid = pid
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._silent_s = 0.0
+        self._death: str | None = None
+        self._closed = False
+        self._stats = EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
+        self._streams: dict[int, _Stream] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = count(1)
+
+    @property
+    def weight_version(self) -> int:
+        return self._stats.weight_version
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
+        stream = _Stream({(r.request_id, i): None for r in requests for i in r.sample_indices})
+        self._check_open(tuple(stream.unfinished))
+        call_id = next(self._call_ids)
+        self._streams[call_id] = stream
+        try:
+            self._send(session.Generate(call_id, tuple(requests)))
+            while (item := await stream.items.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if self._streams.pop(call_id, None) and self._death is None:
+                self._send(session.Abandon(call_id))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        await self._call("abort", None if request_ids is None else tuple(request_ids))
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
+        return await self._call("held_weights", names)
+
+    @abstractmethod
+    def _send(self, message: session.Setup | session.EngineCall) -> None:
+        """Send a message; it is lost if the process is gone."""
+
+    @abstractmethod
+    def _end_silent(self, reason: str) -> None:
+        """Kill the process, which has been silent for too long."""
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        self._check_open()
+        call_id, reply = self._new_reply()
+        self._send(session.Call(call_id, method, arguments))
+        # Without the shield, cancelling the caller would cancel the future that the process answers.
+        return await asyncio.shield(reply)
+
+    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        if self._closed:
+            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
+        if self._death is not None:
+            raise EngineDiedError(self._death, unfinished=unfinished)
+
+    def _new_reply(self) -> "tuple[int, asyncio.Future[Any]]":
+        call_id = next(self._call_ids)
+        reply = self._replies[call_id] = new_future()
+        return call_id, reply
+
+    def _take(self, message: session.FromEngine) -> None:
+        self._silent_s = 0.0
+        match message:
+            case session.Finished(call_id, sample):
+                if stream := self._streams.get(call_id):
+                    stream.unfinished.pop((sample.request_id, sample.index), None)
+                    stream.items.put_nowait(sample)
+            case session.Done(call_id, stats, value):
+                self._stats = stats
+                self._end_call(call_id, None, value)
+            case session.Failed(call_id):
+                self._end_call(call_id, session.exception(message, self.pid))
+
+    def _end_call(self, call_id: int, error: Exception | None, value: Any = None) -> None:
+        if stream := self._streams.pop(call_id, None):
+            if isinstance(error, EngineDiedError) and not error.unfinished:
+                death, error = error, EngineDiedError(error.reason, unfinished=tuple(stream.unfinished))
+                error.__cause__ = death
+            stream.items.put_nowait(error)
+        # The waiting caller may have been cancelled.
+        elif (reply := self._replies.pop(call_id, None)) and not reply.done():
+            if error is None:
+                reply.set_result(value)
+            else:
+                reply.set_exception(error)
+
+    def _fail_all(self) -> None:
+        """End all calls, because the engine is closed or dead."""
+        for call_id in (*self._streams, *self._replies):
+            closed = RolloutError("the engine was closed while generating")
+            self._end_call(call_id, closed if self._closed else EngineDiedError(self._death or ""))
+
+    async def _watch(self) -> None:
+        """End the process when it has been silent for too long."""
+        interval_s = min(session.BEAT_INTERVAL_S, self._heartbeat_timeout_s / 4)
+        while self._silent_s < self._heartbeat_timeout_s:
+            await asyncio.sleep(interval_s)
+            # Not by the clock: after a pause of this event loop, messages that came meanwhile are read before the next
+            # turn.
+            self._silent_s += interval_s
+        self._end_silent(f"silent for {self._heartbeat_timeout_s} s")
+
+
+def new_future() -> "asyncio.Future[Any]":
+    """Return a future whose exception need not be retrieved, because the waiting caller may be cancelled."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+def check_start_options(*, num_threads: int | None = None, heartbeat_timeout_s: float = 1.0) -> None:
+    """Refuse options with which no process can be started.
+
+    Raises:
+        ValueError: see the message.
+    """
+    if heartbeat_timeout_s <= 0:
+        raise ValueError(f"heartbeat_timeout_s is {heartbeat_timeout_s}; expected more than 0")
+    if num_threads is not None and num_threads < 1:
+        raise ValueError(f"num_threads is {num_threads}; expected at least 1")

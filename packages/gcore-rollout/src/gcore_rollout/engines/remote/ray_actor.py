@@ -1,0 +1,185 @@
+"""The Ray actor of an engine: it makes the engine and answers its clients. This module does not import Ray."""
+
+import asyncio
+import gc
+import os
+import pickle
+import platform
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from gcore_rollout.engines.protocol import EngineStats
+from gcore_rollout.engines.remote.session import (
+    BEAT_INTERVAL_S,
+    AnyEngine,
+    EngineCall,
+    Failed,
+    FromEngine,
+    Session,
+    failure,
+    make_engine,
+)
+from gcore_rollout.errors import EngineDiedError
+
+_CLIENT_PATIENCE = 5.0
+"""An actor waits for a silent client this many times as long as it may be silent itself."""
+_RESTARTED = "it was restarted: connect again"
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """The process of an actor, as long as it has the same engine."""
+
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=platform.node)
+    token: str = field(default_factory=lambda: uuid4().hex)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class _ClientSession(Session):
+    """A client's messages in the order in which it sent them, and the answers until they are fetched."""
+
+    def __init__(self, engine: AnyEngine) -> None:
+        super().__init__(self._put, lambda references: references.fetch())
+        self.engine = engine
+        self.outgoing: asyncio.Queue[FromEngine] = asyncio.Queue()
+        self.lease: asyncio.TimerHandle | None = None
+        # Ray may let a call with large arguments arrive after a later one.
+        self._early: dict[int, EngineCall] = {}
+        self._num_taken = 0
+
+    def _put(self, message: FromEngine) -> None:
+        self.outgoing.put_nowait(message)
+
+    def arrive(self, number: int, message: EngineCall) -> None:
+        self._early[number] = message
+        while (following := self._early.pop(self._num_taken, None)) is not None:
+            self._num_taken += 1
+            self.take(following)
+
+    def abandon_all(self, reason: str) -> "list[asyncio.Task[None]]":
+        """Cancel all calls, each of which fails with this reason, and return their tasks."""
+        if self.lease is not None:
+            self.lease.cancel()
+        tasks = self.abandon()
+        for call_id in tasks:
+            self._put(failure(call_id, EngineDiedError(reason)))
+        return list(tasks.values())
+
+
+class EngineActor:
+    """Runs one engine at a time, for any number of clients; its methods are the actor's.
+
+    Args:
+        num_threads: of torch on CPU; None: its own choice.
+    """
+
+    def __init__(self, num_threads: int | None) -> None:
+        self._num_threads = num_threads
+        self._factory = b""
+        self._incarnation = Incarnation()
+        self._engine: AnyEngine | None = None
+        self._is_making = asyncio.Lock()
+        self._sessions: dict[str, _ClientSession] = {}
+
+    async def incarnation(self) -> Incarnation:
+        return self._incarnation
+
+    async def make(self, factory: bytes) -> tuple[Incarnation, EngineStats] | Failed:
+        """Make an engine by this factory, pickled by value, in place of any other, and return its incarnation.
+
+        An engine that could not be made is tried again.
+        """
+        try:
+            async with self._is_making:
+                if factory != self._factory:
+                    await self._end_engine()
+                    self._factory = factory
+                if self._engine is None:
+                    self._engine = await make_engine(self._factory, self._num_threads)
+                return self._incarnation, self._engine.stats()
+        except Exception as error:
+            return failure(0, error)
+
+    async def take(self, token: str, client: str, number: int, message: bytes | EngineCall) -> None:
+        """Start a client's call.
+
+        Args:
+            number: of the message, from 0.
+            message: packed, because arrays that Ray unpickles cannot be written to; or with references to weights.
+        """
+        call = pickle.loads(message) if isinstance(message, bytes) else message
+        if session := self._session(token, client):
+            session.arrive(number, call)
+        elif session := self._sessions.get(client):
+            session.outgoing.put_nowait(_restarted(call.call_id))
+
+    async def stream(self, token: str, client: str, heartbeat_timeout_s: float) -> AsyncIterator[bytes]:
+        """Yield packed lists of messages to a client, and beats.
+
+        It ends after a while, to be called again: the calls of a client that does not are abandoned.
+        """
+        session = self._session(token, client)
+        if session is None:
+            yield pickle.dumps([_restarted()], protocol=5)
+            return
+        loop = asyncio.get_running_loop()
+        self.lease(client, _CLIENT_PATIENCE * heartbeat_timeout_s)
+        end = loop.time() + heartbeat_timeout_s
+        beating = asyncio.create_task(session.beat(min(BEAT_INTERVAL_S, heartbeat_timeout_s / 4)))
+        try:
+            while loop.time() < end and self._sessions.get(client) is session:
+                # One list of all that have come meanwhile: each message takes Ray half a millisecond.
+                batch = [await session.outgoing.get()]
+                batch += [session.outgoing.get_nowait() for _ in range(session.outgoing.qsize())]
+                yield pickle.dumps(batch, protocol=5)
+        finally:
+            beating.cancel()
+
+    def lease(self, client: str, patience_s: float) -> None:
+        """Abandon a client's calls after this time, unless it is called again."""
+        session = self._sessions[client]
+        if session.lease is not None:
+            session.lease.cancel()
+        reason = "the engine actor abandoned the samples: this client was silent for too long"
+        session.lease = asyncio.get_running_loop().call_later(patience_s, session.abandon_all, reason)
+
+    async def leave(self, client: str) -> None:
+        if session := self._sessions.pop(client, None):
+            session.abandon_all("the client has left")
+
+    async def close(self) -> None:
+        """Free the engine, before the actor ends."""
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def _end_engine(self) -> None:
+        """Free the engine, which is dead for its clients."""
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        self._incarnation = Incarnation()
+        sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
+            await asyncio.gather(*session.abandon_all(_RESTARTED), return_exceptions=True)
+            session.engine = None
+            session.outgoing.put_nowait(_restarted())
+        await engine.close()
+        del engine
+        # Models are held by cycles; free them before the next one is loaded.
+        gc.collect()
+
+    def _session(self, token: str, client: str) -> _ClientSession | None:
+        """Return a client's session, new if it has none; None: the client is one of another engine."""
+        if token != self._incarnation.token or self._engine is None:
+            return None
+        if client not in self._sessions:
+            self._sessions[client] = _ClientSession(self._engine)
+        return self._sessions[client]
+
+
+def _restarted(call_id: int = 0) -> Failed:
+    return failure(call_id, EngineDiedError(_RESTARTED))

@@ -1,0 +1,240 @@
+"""The side of a remote engine, in a process or a Ray actor: messages, the making of the engine, and its answers."""
+
+import asyncio
+import inspect
+import pickle
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gcore_rollout.engines.protocol import (
+    AnyRequest,
+    AnySample,
+    Engine,
+    EngineStats,
+    TakesWeightsInPlace,
+    report_weights,
+)
+from gcore_rollout.errors import RolloutError
+
+if TYPE_CHECKING:
+    import torch
+
+STATS_INTERVAL_S = 0.02
+BEAT_INTERVAL_S = 0.25
+
+AnyEngine = Engine[AnyRequest, AnySample]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message of a call, or of its answer."""
+
+    call_id: int
+
+
+@dataclass(frozen=True)
+class Setup(Message):
+    """The first message to a new process: its environment, and the factory of its engine."""
+
+    environment: dict[str, str]
+    import_path: list[str]
+    folder: str
+    num_threads: int | None
+    beat_interval_s: float
+    factory: bytes
+    """Pickled separately: a module that cannot be imported there is then an error to be sent back, not a broken
+    message."""
+
+
+@dataclass(frozen=True)
+class Generate(Message):
+    requests: tuple[AnyRequest, ...]
+
+
+@dataclass(frozen=True)
+class Abandon(Message):
+    """The rest of a `Generate` is not wanted any more; there is no answer."""
+
+
+@dataclass(frozen=True)
+class Call(Message):
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class UpdateWeights(Message):
+    source: Any
+    """The `SharedWeights.layout` of memory that was sent over the socket for descriptors; in Ray the references."""
+    version: int
+
+
+@dataclass(frozen=True)
+class Finished(Message):
+    """One sample of a `Generate`."""
+
+    sample: AnySample
+
+
+@dataclass(frozen=True)
+class Done(Message):
+    """A call has returned; with the id 0, nothing but the stats is new."""
+
+    stats: EngineStats
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Failed(Message):
+    """A call has failed; with the id 0, the engine has ended for this client."""
+
+    error: bytes | None
+    """Pickled type, arguments and attributes, if they can be."""
+    description: str
+    traceback: str
+
+
+EngineCall = Generate | Abandon | Call | UpdateWeights
+FromEngine = Finished | Done | Failed
+
+
+def failure(call_id: int, error: Exception) -> Failed:
+    """Return an exception as a message, without its arguments if they cannot be pickled."""
+    try:
+        packed = pickle.dumps((type(error), error.args, vars(error)), protocol=5)
+    except Exception:
+        packed = None
+    description = f"{type(error).__name__}: {error}"
+    return Failed(call_id, packed, description, "".join(traceback.format_exception(error)))
+
+
+def exception(failed: Failed, pid: int) -> Exception:
+    """Return the exception of a message, of the same type if that can be imported here."""
+    error: Exception = RolloutError(failed.description)
+    if failed.error is not None:
+        try:
+            kind, arguments, attributes = pickle.loads(failed.error)
+            # Not kind(*arguments): the arguments of a constructor need not be those of the exception.
+            error = kind.__new__(kind, *arguments)
+            vars(error).update(attributes)
+        except Exception:
+            error = RolloutError(failed.description)
+    error.add_note(f"raised in engine process {pid}:\n{failed.traceback}")
+    return error
+
+
+async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
+    """Make an engine by a pickled function, which may be asynchronous.
+
+    Args:
+        num_threads: of torch on CPU; None: its own choice.
+    """
+    if num_threads is not None:
+        import torch
+
+        torch.set_num_threads(num_threads)
+    made = pickle.loads(factory)()
+    return await made if inspect.isawaitable(made) else made
+
+
+class Session:
+    """Answers the messages of one client, each in a task of its own.
+
+    Args:
+        send: sends a message to the client.
+        read: called in the order of messages with the ``source`` of each update; its result is awaited in the task.
+
+    Attributes:
+        engine: None until it is made.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[FromEngine], None],
+        read: Callable[[Any], "Awaitable[Iterable[tuple[str, torch.Tensor]]]"],
+    ) -> None:
+        self.engine: AnyEngine | None = None
+        self._send = send
+        self._read = read
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._is_called = asyncio.Event()
+
+    def take(self, message: EngineCall) -> None:
+        self._is_called.set()
+        match message:
+            case Generate(call_id, requests):
+                self.start(call_id, self._generate(call_id, requests))
+            case UpdateWeights(call_id, source, version):
+                self.start(call_id, self._update(self._read(source), version))
+            case Call(call_id, method, arguments):
+                self.start(call_id, self._call(method, *arguments))
+            case Abandon(call_id):
+                self.abandon([call_id])
+
+    def start(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
+        """Start work whose result or exception is the answer to a call."""
+        task = asyncio.create_task(self._answer(call_id, work))
+        self._tasks[call_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(call_id))
+
+    def abandon(self, call_ids: Iterable[int] | None = None) -> "dict[int, asyncio.Task[None]]":
+        """Cancel calls, or all, without an answer; return the tasks by id."""
+        ids = self._tasks if call_ids is None else call_ids
+        found = {call_id: self._tasks[call_id] for call_id in ids if call_id in self._tasks}
+        for task in found.values():
+            task.cancel()
+        return found
+
+    async def beat(self, interval_s: float) -> None:
+        """Report changed stats soon, and unchanged ones at intervals, as long as there is an engine."""
+        clock = asyncio.get_running_loop().time
+        reported: EngineStats | None = None
+        reported_at = clock()
+        while (engine := self.engine) is not None:
+            stats = engine.stats()
+            if stats != reported or clock() >= reported_at + interval_s:
+                reported, reported_at = stats, clock()
+                self._send(Done(0, stats))
+            self._is_called.clear()
+            if not stats.num_running:
+                # Nothing changes until the next call.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_called.wait(), interval_s)
+            await asyncio.sleep(min(STATS_INTERVAL_S, interval_s))
+
+    async def _answer(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
+        try:
+            value = await work
+        except Exception as error:
+            self._send(failure(call_id, error))
+        else:
+            assert self.engine is not None
+            self._send(Done(call_id, self.engine.stats(), value))
+
+    async def _generate(self, call_id: int, requests: tuple[AnyRequest, ...]) -> None:
+        assert self.engine is not None
+        samples: Any = self.engine.generate(requests)
+        try:
+            async for sample in samples:
+                self._send(Finished(call_id, sample))
+        finally:
+            if hasattr(samples, "aclose"):
+                await samples.aclose()
+
+    async def _update(self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int) -> bool:
+        """Return whether the engine uses the memory of the weights from now on."""
+        weights = await reading
+        if isinstance(self.engine, TakesWeightsInPlace):
+            return await self.engine.update_weights_in_place(weights, version=version)
+        assert self.engine is not None
+        await self.engine.update_weights(weights, version=version)
+        return False
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if method == "held_weights":
+            # An engine of the user's own may have no such method.
+            return await report_weights(self.engine, *arguments)
+        return await getattr(self.engine, method)(*arguments)
