@@ -184,6 +184,13 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         train_s = ctx.clock() - start_s
         return metrics | speed(flops, train_s, num_devices=config.trainer.num_processes, device=config.device)
 
+    def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Return each metric's last value."""
+        return {name: value for metrics in updates for name, value in metrics.items()}
+
+    async def update_policy(self, ctx: Context[Roles], step: int) -> None:
+        await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
+
     async def synced_metrics(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]) -> dict[str, float]:
         """Compare engine and trainer on a response generated now, where batches are never by the present weights."""
         if self._config.trainer.schedule != "one_step_off" or not self._config.algorithm.max_rollout_kl:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from gcore_controller import Context, Modality, Program, RankError, Recorder, Span, TrainerGroup
+from gcore_controller import Context, Modality, Program, RankError, Recorder, RunStart, Span, TrainerGroup
 from gcore_placement import Ledger
 from gcore_rollout import Failure
 from gcore_runs.display import STAGES, Display
@@ -33,18 +33,10 @@ EvaluationT = TypeVar("EvaluationT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunJob(ABC, Generic[ConfigT]):
+class RunJob(RunStart, ABC, Generic[ConfigT]):
     """A run of the RLHF program, and the point that it starts or resumes from; apps add their prompts."""
 
     config: ConfigT
-    first_step: int = 0
-    """Steps completed before."""
-    is_evaluated: bool = False
-    """Whether the evaluation after these steps, if one is due, is recorded already."""
-    controllers: list[dict[str, Any]] | None = None
-    """The controllers' states to resume from, by rank."""
-    is_policy_behind: bool = False
-    """Whether the engines lack the present weights of the models."""
 
     @abstractmethod
     def modality(self) -> Modality[Any, Any, Any, Any, Any]:
