@@ -223,7 +223,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
         found: dict[str, Sequence[Any]] = {}
         if needs_old and self._config.actor.router_replay == "R2":
-            routed = list(chain(*await learner.score_and_route(micro_batches)))
+            routed = list(chain(*await learner.score("actor", micro_batches, with_routing=True)))
             found["old_log_probs"] = [log_probs for log_probs, _ in routed]
             found["routed_experts"] = [experts for _, experts in routed]
         elif needs_old:

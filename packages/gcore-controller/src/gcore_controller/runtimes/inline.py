@@ -251,11 +251,8 @@ class InProcessTrainerGroup(Generic[BatchT]):
     def num_replicas(self) -> int:
         return self._worker.replica("actor")[1]
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
-        return await self._computed(partial(self._worker.score, role, micro_batches, with_routing=False))
-
-    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
-        return await self._computed(partial(self._worker.score, "actor", micro_batches, with_routing=True))
+    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
+        return await self._computed(partial(self._worker.score, role, micro_batches, with_routing=with_routing))
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
         return await self._computed(partial(self._worker.train_step, role, micro_batches))
@@ -285,13 +282,9 @@ class SharedTrainerClient(Generic[BatchT]):
     def num_replicas(self) -> int:
         return self.trainer.num_replicas
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
+    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
         with self.devices.stage("prepare", *self._ranks):
-            return await self.trainer.score(role, micro_batches)
-
-    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
-        with self.devices.stage("prepare", *self._ranks):
-            return await self.trainer.score_and_route(micro_batches)
+            return await self.trainer.score(role, micro_batches, with_routing=with_routing)
 
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
         [outputs] = await self.score(role, [micro_batch])

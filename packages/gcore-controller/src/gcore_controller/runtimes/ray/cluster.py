@@ -19,10 +19,8 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 from ray.exceptions import (
-    ActorUnavailableError,
     AuthenticationError,
     ObjectLostError,
-    RayActorError,
     RayError,
 )
 
@@ -39,12 +37,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _POLL_EVERY_S = 1.0
 _SETTLED_S = 3.0
 """Nodes that join together are at most a few seconds apart."""
-
-_DEATHS = {
-    "SYSTEM_ERROR": "it was killed, ran out of memory, or crashed",
-    "NODE_DIED": "its node is lost",
-    "NODE_OUT_OF_MEMORY": "its node ran out of memory",
-}
 
 
 def connect(address: str | None = None, **options: Any) -> None:
@@ -149,22 +141,6 @@ def free_resources() -> str:
     memory = {name: own.pop(name, 0.0) / 1e9 for name in ("memory", "object_store_memory")}
     counts = [f"{amount:g} {name}" for name, amount in own.items()]
     return ", ".join([*counts, *(f"{amount:.1f} GB {name}" for name, amount in memory.items())])
-
-
-def reason_of(error: RayActorError) -> str:
-    """Return in a few words why an actor died."""
-    if isinstance(error, ActorUnavailableError):
-        return "it cannot be reached"
-    found = re.search(r"[Ww]orker exit type: (\w+)|exit type: (\w+)", str(error))
-    kind = next((g for g in found.groups() if g), "") if found else ""
-    return _DEATHS.get(kind) or str(error).strip().rpartition("\n")[2]
-
-
-def future_of(call: Any) -> "asyncio.Future[Any]":
-    """Return a future of the answer to an actor's call, whose error is not missed if nothing waits for it."""
-    future = asyncio.ensure_future(call)
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future
 
 
 class CapacityChangedError(ControllerError):

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.runtimes.backend import SizedConfig, Sizes
+from gcore_controller.runtimes.ray.actors import answers_in_time
 
 _ANSWER_TIMEOUT_S = 10.0
 
@@ -69,7 +69,7 @@ class RoleActors(Generic[ConfigT]):
             # Judges that are to share devices with engines give up their own.
             num_kept = 0 if role == "judge" and sizes.in_turns and not self._is_in_turns else wanted[role]
             if handles and len(handles) != num_kept:
-                answers = await asyncio.gather(*map(_answers, handles))
+                answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles], _ANSWER_TIMEOUT_S)
                 await self._end([handle for handle, is_there in zip(handles, answers, strict=True) if not is_there])
                 there = [handle for handle, is_there in zip(handles, answers, strict=True) if is_there]
                 handles[:] = there[:num_kept]
@@ -142,10 +142,3 @@ def _on_gpus(gpus: Sequence[str], make: Factory) -> Any:
     """Build an engine where CUDA sees these GPUs; Ray hides those that a process has not reserved."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return make()
-
-
-async def _answers(handle: Any) -> bool:
-    try:
-        return await asyncio.wait_for(asyncio.ensure_future(handle.actor.__ray_ready__.remote()), _ANSWER_TIMEOUT_S)
-    except (RayError, TimeoutError):
-        return False
