@@ -28,7 +28,7 @@ from gcore_diffusion.sampling.grids import write_grid
 from gcore_diffusion.sampling.image_sampling import images, kernel_of
 from gcore_diffusion.sampling.prompts import PromptSets
 from gcore_diffusion.sampling.rewards import Rewards, build_rewards, try_reward
-from gcore_diffusion.trainer_worker import num_passes, start_trainer, trainer_spec
+from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
 from gcore_runs.loop.instrumented_engine import Instrumentation
@@ -81,7 +81,7 @@ async def start(
     return await start_ray_backend(
         config,
         factories=factories,
-        trainer_spec=partial(trainer_spec, model=model, checkpoints=checkpoints),
+        trainer_spec=partial(DiffusionTrainerWorker.spec, model=model, checkpoints=checkpoints),
         run_controller=_run_controller,
         checkpoints=checkpoints,
         announce=display.say,

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup, TrainerSpec
+from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
 from gcore_diffusion.sampling.rewards import reward_gradient
 from gcore_rollout import Kernel, suited
-from gcore_runs import BaseTrainerWorker, UserError, rank_spec
+from gcore_runs import BaseTrainerWorker, UserError
 from gcore_trainer import (
     DDPMProcess,
     Denoiser,
@@ -40,17 +40,14 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
 
     The reference is whole on every rank, so that one rank alone can score with it.
 
-    Args:
-        config: the run's.
-        model: the pipeline's folder.
-        checkpoints: folder of the checkpoints.
-
     Raises:
         UserError: the algorithm cannot train such a model.
     """
 
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path) -> None:
+        super().__init__(config, model, checkpoints)
         self._is_averaged = bool(config.actor.ema_decay)
+        self.engine_dtype = config.rollout.dtype
         options: dict[str, Any] = {
             "device": config.device,
             "compute_dtype": getattr(torch, config.actor.dtype),
@@ -71,7 +68,7 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         parallel = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             parallel = TorchParallel.join(ParallelConfig(), device_type=torch.device(config.device).type)
-        trainer = DiffusionTrainer(
+        self._trainer = DiffusionTrainer(
             denoiser,
             optimizer=optim,
             objective=objective,
@@ -80,8 +77,11 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             old_decay=(nft.old_decay, nft.old_decay_max),
             parallel=parallel,
         )
-        trainers, others = {"actor": trainer}, {"reference": trainer}
-        super().__init__(config, checkpoints, trainers, others=others, engine_dtype=config.rollout.dtype)
+        self.trainers = {"actor": self._trainer}
+
+    @property
+    def models(self) -> dict[str, DiffusionTrainer]:
+        return {"actor": self._trainer, "reference": self._trainer}
 
     def score(
         self, role: str, micro_batches: Sequence[DiffusionMicroBatch], *, with_routing: bool
@@ -92,25 +92,16 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         assert not with_routing
         return step_means(self._reference, micro_batches, self._kernel)
 
-    def train_step(self, role: str, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
-        """Update the policy once; see `DiffusionTrainer.train_step`."""
-        return self.trainers[role].train_step(micro_batches)
-
     def save_pretrained(self, path: Path) -> None:
         """Write the folder of the denoiser, averaged if there is an average."""
-        self.trainers["actor"].save_pretrained(path, averaged=self._is_averaged)
+        self._trainer.save_pretrained(path, averaged=self._is_averaged)
 
 
 def start_trainer(config: DiffusionConfig, model: Path, checkpoints: Path) -> SharedTrainerGroup[DiffusionMicroBatch]:
     """Load the models in training, in this process or on ranks in local processes."""
     if config.trainer.num_processes == 1:
         return InProcessTrainerGroup(DiffusionTrainerWorker(config, model, checkpoints), in_thread=True)
-    return LocalTrainerGroup(trainer_spec(config, model, checkpoints), cost_of=num_passes)
-
-
-def trainer_spec(config: DiffusionConfig, model: Path, checkpoints: Path) -> TrainerSpec:
-    """Return how the ranks of a run's models are started; see `DiffusionTrainerWorker`."""
-    return rank_spec(DiffusionTrainerWorker, config, model, checkpoints)
+    return LocalTrainerGroup(DiffusionTrainerWorker.spec(config, model, checkpoints), cost_of=num_passes)
 
 
 def num_passes(micro_batch: DiffusionMicroBatch) -> float:

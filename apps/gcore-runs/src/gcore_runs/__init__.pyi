@@ -66,4 +66,4 @@ from .settings.run_config import (
     check_lowest as check_lowest,
     check_one_source as check_one_source,
 )
-from .training_ranks import BaseTrainerWorker as BaseTrainerWorker, rank_spec as rank_spec
+from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

@@ -1,14 +1,14 @@
 """The models in training on one rank, as far as apps have them alike: checkpoints, weights, and the start of ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from gcore_ckpt import Checkpointer, CheckpointError
-from gcore_controller import State, TrainerSpec, TrainerWorker
+from gcore_controller import State, TrainerSpec
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, logs_of
 from gcore_runs.settings.run_config import BaseRLConfig
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gcore_rollout import DigestedWeights
 
 BatchT = TypeVar("BatchT", bound=Sequence[Any])
-ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
 
 
 class BaseTrainerWorker(ABC, Generic[BatchT]):
@@ -26,24 +25,19 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     Args:
         config: the run's.
+        model: folder to start from.
         checkpoints: folder of the checkpoints.
-        trainers: of the models that learn, by role; the policy is the ``actor``.
-        others: further roles, with the models whose replicas they have.
-        engine_dtype: data type of the engines, as torch names it.
+
+    Attributes:
+        trainers: Of the models that learn, by role; the policy is the ``actor``.
+        engine_dtype: Data type of the engines, as torch names it.
     """
 
-    def __init__(
-        self,
-        config: BaseRLConfig,
-        checkpoints: Path,
-        trainers: Mapping[str, Any],
-        *,
-        others: Mapping[str, Any],
-        engine_dtype: str,
-    ) -> None:
-        self.trainers = trainers
-        self._models = {**trainers, **others}
-        self._engine_dtype = engine_dtype
+    trainers: Mapping[str, Any]
+    engine_dtype: str
+
+    def __init__(self, config: BaseRLConfig, model: Path, checkpoints: Path) -> None:
+        del model
         self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
 
     @property
@@ -51,30 +45,32 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         return sum(trainer.step for trainer in self.trainers.values())
 
     @property
+    def models(self) -> Mapping[str, Any]:
+        """What says in which replica a rank is, by role."""
+        return self.trainers
+
+    @property
     def roles(self) -> Sequence[str]:
-        return [*self._models]
+        return [*self.models]
 
     def replica(self, role: str) -> tuple[int, int]:
-        model = self._models[role]
-        return model.data_parallel_rank, model.data_parallel_size
+        return self.models[role].data_parallel_rank, self.models[role].data_parallel_size
 
     @abstractmethod
     def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool) -> list[list[Any]]:
         """See `TrainerWorker.score`."""
 
-    @abstractmethod
     def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        """See `TrainerWorker.train_step`."""
+        return self.trainers[role].train_step(micro_batches)
 
     def export_weights(self, *, averaged: bool = False) -> "DigestedWeights":
-        """Return the weights of the policy that samples, or their average if the trainer has one."""
         import torch
 
         from gcore_rollout import DigestedWeights
 
         options = {"averaged": True} if averaged else {}
         # Some parameters stay in float32 in engines of another type.
-        dtypes = [torch.float32, getattr(torch, self._engine_dtype)]
+        dtypes = [torch.float32, getattr(torch, self.engine_dtype)]
         return DigestedWeights(self.trainers["actor"].export_weights(**options), dtypes=dtypes)
 
     def save_pretrained(self, path: Path) -> None:
@@ -97,6 +93,37 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     def _states(self) -> State:
         return {_key(role): _for_checkpoint(trainer.state()) for role, trainer in self.trainers.items()}
 
+    @classmethod
+    def _on_device(cls, config: Any, model: Path, checkpoints: Path, device: str) -> Self:
+        import torch
+
+        torch.manual_seed(config.seed)
+        return cls(replace(config, device=device), model, checkpoints)
+
+    @classmethod
+    def spec(
+        cls, config: BaseRLConfig, model: Path, checkpoints: Path, *, num_threads: int = 0, preload: Sequence[str] = ()
+    ) -> TrainerSpec:
+        """Return how the training ranks of a run are started.
+
+        Args:
+            config, model, checkpoints: as this class takes them.
+            num_threads: of torch in each rank; 0: they share the threads of the run.
+            preload: further modules that all local ranks need.
+        """
+        checkpoints = checkpoints.absolute()
+        num_ranks = config.trainer.num_processes
+        return TrainerSpec(
+            make_worker=partial(cls._on_device, config, model.absolute(), checkpoints),
+            num_ranks=num_ranks,
+            device=config.device,
+            num_threads=num_threads or max(1, config.threads // num_ranks),
+            enter_process=partial(_log, logs_of(checkpoints)),
+            put_weights=_put_weights,
+            expected_errors=(CheckpointError, TrainerError, UserError),
+            preload=[cls.__module__, *preload],
+        )
+
 
 def _key(role: str) -> str:
     """Return the key of a trainer's state in a checkpoint."""
@@ -112,52 +139,6 @@ def _for_checkpoint(value: Any) -> Any:
     if isinstance(value, list):
         return Shards([Shard(global_shape=p.global_shape, offset=p.offset, tensor=p.tensor) for p in value])
     return value
-
-
-def rank_spec(
-    worker: Callable[[ConfigT, Path, Path], TrainerWorker[Any]],
-    config: ConfigT,
-    model: Path,
-    checkpoints: Path,
-    *,
-    num_threads: int | None = None,
-    preload: Sequence[str] = (),
-) -> TrainerSpec:
-    """Return how the training ranks of a run are started.
-
-    Args:
-        worker: builds the models of a rank; it is given the config, ``model`` and ``checkpoints``.
-        config: the run's.
-        model: folder to start from.
-        checkpoints: folder of the run's checkpoints.
-        num_threads: of torch in each rank; None: they share the threads of the run.
-        preload: modules that all local ranks need, besides that of ``worker``.
-    """
-    checkpoints = checkpoints.absolute()
-    num_ranks = config.trainer.num_processes
-    return TrainerSpec(
-        make_worker=partial(_make_worker, worker, config, model.absolute(), checkpoints),
-        num_ranks=num_ranks,
-        device=config.device,
-        num_threads=num_threads or max(1, config.threads // num_ranks),
-        enter_process=partial(_log, logs_of(checkpoints)),
-        put_weights=_put_weights,
-        expected_errors=(CheckpointError, TrainerError, UserError),
-        preload=[worker.__module__, *preload],
-    )
-
-
-def _make_worker(
-    worker: Callable[[ConfigT, Path, Path], TrainerWorker[Any]],
-    config: ConfigT,
-    model: Path,
-    checkpoints: Path,
-    device: str,
-) -> TrainerWorker[Any]:
-    import torch
-
-    torch.manual_seed(config.seed)
-    return worker(replace(config, device=device), model, checkpoints)
 
 
 def _log(logs: Path, rank: int) -> None:

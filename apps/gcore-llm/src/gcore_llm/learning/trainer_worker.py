@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup, TrainerSpec
+from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.preparation import memory, sample_flops, workload_of
-from gcore_runs import BaseTrainerWorker, UserError, rank_spec
+from gcore_runs import BaseTrainerWorker, UserError
 from gcore_trainer import MicroBatch
 
 if TYPE_CHECKING:
@@ -34,30 +34,28 @@ def needs_old_log_probs(config: TrainConfig) -> bool:
 class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
     """The language models in training: all of them, or this rank's shards of them.
 
-    Args:
-        config: the run's.
-        model: Hugging Face folder to start from.
-        checkpoints: folder of the checkpoints.
-
     Raises:
         UserError: the model does not fit the settings.
     """
 
     def __init__(self, config: TrainConfig, model: Path, checkpoints: Path) -> None:
+        super().__init__(config, model, checkpoints)
+        self._device = config.device
+        self.engine_dtype = config.dtype
         parallel = _join(config) if config.trainer.num_processes > 1 or config.trainer.backend == "megatron" else None
-        trainers = {"actor": _build(config, "actor", model, parallel)}
+        self.trainers = {"actor": _build(config, "actor", model, parallel)}
         if has_critic(config):
-            critic = Path(config.critic.model) if config.critic.model else model
-            trainers["critic"] = _build(config, "critic", critic, parallel)
-        if config.actor.router_replay != "disabled" and not trainers["actor"].num_routers:
+            self.trainers["critic"] = _build(config, "critic", Path(config.critic.model or model), parallel)
+        if config.actor.router_replay != "disabled" and not self.trainers["actor"].num_routers:
             raise UserError(
                 f"actor.router_replay is {config.actor.router_replay!r}; expected 'disabled', because the model in "
                 f"{model} has no routers"
             )
-        frozen = {"reference": _build_reference(config, model, parallel)} if has_reference(config) else {}
-        super().__init__(config, checkpoints, trainers, others=frozen, engine_dtype=config.dtype)
-        self._frozen = frozen
-        self._device = config.device
+        self._frozen = {"reference": _build_reference(config, model, parallel)} if has_reference(config) else {}
+
+    @property
+    def models(self) -> dict[str, Any]:
+        return {**self.trainers, **self._frozen}
 
     def score(self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool) -> list[list[Any]]:
         """Return log-probabilities or the critic's values, [R] of each sample; ``with_routing`` pairs with experts."""
@@ -69,7 +67,7 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         return trainer.log_probs_and_routing(micro_batches) if with_routing else trainer.log_probs(micro_batches)
 
     def train_step(self, role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        metrics = self.trainers[role].train_step(micro_batches)
+        metrics = super().train_step(role, micro_batches)
         if role == "critic":
             metrics = {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
         return metrics | memory(self._device)
@@ -82,13 +80,8 @@ def start_trainer(config: TrainConfig, model: Path, checkpoints: Path) -> Shared
     preload = ["gcore_trainer.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
     if config.trainer.backend == "megatron":
         preload.append("gcore_trainer.megatron.trainer")
-    spec = rank_spec(LLMTrainerWorker, config, model, checkpoints, num_threads=config.threads, preload=preload)
+    spec = LLMTrainerWorker.spec(config, model, checkpoints, num_threads=config.threads, preload=preload)
     return LocalTrainerGroup(spec, cost_of=partial(sample_flops, workload_of(model)))
-
-
-def ray_trainer_spec(config: TrainConfig, model: Path, checkpoints: Path) -> TrainerSpec:
-    """Return how the ranks are started on Ray, where they share the threads."""
-    return rank_spec(LLMTrainerWorker, config, model, checkpoints)
 
 
 def _join(config: TrainConfig) -> "TorchParallel | None":
@@ -99,6 +92,10 @@ def _join(config: TrainConfig) -> "TorchParallel | None":
         # The reference does not run on Megatron; it is sharded over all ranks.
         parallel = type(parallel)()
     return TorchParallel.join(parallel, device_type=config.device.split(":")[0])
+
+
+ray_trainer_spec = LLMTrainerWorker.spec
+"""How the ranks are started on Ray, where they share the threads."""
 
 
 def _model_options(config: TrainConfig) -> dict[str, Any]:

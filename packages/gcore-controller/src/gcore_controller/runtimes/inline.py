@@ -78,8 +78,7 @@ class InlineGroup:
         It is called once, by the last rank to arrive: among thousands of controllers, one sum for each would take long.
         """
         place = (call.channel, call.sequence)
-        current = self._rounds.get(place)
-        if current is None:
+        if (current := self._rounds.get(place)) is None:
             current = self._rounds[place] = _Round(rank, call, [None] * self.world_size)
         if current.call.op != call.op:
             raise mismatch({current.first_rank: current.call, rank: call})
@@ -152,14 +151,11 @@ async def run_inline(
     timeout_s: float | None = None,
     reported: Reported = refuse_report,
 ) -> list[ResultT]:
-    """Run ``program`` on ``world_size`` controllers that share ``roles``.
+    """Run ``program`` on ``world_size`` controllers that share ``roles``; return each one's result, by rank.
 
     Args:
         timeout_s: how long the whole run may take; None: as long as it takes.
         reported: called with the rank and the value of every `Context.report`.
-
-    Returns:
-        each controller's result, by rank.
 
     Raises:
         CollectiveMismatchError: controllers made different calls, or one returned while others wait for it.
