@@ -108,7 +108,6 @@ class PolicyEngine(Protocol):
 
     @property
     def weight_version(self) -> int: ...
-
     async def update_weights(self, weights: Any, *, version: int) -> None:
         """Take over weights, which are iterated over once."""
 
@@ -119,10 +118,7 @@ class PolicyTrainer(Protocol):
     async def update_policy(self, policy: Any, *, version: int, averaged: bool = False) -> None:
         """Send the present weights, or their moving average, to the `PolicyEngine` of every controller.
 
-        Args:
-            policy: this controller's.
-            version: lowest version that the engines may give to the weights.
-            averaged: send the moving average.
+        ``version`` is the lowest that the engines may give to the weights.
         """
 
     async def check_policy(self, policy: Any) -> None:

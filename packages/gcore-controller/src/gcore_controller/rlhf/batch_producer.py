@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
@@ -269,24 +269,21 @@ async def exchange(
     return sorted((g for part in incoming for g in part), key=lambda g: g.prompt_index)
 
 
+@dataclass(eq=False)
 class BatchProducer(Generic[RolesT, PromptT, GroupT]):
-    """Samples the training batches of a run; all controllers do so together.
+    """Samples the training batches of a run; all controllers do so together."""
 
-    Args:
-        first_step: the first batch is for the step after it.
-        state: of the controller, to resume from.
-    """
+    ctx: Context[RolesT]
+    modality: Modality[RolesT, PromptT, GroupT, Any, Any]
+    config: RLHFConfig
+    _: KW_ONLY
+    first_step: InitVar[int]
+    """The first batch is for the step after it."""
+    state: InitVar[State | None]
+    """State of the controller to resume from."""
 
-    def __init__(
-        self,
-        ctx: Context[RolesT],
-        modality: Modality[RolesT, PromptT, GroupT, Any, Any],
-        config: RLHFConfig,
-        *,
-        first_step: int,
-        state: State | None,
-    ) -> None:
-        self._ctx, self._modality, self._config = ctx, modality, config
+    def __post_init__(self, first_step: int, state: State | None) -> None:
+        ctx, modality, config = self.ctx, self.modality, self.config
         self._step = first_step
         self._loader = PromptLoader(
             modality.prompts,
@@ -316,21 +313,21 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         Raises:
             RuntimeError: the engine answered with other weights than those that are trained.
         """
-        modality, sampler, before = self._modality, self._sampler, self._sampler.surplus
+        modality, sampler, before = self.modality, self._sampler, self._sampler.surplus
         self._step += 1
         self._wave_groups, self._num_dropped = [], 0
         sampler.surplus = [g for g in before if self._is_fresh(g.oldest_version)]
         num_stale = len(before) - len(sampler.surplus)
-        sampled = await sampler.collect(self._config.train_batch_size, self._sample_wave)
+        sampled = await sampler.collect(self.config.train_batch_size, self._sample_wave)
         if self._is_on_policy:
             self._check_versions(sampled.groups)
             # The next step has other weights.
             num_stale += len(sampler.surplus)
             sampler.surplus = []
         metrics = await self._metrics(sampled, num_stale)
-        with self._ctx.timer.stage("prepare"):
+        with self.ctx.timer.stage("prepare"):
             costs = modality.costs(sampled.groups)
-            groups = await exchange(sampled.groups, costs, balance=modality.balance, group=self._ctx.group)
+            groups = await exchange(sampled.groups, costs, balance=modality.balance, group=self.ctx.group)
         state = {
             "loader": self._loader.state(),
             "sampler": sampler.state(lambda group: group.state()),
@@ -340,7 +337,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
 
     async def _sample_wave(self, count: int) -> list[GroupT]:
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
-        ctx, config = self._ctx, self._config
+        ctx, config = self.ctx, self.config
         if config.partial_rollout:
             groups = [g if self._is_fresh(g.oldest_version) else g.restarted() for g in self._unfinished]
             unfinished = [(group, self._loader.row(group.prompt_index)) for group in groups]
@@ -349,7 +346,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             quota = math.ceil(count / ctx.world_size)
             wave = Wave(step=self._step, prompts=prompts, unfinished=unfinished, quota=quota)
             num_prompts = len(unfinished) + len(prompts)
-        elif self._modality.takes_prompts(ctx):
+        elif self.modality.takes_prompts(ctx):
             self._shared.open(count)
             wave = Wave(step=self._step, take=self._shared.take)
             # Any controller may take any prompt; the first one counts them all.
@@ -357,7 +354,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         else:
             wave = Wave(step=self._step, prompts=self._loader.take(count))
             num_prompts = len(wave.prompts)
-        generated = await self._modality.generate(ctx, wave)
+        generated = await self.modality.generate(ctx, wave)
         self._unfinished = generated.unfinished
         self._wave_groups += generated.groups
         self._num_dropped += num_prompts - len(generated.groups) - len(generated.unfinished)
@@ -365,10 +362,10 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
 
     def _is_fresh(self, version: int | None) -> bool:
         """Return whether samples are young enough; None: nothing has been generated yet."""
-        return version is None or 0 <= self._ctx.roles.policy.weight_version - version <= self._max_staleness
+        return version is None or 0 <= self.ctx.roles.policy.weight_version - version <= self._max_staleness
 
     def _check_versions(self, groups: list[GroupT]) -> None:
-        present = self._ctx.roles.policy.weight_version
+        present = self.ctx.roles.policy.weight_version
         if other := next((g for g in groups if g.oldest_version != present), None):
             raise RuntimeError(
                 f"a sample of prompt {other.prompt_index} was generated by weights of version {other.oldest_version}; "
@@ -382,8 +379,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         groups = self._wave_groups if sampled.num_waves else sampled.groups
         oldest = min((g.oldest_version for g in sampled.groups), default=None)
         counts = (len(groups), self._num_dropped, num_stale, len(self._unfinished))
-        part = await self._modality.sampled_part(self._ctx, groups)
-        versions, all_counts, parts = zip(*await self._ctx.group.all_gather((oldest, counts, part)), strict=True)
+        part = await self.modality.sampled_part(self.ctx, groups)
+        versions, all_counts, parts = zip(*await self.ctx.group.all_gather((oldest, counts, part)), strict=True)
         num_scored, num_dropped, num_stale, num_unfinished = map(sum, zip(*all_counts, strict=True))
         share = sampled.num_kept / max(num_scored + num_dropped, 1)
         metrics = {
@@ -393,8 +390,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             "sampling/stale_groups": float(num_stale),
             "sampling/epoch": self._loader.epoch,
         }
-        if not self._modality.is_always_on_policy:
+        if not self.modality.is_always_on_policy:
             metrics["sampling/oldest_version"] = float(min((v for v in versions if v is not None), default=0))
             metrics["sampling/dropped_groups"] = float(num_dropped)
             metrics["sampling/unfinished_groups"] = float(num_unfinished)
-        return metrics | self._modality.sampled_metrics(parts)
+        return metrics | self.modality.sampled_metrics(parts)

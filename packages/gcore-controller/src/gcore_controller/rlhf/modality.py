@@ -68,13 +68,10 @@ class RLHFRoles(Protocol):
 
     @property
     def policy(self) -> PolicyEngine: ...
-
     @property
     def learner(self) -> PolicyTrainer: ...
-
     @property
     def devices(self) -> DeviceTimers: ...
-
     @property
     def owns_process(self) -> bool:
         """True if only this controller computes in its process."""
@@ -254,9 +251,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     def balance(self, costs: list[float], num_parts: int) -> Sequence[Sequence[int]]:
         """Return the indices of each controller's groups for training: by default in turn, whatever they cost.
 
-        Args:
-            costs: of the groups of all controllers, ordered by prompt index.
-            num_parts: the number of controllers.
+        ``costs`` are those of all controllers' groups, by prompt index; ``num_parts`` is the number of controllers.
         """
         return [range(part, len(costs), num_parts) for part in range(num_parts)]
 

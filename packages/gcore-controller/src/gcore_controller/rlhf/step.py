@@ -31,37 +31,27 @@ _MIN_CALLS = 32
 """Fewest calls that a fraction of failed ones is computed over: one failure in a small batch means little."""
 
 
+@dataclass(eq=False)
 class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
-    """One controller's part of a run (G-Core, arXiv 2507.22789, figure 2).
+    """One controller's part of a run (G-Core, arXiv 2507.22789, figure 2)."""
 
-    Args:
-        ctx: the controller's place in the run.
-        modality: what is sampled, scored and trained.
-        config: of the loop.
-        start: where the run starts or resumes.
-        recorder: takes in what happens.
-    """
+    ctx: Context[RolesT]
+    modality: Modality[RolesT, PromptT, GroupT, UpdateT, EvaluationT]
+    config: RLHFConfig
+    start: RunStart
+    recorder: Recorder[EvaluationT]
 
-    def __init__(
-        self,
-        ctx: Context[RolesT],
-        modality: Modality[RolesT, PromptT, GroupT, UpdateT, EvaluationT],
-        config: RLHFConfig,
-        start: RunStart,
-        recorder: Recorder[EvaluationT],
-    ) -> None:
-        self._ctx, self._modality, self._config = ctx, modality, config
-        self._start = start
-        self._recorder = recorder
-        self._failures = _RewardFailures(modality.failure_logs(ctx), max_share=config.max_failed_share)
+    def __post_init__(self) -> None:
+        ctx, config, start = self.ctx, self.config, self.start
+        self._failures = _RewardFailures(self.modality.failure_logs(ctx), max_share=config.max_failed_share)
         self._cpu_s = time.process_time()
         state = None
         if start.controllers is not None:
             state = _resharded(start.controllers, ctx.rank, ctx.world_size)
-            modality.load_state(state)
+            self.modality.load_state(state)
         if config.schedule != "sync":
             ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
-        producer = BatchProducer(ctx, modality, config, first_step=start.first_step, state=state)
+        producer = BatchProducer(ctx, self.modality, config, first_step=start.first_step, state=state)
         self._batches = _ScheduledBatches(producer, ctx.timer, config, config.total_steps - start.first_step)
 
     async def run(self) -> None:
@@ -70,9 +60,9 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         Raises:
             RewardFailuresError: too large a share of the last reward calls failed.
         """
-        ctx, config, start = self._ctx, self._config, self._start
+        ctx, config, start = self.ctx, self.config, self.start
         if start.is_policy_behind:
-            await self._modality.update_policy(ctx, start.first_step)
+            await self.modality.update_policy(ctx, start.first_step)
         else:
             await ctx.roles.learner.check_policy(ctx.roles.policy)
         if not start.is_evaluated:
@@ -86,13 +76,13 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
 
     async def step(self, step: int) -> None:
         """Make one step, on all controllers together."""
-        ctx, modality = self._ctx, self._modality
+        ctx, modality = self.ctx, self.modality
         start_s = ctx.clock()
         # Sample and score, now or ahead of time.
         batch = await self._batches.next()
         metrics = {**batch.metrics, modality.HAS_SIGNAL: 0.0}
         if ctx.rank == 0:
-            await self._recorder.updating()
+            await self.recorder.updating()
         if batch.num_groups:
             with ctx.timer.stage("prepare"):
                 prepared = await modality.prepare(ctx, step, batch)
@@ -107,34 +97,34 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
 
     async def evaluate(self, step: int) -> None:
         """Evaluate the policy on held-out prompts, if there are any."""
-        evaluation = await self._modality.evaluate(self._ctx, step)
+        evaluation = await self.modality.evaluate(self.ctx, step)
         if evaluation is None:
             return
-        failures, _ = self._failures.merge(await self._ctx.group.all_gather(self._failures.drain()))
-        if self._ctx.rank == 0:
+        failures, _ = self._failures.merge(await self.ctx.group.all_gather(self._failures.drain()))
+        if self.ctx.rank == 0:
             if failures:
-                await self._recorder.rewards_failed(step, failures)
-            await self._recorder.evaluated(step, evaluation)
+                await self.recorder.rewards_failed(step, failures)
+            await self.recorder.evaluated(step, evaluation)
         self._failures.check()
         self._forget_times()
 
     def _forget_times(self) -> None:
         """Discard the times until now, which belong to no step."""
-        self._ctx.timer.drain()
-        self._ctx.roles.devices.drain()
+        self.ctx.timer.drain()
+        self.ctx.roles.devices.drain()
 
     async def _record(
         self, step: int, metrics: dict[str, float], batch: TrainingBatch[GroupT], *, step_s: float
     ) -> None:
         """Gather all controllers' parts of the record of a step; rank 0 passes them to the recorder."""
-        ctx, devices = self._ctx, self._ctx.roles.devices
+        ctx, devices = self.ctx, self.ctx.roles.devices
         spans = ctx.timer.drain()
         now_s = ctx.clock()
         ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s)} if batch.spans else {}
         # The share of the step that this process computed, if no other controller computes in it.
         before_s, self._cpu_s = self._cpu_s, time.process_time()
         own = _Part(
-            state={**batch.state, **self._modality.state()},
+            state={**batch.state, **self.modality.state()},
             spans=on_wall_clock(spans, now_s),
             # Controllers of one process share the timers; the first to drain them reports everything.
             generated=Counter(devices.generated),
@@ -150,7 +140,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
                 **metrics,
                 **{f"timing_s/{stage}": value for stage, value in seconds_by_stage([*spans, *batch.spans]).items()},
                 "timing_s/step": step_s,
-                "perf/throughput": metrics.get(self._modality.throughput_of, 0.0) / step_s,
+                "perf/throughput": metrics.get(self.modality.throughput_of, 0.0) / step_s,
                 **{f"perf/generated/{stage}": float(number) for stage, number in generated.items()},
                 **failed,
             }
@@ -158,10 +148,10 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             if loads:
                 metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
             if failures:
-                await self._recorder.rewards_failed(step, failures)
+                await self.recorder.rewards_failed(step, failures)
             merged = merge_spans(part.devices for part in parts)
-            await self._recorder.stepped(step, metrics, [part.spans for part in parts], merged)
-            await self._recorder.reached(step, [part.state for part in parts])
+            await self.recorder.stepped(step, metrics, [part.spans for part in parts], merged)
+            await self.recorder.reached(step, [part.state for part in parts])
         self._failures.check()
 
 

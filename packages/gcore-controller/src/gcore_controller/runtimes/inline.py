@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from gcore_controller.collectives.base import (
     CallLog,
@@ -329,41 +329,26 @@ def share_trainer(
     return run
 
 
+@dataclass(eq=False)
 class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
-    """A `Backend` whose controllers, and what they share, belong to this process.
+    """A `Backend` whose controllers, and what they share, belong to this process."""
 
-    Args:
-        config: the run's.
-        roles: services that the controllers share.
-        world_size: number of controllers.
-        learner: the models in training.
-        program: of a job, whose events go to a recorder.
-        close: ends the services other than the trainer group.
-    """
+    shortfall: ClassVar[str] = ""
 
-    shortfall = ""
-    """This process has capacity for everything."""
-
-    def __init__(
-        self,
-        config: ConfigT,
-        *,
-        roles: RolesT,
-        world_size: int,
-        learner: TrainerGroup,
-        program: "Callable[[JobT, Recorder[EvaluationT]], Program[RolesT, None]]",
-        close: Callable[[], Awaitable[Any]],
-    ) -> None:
-        self.config = config
-        self.learner = learner
-        self._roles = roles
-        self._world_size = world_size
-        self._program = program
-        self._close = close
-        self._timers: Sequence[StageTimer] = ()
+    config: ConfigT
+    _: KW_ONLY
+    roles: RolesT
+    """Services that the controllers share."""
+    world_size: int
+    learner: TrainerGroup
+    program: "Callable[[JobT, Recorder[EvaluationT]], Program[RolesT, None]]"
+    """The program of a job, whose events go to a recorder."""
+    close_services: Callable[[], Awaitable[Any]]
+    """Ends the services other than the trainer group."""
+    _timers: Sequence[StageTimer] = field(default=(), init=False)
 
     async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
-        run = InlineRun(self._program(job, recorder), roles=self._roles, world_size=self._world_size)
+        run = InlineRun(self.program(job, recorder), roles=self.roles, world_size=self.world_size)
         self._timers = run.timers
         await run.run()
 
@@ -379,4 +364,4 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
         try:
             self.learner.close()
         finally:
-            await self._close()
+            await self.close_services()

@@ -182,7 +182,7 @@ class RayControllers:
         self._start_timeout_s = start_timeout_s
         self._controllers: list[Any] = [None] * world_size
         self._num_runs = 0
-        self._is_running = False
+        self._turn = asyncio.Lock()
         self._disconnects = False
 
     @classmethod
@@ -253,37 +253,29 @@ class RayControllers:
             Exception: see `run_inline`; the first controller's error has a note that says where it was raised. Or what
                 ``reported`` raised.
         """
-        if self._is_running:
+        if self._turn.locked():
             raise ClusterError("these controllers run another program; wait for it, or start others")
-        self._is_running = True
-        try:
-            return await self._run(program, roles, timeout_s, reported)
-        finally:
-            self._is_running = False
-
-    async def _run(
-        self, program: Program[RolesT, ResultT], roles: RolesT, timeout_s: float | None, reported: Reported
-    ) -> list[ResultT]:
-        self._num_runs += 1
-        group = await self._introduced()
-        packed = ray.put((program, roles))
-        forwarding = [asyncio.create_task(_forward_reports(c, r, reported)) for r, c in enumerate(group.actors)]
-        calls = {rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)}
-        running = asyncio.create_task(group.answers(calls))
-        try:
-            await asyncio.wait([running, *forwarding], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in forwarding:
-                if task.done():
-                    task.result()
-            if not running.done():
-                where = describe(dict(enumerate(await self._whereabouts())))
-                raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
-            return [*running.result().values()]
-        finally:
-            for task in (running, *forwarding):
-                task.cancel()
-            await asyncio.gather(running, *forwarding, return_exceptions=True)
-            await self._end_programs()
+        async with self._turn:
+            self._num_runs += 1
+            group = await self._introduced()
+            packed = ray.put((program, roles))
+            forwarding = [asyncio.create_task(_forward_reports(c, r, reported)) for r, c in enumerate(group.actors)]
+            calls = {rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)}
+            running = asyncio.create_task(group.answers(calls))
+            try:
+                await asyncio.wait([running, *forwarding], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in forwarding:
+                    if task.done():
+                        task.result()
+                if not running.done():
+                    where = describe(dict(enumerate(await self._whereabouts())))
+                    raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
+                return [*running.result().values()]
+            finally:
+                for task in (running, *forwarding):
+                    task.cancel()
+                await asyncio.gather(running, *forwarding, return_exceptions=True)
+                await self._end_programs()
 
     async def stages(self) -> list[str | None]:
         """Return the stage that each controller is in; None: it is in none, or does not answer."""

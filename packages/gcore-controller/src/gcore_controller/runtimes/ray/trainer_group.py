@@ -113,10 +113,7 @@ class RayTrainerGroup(MessageTrainerGroup):
     async def start(self, spec: TrainerSpec, *, num_cpus: float, num_gpus: float, timeout_s: float) -> None:
         """Start all ranks from the model that the run starts with; end those of before.
 
-        Args:
-            spec: the ranks.
-            num_cpus: that each rank reserves, like ``num_gpus``.
-            timeout_s: how long it may take.
+        Each reserves ``num_cpus`` and ``num_gpus``.
 
         Raises:
             RankError: a rank failed or died.
@@ -142,7 +139,6 @@ class RayTrainerGroup(MessageTrainerGroup):
         self.ranks = replace(self.ranks, replicas=replicas)
 
     def close(self) -> None:
-        """See `TrainerGroup.close`."""
         try:
             if self.ranks.replicas:
                 self._ask_all(Call(TrainerGroup.close))
@@ -208,7 +204,7 @@ class RayTrainerClient(Generic[BatchT]):
         return [outputs for _, outputs in sorted(received, key=lambda entry: entry[0])]
 
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
-        """See `TrainerClient.score_alone`; each call asks the next rank."""
+        """Score by one rank: each call asks the next."""
         rank = (self.group.rank + self._num_alone) % len(self.ranks.actors)
         self._num_alone += 1
         message = Score(role=role, micro_batches=[put(list(micro_batch))], with_routing=False)
@@ -220,7 +216,7 @@ class RayTrainerClient(Generic[BatchT]):
         return await self.group.broadcast(answers.get(0)) if owners else {}
 
     async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
-        """See `TrainerClient.update_policy`; weights go from rank 0 to the engines by reference."""
+        """Send the weights from rank 0 to the engines, by reference."""
         newest = max(await self.group.all_gather(policy.weight_version))
         references = await self._exported(averaged=averaged, digests_only=False)
         # A run that went back to an earlier step has engines with later weights.
