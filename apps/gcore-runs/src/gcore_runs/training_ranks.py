@@ -46,7 +46,7 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     @property
     def models(self) -> Mapping[str, Any]:
-        """What says in which replica a rank is, by role."""
+        """The models by role; each knows the replica that this rank belongs to."""
         return self.trainers
 
     @property
