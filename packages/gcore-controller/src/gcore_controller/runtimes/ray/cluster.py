@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -154,7 +154,7 @@ def _alive_nodes() -> dict[str, Node]:
 
 def has_capacity(nodes: Iterable[Node], config: SizedConfig, sizes: Sizes) -> bool:
     """Return whether each process fits on one of the nodes, if no other run uses them."""
-    free = [Counter(node) for node in nodes]
+    free = [defaultdict(float, node) for node in nodes]
     for need in sorted(_needs(config, sizes), key=lambda need: (need["GPU"], need["CPU"]), reverse=True):
         place = next((f for f in free if all(f[name] >= amount for name, amount in need.items())), None)
         if place is None:
