@@ -8,20 +8,23 @@ import numpy as np
 import pytest
 from tones import NUM_TONES, Roles, Synthesizer, Take, Tones, Trainer
 
-from gcore_controller import Context, Generated, RLHFConfig, RLHFLoop, Span, State, Wave, run_inline, run_simulated
+from gcore_controller import (
+    Context,
+    Generated,
+    RLHFConfig,
+    RLHFLoop,
+    RunStart,
+    Span,
+    State,
+    Wave,
+    run_inline,
+    run_simulated,
+)
 from gcore_controller.errors import RewardFailuresError
 from gcore_controller.rlhf.batch_producer import exchange
 
 CONFIG = RLHFConfig(total_steps=12, train_batch_size=6, test_freq=4, filter_groups=True, max_num_gen_batches=8)
 CLOCKS = ("timing_s/", "perf/throughput")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    first_step: int = 0
-    is_evaluated: bool = False
-    controllers: list[State] | None = None
-    is_policy_behind: bool = False
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Notebook:
 
 def run(
     config: RLHFConfig,
-    start: Start | None = None,
+    start: RunStart | None = None,
     *,
     world_size: int = 1,
     logits: Any = None,
@@ -69,7 +72,7 @@ def run(
 ) -> Notebook:
     """Run a job in simulated time."""
     logits = np.zeros(NUM_TONES) if logits is None else logits.copy()
-    start = start or Start()
+    start = start or RunStart()
     recorder = Notebook(logits=logits, first_step=start.first_step)
     policy = Synthesizer(seconds=seconds)
 
@@ -108,7 +111,7 @@ def test_resumption_with_another_number_of_controllers(schedule: Any, *, partial
         group["ticket"] for state in first.states[-1] for group in (*state["sampler"]["surplus"], *state["unfinished"])
     )
     assert len(set(waiting)) == len(waiting)
-    start = Start(first_step=6, controllers=first.states[-1], is_policy_behind=True, is_evaluated=True)
+    start = RunStart(first_step=6, controllers=first.states[-1], is_policy_behind=True, is_evaluated=True)
     resumed = run(config, start, world_size=3, logits=first.weights[-1])
     assert [row["sampling/groups"] for row in resumed.metrics] == [6] * 6
     if schedule == "sync" and not partial_rollout:

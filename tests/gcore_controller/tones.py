@@ -172,6 +172,12 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
         del step
         return await ctx.roles.learner.train_step(update)
 
+    def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+        return updates[-1]
+
+    async def update_policy(self, ctx: Context[Roles], step: int) -> None:
+        await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
+
     async def evaluate(self, ctx: Context[Roles], step: int) -> float:
         del step
         return float(probabilities(ctx.roles.policy.logits) @ -np.abs(np.arange(NUM_TONES) - self._prompts[0]))

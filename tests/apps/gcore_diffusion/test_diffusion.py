@@ -178,6 +178,16 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
 
 
 @pytest.mark.slow
+def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str]) -> None:
+    """Two ranks share the parameters."""
+    args = [*own_args, "--actor.loss.kl-loss-coef", "0.1"]
+    cli.ok(*args, "--name", "one")
+    cli.ok(*args, "--trainer.num-processes", "2", "--name", "ranks")
+    assert_alike(cli.cwd / "runs/ranks", cli.cwd / "runs/one", 2e-3)
+    assert (cli.cwd / "runs/ranks/logs/trainer-1.log").is_file()
+
+
+@pytest.mark.slow
 def test_a_cluster_trains_alike_whatever_dies(cli: Cli, own_args: list[str]) -> None:
     """Two controllers, engines and ranks are actors; one of each is killed on the way."""
     args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
@@ -295,10 +305,6 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "a judge that sees nothing": (
         lambda file: ["--reward.kind", "judge", "--reward.path", str(Path(file).parent / "flow/transformer")],
         "reward.path is",
-    ),
-    "ranks in one process": (
-        lambda _: ["--trainer.num-processes", "2"],
-        "trainer.num_processes is 2; expected 1 with runtime 'inline'",
     ),
     "judges without devices": (
         lambda _: [

@@ -234,13 +234,10 @@ class SleepingLearner:
     num_replicas = 2
     num_updates = 0
 
-    async def score(self, role: str, micro_batches: Sequence[Any]) -> list[Any]:
-        del role
+    async def score(self, role: str, micro_batches: Sequence[Any], *, with_routing: bool = False) -> list[Any]:
+        del role, with_routing
         await asyncio.sleep(0.02)
         return list(micro_batches)
-
-    async def score_and_route(self, micro_batches: Sequence[Any]) -> list[Any]:
-        return await self.score("actor", micro_batches)
 
     async def train_step(self, role: str, micro_batches: Sequence[Any]) -> dict[str, float]:
         await self.score(role, micro_batches)
@@ -261,7 +258,7 @@ async def test_training_ranks_are_busy_in_calls_of_the_learner() -> None:
         part: SharedTrainerClient[Any] = SharedTrainerClient(learner, ctx.group, devices, num_ranks=2)
         batches: Any = [f"of {ctx.rank}"]
         assert await part.score("reference", batches) == batches
-        assert await part.score_and_route(batches) == batches
+        assert await part.score("actor", batches, with_routing=True) == batches
         assert await part.train_step("actor", batches) == {"size": 2.0}
         await part.update_policy(policy, version=1)
 

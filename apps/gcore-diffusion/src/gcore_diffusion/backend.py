@@ -15,7 +15,6 @@ from gcore_controller import (
     Context,
     DeviceTimers,
     Handles,
-    InProcessTrainerGroup,
     RayTrainerClient,
     RemoteRecorder,
     TrainerGroup,
@@ -28,11 +27,13 @@ from gcore_diffusion.sampling.grids import write_grid
 from gcore_diffusion.sampling.image_sampling import Evaluation, images, kernel_of
 from gcore_diffusion.sampling.prompts import PromptSets
 from gcore_diffusion.sampling.rewards import Rewards, build_rewards, try_reward
-from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, trainer_spec
+from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
 from gcore_runs.engines import Instrumentation
 from gcore_trainer import DiffusionMicroBatch, pipeline_component
+from gcore_runs.loop.instrumented_engine import Instrumentation
+from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:
     from gcore_runs.on_ray.start import ControllerServices
@@ -63,9 +64,9 @@ async def start(
         sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            learner = InProcessTrainerGroup(DiffusionTrainerWorker(config, model, checkpoints), in_thread=True)
+            learner, num_ranks = start_trainer(config, model, checkpoints), config.trainer.num_processes
             return inline_backend(
-                config, shared=sampler, roles=Roles, learner=learner, num_ranks=1, close=engines.close
+                config, shared=sampler, roles=Roles, learner=learner, num_ranks=num_ranks, close=engines.close
             )
     except BaseException:
         await engines.close()
@@ -80,7 +81,7 @@ async def start(
     return await start_ray_backend(
         config,
         factories=factories,
-        trainer_spec=partial(trainer_spec, model=model, checkpoints=checkpoints),
+        trainer_spec=partial(DiffusionTrainerWorker.spec, model=model, checkpoints=checkpoints),
         run_controller=_run_controller,
         checkpoints=checkpoints,
         announce=display.say,
@@ -108,10 +109,6 @@ async def _run_controller(
     job: Job, ctx: Context[Handles], own: "ControllerServices", recorder: RemoteRecorder[Evaluation]
 ) -> None:
     """Build a controller's roles in its process on Ray, and run the program with them."""
-
-    def num_passes(micro_batch: DiffusionMicroBatch) -> float:
-        return sum(max(1, sample.num_steps) for sample in micro_batch)
-
     # Ray gives controllers no GPU.
     rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
     learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes)

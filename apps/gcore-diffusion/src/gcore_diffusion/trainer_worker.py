@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gcore_ckpt import Checkpointer
-from gcore_controller import TrainerSpec
+from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
 from gcore_diffusion.sampling.rewards import reward_gradient
-from gcore_rollout import DigestedWeights, Kernel, suited
-from gcore_runs import UserError, rank_spec
+from gcore_rollout import Kernel, suited
+from gcore_runs import BaseTrainerWorker, UserError
 from gcore_trainer import (
     DDPMProcess,
     Denoiser,
@@ -36,27 +34,20 @@ from gcore_trainer import (
     step_means,
 )
 
-State = dict[str, Any]
 
-
-class DiffusionTrainerWorker:
-    """A `gcore_controller.TrainerWorker` of image models: whole, or on several ranks this rank's shards of them.
+class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
+    """The image models in training: whole, or on several ranks this rank's shards of them.
 
     The reference is whole on every rank, so that one rank alone can score with it.
-
-    Args:
-        config: the run's.
-        model: the pipeline's folder.
-        checkpoints: folder of the checkpoints.
 
     Raises:
         UserError: the algorithm cannot train such a model.
     """
 
-    roles = ("actor", "reference")
-
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path) -> None:
-        self._config = config
+        super().__init__(config, model, checkpoints)
+        self._is_averaged = bool(config.actor.ema_decay)
+        self.engine_dtype = config.rollout.dtype
         options: dict[str, Any] = {
             "device": config.device,
             "compute_dtype": getattr(torch, config.actor.dtype),
@@ -86,15 +77,11 @@ class DiffusionTrainerWorker:
             old_decay=(nft.old_decay, nft.old_decay_max),
             parallel=parallel,
         )
-        self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
+        self.trainers = {"actor": self._trainer}
 
     @property
-    def num_updates(self) -> int:
-        return self._trainer.step
-
-    def replica(self, role: str) -> tuple[int, int]:
-        del role
-        return self._trainer.data_parallel_rank, self._trainer.data_parallel_size
+    def models(self) -> dict[str, DiffusionTrainer]:
+        return {"actor": self._trainer, "reference": self._trainer}
 
     def score(
         self, role: str, micro_batches: Sequence[DiffusionMicroBatch], *, with_routing: bool
@@ -105,50 +92,21 @@ class DiffusionTrainerWorker:
         assert not with_routing
         return step_means(self._reference, micro_batches, self._kernel)
 
-    def train_step(self, role: str, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
-        """Update the policy once; see `DiffusionTrainer.train_step`."""
-        assert role == "actor"
-        return self._trainer.train_step(micro_batches)
-
-    def export_weights(self, *, averaged: bool = False) -> DigestedWeights:
-        """Return the weights of the policy that samples, or their average."""
-        dtypes = [torch.float32, getattr(torch, self._config.rollout.dtype)]
-        return DigestedWeights(self._trainer.export_weights(averaged=averaged), dtypes=dtypes)
-
     def save_pretrained(self, path: Path) -> None:
         """Write the folder of the denoiser, averaged if there is an average."""
-        self._trainer.save_pretrained(path, averaged=bool(self._config.actor.ema_decay))
-
-    def save(self, step: int, rest: State) -> None:
-        self._checkpointer.save(step, {**rest, "trainer": self._trainer.state()})
-
-    def load(self) -> State:
-        own = self._trainer.state()
-        loaded = self._checkpointer.load({"step": None, "controllers": None, "trainer": own})
-        # Tensors were filled where they are.
-        numbers = {name: value for name, value in loaded["trainer"].items() if not isinstance(value, dict)}
-        self._trainer.load_state({**self._trainer.state(), **numbers})
-        return {name: loaded[name] for name in ("step", "controllers")}
-
-    def close(self) -> None:
-        self._checkpointer.close()
+        self._trainer.save_pretrained(path, averaged=self._is_averaged)
 
 
-def trainer_spec(config: DiffusionConfig, model: Path, checkpoints: Path) -> TrainerSpec:
-    """Return how the ranks of a run's models are started; see `DiffusionTrainerWorker`."""
-    checkpoints = checkpoints.absolute()
-    return rank_spec(
-        partial(_make_worker, config, model.absolute(), checkpoints),
-        num_ranks=config.trainer.num_processes,
-        device=config.device,
-        num_threads=max(1, config.threads // config.trainer.num_processes),
-        checkpoints=checkpoints,
-    )
+def start_trainer(config: DiffusionConfig, model: Path, checkpoints: Path) -> SharedTrainerGroup[DiffusionMicroBatch]:
+    """Load the models in training, in this process or on ranks in local processes."""
+    if config.trainer.num_processes == 1:
+        return InProcessTrainerGroup(DiffusionTrainerWorker(config, model, checkpoints), in_thread=True)
+    return LocalTrainerGroup(DiffusionTrainerWorker.spec(config, model, checkpoints), cost_of=num_passes)
 
 
-def _make_worker(config: DiffusionConfig, model: Path, checkpoints: Path, device: str) -> DiffusionTrainerWorker:
-    torch.manual_seed(config.seed)
-    return DiffusionTrainerWorker(replace(config, device=device), model, checkpoints)
+def num_passes(micro_batch: DiffusionMicroBatch) -> float:
+    """Return the work of a micro-batch: the passes through the denoiser."""
+    return sum(max(1, sample.num_steps) for sample in micro_batch)
 
 
 def _noise_process(scheduler: Any) -> NoiseProcess:

@@ -189,6 +189,13 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         train_s = ctx.clock() - start_s
         return metrics | speed(flops, train_s, num_devices=config.trainer.num_processes, device=config.device)
 
+    def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Return each metric's last value."""
+        return {name: value for metrics in updates for name, value in metrics.items()}
+
+    async def update_policy(self, ctx: Context[Roles], step: int) -> None:
+        await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
+
     async def synced_metrics(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]) -> dict[str, float]:
         """Compare engine and trainer on a response generated now, where batches are never by the present weights."""
         if self._config.trainer.schedule != "one_step_off" or not self._config.algorithm.max_rollout_kl:
@@ -221,7 +228,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
         found: dict[str, Sequence[Any]] = {}
         if needs_old and self._config.actor.router_replay == "R2":
-            routed = list(chain(*await learner.score_and_route(micro_batches)))
+            routed = list(chain(*await learner.score("actor", micro_batches, with_routing=True)))
             found["old_log_probs"] = [log_probs for log_probs, _ in routed]
             found["routed_experts"] = [experts for _, experts in routed]
         elif needs_old:

@@ -84,4 +84,4 @@ from .settings.run_config import (
     multiple_of as multiple_of,
     within as within,
 )
-from .training_ranks import rank_spec as rank_spec
+from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

@@ -1,32 +1,144 @@
-"""The start of a run's training ranks: their logs, their errors, and the way of their weights to the engines."""
+"""The models in training on one rank, as far as apps have them alike: checkpoints, weights, and the start of ranks."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from gcore_ckpt import CheckpointError
-from gcore_controller import TrainerSpec, TrainerWorker
+from gcore_ckpt import Checkpointer, CheckpointError
+from gcore_controller import State, TrainerSpec
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, logs_of
+from gcore_runs.settings.run_config import BaseRLConfig
 from gcore_trainer import TrainerError
 
+if TYPE_CHECKING:
+    from gcore_rollout import DigestedWeights
 
-def rank_spec(make_worker: Callable[[str], TrainerWorker[Any]], *, checkpoints: Path, **options: Any) -> TrainerSpec:
-    """Return how the training ranks of a run are started.
+BatchT = TypeVar("BatchT", bound=Sequence[Any])
+
+
+class BaseTrainerWorker(ABC, Generic[BatchT]):
+    """A `gcore_controller.TrainerWorker` whose trainers share checkpoints; apps say how models score and learn.
 
     Args:
-        make_worker: builds the models of a rank on a device.
-        checkpoints: folder of the run's checkpoints.
-        options: the other fields of `TrainerSpec`.
+        config: the run's.
+        model: folder to start from.
+        checkpoints: folder of the checkpoints.
+
+    Attributes:
+        trainers: Of the models that learn, by role; the policy is the ``actor``.
+        engine_dtype: Data type of the engines, as torch names it.
     """
-    return TrainerSpec(
-        make_worker=make_worker,
-        enter_process=partial(_log, logs_of(checkpoints)),
-        put_weights=_put_weights,
-        expected_errors=(CheckpointError, TrainerError, UserError),
-        **options,
-    )
+
+    trainers: Mapping[str, Any]
+    engine_dtype: str
+
+    def __init__(self, config: BaseRLConfig, model: Path, checkpoints: Path) -> None:
+        del model
+        self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
+
+    @property
+    def num_updates(self) -> int:
+        return sum(trainer.step for trainer in self.trainers.values())
+
+    @property
+    def models(self) -> Mapping[str, Any]:
+        """The models by role; each knows the replica that this rank belongs to."""
+        return self.trainers
+
+    @property
+    def roles(self) -> Sequence[str]:
+        return [*self.models]
+
+    def replica(self, role: str) -> tuple[int, int]:
+        return self.models[role].data_parallel_rank, self.models[role].data_parallel_size
+
+    @abstractmethod
+    def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool) -> list[list[Any]]:
+        """See `TrainerWorker.score`."""
+
+    def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
+        return self.trainers[role].train_step(micro_batches)
+
+    def export_weights(self, *, averaged: bool = False) -> "DigestedWeights":
+        import torch
+
+        from gcore_rollout import DigestedWeights
+
+        options = {"averaged": True} if averaged else {}
+        # Some parameters stay in float32 in engines of another type.
+        dtypes = [torch.float32, getattr(torch, self.engine_dtype)]
+        return DigestedWeights(self.trainers["actor"].export_weights(**options), dtypes=dtypes)
+
+    def save_pretrained(self, path: Path) -> None:
+        self.trainers["actor"].save_pretrained(path)
+
+    def save(self, step: int, rest: State) -> None:
+        self._checkpointer.save(step, {**rest, **self._states()})
+
+    def load(self) -> State:
+        loaded = self._checkpointer.load({"step": None, "controllers": None, **self._states()})
+        for role, trainer in self.trainers.items():
+            # Tensors were filled where they are.
+            numbers = {name: value for name, value in loaded[_key(role)].items() if not isinstance(value, dict)}
+            trainer.load_state({**trainer.state(), **numbers})
+        return {name: loaded[name] for name in ("step", "controllers")}
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    def _states(self) -> State:
+        return {_key(role): _for_checkpoint(trainer.state()) for role, trainer in self.trainers.items()}
+
+    @classmethod
+    def _on_device(cls, config: Any, model: Path, checkpoints: Path, device: str) -> Self:
+        import torch
+
+        torch.manual_seed(config.seed)
+        return cls(replace(config, device=device), model, checkpoints)
+
+    @classmethod
+    def spec(
+        cls, config: BaseRLConfig, model: Path, checkpoints: Path, *, num_threads: int = 0, preload: Sequence[str] = ()
+    ) -> TrainerSpec:
+        """Return how the training ranks of a run are started.
+
+        Args:
+            config, model, checkpoints: as this class takes them.
+            num_threads: of torch in each rank; 0: they share the threads of the run.
+            preload: further modules that all local ranks need.
+        """
+        checkpoints = checkpoints.absolute()
+        num_ranks = config.trainer.num_processes
+        return TrainerSpec(
+            make_worker=partial(cls._on_device, config, model.absolute(), checkpoints),
+            num_ranks=num_ranks,
+            device=config.device,
+            num_threads=num_threads or max(1, config.threads // num_ranks),
+            enter_process=partial(_log, logs_of(checkpoints)),
+            put_weights=_put_weights,
+            expected_errors=(CheckpointError, TrainerError, UserError),
+            preload=[cls.__module__, *preload],
+        )
+
+
+def _key(role: str) -> str:
+    """Return the key of a trainer's state in a checkpoint."""
+    return "trainer" if role == "actor" else role
+
+
+def _for_checkpoint(value: Any) -> Any:
+    """Return a trainer's state with the shards as gcore-ckpt represents them."""
+    from gcore_ckpt import Shard, Shards
+
+    if isinstance(value, dict):
+        return {name: _for_checkpoint(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return Shards([Shard(global_shape=p.global_shape, offset=p.offset, tensor=p.tensor) for p in value])
+    return value
 
 
 def _log(logs: Path, rank: int) -> None:

@@ -18,8 +18,12 @@ from .errors import (
     DeadlineError as DeadlineError,
     RankError as RankError,
 )
-from .prompts import PromptLoader as PromptLoader, ShardedSampler as ShardedSampler, SharedPrompts as SharedPrompts
-from .rlhf.batch_producer import DynamicSampler as DynamicSampler, SampledBatch as SampledBatch
+from .rlhf.batch_producer import (
+    DynamicSampler as DynamicSampler,
+    PromptLoader as PromptLoader,
+    ShardedSampler as ShardedSampler,
+    SharedPrompts as SharedPrompts,
+)
 from .rlhf.modality import (
     Generated as Generated,
     Group as Group,
@@ -29,6 +33,7 @@ from .rlhf.modality import (
     RLHFConfig as RLHFConfig,
     RLHFRoles as RLHFRoles,
     RunStart as RunStart,
+    SampledBatch as SampledBatch,
     TrainingBatch as TrainingBatch,
     UnfinishedGroup as UnfinishedGroup,
     Wave as Wave,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -110,10 +110,10 @@ def rank_name(rank: int) -> str:
 
 def seconds_by_stage(spans: Iterable[Span]) -> dict[str, float]:
     """Return the total seconds of each stage."""
-    totals: dict[str, float] = {}
+    totals: defaultdict[str, float] = defaultdict(float)
     for span in spans:
-        totals[span.stage] = totals.get(span.stage, 0.0) + span.end_s - span.start_s
-    return totals
+        totals[span.stage] = totals[span.stage] + span.end_s - span.start_s
+    return dict(totals)
 
 
 def on_wall_clock(spans: Iterable[Span], now_s: float) -> list[Span]:
@@ -124,11 +124,11 @@ def on_wall_clock(spans: Iterable[Span], now_s: float) -> list[Span]:
 
 def merge_spans(parts: Iterable[Mapping[str, Sequence[Span]]]) -> dict[str, list[Span]]:
     """Join the spans that several processes, or several calls of `DeviceTimers.drain`, recorded of the same devices."""
-    spans: dict[str, list[Span]] = {}
+    spans: defaultdict[str, list[Span]] = defaultdict(list)
     for part in parts:
         for name, own in part.items():
-            spans.setdefault(name, []).extend(own)
-    return spans
+            spans[name] += own
+    return dict(spans)
 
 
 class Reference(Protocol[T_co]):
@@ -149,8 +149,6 @@ class Reference(Protocol[T_co]):
 
 
 class Put(Protocol):
-    """Creates references; each runtime has its own."""
-
     def __call__(self, value: T, /) -> Reference[T]: ...
 
 
@@ -173,12 +171,10 @@ def nbytes_of(value: object) -> int:
     if isinstance(value, bytes | bytearray):
         return len(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return sum(nbytes_of(getattr(value, field.name)) for field in fields(value))
+        value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
-        return sum(map(nbytes_of, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(nbytes_of, value))
-    return int(getattr(value, "nbytes", 0))
+        value = [*value.values()]
+    return sum(map(nbytes_of, value)) if isinstance(value, list | tuple) else int(getattr(value, "nbytes", 0))
 
 
 async def refuse_report(rank: int, value: Any) -> None:
@@ -230,16 +226,14 @@ async def run_program(program: Program[RolesT, ResultT], context: Context[RolesT
     """
     try:
         return await program(context)
-    except SystemExit as exit_:
-        raise ProgramExitedError(
-            f"the program of controller {context.rank} called sys.exit({exit_.code!r}); a program ends by returning or "
-            "by raising an error"
-        ) from exit_
-    except asyncio.CancelledError as error:
+    except (SystemExit, asyncio.CancelledError) as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if isinstance(error, SystemExit):
+            what = f"called sys.exit({error.code!r})"
+        elif task is not None and not task.cancelling():
+            what = "was cancelled from within: it awaited a task or future that had been cancelled"
+        else:
             raise
         raise ProgramExitedError(
-            f"the program of controller {context.rank} was cancelled from within: it awaited a task or future that had "
-            "been cancelled; a program ends by returning or by raising an error"
+            f"the program of controller {context.rank} {what}; a program ends by returning or by raising an error"
         ) from error

@@ -7,13 +7,14 @@ processes, and `runtimes.ray` on Ray actors. Ranks in processes of their own ans
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+P = ParamSpec("P")
 BatchT = TypeVar("BatchT", bound=Sequence[Any])
 """A micro-batch."""
 BatchT_contra = TypeVar("BatchT_contra", bound=Sequence[Any], contravariant=True)
@@ -65,7 +66,7 @@ class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
         ...
 
     def score(self, role: str, micro_batches: Sequence[BatchT_contra], *, with_routing: bool) -> list[list[Any]]:
-        """Return the outputs of a model for each sample, ``with_routing`` in pairs with the experts of its tokens."""
+        """Return a model's outputs for each sample; ``with_routing`` in pairs with the experts of its tokens."""
         ...
 
     def train_step(self, role: str, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
@@ -85,12 +86,10 @@ class _Trainer(Protocol[BatchT_contra]):
         """Number whose multiples are the numbers of micro-batches that load the replicas of the policy evenly."""
         ...
 
-    async def score(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> list[list[Any]]:
-        """Return a model's outputs for each sample of the micro-batches."""
-        ...
-
-    async def score_and_route(self, micro_batches: Sequence[BatchT_contra]) -> list[list[tuple[Any, Any]]]:
-        """Return the actor's outputs for each sample, and the experts that its tokens were routed to."""
+    async def score(
+        self, role: Any, micro_batches: Sequence[BatchT_contra], *, with_routing: bool = False
+    ) -> list[list[Any]]:
+        """See `TrainerWorker.score`."""
         ...
 
     async def train_step(self, role: Any, micro_batches: Sequence[BatchT_contra]) -> dict[str, float]:
@@ -109,7 +108,6 @@ class PolicyEngine(Protocol):
 
     @property
     def weight_version(self) -> int: ...
-
     async def update_weights(self, weights: Any, *, version: int) -> None:
         """Take over weights, which are iterated over once."""
 
@@ -120,10 +118,7 @@ class PolicyTrainer(Protocol):
     async def update_policy(self, policy: Any, *, version: int, averaged: bool = False) -> None:
         """Send the present weights, or their moving average, to the `PolicyEngine` of every controller.
 
-        Args:
-            policy: this controller's.
-            version: lowest version that the engines may give to the weights.
-            averaged: send the moving average.
+        ``version`` is the lowest that the engines may give to the weights.
         """
 
     async def check_policy(self, policy: Any) -> None:
@@ -154,82 +149,49 @@ def digests_of(weights: Weights) -> Mapping[str, Any]:
     return getattr(weights, "digests", {})
 
 
+Message = Callable[[TrainerWorker[Any]], Any]
+"""A question to a rank: called with its worker, in its process, it returns the answer. It can be pickled."""
+
+
+class Call:
+    """A call of a method of a protocol, to be made on an object in another process."""
+
+    def __init__(self, method: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._name, self._args, self._kwargs = method.__name__, args, kwargs
+
+    def __call__(self, target: object) -> Any:
+        return getattr(target, self._name)(*self._args, **self._kwargs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Compute the outputs of a model, see `TrainerWorker.score`."""
+    """The message to call `TrainerWorker.score`."""
 
     role: str
     micro_batches: Sequence[Any]
-    with_routing: bool = False
+    with_routing: bool
+
+    def __call__(self, worker: TrainerWorker[Any]) -> list[list[Any]]:
+        return worker.score(self.role, self.micro_batches, with_routing=self.with_routing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """Update a model, see `TrainerWorker.train_step`."""
+    """The message to call `TrainerWorker.train_step`."""
 
     role: str
     micro_batches: Sequence[Any]
 
-
-@dataclass(frozen=True)
-class CountUpdates:
-    """Return `TrainerGroup.num_updates`."""
-
-
-@dataclass(frozen=True)
-class SavePretrained:
-    """Export the policy, see `TrainerGroup.save_pretrained`."""
-
-    path: Path
-
-
-@dataclass(frozen=True)
-class Save:
-    """Take a checkpoint, see `TrainerGroup.save`."""
-
-    step: int
-    rest: State
-
-
-@dataclass(frozen=True)
-class Load:
-    """Load the latest checkpoint, see `TrainerGroup.load`."""
-
-
-@dataclass(frozen=True)
-class Close:
-    """Wait until checkpoints are written, see `TrainerGroup.close`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportWeights:
-    """Gather the policy's weights on all ranks; rank 0 sends them, or their digests, in the way of its runtime."""
-
-    averaged: bool
-    digests_only: bool = False
+    def __call__(self, worker: TrainerWorker[Any]) -> dict[str, float]:
+        return worker.train_step(self.role, self.micro_batches)
 
 
 Computation = Score | TrainStep
-Message = Computation | CountUpdates | SavePretrained | Save | Load | Close
 
 
-def answer(worker: TrainerWorker[Any], message: Message) -> Any:
-    """Have a worker do what a message asks for, and return the result."""
-    match message:
-        case Score():
-            return worker.score(message.role, message.micro_batches, with_routing=message.with_routing)
-        case TrainStep():
-            return worker.train_step(message.role, message.micro_batches)
-        case CountUpdates():
-            return worker.num_updates
-        case SavePretrained():
-            return worker.save_pretrained(message.path)
-        case Save():
-            return worker.save(message.step, message.rest)
-        case Load():
-            return worker.load()
-        case Close():
-            return worker.close()
+def num_updates(worker: TrainerWorker[Any]) -> int:
+    """Return `TrainerGroup.num_updates`, as a message."""
+    return worker.num_updates
 
 
 class MessageTrainerGroup(ABC):
@@ -237,16 +199,16 @@ class MessageTrainerGroup(ABC):
 
     @property
     def num_updates(self) -> int:
-        return self._ask_all(CountUpdates())
+        return self._ask_all(num_updates)
 
     def save_pretrained(self, path: Path) -> None:
-        self._ask_all(SavePretrained(path.absolute()))
+        self._ask_all(Call(TrainerGroup.save_pretrained, path.absolute()))
 
     def save(self, step: int, rest: State) -> None:
-        self._ask_all(Save(step, rest))
+        self._ask_all(Call(TrainerGroup.save, step, rest))
 
     def load(self) -> State:
-        return self._ask_all(Load())
+        return self._ask_all(Call(TrainerGroup.load))
 
     @abstractmethod
     def _ask_all(self, message: Message) -> Any:
@@ -274,6 +236,20 @@ class TrainerSpec:
     """Modules that all local processes need; they are imported once."""
 
 
+def join_ranks(
+    spec: TrainerSpec, rank: int, address: str, device: str
+) -> tuple[TrainerWorker[Any], dict[str, Replica]]:
+    """Build the models together with the other ranks; return the worker, and this rank's replica in each role."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(spec.num_threads)
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=spec.num_ranks)
+    worker = spec.make_worker(device)
+    return worker, {role: worker.replica(role) for role in worker.roles}
+
+
 def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
     """Assign micro-batches to replicas, so that in its n-th pass each replica has one of about the same cost.
 
@@ -287,3 +263,15 @@ def deal(costs: Sequence[float], num_replicas: int) -> list[list[int]]:
         for replica, i in zip(replicas, order[start : start + num_replicas], strict=False):
             parts[replica].append(i)
     return parts
+
+
+def deal_message(
+    message: Computation, costs: Sequence[float], replicas: Sequence[Replica]
+) -> tuple[list[list[int]], list[Computation]]:
+    """Deal a message's micro-batches to the ranks of some replicas, by rank; all ranks of a replica get the same.
+
+    Returns the indices of each replica's micro-batches, and the message for each rank.
+    """
+    parts = deal(costs, replicas[0][1])
+    batches = message.micro_batches
+    return parts, [replace(message, micro_batches=[batches[i] for i in parts[replica]]) for replica, _ in replicas]

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -35,22 +35,16 @@ GCORE: dict[str, tuple[str, ...]] = {
 AIM = 1.5
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopRow:
     """A contender: medians over all its measured steps."""
 
     name: str
-    step_s: float = 0.0
-    images_per_s: float = 0.0
-    stage_s: dict[str, float] = field(default_factory=dict[str, float])
-    load: float = 0.0
+    step_s: float
+    images_per_s: float
+    stage_s: dict[str, float]
+    load: float
     """Highest load of the machine as its runs started."""
-
-    def update(self, steps: Sequence[Figures], options: DiffusionBenchOptions) -> None:
-        """Compute the figures from all measured steps."""
-        self.step_s = _median(steps, "step")
-        self.images_per_s = options.prompts * options.n / self.step_s * (2 if self.name == LIMIT else 1)
-        self.stage_s = {stage: _median(steps, stage) for stage in STAGES}
 
 
 def run(options: DiffusionBenchOptions, console: Console) -> None:
@@ -88,9 +82,9 @@ def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -
     demo = DemoConfig(num_steps=1, cache_dir=str(folder))
     with Display(Console(quiet=True)) as display:
         model = pretrained_pipeline(demo, seed=0, display=display)
-    rows = {name: LoopRow(name=name) for name in (*PLAIN, LIMIT, *GCORE)}
-    measured: dict[str, list[Figures]] = {name: [] for name in rows}
-    for turn in Rounds("loop", options.rounds, say=say).turns(rows):
+    measured: dict[str, list[Figures]] = {name: [] for name in (*PLAIN, LIMIT, *GCORE)}
+    loads = dict.fromkeys(measured, 0.0)
+    for turn in Rounds("loop", options.rounds, say=say).turns(measured):
         name = turn.contender
         if name == LIMIT:
             with ThreadPoolExecutor() as pool:
@@ -101,27 +95,30 @@ def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -
             runs = [_gcore(name, model, options, turn.round)]
         steps = [step for figures in runs for step in figures[options.warmup :]]
         measured[name] += steps
-        rows[name].load = max(rows[name].load, turn.load)
+        loads[name] = max(loads[name], turn.load)
         say(f"{turn.where}: {_median(steps, 'step'):.3f} s, load {turn.load:.1f}")
-    for name, row in rows.items():
-        row.update(measured[name], options)
-    return list(rows.values())
+    num_images = {name: options.prompts * options.n * (2 if name == LIMIT else 1) for name in measured}
+    return [
+        LoopRow(
+            name=name,
+            step_s=_median(steps, "step"),
+            images_per_s=num_images[name] / _median(steps, "step"),
+            stage_s={stage: _median(steps, stage) for stage in STAGES},
+            load=loads[name],
+        )
+        for name, steps in measured.items()
+    ]
 
 
 def _plain(name: str, model: Path, options: DiffusionBenchOptions, which: str) -> list[Figures]:
     threads, folder = PLAIN.index(name) + 1, model.parent
+    settings = {"prompts": options.prompts, "n": options.n, "steps": options.warmup + options.steps}
     spec = Spec(
         work="gcore_bench.diffusion.plain_loop",
         part="loop",
         contender=name,
         folder=str(folder),
-        options={
-            "model": str(model),
-            "prompts": options.prompts,
-            "n": options.n,
-            "steps": options.warmup + options.steps,
-            "seed": options.seed,
-        },
+        options={"model": str(model), "seed": options.seed, **settings},
         threads=threads,
     )
     program = child_program(spec, folder / f"plain-{which}.json", {"OMP_NUM_THREADS": str(threads)})
@@ -163,11 +160,10 @@ def _loop_table(rows: Sequence[LoopRow]) -> Table:
 
 def _loop_aims(rows: Sequence[LoopRow]) -> list[str]:
     """Return the limit of the machine, and whether gcore's aim is met."""
-    plain, gcore = (
+    plain, gcore, limit = (
         max((row for row in rows if row.name in names), key=lambda row: row.images_per_s)
-        for names in (PLAIN, tuple(GCORE)[1:])
+        for names in (PLAIN, tuple(GCORE)[1:], (LIMIT,))
     )
-    [limit] = [row for row in rows if row.name == LIMIT]
     ratio = gcore.images_per_s / plain.images_per_s
     return [
         f"two plain loops at once make {limit.images_per_s / plain.images_per_s:.2f} times the images of one: the most "

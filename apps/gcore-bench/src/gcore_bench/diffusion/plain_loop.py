@@ -17,12 +17,8 @@ from gcore_diffusion.demo.digits import PROMPTS, DigitReward
 from gcore_rollout import load_pipeline
 
 _RECIPE = embedded()
-NUM_INFERENCE_STEPS = _RECIPE.rollout.num_inference_steps
-WINDOW_SIZE = _RECIPE.rollout.window_size
-NOISE_LEVEL = _RECIPE.rollout.noise_level
-CLIP_RATIO = _RECIPE.actor.loss.clip_ratio
-NUM_UPDATES = _RECIPE.actor.num_updates
-MICRO_BATCH_SIZE = _RECIPE.actor.micro_batch_size
+ROLLOUT, ACTOR = _RECIPE.rollout, _RECIPE.actor
+NUM_INFERENCE_STEPS, WINDOW_SIZE, NOISE_LEVEL = ROLLOUT.num_inference_steps, ROLLOUT.window_size, ROLLOUT.noise_level
 ADV_CLIP_MAX = _RECIPE.algorithm.adv_clip_max
 
 
@@ -55,7 +51,7 @@ class Loop:
         self._timesteps: torch.Tensor = pipeline.scheduler.timesteps
         self.sigmas: torch.Tensor = pipeline.scheduler.sigmas
         self._reward = DigitReward()
-        optim = _RECIPE.actor.optim
+        optim = ACTOR.optim
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=optim.lr, weight_decay=optim.weight_decay)
         self._rng = np.random.default_rng(seed)
 
@@ -104,16 +100,16 @@ class Loop:
         return _Images(pixels, conditions, steps)
 
     def _update(self, images: _Images, advantages: torch.Tensor) -> None:
-        for indices in torch.randperm(len(advantages)).chunk(NUM_UPDATES):
+        low, high = 1 - ACTOR.loss.clip_ratio, 1 + ACTOR.loss.clip_ratio
+        for indices in torch.randperm(len(advantages)).chunk(ACTOR.num_updates):
             self._optimizer.zero_grad()
-            for rows in indices.split(MICRO_BATCH_SIZE):
+            for rows in indices.split(ACTOR.micro_batch_size):
                 conditions = images.conditions[0][rows], images.conditions[1][rows]
                 for i, latents, drawn, old in images.steps:
                     mean, std = self.gaussian(self._velocity(latents[rows], i, conditions), latents[rows], i)
                     ratio = torch.exp(_log_prob(drawn[rows], mean, std) - old[rows])
-                    unclipped = -advantages[rows] * ratio
-                    clipped = -advantages[rows] * ratio.clamp(1 - CLIP_RATIO, 1 + CLIP_RATIO)
-                    loss = torch.maximum(unclipped, clipped).sum() / (len(indices) * WINDOW_SIZE)
+                    losses = torch.maximum(-advantages[rows] * ratio, -advantages[rows] * ratio.clamp(low, high))
+                    loss = losses.sum() / (len(indices) * WINDOW_SIZE)
                     torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self._optimizer.step()

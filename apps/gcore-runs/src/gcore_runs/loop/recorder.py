@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from gcore_controller import Context, Modality, Program, RankError, Recorder, Span, TrainerGroup
+from gcore_controller import Context, Modality, Program, RankError, Recorder, RunStart, Span, TrainerGroup
 from gcore_placement import Ledger
 from gcore_rollout import Failure
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans, read_jsonl
@@ -150,18 +150,10 @@ def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tup
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunJob(ABC, Generic[ConfigT]):
+class RunJob(RunStart, ABC, Generic[ConfigT]):
     """A run of the RLHF program, and the point that it starts or resumes from; apps add their prompts."""
 
     config: ConfigT
-    first_step: int = 0
-    """Steps completed before."""
-    is_evaluated: bool = False
-    """Whether the evaluation after these steps, if one is due, is recorded already."""
-    controllers: list[dict[str, Any]] | None = None
-    """The controllers' states to resume from, by rank."""
-    is_policy_behind: bool = False
-    """Whether the engines lack the present weights of the models."""
 
     @abstractmethod
     def modality(self) -> Modality[Any, Any, Any, Any, Any]:

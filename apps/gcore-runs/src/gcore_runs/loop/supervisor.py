@@ -298,5 +298,5 @@ def inline_backend(
         world_size=config.controllers,
         learner=learner,
         program=lambda job, recorder: share_trainer(learner, job.program(recorder), roles=roles, num_ranks=num_ranks),
-        close=close,
+        close_services=close,
     )

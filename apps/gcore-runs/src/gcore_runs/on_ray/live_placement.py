@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -73,8 +73,7 @@ class LivePlacement:
             # From the decision to the end of the first step after it.
             self._move_s = max(0.0, now_s - self._moved_at_s - metrics["timing_s/step"])
             self._moved_at_s = None
-        loads = _loads(devices, {role: self._work_s(role, metrics, devices) for role in self._unit_s})
-        if loads is None:
+        if (loads := self._loads(metrics, devices)) is None:
             return
         policy, reward, stage_s = loads
         before = self.sizes
@@ -95,13 +94,42 @@ class LivePlacement:
         if self.sizes != before:
             self._moved_at_s = now_s
 
-    def _work_s(self, role: Role, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> float:
+    def _loads(
+        self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]
+    ) -> tuple[RoleLoad, RoleLoad, float] | None:
+        """Return the load of generation and of rewarding, and the seconds from the first request to the last verdict.
+
+        None: nothing was generated, or nothing judged.
+        """
+        roles = tuple(self._unit_s)
+        spans = {role: [s for own in devices.values() for s in own if s.stage == role] for role in roles}
+        busy_s = {role: sum(span.end_s - span.start_s for span in spans[role]) for role in roles}
+        work_s = {role: self._work_s(role, busy_s[role], metrics.get(f"perf/generated/{role}", 0.0)) for role in roles}
+        if not all(spans.values()):
+            return None
+        start_s = min(span.start_s for span in spans["gen"])
+        finish_s = {role: max(span.end_s for span in spans[role]) - start_s for role in roles}
+        # The judge is done soon after the last response, however many replicas it has, or it is what is waited for.
+        was_waiting = {
+            "gen": finish_s["gen"] - _covered_s(spans["gen"]) > _SLACK * finish_s["gen"],
+            "reward": finish_s["reward"] - finish_s["gen"] < _SLACK * finish_s["gen"],
+        }
+        policy, reward = (
+            RoleLoad(
+                work_device_s=work_s[role],
+                busy_device_s=busy_s[role],
+                finish_s=finish_s[role],
+                was_waiting=was_waiting[role],
+            )
+            for role in roles
+        )
+        return policy, reward, max(finish_s.values())
+
+    def _work_s(self, role: Role, busy_s: float, generated: float) -> float:
         """Return the device-seconds of a role's work, as if its engines were as full as they recently were at most.
 
         An engine that runs one sample where it could run many is busy, and does little.
         """
-        busy_s = sum(stop - start for start, stop in _intervals(devices, role))
-        generated = metrics.get(f"perf/generated/{role}", 0.0)
         if not (generated and busy_s):
             return busy_s
         self._unit_s[role].append(busy_s / generated)
@@ -123,40 +151,10 @@ class LivePlacement:
         return DynamicPartition(self._space, self._space.nearest(policy_devices), config)
 
 
-def _loads(
-    devices: Mapping[str, Sequence[Span]], work_s: "Mapping[Role, float]"
-) -> tuple[RoleLoad, RoleLoad, float] | None:
-    """Return the load of generation and of rewarding, and the seconds from the first request to the last verdict.
-
-    None: nothing was generated, or nothing judged.
-    """
-    generated, judged = _intervals(devices, "gen"), _intervals(devices, "reward")
-    if not generated or not judged:
-        return None
-    start_s = min(start for start, _ in generated)
-    policy_s, reward_s = (max(stop for _, stop in role) - start_s for role in (generated, judged))
-    # The judge is done soon after the last response, however many replicas it has, or it is what is waited for.
-    policy_waited = policy_s - _covered(generated) > _SLACK * policy_s
-    reward_waited = reward_s - policy_s < _SLACK * policy_s
-    policy = _load(generated, work_s["gen"], policy_s, was_waiting=policy_waited)
-    reward = _load(judged, work_s["reward"], reward_s, was_waiting=reward_waited)
-    return policy, reward, max(policy_s, reward_s)
-
-
-def _intervals(devices: Mapping[str, Sequence[Span]], stage: str) -> list[tuple[float, float]]:
-    """Return the intervals in which devices were in a stage."""
-    return [(span.start_s, span.end_s) for spans in devices.values() for span in spans if span.stage == stage]
-
-
-def _load(intervals: Iterable[tuple[float, float]], work_s: float, finish_s: float, *, was_waiting: bool) -> RoleLoad:
-    busy_s = sum(stop - start for start, stop in intervals)
-    return RoleLoad(work_device_s=work_s, busy_device_s=busy_s, finish_s=finish_s, was_waiting=was_waiting)
-
-
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that at least one interval covers."""
+def _covered_s(spans: Sequence[Span]) -> float:
+    """Return the seconds in which there is at least one span."""
     total_s, end_s = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total_s += max(0.0, stop - max(start, end_s))
-        end_s = max(end_s, stop)
+    for start_s, stop_s in sorted((span.start_s, span.end_s) for span in spans):
+        total_s += max(0.0, stop_s - max(start_s, end_s))
+        end_s = max(end_s, stop_s)
     return total_s

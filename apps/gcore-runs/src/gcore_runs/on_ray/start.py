@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray._private import worker as ray_worker
@@ -25,7 +25,6 @@ from gcore_controller import (
     RayBackend,
     RemoteRecorder,
     RoleActors,
-    SizedConfig,
     TrainerSpec,
     check_token,
     connect,
@@ -47,37 +46,29 @@ from gcore_runs.errors import UserError
 from gcore_runs.logs import logged, logs_of
 from gcore_runs.loop.recorder import RunJob
 from gcore_runs.on_ray.live_placement import LivePlacement
-from gcore_runs.settings.run_config import PlacementConfig
-
-
-class PlacedConfig(SizedConfig, Protocol):
-    """Settings of a run on Ray."""
-
-    @property
-    def placement(self) -> PlacementConfig: ...
+from gcore_runs.settings.run_config import BaseRLConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerServices:
-    """The services that a controller connects to."""
+    """The services that a controller connects to: engines, and their timers."""
 
     policy: Engine[Any, Any]
     num_engines: int
     """Engines of the policy."""
     judge: Engine[Any, Any] | None
     devices: DeviceTimers
-    """Timers of the engines."""
 
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
-ConfigT = TypeVar("ConfigT", bound=PlacedConfig)
+ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
 
 EngineFactory = Callable[[], Engine[Any, Any]]
 RunController = Callable[[JobT, Context[Handles], ControllerServices, RemoteRecorder[Any]], Awaitable[None]]
 """Runs the program of a job on one controller, with the services that it is connected to."""
 
 
-def check_cluster(config: SizedConfig) -> None:
+def check_cluster(config: BaseRLConfig) -> None:
     """Check the address and the token before anything is started.
 
     Raises:
@@ -102,7 +93,7 @@ def check_cluster(config: SizedConfig) -> None:
         raise UserError(f"ray.address: {error}") from error
 
 
-def _connect_to_cluster(config: SizedConfig) -> None:
+def _connect_to_cluster(config: BaseRLConfig) -> None:
     """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine that is large enough."""
     setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -167,7 +158,7 @@ async def _run_controller(job: Any, run_controller: RunController[Any], logs: Pa
     """Set this process up for a controller, connect it to the engines that it uses, and run its program."""
     import torch
 
-    config: PlacedConfig = job.config
+    config: BaseRLConfig = job.config
     os.chdir(ctx.roles.folder)
     log_to(logs, "controller", ctx.rank, redirect=True)
     torch.set_num_threads(max(1, config.threads // ctx.world_size))
@@ -213,26 +204,24 @@ async def _connect_engines(
         engine = await RayEngine.connect(actors[number], start_timeout_s=start_timeout_s)
         return instrumentation.instrument(engine, number)
 
-    clients = await asyncio.gather(*map(connect, actors))
-    of_client = {id(client): number for client, number in zip(clients, actors, strict=True)}
-    replaced: set[int] = set()
+    clients = dict(zip(actors, await asyncio.gather(*map(connect, actors)), strict=True))
 
     async def reconnect() -> Engine[Any, Any]:
-        alive = {id(engine) for engine in replicas.engines}
-        dead = next(client for client in of_client if client not in alive | replaced)
-        replaced.add(dead)
+        serving = set(map(id, replicas.engines))
+        number, dead = next((number, client) for number, client in clients.items() if id(client) not in serving)
+        # Another call must not find it.
+        del clients[number]
         try:
-            client = await connect(of_client[dead])
+            clients[number] = await connect(number)
         except BaseException:
-            replaced.discard(dead)
+            clients[number] = dead
             raise
-        of_client[id(client)] = of_client[dead]
-        clients.append(client)
-        return client
+        return clients[number]
 
-    newest = max(client.weight_version for client in clients)
-    replicas = EngineReplicas([c for c in clients if c.weight_version == newest], restart=reconnect, announce=announce)
-    for client in clients:
+    found = list(clients.values())
+    newest = max(client.weight_version for client in found)
+    replicas = EngineReplicas([c for c in found if c.weight_version == newest], restart=reconnect, announce=announce)
+    for client in found:
         # Engines that an earlier job has left with older weights.
         if client.weight_version < newest:
             await replicas.add(client)

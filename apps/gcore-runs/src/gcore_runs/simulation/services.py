@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_controller import deal
 from gcore_placement import (
@@ -255,18 +254,16 @@ class ModelledLearner:
         self._turn = asyncio.Lock()
         self._saved: dict[str, Any] = {}
 
-    async def score(self, role: str, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Score responses; all values are 0."""
+    async def score(
+        self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool = False
+    ) -> list[list[Any]]:
+        """Score responses; all values are 0, and so are all experts, in one layer."""
         del role
         await self._work("preparation", micro_batches, share=self._model.forward_share)
         zero = np.float32(0.0)
-        return [[np.broadcast_to(zero, sample.response_ids.size) for sample in batch] for batch in micro_batches]
-
-    async def score_and_route(
-        self, micro_batches: Sequence[MicroBatch]
-    ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
-        """Score responses and return their experts; all experts are 0, in one layer."""
-        scores = await self.score("actor", micro_batches)
+        scores = [[np.broadcast_to(zero, sample.response_ids.size) for sample in batch] for batch in micro_batches]
+        if not with_routing:
+            return scores
         routes = [[np.broadcast_to(np.int16(0), (sample.num_inputs, 1, 1)) for sample in own] for own in micro_batches]
         return [list(zip(*own, strict=True)) for own in zip(scores, routes, strict=True)]
 

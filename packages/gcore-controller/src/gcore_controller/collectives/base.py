@@ -5,12 +5,13 @@ Controllers exchange small objects and references here; bulk bytes travel betwee
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import reduce
+from itertools import groupby
 from numbers import Integral, Real
 from operator import add, index, itemgetter
 from typing import Any, Self, TypeVar
@@ -48,8 +49,6 @@ class CollectiveCall:
 
 @dataclass
 class _Channel:
-    """State of one channel on one rank."""
-
     num_calls: int = 0
     current: CollectiveCall | None = None
     abandoned: CollectiveCall | None = None
@@ -62,7 +61,7 @@ class CallLog:
     def __init__(self, rank: int, returned: Mapping[int, Mapping[str, int]]) -> None:
         self._rank = rank
         self._returned = returned
-        self._channels: dict[str, _Channel] = {}
+        self._channels: defaultdict[str, _Channel] = defaultdict(_Channel)
         self._is_closed = False
 
     @property
@@ -94,7 +93,7 @@ class CallLog:
     def begin(self, channel_name: str, op: str) -> CollectiveCall:
         """Count a call, unless it cannot complete, or the channel has failed before."""
         self.check_open(op)
-        channel = self._channels.setdefault(channel_name, _Channel())
+        channel = self._channels[channel_name]
         if channel.error is not None:
             raise again(channel.error)
         call = CollectiveCall(channel_name, channel.num_calls, op)
@@ -134,11 +133,11 @@ class CallLog:
 
     def fail(self, channel_name: str, error: ControllerError) -> None:
         """Refuse further calls on a channel with this error, unless it has failed before."""
-        channel = self._channels.setdefault(channel_name, _Channel())
+        channel = self._channels[channel_name]
         channel.error = channel.error or error
 
     def has_failed(self, channel_name: str) -> bool:
-        return self._channels.get(channel_name, _Channel()).error is not None
+        return self._channels[channel_name].error is not None
 
 
 @dataclass(frozen=True)
@@ -150,19 +149,18 @@ class Whereabouts:
     waiting: tuple[CollectiveCall, ...]
     has_returned: bool
 
+    @property
+    def words(self) -> str:
+        return "has returned" if self.has_returned else f"in {self.stage or 'no stage'}"
+
 
 def describe(whereabouts: Mapping[int, Whereabouts | None]) -> str:
     """Return in words where each controller is, and which ranks collectives wait for; None: it does not answer."""
-    stages: list[str] = []
-    waiting: dict[CollectiveCall, list[int]] = {}
+    stages = [f"controller {rank} {where.words if where else 'does not answer'}" for rank, where in whereabouts.items()]
+    waiting: defaultdict[CollectiveCall, list[int]] = defaultdict(list)
     for rank, where in whereabouts.items():
-        if where is None:
-            stages.append(f"controller {rank} does not answer")
-            continue
-        place = "has returned" if where.has_returned else f"in {where.stage or 'no stage'}"
-        stages.append(f"controller {rank} {place}")
-        for call in where.waiting:
-            waiting.setdefault(call, []).append(rank)
+        for call in where.waiting if where else ():
+            waiting[call].append(rank)
     waits: list[str] = []
     for call, present in waiting.items():
         absent = [r for r, w in whereabouts.items() if w is None or w.num_calls.get(call.channel, 0) <= call.sequence]
@@ -172,13 +170,9 @@ def describe(whereabouts: Mapping[int, Whereabouts | None]) -> str:
 
 def _ranks(ranks: list[int]) -> str:
     """Return ranks in words, consecutive ones as a range."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    runs = groupby(enumerate(sorted(ranks)), key=lambda entry: entry[1] - entry[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    shown = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
@@ -293,30 +287,26 @@ class Collectives(ABC):
     @contextmanager
     def _call(self, op: str) -> Generator[CollectiveCall]:
         """Count a call, and leave the channel in a state that later calls can be checked against."""
-        try:
-            call = self._log.begin(self._channel, op)
-        except CollectiveAbandonedError as error:
-            self._fail_once(error)
-            raise
+        call = None
         abandoned = False
         try:
+            call = self._log.begin(self._channel, op)
             yield call
         except asyncio.CancelledError:
             abandoned = True
             raise
         except ControllerError as error:
-            self._fail_once(error)
+            is_refused = call is None and not isinstance(error, CollectiveAbandonedError)
+            if not is_refused and not self._log.has_failed(self._channel):
+                self._fail_everywhere(self._channel, error)
             raise
         except Exception as error:
             what = f"rank {self.rank} called a collective after its {call} had failed: {error!r:.300}"
             self._fail(self._channel, CollectiveAbandonedError(what))
             raise
         finally:
-            self._log.end(call, abandoned=abandoned)
-
-    def _fail_once(self, error: ControllerError) -> None:
-        if not self._log.has_failed(self._channel):
-            self._fail_everywhere(self._channel, error)
+            if call is not None:
+                self._log.end(call, abandoned=abandoned)
 
     def _checked_rank(self, name: str, value: int) -> int:
         rank = index(value)

@@ -124,14 +124,12 @@ class PeerCollectives(Collectives):
             self._notify_all(Returned(self.rank, num_calls))
 
     def whereabouts(self, stage: str | None) -> Whereabouts:
-        """See `CallLog.whereabouts`."""
         return self._log.whereabouts(stage)
 
     async def close(self) -> None:
         """Cancel the calls in flight, and refuse further ones."""
         self._log.close()
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -192,8 +190,7 @@ class PeerCollectives(Collectives):
         sends = [self._send(call, rank, parts[rank]) for rank in others]
         receives = [self._receive(call, rank) for rank in others]
         received: list[Any] = (await asyncio.gather(*sends, *receives))[len(others) :]
-        by_rank = dict(zip(others, received, strict=True)) | {self.rank: parts[self.rank]}
-        return [by_rank[rank] for rank in range(self.world_size)]
+        return [*received[: self.rank], parts[self.rank], *received[self.rank :]]
 
     async def _send(self, call: CollectiveCall, rank: int, payload: Any, *, hop: int = 0) -> None:
         try:

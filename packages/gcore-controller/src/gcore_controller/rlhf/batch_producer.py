@@ -1,53 +1,193 @@
-"""The half of the loop that samples: waves of prompts until a step has its groups, now or ahead of the training.
+"""The half of the loop that samples: prompts in a resumable order, and waves of them until a step has its groups.
 
 Dynamic sampling is that of DAPO (arXiv 2503.14476, section 3.2) and G-Core (arXiv 2507.22789): a group whose responses
 all score alike has no gradient, so other prompts are drawn in its place. Controllers sample on their own and meet once
 a wave, to count.
 """
 
-import asyncio
+import itertools
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils import data
+from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import Context, StageTimer
-from gcore_controller.prompts import PromptLoader, SharedPrompts
+from gcore_controller.errors import StateError
 from gcore_controller.rlhf.modality import (
     GroupT,
-    Indexed,
+    IndexedT,
     Modality,
     PromptT,
     RLHFConfig,
     RolesT,
+    SampledBatch,
     TrainingBatch,
     UnfinishedGroup,
     Wave,
 )
 from gcore_controller.trainer_group import State
 
-IndexedT = TypeVar("IndexedT", bound=Indexed)
+RowT = TypeVar("RowT")
 
 SampleWave = Callable[[int], Awaitable[list[IndexedT]]]
 """Draw this many prompts on all controllers together, generate and score this controller's share of them; return the
 groups worth keeping."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampledBatch(Generic[IndexedT]):
-    """The result of sampling for one step."""
+@lru_cache(maxsize=4)
+def _permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
-    groups: list[IndexedT]
-    """This controller's part of the step's groups, by prompt index."""
-    num_groups: int
-    """Groups of the step over all controllers; below the quota only if the waves ran out."""
-    num_waves: int
-    num_sampled: int
-    """Prompts sampled over all controllers."""
-    num_kept: int
-    """Sampled prompts whose groups carried a signal."""
+
+def _first_index(start: int, rank: int, world_size: int) -> int:
+    """Return the first prompt index from ``start`` on that belongs to a controller."""
+    return start + (rank - start) % world_size
+
+
+class ShardedSampler(data.Sampler[int]):
+    """Yields one controller's rows in an endless, shuffled order: every ``world_size``-th prompt index.
+
+    Prompt index i stands for entry ``i mod num_rows`` of a permutation of the rows that is drawn for epoch
+    ``i // num_rows``. It belongs to controller ``i mod world_size``.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
+        if num_rows < 1:
+            raise ValueError(f"num_rows is {num_rows}; expected at least 1")
+        self._num_rows = num_rows
+        self._seed = seed
+        self._indices = partial(itertools.count, _first_index(start, rank, world_size), world_size)
+
+    def row(self, prompt_index: int) -> int:
+        """Return the number of the row that a prompt index stands for."""
+        epoch, entry = divmod(prompt_index, self._num_rows)
+        return int(_permutation(self._num_rows, self._seed, epoch)[entry])
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.row, self._indices())
+
+
+@dataclass(eq=False)
+class PromptLoader(Generic[RowT]):
+    """Loads one controller's slice of a data set, prefetched by torchdata and resumed from one number.
+
+    ``rows`` are the data set; indexing may be slow (it happens in ``num_workers`` threads, in order). ``seed`` is that
+    of the shuffle. The ``timer`` times the waits for rows as its stage ``data``.
+    """
+
+    rows: Sequence[RowT]
+    _: KW_ONLY
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+    timer: StageTimer | None = None
+    cursor: int = field(default=0, init=False)
+    """The first prompt index of the next `take` over all controllers."""
+
+    def __post_init__(self) -> None:
+        self._stage = nullcontext if self.timer is None else partial(self.timer.stage, "data")
+        self._open()
+
+    def _open(self) -> None:
+        own = {"rank": self.rank, "world_size": self.world_size, "start": self.cursor}
+        self._order = ShardedSampler(len(self.rows), seed=self.seed, **own)
+        node: Any = SamplerWrapper(self._order)
+        node = ParallelMapper(node, self.rows.__getitem__, num_workers=self.num_workers, in_order=True)
+        self._iterator: Iterator[RowT] = iter(Loader(node))
+
+    def take(self, count: int) -> list[tuple[int, RowT]]:
+        """Advance by ``count`` rows over all controllers, and return this controller's, each with its prompt index.
+
+        All controllers together get exactly ``count`` rows, whatever their number: a controller gets none if there are
+        fewer rows than controllers.
+        """
+        first = _first_index(self.cursor, self.rank, self.world_size)
+        self.cursor += count
+        with self._stage():
+            return [(index, next(self._iterator)) for index in range(first, self.cursor, self.world_size)]
+
+    def row(self, prompt_index: int) -> RowT:
+        """Return the row that a prompt index stands for."""
+        with self._stage():
+            return self.rows[self._order.row(prompt_index)]
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data set so far, of all controllers together."""
+        return self.cursor / len(self.rows)
+
+    def state(self) -> dict[str, int]:
+        """Return the position in the global order, the same on every controller after the same calls of `take`."""
+        return {"cursor": self.cursor, "num_rows": len(self.rows), "seed": self.seed}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Continue where `state` was taken, with any number of controllers.
+
+        Raises:
+            StateError: it was taken on a data set of another size, or another shuffle.
+        """
+        for name in ("num_rows", "seed"):
+            if state[name] != (own := self.state()[name]):
+                raise StateError(f"{name} of the saved position is {state[name]}; expected {own}, as this data set has")
+        self.cursor = state["cursor"]
+        self._open()
+
+
+class SharedPrompts(Generic[RowT]):
+    """Waves of prompts from which a controller takes its own slice first, and then one by one those of others.
+
+    Where response lengths have heavy tails or depend on the prompt, the slowest slice would determine the time of the
+    step. The prompts of a wave do not depend on which controllers take them. Every controller opens the same waves, and
+    meets the others in a collective between two of them.
+    """
+
+    def __init__(self, loader: PromptLoader[RowT], group: Collectives) -> None:
+        self._loader = loader
+        self._group = group
+        # The prompts of a slice are numbered from the first wave on, which starts at this prompt index.
+        self._base = loader.cursor
+        self._num_earlier = 0
+        self._own: list[tuple[int, RowT]] = []
+        self._others: list[int] = []
+
+    def open(self, count: int) -> None:
+        """Open the next wave, of ``count`` prompts in all slices together."""
+        self._num_earlier += len(self._own)
+        self._own = self._loader.take(count)
+        ranks = range(self._group.world_size)
+        self._others = [*ranks[self._group.rank + 1 :], *ranks[: self._group.rank]]
+
+    async def take(self, count: int) -> list[tuple[int, RowT]]:
+        """Return at most ``count`` further prompts with their prompt indices; none: the wave is complete.
+
+        A call returns prompts of the own slice or of others, so that a controller can start on its own first.
+        """
+        _, places = await self._places(self._group.rank, count)
+        taken = [self._own[place - self._num_earlier] for place in places]
+        if taken:
+            return taken
+        while len(taken) < count and self._others:
+            first, places = await self._places(victim := self._others.pop(0), 1)
+            for place in places:
+                index = first + place * self._group.world_size
+                taken.append((index, self._loader.row(index)))
+                self._others.append(victim)
+        return taken
+
+    async def _places(self, owner: int, count: int) -> tuple[int, range]:
+        """Take numbers of prompts in a slice, up to the end of this wave; return its first prompt index, too."""
+        first = _first_index(self._base, owner, self._group.world_size)
+        limit = len(range(first, self._loader.cursor, self._group.world_size))
+        return first, await self._group.take_tickets(count, counter="prompts", at=owner, limit=limit)
 
 
 @dataclass(kw_only=True)
@@ -129,34 +269,21 @@ async def exchange(
     return sorted((g for part in incoming for g in part), key=lambda g: g.prompt_index)
 
 
+@dataclass(eq=False)
 class BatchProducer(Generic[RolesT, PromptT, GroupT]):
-    """Produces the training batches of a run; all controllers do so together.
+    """Samples the training batches of a run; all controllers do so together."""
 
-    With the schedule ``sync`` a batch is sampled when it is needed. With ``one_step_off`` one batch is sampled while
-    another is trained on, and weights change between batches: each is generated by the weights of the step before the
-    last. With ``async`` batches are sampled without a pause, up to ``max_staleness`` ahead, and weights change in the
-    middle of samples.
+    ctx: Context[RolesT]
+    modality: Modality[RolesT, PromptT, GroupT, Any, Any]
+    config: RLHFConfig
+    _: KW_ONLY
+    first_step: InitVar[int]
+    """The first batch is for the step after it."""
+    state: InitVar[State | None]
+    """State of the controller to resume from."""
 
-    Args:
-        ctx: the controller's; concurrent sampling has collectives and a timer of its own.
-        first_step: the first batch is for the step after it.
-        state: of the controller, to resume from.
-    """
-
-    def __init__(
-        self,
-        ctx: Context[RolesT],
-        modality: Modality[RolesT, PromptT, GroupT, Any, Any],
-        config: RLHFConfig,
-        *,
-        first_step: int,
-        state: State | None,
-    ) -> None:
-        if config.schedule != "sync":
-            ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
-        self._ctx = ctx
-        self._modality = modality
-        self._config = config
+    def __post_init__(self, first_step: int, state: State | None) -> None:
+        ctx, modality, config = self.ctx, self.modality, self.config
         self._step = first_step
         self._loader = PromptLoader(
             modality.prompts,
@@ -166,93 +293,41 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             num_workers=config.num_workers,
             timer=ctx.timer,
         )
-        self._shared = SharedPrompts(self._loader, ctx.group)
         waves = config.max_num_gen_batches if config.filter_groups else 1
         self._sampler = DynamicSampler[GroupT](group=ctx.group, max_waves=waves)
         self._unfinished: Sequence[UnfinishedGroup] = ()
-        self._max_staleness = 0 if config.is_on_policy else config.max_staleness
-        self._wave_groups: list[GroupT] = []
-        self._num_dropped = 0
-        # What follows is for sampling ahead.
-        self._num_batches = config.total_steps - first_step
-        self._sampled: asyncio.Queue[TrainingBatch[GroupT] | Exception] = asyncio.Queue()
-        self._capacity = asyncio.Semaphore(config.max_staleness if config.schedule == "async" else 1)
-        self._engine = asyncio.Lock()
-        self._num_started = 0
-        self._num_taken = 0
-        self._has_started = asyncio.Condition()
         if state is not None:
             self._loader.load_state(state["loader"])
             self._sampler.load_state(state["sampler"], modality.group_from_state)
             self._unfinished = [modality.unfinished_from_state(g) for g in state.get("unfinished", [])]
+        self._shared = SharedPrompts(self._loader, ctx.group)
+        # Whether every trained token must come from the present weights.
+        self._is_on_policy = config.schedule == "sync" and not config.partial_rollout
+        self._max_staleness = 0 if self._is_on_policy else config.max_staleness
+        self._wave_groups: list[GroupT] = []
+        self._num_dropped = 0
 
-    @asynccontextmanager
-    async def running(self) -> AsyncGenerator[None]:
-        """Sample ahead, inside the block."""
-        task = asyncio.create_task(self._sample_ahead()) if self._config.schedule != "sync" else None
-        try:
-            yield
-        finally:
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-
-    async def next(self) -> TrainingBatch[GroupT]:
-        """Return the batch of the next step: this controller's even share of it.
+    async def sample(self) -> TrainingBatch[GroupT]:
+        """Sample until the next step has its groups; return this controller's even share of them.
 
         Raises:
             RuntimeError: the engine answered with other weights than those that are trained.
         """
-        if self._config.schedule == "sync":
-            return await self._sample()
-        batch = await self._sampled.get()
-        if isinstance(batch, Exception):
-            raise batch
-        self._capacity.release()
-        self._num_taken += 1
-        if self._config.schedule == "one_step_off":
-            # The next batch starts before the weights change, however soon that is.
-            async with self._has_started:
-                await self._has_started.wait_for(
-                    lambda: self._num_started > self._num_taken or self._num_taken == self._num_batches
-                )
-        return batch
-
-    def weights_changing(self) -> AbstractAsyncContextManager[Any]:
-        """Hold sampling back while the engines receive weights: between two batches, unless the schedule is async."""
-        return self._engine if self._config.schedule == "one_step_off" else nullcontext()
-
-    async def _sample_ahead(self) -> None:
-        try:
-            for _ in range(self._num_batches):
-                await self._capacity.acquire()
-                async with self.weights_changing():
-                    async with self._has_started:
-                        self._num_started += 1
-                        self._has_started.notify_all()
-                    batch = await self._sample()
-                self._sampled.put_nowait(replace(batch, spans=self._ctx.timer.drain()))
-        except Exception as error:
-            self._sampled.put_nowait(error)
-
-    async def _sample(self) -> TrainingBatch[GroupT]:
-        """Sample until the step has its groups, and give every controller an even share of them."""
-        ctx, modality, sampler = self._ctx, self._modality, self._sampler
+        modality, sampler, before = self.modality, self._sampler, self._sampler.surplus
         self._step += 1
         self._wave_groups, self._num_dropped = [], 0
-        num_surplus = len(sampler.surplus)
-        sampler.surplus = [g for g in sampler.surplus if self._is_fresh(g.oldest_version)]
-        num_stale = num_surplus - len(sampler.surplus)
-        sampled = await sampler.collect(self._config.train_batch_size, self._sample_wave)
-        if self._config.is_on_policy:
+        sampler.surplus = [g for g in before if self._is_fresh(g.oldest_version)]
+        num_stale = len(before) - len(sampler.surplus)
+        sampled = await sampler.collect(self.config.train_batch_size, self._sample_wave)
+        if self._is_on_policy:
             self._check_versions(sampled.groups)
             # The next step has other weights.
             num_stale += len(sampler.surplus)
             sampler.surplus = []
         metrics = await self._metrics(sampled, num_stale)
-        with ctx.timer.stage("prepare"):
+        with self.ctx.timer.stage("prepare"):
             costs = modality.costs(sampled.groups)
-            groups = await exchange(sampled.groups, costs, balance=modality.balance, group=ctx.group)
+            groups = await exchange(sampled.groups, costs, balance=modality.balance, group=self.ctx.group)
         state = {
             "loader": self._loader.state(),
             "sampler": sampler.state(lambda group: group.state()),
@@ -262,44 +337,41 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
 
     async def _sample_wave(self, count: int) -> list[GroupT]:
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
-        ctx, config, step = self._ctx, self._config, self._step
+        ctx, config = self.ctx, self.config
         if config.partial_rollout:
-            unfinished: list[tuple[UnfinishedGroup, PromptT]] = []
-            for group in self._unfinished:
-                is_usable = group.oldest_version is None or self._is_fresh(group.oldest_version)
-                kept = group if is_usable else group.restarted()
-                unfinished.append((kept, self._loader.row(group.prompt_index)))
+            groups = [g if self._is_fresh(g.oldest_version) else g.restarted() for g in self._unfinished]
+            unfinished = [(group, self._loader.row(group.prompt_index)) for group in groups]
             num_unfinished = int(await ctx.group.all_reduce(len(unfinished)))
             prompts = self._loader.take(max(0, math.ceil(count * (1 + config.over_sample_rate)) - num_unfinished))
             quota = math.ceil(count / ctx.world_size)
-            wave = Wave(step=step, prompts=prompts, unfinished=unfinished, quota=quota)
+            wave = Wave(step=self._step, prompts=prompts, unfinished=unfinished, quota=quota)
             num_prompts = len(unfinished) + len(prompts)
-        elif self._modality.takes_prompts(ctx):
+        elif self.modality.takes_prompts(ctx):
             self._shared.open(count)
-            wave = Wave(step=step, take=self._shared.take)
+            wave = Wave(step=self._step, take=self._shared.take)
             # Any controller may take any prompt; the first one counts them all.
             num_prompts = count if ctx.rank == 0 else 0
         else:
-            wave = Wave(step=step, prompts=self._loader.take(count))
+            wave = Wave(step=self._step, prompts=self._loader.take(count))
             num_prompts = len(wave.prompts)
-        generated = await self._modality.generate(ctx, wave)
+        generated = await self.modality.generate(ctx, wave)
         self._unfinished = generated.unfinished
         self._wave_groups += generated.groups
         self._num_dropped += num_prompts - len(generated.groups) - len(generated.unfinished)
         return [g for g in generated.groups if g.has_signal] if config.filter_groups else generated.groups
 
-    def _is_fresh(self, version: int) -> bool:
-        return 0 <= self._ctx.roles.policy.weight_version - version <= self._max_staleness
+    def _is_fresh(self, version: int | None) -> bool:
+        """Return whether samples are young enough; None: nothing has been generated yet."""
+        return version is None or 0 <= self.ctx.roles.policy.weight_version - version <= self._max_staleness
 
-    def _check_versions(self, groups: Iterable[GroupT]) -> None:
-        present = self._ctx.roles.policy.weight_version
-        for group in groups:
-            if group.oldest_version != present:
-                raise RuntimeError(
-                    f"a sample of prompt {group.prompt_index} was generated by weights of version "
-                    f"{group.oldest_version}; expected only version {present}, the present one, with "
-                    "trainer.schedule 'sync' and without partial rollout"
-                )
+    def _check_versions(self, groups: list[GroupT]) -> None:
+        present = self.ctx.roles.policy.weight_version
+        if other := next((g for g in groups if g.oldest_version != present), None):
+            raise RuntimeError(
+                f"a sample of prompt {other.prompt_index} was generated by weights of version {other.oldest_version}; "
+                f"expected only version {present}, the present one, with trainer.schedule 'sync' and without partial "
+                "rollout"
+            )
 
     async def _metrics(self, sampled: SampledBatch[GroupT], num_stale: int) -> dict[str, float]:
         """Return metrics of what was sampled for this batch, over all controllers, kept or not."""
@@ -307,37 +379,19 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         groups = self._wave_groups if sampled.num_waves else sampled.groups
         oldest = min((g.oldest_version for g in sampled.groups), default=None)
         counts = (len(groups), self._num_dropped, num_stale, len(self._unfinished))
-        part = await self._modality.sampled_part(self._ctx, groups)
-        versions, all_counts, parts = zip(*await self._ctx.group.all_gather((oldest, counts, part)), strict=True)
+        part = await self.modality.sampled_part(self.ctx, groups)
+        versions, all_counts, parts = zip(*await self.ctx.group.all_gather((oldest, counts, part)), strict=True)
         num_scored, num_dropped, num_stale, num_unfinished = map(sum, zip(*all_counts, strict=True))
-        acceptance = self._sampler.acceptance
-        if sampled.num_waves:
-            acceptance = sampled.num_kept / max(num_scored + num_dropped, 1)
-        off_policy = {
-            "sampling/oldest_version": float(min((version for version in versions if version is not None), default=0)),
-            "sampling/dropped_groups": float(num_dropped),
-            "sampling/unfinished_groups": float(num_unfinished),
-        }
-        return {
+        share = sampled.num_kept / max(num_scored + num_dropped, 1)
+        metrics = {
             "sampling/waves": float(sampled.num_waves),
-            "sampling/acceptance": float(acceptance),
+            "sampling/acceptance": float(share if sampled.num_waves else self._sampler.acceptance),
             "sampling/groups": float(sampled.num_groups),
             "sampling/stale_groups": float(num_stale),
             "sampling/epoch": self._loader.epoch,
-            **({} if self._modality.is_always_on_policy else off_policy),
-            **self._modality.sampled_metrics(parts),
         }
-
-
-def reshard_controller_states(states: Sequence[State], rank: int, world_size: int) -> State:
-    """Return one controller's state from those of a run with any number of controllers; each group has one owner."""
-    if len(states) == world_size:
-        return states[rank]
-
-    def own(groups: Iterable[State]) -> list[State]:
-        return sorted(groups, key=lambda g: g["ticket"])[rank::world_size]
-
-    first = states[0]
-    surplus = own(group for state in states for group in state["sampler"]["surplus"])
-    unfinished = own(group for state in states for group in state.get("unfinished", []))
-    return {**first, "sampler": {**first["sampler"], "surplus": surplus}, "unfinished": unfinished}
+        if not self.modality.is_always_on_policy:
+            metrics["sampling/oldest_version"] = float(min((v for v in versions if v is not None), default=0))
+            metrics["sampling/dropped_groups"] = float(num_dropped)
+            metrics["sampling/unfinished_groups"] = float(num_unfinished)
+        return metrics | self.modality.sampled_metrics(parts)

@@ -40,38 +40,19 @@ class RLHFConfig:
     max_failed_share: float = 1.0
     """Largest fraction of failed reward calls that a run tolerates."""
 
-    @property
-    def is_on_policy(self) -> bool:
-        """True if every trained token must come from the present weights."""
-        return self.schedule == "sync" and not self.partial_rollout
 
-    def is_evaluation_due(self, step: int) -> bool:
-        """Return whether the policy is evaluated after this step."""
-        return step % self.test_freq == 0 or step == self.total_steps
-
-
-class RunStart(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
     """The point that a run starts or resumes from."""
 
-    @property
-    def first_step(self) -> int:
-        """Steps completed before."""
-        ...
-
-    @property
-    def is_evaluated(self) -> bool:
-        """True if the evaluation after these steps is recorded already, or none is due."""
-        ...
-
-    @property
-    def controllers(self) -> Sequence[State] | None:
-        """The controllers' states to resume from, by rank; None: the run starts from scratch."""
-        ...
-
-    @property
-    def is_policy_behind(self) -> bool:
-        """True if the engines lack the trained models' present weights."""
-        ...
+    first_step: int = 0
+    """Steps completed before."""
+    is_evaluated: bool = False
+    """Whether the evaluation after these steps, if one is due, is recorded already."""
+    controllers: list[State] | None = None
+    """The controllers' states to resume from, by rank; None: the run starts from scratch."""
+    is_policy_behind: bool = False
+    """Whether the engines lack the present weights of the models."""
 
 
 class FailureLog(Protocol):
@@ -87,13 +68,10 @@ class RLHFRoles(Protocol):
 
     @property
     def policy(self) -> PolicyEngine: ...
-
     @property
     def learner(self) -> PolicyTrainer: ...
-
     @property
     def devices(self) -> DeviceTimers: ...
-
     @property
     def owns_process(self) -> bool:
         """True if only this controller computes in its process."""
@@ -145,6 +123,7 @@ class UnfinishedGroup(Indexed, Protocol):
 RolesT = TypeVar("RolesT", bound=RLHFRoles)
 PromptT = TypeVar("PromptT")
 GroupT = TypeVar("GroupT", bound=Group)
+IndexedT = TypeVar("IndexedT", bound=Indexed)
 UpdateT = TypeVar("UpdateT")
 EvaluationT = TypeVar("EvaluationT")
 EvaluationT_contra = TypeVar("EvaluationT_contra", contravariant=True)
@@ -173,6 +152,21 @@ class Generated(Generic[GroupT]):
 
     groups: list[GroupT]
     unfinished: Sequence[UnfinishedGroup] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledBatch(Generic[IndexedT]):
+    """The result of dynamic sampling for one step."""
+
+    groups: list[IndexedT]
+    """This controller's part of the step's groups, by prompt index."""
+    num_groups: int
+    """Groups of the step over all controllers; below the quota only if the waves ran out."""
+    num_waves: int
+    num_sampled: int
+    """Prompts sampled over all controllers."""
+    num_kept: int
+    """Sampled prompts whose groups carried a signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,9 +251,7 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     def balance(self, costs: list[float], num_parts: int) -> Sequence[Sequence[int]]:
         """Return the indices of each controller's groups for training: by default in turn, whatever they cost.
 
-        Args:
-            costs: of the groups of all controllers, ordered by prompt index.
-            num_parts: the number of controllers.
+        ``costs`` are those of all controllers' groups, by prompt index; ``num_parts`` is the number of controllers.
         """
         return [range(part, len(costs), num_parts) for part in range(num_parts)]
 
@@ -271,13 +263,13 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     async def update(self, ctx: Context[RolesT], step: int, update: UpdateT) -> dict[str, float]:
         """Perform one optimizer update on all controllers' parts together; the same metrics on every controller."""
 
+    @abstractmethod
     def update_metrics(self, updates: Sequence[dict[str, float]]) -> dict[str, float]:
-        """Combine the metrics of a step's updates: by default, each metric's last value."""
-        return {name: value for metrics in updates for name, value in metrics.items()}
+        """Combine the metrics of a step's updates."""
 
+    @abstractmethod
     async def update_policy(self, ctx: Context[RolesT], step: int) -> None:
         """Give the engines the weights after ``step``."""
-        await ctx.roles.learner.update_policy(ctx.roles.policy, version=step)
 
     async def synced_metrics(self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT]) -> dict[str, float]:
         """Return metrics that need the engines with the weights that they have just received."""

@@ -1,14 +1,16 @@
 """The RLHF program that every controller runs: sample, score, prepare, train, sync, record."""
 
+import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
-from gcore_controller.context import Context, Span, merge_spans, on_wall_clock, seconds_by_stage
+from gcore_controller.context import Context, Span, StageTimer, merge_spans, on_wall_clock, seconds_by_stage
 from gcore_controller.errors import RewardFailuresError
-from gcore_controller.rlhf.batch_producer import BatchProducer, reshard_controller_states
+from gcore_controller.rlhf.batch_producer import BatchProducer
 from gcore_controller.rlhf.modality import (
     EvaluationT,
     FailureLog,
@@ -29,37 +31,28 @@ _MIN_CALLS = 32
 """Fewest calls that a fraction of failed ones is computed over: one failure in a small batch means little."""
 
 
+@dataclass(eq=False)
 class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
-    """One controller's part of a run (G-Core, arXiv 2507.22789, figure 2).
+    """One controller's part of a run (G-Core, arXiv 2507.22789, figure 2)."""
 
-    Args:
-        ctx: the controller's place in the run.
-        modality: what is sampled, scored and trained.
-        config: of the loop.
-        start: where the run starts or resumes.
-        recorder: takes in what happens.
-    """
+    ctx: Context[RolesT]
+    modality: Modality[RolesT, PromptT, GroupT, UpdateT, EvaluationT]
+    config: RLHFConfig
+    start: RunStart
+    recorder: Recorder[EvaluationT]
 
-    def __init__(
-        self,
-        ctx: Context[RolesT],
-        modality: Modality[RolesT, PromptT, GroupT, UpdateT, EvaluationT],
-        config: RLHFConfig,
-        start: RunStart,
-        recorder: Recorder[EvaluationT],
-    ) -> None:
-        self._ctx = ctx
-        self._modality = modality
-        self._config = config
-        self._start = start
-        self._recorder = recorder
-        self._failures = _RewardFailures(modality.failure_logs(ctx), max_share=config.max_failed_share)
+    def __post_init__(self) -> None:
+        ctx, config, start = self.ctx, self.config, self.start
+        self._failures = _RewardFailures(self.modality.failure_logs(ctx), max_share=config.max_failed_share)
         self._cpu_s = time.process_time()
         state = None
         if start.controllers is not None:
-            state = reshard_controller_states(start.controllers, ctx.rank, ctx.world_size)
-            modality.load_state(state)
-        self._batches = BatchProducer(ctx, modality, config, first_step=start.first_step, state=state)
+            state = _resharded(start.controllers, ctx.rank, ctx.world_size)
+            self.modality.load_state(state)
+        if config.schedule != "sync":
+            ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
+        producer = BatchProducer(ctx, self.modality, config, first_step=start.first_step, state=state)
+        self._batches = _ScheduledBatches(producer, ctx.timer, config, config.total_steps - start.first_step)
 
     async def run(self) -> None:
         """Run from the first step to the last.
@@ -67,9 +60,9 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         Raises:
             RewardFailuresError: too large a share of the last reward calls failed.
         """
-        ctx, config, start = self._ctx, self._config, self._start
+        ctx, config, start = self.ctx, self.config, self.start
         if start.is_policy_behind:
-            await self._modality.update_policy(ctx, start.first_step)
+            await self.modality.update_policy(ctx, start.first_step)
         else:
             await ctx.roles.learner.check_policy(ctx.roles.policy)
         if not start.is_evaluated:
@@ -78,18 +71,18 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         async with self._batches.running():
             for step in range(start.first_step + 1, config.total_steps + 1):
                 await self.step(step)
-                if config.is_evaluation_due(step):
+                if step % config.test_freq == 0 or step == config.total_steps:
                     await self.evaluate(step)
 
     async def step(self, step: int) -> None:
         """Make one step, on all controllers together."""
-        ctx, modality = self._ctx, self._modality
+        ctx, modality = self.ctx, self.modality
         start_s = ctx.clock()
         # Sample and score, now or ahead of time.
         batch = await self._batches.next()
         metrics = {**batch.metrics, modality.HAS_SIGNAL: 0.0}
         if ctx.rank == 0:
-            await self._recorder.updating()
+            await self.recorder.updating()
         if batch.num_groups:
             with ctx.timer.stage("prepare"):
                 prepared = await modality.prepare(ctx, step, batch)
@@ -104,37 +97,39 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
 
     async def evaluate(self, step: int) -> None:
         """Evaluate the policy on held-out prompts, if there are any."""
-        evaluation = await self._modality.evaluate(self._ctx, step)
+        evaluation = await self.modality.evaluate(self.ctx, step)
         if evaluation is None:
             return
-        failures, _ = self._failures.merge(await self._ctx.group.all_gather(self._failures.drain()))
-        if self._ctx.rank == 0:
+        failures, _ = self._failures.merge(await self.ctx.group.all_gather(self._failures.drain()))
+        if self.ctx.rank == 0:
             if failures:
-                await self._recorder.rewards_failed(step, failures)
-            await self._recorder.evaluated(step, evaluation)
+                await self.recorder.rewards_failed(step, failures)
+            await self.recorder.evaluated(step, evaluation)
         self._failures.check()
         self._forget_times()
 
     def _forget_times(self) -> None:
         """Discard the times until now, which belong to no step."""
-        self._ctx.timer.drain()
-        self._ctx.roles.devices.drain()
+        self.ctx.timer.drain()
+        self.ctx.roles.devices.drain()
 
     async def _record(
         self, step: int, metrics: dict[str, float], batch: TrainingBatch[GroupT], *, step_s: float
     ) -> None:
         """Gather all controllers' parts of the record of a step; rank 0 passes them to the recorder."""
-        ctx, devices = self._ctx, self._ctx.roles.devices
+        ctx, devices = self.ctx, self.ctx.roles.devices
         spans = ctx.timer.drain()
         now_s = ctx.clock()
         ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s)} if batch.spans else {}
+        # The share of the step that this process computed, if no other controller computes in it.
+        before_s, self._cpu_s = self._cpu_s, time.process_time()
         own = _Part(
-            state={**batch.state, **self._modality.state()},
+            state={**batch.state, **self.modality.state()},
             spans=on_wall_clock(spans, now_s),
             # Controllers of one process share the timers; the first to drain them reports everything.
             generated=Counter(devices.generated),
             devices=ahead | devices.drain(),
-            load=self._load(step_s),
+            load=(self._cpu_s - before_s) / step_s if ctx.roles.owns_process else None,
             rewards=self._failures.drain(),
         )
         parts = await ctx.group.all_gather(own)
@@ -145,7 +140,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
                 **metrics,
                 **{f"timing_s/{stage}": value for stage, value in seconds_by_stage([*spans, *batch.spans]).items()},
                 "timing_s/step": step_s,
-                "perf/throughput": metrics.get(self._modality.throughput_of, 0.0) / step_s,
+                "perf/throughput": metrics.get(self.modality.throughput_of, 0.0) / step_s,
                 **{f"perf/generated/{stage}": float(number) for stage, number in generated.items()},
                 **failed,
             }
@@ -153,16 +148,11 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             if loads:
                 metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
             if failures:
-                await self._recorder.rewards_failed(step, failures)
+                await self.recorder.rewards_failed(step, failures)
             merged = merge_spans(part.devices for part in parts)
-            await self._recorder.stepped(step, metrics, [part.spans for part in parts], merged)
-            await self._recorder.reached(step, [part.state for part in parts])
+            await self.recorder.stepped(step, metrics, [part.spans for part in parts], merged)
+            await self.recorder.reached(step, [part.state for part in parts])
         self._failures.check()
-
-    def _load(self, step_s: float) -> float | None:
-        """Return the share of a step that this controller's process computed; None: others compute in it, too."""
-        before_s, self._cpu_s = self._cpu_s, time.process_time()
-        return (self._cpu_s - before_s) / step_s if self._ctx.roles.owns_process else None
 
 
 @dataclass(frozen=True)
@@ -175,6 +165,69 @@ class _Part:
     generated: Counter[str]
     load: float | None
     rewards: RewardCalls
+
+
+class _ScheduledBatches(Generic[GroupT]):
+    """The batches of all steps, as the schedule has them sampled; ``timer`` is that of the sampling.
+
+    With ``sync`` a batch is sampled when it is needed. With ``one_step_off`` one batch is sampled while another is
+    trained on, and weights change between batches: each is generated by the weights of the step before the last. With
+    ``async`` batches are sampled without a pause, up to ``max_staleness`` ahead, and weights change in the middle of
+    samples.
+    """
+
+    def __init__(
+        self, producer: BatchProducer[Any, Any, GroupT], timer: StageTimer, config: RLHFConfig, num_batches: int
+    ) -> None:
+        self._producer = producer
+        self._timer = timer
+        self._schedule = config.schedule
+        self._num_left = num_batches
+        self._sampled: asyncio.Queue[TrainingBatch[GroupT] | Exception] = asyncio.Queue()
+        self._capacity = asyncio.Semaphore(config.max_staleness if config.schedule == "async" else 1)
+        self._engine = asyncio.Lock()
+        self._has_started = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Sample ahead, inside the block, unless the schedule is sync."""
+        ahead = [asyncio.create_task(self._sample_ahead(self._num_left))] if self._schedule != "sync" else []
+        try:
+            yield
+        finally:
+            for task in ahead:
+                task.cancel()
+            await asyncio.gather(*ahead, return_exceptions=True)
+
+    async def next(self) -> TrainingBatch[GroupT]:
+        """Return the batch of the next step, see `BatchProducer.sample`."""
+        if self._schedule == "sync":
+            return await self._producer.sample()
+        batch = await self._sampled.get()
+        if isinstance(batch, Exception):
+            raise batch
+        self._has_started.clear()
+        self._capacity.release()
+        self._num_left -= 1
+        if self._schedule == "one_step_off" and self._num_left:
+            # The next batch starts before the weights change, however soon that is.
+            await self._has_started.wait()
+        return batch
+
+    def weights_changing(self) -> AbstractAsyncContextManager[Any]:
+        """Hold sampling back while the engines receive weights: between two batches, unless the schedule is async."""
+        return self._engine if self._schedule == "one_step_off" else nullcontext()
+
+    async def _sample_ahead(self, num_batches: int) -> None:
+        try:
+            for _ in range(num_batches):
+                await self._capacity.acquire()
+                async with self.weights_changing():
+                    self._has_started.set()
+                    batch = await self._producer.sample()
+                self._sampled.put_nowait(replace(batch, spans=self._timer.drain()))
+        except Exception as error:
+            self._sampled.put_nowait(error)
 
 
 class _RewardFailures:
@@ -218,3 +271,17 @@ class _RewardFailures:
             f"reward_calls.max_failed_share = {self._max_share:g}. The most frequent error: {worst.kind}: "
             f"{worst.message or 'no message'}"
         )
+
+
+def _resharded(states: Sequence[State], rank: int, world_size: int) -> State:
+    """Return one controller's state from those of a run with any number of controllers; each group has one owner."""
+    if len(states) == world_size:
+        return states[rank]
+
+    def own(groups: Iterable[State]) -> list[State]:
+        return sorted(groups, key=lambda g: g["ticket"])[rank::world_size]
+
+    first = states[0]
+    surplus = own(group for state in states for group in state["sampler"]["surplus"])
+    unfinished = own(group for state in states for group in state.get("unfinished", []))
+    return {**first, "sampler": {**first["sampler"], "surplus": surplus}, "unfinished": unfinished}

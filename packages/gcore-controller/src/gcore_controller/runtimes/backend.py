@@ -35,9 +35,7 @@ class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
         ...
 
     @property
-    def learner(self) -> TrainerGroup:
-        """The models in training."""
-        ...
+    def learner(self) -> TrainerGroup: ...
 
     @property
     def shortfall(self) -> str:
@@ -54,9 +52,7 @@ class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
         """Replace what a job that ended with this error has lost, or raise it if that cannot be replaced.
 
-        Args:
-            error: what the job ended with.
-            keeps_models: the models in training are intact; else they are reset to those that the run started with.
+        ``keeps_models``: the models in training are intact; else they are reset to those that the run started with.
         """
         ...
 
@@ -77,7 +73,6 @@ class Sizes:
 
     @property
     def num_processes(self) -> int:
-        """Processes of all roles together."""
         return self.controllers + self.engines + self.judges + self.ranks
 
     @property
@@ -92,22 +87,14 @@ class Sizes:
 
 
 class RaySettings(Protocol):
-    """Settings of a Ray cluster, and what each process of a run reserves there."""
-
-    @property
-    def address(self) -> str:
-        """HOST:PORT of the head; empty: what RAY_ADDRESS names, or a new cluster on this machine."""
-        ...
+    """Resources of a Ray cluster that each process of a run reserves."""
 
     @property
     def cpus_per_process(self) -> float: ...
-
     @property
     def gpus_per_engine(self) -> float: ...
-
     @property
     def gpus_per_rank(self) -> float: ...
-
     @property
     def elastic(self) -> bool:
         """True if the run adapts its size to the capacity of the cluster."""
@@ -124,7 +111,6 @@ class SizedConfig(Protocol):
 
     @property
     def ray(self) -> RaySettings: ...
-
     @property
     def device(self) -> str:
         """Type of the devices of engines and ranks, as torch names it."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from gcore_controller.collectives.base import (
     CallLog,
@@ -78,8 +78,7 @@ class InlineGroup:
         It is called once, by the last rank to arrive: among thousands of controllers, one sum for each would take long.
         """
         place = (call.channel, call.sequence)
-        current = self._rounds.get(place)
-        if current is None:
+        if (current := self._rounds.get(place)) is None:
             current = self._rounds[place] = _Round(rank, call, [None] * self.world_size)
         if current.call.op != call.op:
             raise mismatch({current.first_rank: current.call, rank: call})
@@ -152,14 +151,11 @@ async def run_inline(
     timeout_s: float | None = None,
     reported: Reported = refuse_report,
 ) -> list[ResultT]:
-    """Run ``program`` on ``world_size`` controllers that share ``roles``.
+    """Run ``program`` on ``world_size`` controllers that share ``roles``; return each one's result, by rank.
 
     Args:
         timeout_s: how long the whole run may take; None: as long as it takes.
         reported: called with the rank and the value of every `Context.report`.
-
-    Returns:
-        each controller's result, by rank.
 
     Raises:
         CollectiveMismatchError: controllers made different calls, or one returned while others wait for it.
@@ -251,11 +247,8 @@ class InProcessTrainerGroup(Generic[BatchT]):
     def num_replicas(self) -> int:
         return self._worker.replica("actor")[1]
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
-        return await self._computed(partial(self._worker.score, role, micro_batches, with_routing=False))
-
-    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
-        return await self._computed(partial(self._worker.score, "actor", micro_batches, with_routing=True))
+    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
+        return await self._computed(partial(self._worker.score, role, micro_batches, with_routing=with_routing))
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
         return await self._computed(partial(self._worker.train_step, role, micro_batches))
@@ -285,13 +278,9 @@ class SharedTrainerClient(Generic[BatchT]):
     def num_replicas(self) -> int:
         return self.trainer.num_replicas
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
+    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
         with self.devices.stage("prepare", *self._ranks):
-            return await self.trainer.score(role, micro_batches)
-
-    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
-        with self.devices.stage("prepare", *self._ranks):
-            return await self.trainer.score_and_route(micro_batches)
+            return await self.trainer.score(role, micro_batches, with_routing=with_routing)
 
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
         [outputs] = await self.score(role, [micro_batch])
@@ -340,41 +329,26 @@ def share_trainer(
     return run
 
 
+@dataclass(eq=False)
 class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
-    """A `Backend` whose controllers, and what they share, belong to this process.
+    """A `Backend` whose controllers, and what they share, belong to this process."""
 
-    Args:
-        config: the run's.
-        roles: services that the controllers share.
-        world_size: number of controllers.
-        learner: the models in training.
-        program: of a job, whose events go to a recorder.
-        close: ends the services other than the trainer group.
-    """
+    shortfall: ClassVar[str] = ""
 
-    shortfall = ""
-    """This process has capacity for everything."""
-
-    def __init__(
-        self,
-        config: ConfigT,
-        *,
-        roles: RolesT,
-        world_size: int,
-        learner: TrainerGroup,
-        program: "Callable[[JobT, Recorder[EvaluationT]], Program[RolesT, None]]",
-        close: Callable[[], Awaitable[Any]],
-    ) -> None:
-        self.config = config
-        self.learner = learner
-        self._roles = roles
-        self._world_size = world_size
-        self._program = program
-        self._close = close
-        self._timers: Sequence[StageTimer] = ()
+    config: ConfigT
+    _: KW_ONLY
+    roles: RolesT
+    """Services that the controllers share."""
+    world_size: int
+    learner: TrainerGroup
+    program: "Callable[[JobT, Recorder[EvaluationT]], Program[RolesT, None]]"
+    """The program of a job, whose events go to a recorder."""
+    close_services: Callable[[], Awaitable[Any]]
+    """Ends the services other than the trainer group."""
+    _timers: Sequence[StageTimer] = field(default=(), init=False)
 
     async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
-        run = InlineRun(self._program(job, recorder), roles=self._roles, world_size=self._world_size)
+        run = InlineRun(self.program(job, recorder), roles=self.roles, world_size=self.world_size)
         self._timers = run.timers
         await run.run()
 
@@ -390,4 +364,4 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
         try:
             self.learner.close()
         finally:
-            await self._close()
+            await self.close_services()

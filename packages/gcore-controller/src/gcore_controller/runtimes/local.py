@@ -6,11 +6,10 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -20,19 +19,18 @@ from typing import TYPE_CHECKING, Any, Generic
 from gcore_controller.errors import RankError
 from gcore_controller.trainer_group import (
     BatchT,
-    Close,
+    Call,
     Computation,
-    ExportWeights,
     Message,
     MessageTrainerGroup,
-    Replica,
     Score,
+    TrainerGroup,
     TrainerSpec,
     TrainerWorker,
     TrainStep,
     Weights,
-    answer,
-    deal,
+    deal_message,
+    join_ranks,
 )
 
 if TYPE_CHECKING:
@@ -42,8 +40,15 @@ _DEATH_S = 0.5
 """How long a rank's error waits for news of another rank's death."""
 
 
+@dataclass(frozen=True)
+class _ExportWeights:
+    """The message to gather the policy's weights on all ranks; rank 0 sends them, one by one."""
+
+    averaged: bool
+
+
 def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection) -> None:
-    """Answer messages until the pipe is closed or `Close` arrives: with an error, or None, and a value.
+    """Answer messages until the pipe is closed: with an error, or None, and a value.
 
     The first answer, to no message, holds the rank's replica in each role.
     """
@@ -51,40 +56,35 @@ def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process decides
     os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
     import torch
-    import torch.distributed as dist
 
-    torch.set_num_threads(spec.num_threads)
-    device = torch.device(spec.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+    device = spec.device
+    if device.startswith("cuda"):
+        device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     try:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=spec.num_ranks)
-        worker = spec.make_worker(str(device))
-        connection.send((None, {role: worker.replica(role) for role in worker.roles}))
+        worker, replicas = join_ranks(spec, rank, f"file://{store}", device)
+        connection.send((None, replicas))
         while True:
             message = connection.recv()
-            if isinstance(message, ExportWeights):
-                _export(worker, message, connection if rank == 0 else None)
-                connection.send((None, None))
+            if isinstance(message, _ExportWeights):
+                answer = _export(worker, message, connection if rank == 0 else None)
             else:
-                connection.send((None, answer(worker, message)))
-            if isinstance(message, Close):
-                return
-    except (EOFError, BrokenPipeError):  # the main process is gone
+                answer = message(worker)
+            connection.send((None, answer))
+    except (EOFError, BrokenPipeError):  # the group was closed, or the main process is gone
         return
     except Exception as error:
         if not isinstance(error, (RankError, *spec.expected_errors)):
             error = RankError(f"a training rank failed:\n{''.join(traceback.format_exception(error))}")
-        with suppress(OSError):
+        with suppress(OSError, EOFError):
             connection.send((error, None))
+            connection.recv()  # until it is ended
     finally:
         os._exit(0)  # process groups whose other ranks are gone would wait for them
 
 
-def _export(worker: TrainerWorker[Any], message: ExportWeights, connection: Connection | None) -> None:
-    """Send each tensor as a header (name, dtype, shape, digests) and its bytes, then None."""
+def _export(worker: TrainerWorker[Any], message: _ExportWeights, connection: Connection | None) -> None:
+    """Send each tensor as a header (name, dtype, shape, digests) and its bytes."""
     import torch
 
     weights = worker.export_weights(averaged=message.averaged)
@@ -96,8 +96,6 @@ def _export(worker: TrainerWorker[Any], message: ExportWeights, connection: Conn
         connection.send((None, (name, data.dtype, tuple(data.shape), digests.get(name))))
         if data.numel():
             connection.send_bytes(data.reshape(-1).view(torch.uint8).numpy().data)
-    if connection is not None:
-        connection.send((None, None))
 
 
 class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
@@ -127,43 +125,37 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
-        self._replicas: dict[str, list[Replica]] = {}
-        for roles in self._collect():
-            for role, replica in roles.items():
-                self._replicas.setdefault(role, []).append(replica)
+        found = self._collect()
+        self._replicas = {role: [replicas[role] for replicas in found] for role in found[0]}
 
     @property
     def num_replicas(self) -> int:
         return self._replicas["actor"][0][1]
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
-        return await self._compute(Score(role=role, micro_batches=micro_batches))
-
-    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
-        return await self._compute(Score(role="actor", micro_batches=micro_batches, with_routing=True))
+    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
+        message = Score(role=role, micro_batches=micro_batches, with_routing=with_routing)
+        parts, answers = await self._compute(message)
+        found: dict[int, list[Any]] = {}
+        for part, outputs in zip(parts, answers, strict=True):
+            found |= zip(part, outputs, strict=True)
+        return [found[i] for i in range(len(micro_batches))]
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        return await self._compute(TrainStep(role=role, micro_batches=micro_batches))
+        _, answers = await self._compute(TrainStep(role=role, micro_batches=micro_batches))
+        return answers[0]
 
     def export_weights(self, *, averaged: bool = False) -> Weights:
         return _ReceivedWeights(partial(self._exported, averaged))
 
     def close(self) -> None:
-        if not self._connections:
-            return
-        self._ask_all(Close())
-        connections, self._connections = self._connections, []
-        for process, connection in zip(self._processes, connections, strict=True):
-            process.join()
-            connection.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._connections:
+            self._ask_all(Call(TrainerGroup.close))
+            self._end()
 
-    async def _compute(self, message: Computation) -> Any:
-        batches = message.micro_batches
-        replica_of = [replica for replica, _ in self._replicas[message.role]]
-        parts = deal([self._cost_of(batch) for batch in batches], self._replicas[message.role][0][1])
-        # All ranks of a replica get its micro-batches.
-        messages = [replace(message, micro_batches=[batches[i] for i in parts[r]]) for r in replica_of]
+    async def _compute(self, message: Computation) -> tuple[list[list[int]], list[Any]]:
+        """Return the indices of each replica's micro-batches, and each replica's answer."""
+        replicas = self._replicas[message.role]
+        parts, messages = deal_message(message, [self._cost_of(batch) for batch in message.micro_batches], replicas)
         async with self._turn:
             asked = asyncio.create_task(asyncio.to_thread(self._ask, messages))
             try:
@@ -172,18 +164,15 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
                 # The next answers of the ranks are those to this call.
                 await asyncio.wait([asked])
                 raise
-        answers = [of_ranks[replica_of.index(r)] for r in range(len(parts))]
-        if not isinstance(message, Score):
-            return answers[0]
-        found = {i: outputs for r, part in enumerate(parts) for i, outputs in zip(part, answers[r], strict=True)}
-        return [found[i] for i in range(len(batches))]
+        of_replica = dict(zip((replica for replica, _ in reversed(replicas)), reversed(of_ranks), strict=True))
+        return parts, [of_replica[replica] for replica in range(len(parts))]
 
     def _ask_all(self, message: Message) -> Any:
         if not self._connections:
             raise RankError("the training ranks have ended")
         return self._ask([message] * len(self._connections))[0]
 
-    def _ask(self, messages: Sequence[Message]) -> list[Any]:
+    def _ask(self, messages: Sequence[Message | _ExportWeights]) -> list[Any]:
         self._send(messages)
         return self._collect()
 
@@ -191,72 +180,58 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         """Receive the weights from rank 0, and put its digests of them into ``digests``."""
         import torch
 
-        self._send([ExportWeights(averaged=averaged)] * len(self._connections))
+        self._send([_ExportWeights(averaged)] * len(self._connections))
         while (header := self._receive(0)) is not None:
             name, dtype, shape, digests[name] = header
             data = torch.empty(shape, dtype=dtype)
             if data.numel():
                 self._connections[0].recv_bytes_into(data.reshape(-1).view(torch.uint8).numpy())
             yield name, data
-        self._collect()
+        self._collect(first=1)
 
-    def _send(self, messages: Sequence[Message | ExportWeights]) -> None:
+    def _send(self, messages: Sequence[Message | _ExportWeights]) -> None:
         for connection, message in zip(self._connections, messages, strict=True):
             with suppress(BrokenPipeError):  # `_collect` says which rank died, and how
                 connection.send(message)
 
-    def _collect(self) -> list[Any]:
-        """Receive an answer from every rank, in whatever order they come."""
+    def _collect(self, *, first: int = 0) -> list[Any]:
+        """Receive an answer from every rank, or all but the first ones, in whatever order they come."""
         answers: dict[int, Any] = {}
-        while len(answers) < len(self._connections):
-            waiting = [c for rank, c in enumerate(self._connections) if rank not in answers]
-            for connection in wait(waiting):
+        while waiting := [rank for rank in range(first, len(self._connections)) if rank not in answers]:
+            for connection in wait([self._connections[rank] for rank in waiting]):
                 rank = self._connections.index(connection)
                 answers[rank] = self._receive(rank)
-        return [answers[rank] for rank in range(len(answers))]
+        return [answers[rank] for rank in sorted(answers)]
 
     def _receive(self, rank: int) -> Any:
+        """Return a rank's next answer; if there is none, end all ranks: others may wait for it in a collective."""
+        error: Exception | None = None
         try:
             error, value = self._connections[rank].recv()
+            if error is None:
+                return value
         except (EOFError, OSError):
             self._processes[rank].join()
-            raise self._death_of(rank) from None
-        if error is not None:
-            # A rank that misses another one may report it before it is known that the other one has died.
-            if (dead := self._dead_rank()) is not None:
-                raise self._death_of(dead) from error
-            self._kill()
-            raise error
-        return value
+        # A rank that misses another one may report it before it is known that the other one has died.
+        wait([process.sentinel for process in self._processes], timeout=_DEATH_S)
+        codes = [process.exitcode for process in self._processes]
+        self._end(kill=True)
+        for dead, (process, code) in enumerate(zip(self._processes, codes, strict=True)):
+            if code is not None:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                raise RankError(f"training rank {dead} (process {process.pid}) {how}") from error
+        assert error is not None
+        raise error
 
-    def _dead_rank(self) -> int | None:
-        """Return a rank that has ended by a signal or with an error, or does so soon."""
-        until_s = time.monotonic() + _DEATH_S
-        while True:
-            for rank, process in enumerate(self._processes):
-                if process.exitcode:
-                    return rank
-            if time.monotonic() > until_s:
-                return None
-            time.sleep(0.02)
-
-    def _death_of(self, rank: int) -> RankError:
-        """End all other ranks, and return the error that says how this one has ended."""
-        process = self._processes[rank]
-        self._kill()
-        code = process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return RankError(f"training rank {rank} (process {process.pid}) {how}")
-
-    def _kill(self) -> None:
-        """End all ranks: one that has failed leaves the others waiting in a collective."""
-        for process in self._processes:
-            process.kill()
+    def _end(self, *, kill: bool = False) -> None:
+        """End all ranks: at once, or as they see that their pipes are closed."""
+        connections, self._connections = self._connections, []
+        for connection, process in zip(connections, self._processes, strict=True):
+            connection.close()
+            if kill:
+                process.kill()
         for process in self._processes:
             process.join()
-        for connection in self._connections:
-            connection.close()
-        self._connections = []
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

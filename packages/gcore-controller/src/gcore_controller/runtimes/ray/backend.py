@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
@@ -81,41 +81,31 @@ class Handles:
     """The working folder, to which paths of the user are relative."""
 
 
+@dataclass(eq=False)
 class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
-    """A `Backend` on a Ray cluster that this process is connected to.
+    """A `Backend` on a Ray cluster that this process is connected to."""
 
-    Args:
-        config: the settings, with the sizes that are asked for.
-        engines: the actors of engines and judges, not yet started.
-        trainer_spec: the training ranks for given settings.
-        program: the program of a job, for every controller.
-        placement: how engines are divided for given sizes; None: as the sizes say.
-        engine_errors: errors of a program that mean that an engine died.
-        announce: prints a line on the screen, such as what an engine died of.
-    """
+    config: ConfigT
+    """The settings, with the sizes that are asked for; from `start` on with those that there is capacity for."""
+    _: KW_ONLY
+    engines: RoleActors[ConfigT]
+    """The actors of engines and judges, not yet started."""
+    trainer_spec: Callable[[ConfigT], TrainerSpec]
+    """The training ranks for given settings."""
+    program: Callable[[JobT], Callable[[Context[Handles]], Awaitable[None]]]
+    """The program of a job, for every controller."""
+    placement: Callable[[Sizes], Placement] | None = None
+    """How engines are divided for given sizes; None: as the sizes say."""
+    engine_errors: tuple[type[Exception], ...] = ()
+    """Errors of a program that mean that an engine died."""
+    announce: Callable[[str], None] | None = None
+    """Prints a line on the screen, such as what an engine died of."""
 
-    def __init__(
-        self,
-        config: ConfigT,
-        *,
-        engines: RoleActors[ConfigT],
-        trainer_spec: Callable[[ConfigT], TrainerSpec],
-        program: Callable[[JobT], Callable[[Context[Handles]], Awaitable[None]]],
-        placement: Callable[[Sizes], Placement] | None = None,
-        engine_errors: tuple[type[Exception], ...] = (),
-        announce: Callable[[str], None] | None = None,
-    ) -> None:
-        self.config = config
+    def __post_init__(self) -> None:
         self.learner = RayTrainerGroup()
-        self._asked = config
-        self._engines = engines
-        self._trainer_spec = trainer_spec
-        self._program = program
-        self._make_placement = placement
-        self._engine_errors = engine_errors
-        self._announce = announce
+        self._asked = self.config
         self._announced: set[str] = set()
-        self._capacity = CapacityWatch(config)
+        self._capacity = CapacityWatch(self.config)
         self._placement: Placement | None = None
         self._controllers: RayControllers | None = None
         self._stages: Sequence[str | None] = []
@@ -136,8 +126,8 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
 
     async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
         handles = Handles(
-            engines=self._engines.handles["engine"],
-            judges=self._engines.handles.get("judge", []),
+            engines=self.engines.handles["engine"],
+            judges=self.engines.handles.get("judge", []),
             ranks=self.learner.ranks,
             folder=Path.cwd(),
         )
@@ -146,7 +136,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         observing = asyncio.create_task(self._observe_stages())
         try:
             run = self._controllers.run(
-                self._program(job), roles=handles, reported=partial(self._take_in, job, recorder)
+                self.program(job), roles=handles, reported=partial(self._take_in, job, recorder)
             )
             await self._while_capacity_lasts(run)
         finally:
@@ -158,7 +148,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
         if isinstance(error, ControllerDiedError):
             done = "another one takes over its share"
-        elif isinstance(error, self._engine_errors):
+        elif isinstance(error, self.engine_errors):
             done = "they were started again"
         elif isinstance(error, RankError):
             done = "all training ranks were started again"
@@ -177,11 +167,11 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         )
 
     async def close(self) -> None:
-        """See `Backend.close`; disconnects from the cluster, and ends it if this process started it."""
+        """End all services; disconnect from the cluster, and end it if this process started it."""
         try:
             self.learner.close()
         finally:
-            await self._engines.close()
+            await self.engines.close()
             if self._controllers is not None:
                 await self._controllers.close()
             ray.shutdown()
@@ -192,9 +182,9 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         placement = self._placement
         if isinstance(event, Announced):
             # Another controller with the same engine may have reported it already.
-            if self._announce is not None and event.line not in self._announced:
+            if self.announce is not None and event.line not in self._announced:
                 self._announced.add(event.line)
-                self._announce(event.line)
+                self.announce(event.line)
             return
         if isinstance(event, Stepped) and placement is not None:
             event.metrics.update(placement.metrics())
@@ -211,9 +201,9 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         """Start the processes that there is capacity for, end those that are too many; return whether models stay."""
         while True:
             sizes = self._capacity.size()
-            if self._make_placement is not None:
+            if self.placement is not None:
                 if self._placement is None or self._placement.whole != sizes:
-                    self._placement = self._make_placement(sizes)
+                    self._placement = self.placement(sizes)
                 sizes = self._placement.sizes
             config = self._asked.with_sizes(sizes)
             if keeps_models and sizes.ranks != self.config.sizes.ranks:
@@ -238,12 +228,12 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
                 num_cpus=config.ray.cpus_per_process,
                 start_timeout_s=config.ray.timeout_s,
             )
-        await self._engines.resize(config.sizes, config)
+        await self.engines.resize(config.sizes, config)
         if self._placement is not None and self._placement.swap_s is None:
-            self._placement.swap_s = await self._engines.swap_seconds(config)
+            self._placement.swap_s = await self.engines.swap_seconds(config)
         if not keeps_models:
             await self.learner.start(
-                self._trainer_spec(config),
+                self.trainer_spec(config),
                 num_cpus=config.ray.cpus_per_process,
                 num_gpus=config.ray.gpus_per_rank if config.device.startswith("cuda") else 0,
                 timeout_s=config.ray.timeout_s,

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -19,10 +20,8 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 from ray.exceptions import (
-    ActorUnavailableError,
     AuthenticationError,
     ObjectLostError,
-    RayActorError,
     RayError,
 )
 
@@ -40,20 +39,12 @@ _POLL_EVERY_S = 1.0
 _SETTLED_S = 3.0
 """Nodes that join together are at most a few seconds apart."""
 
-_DEATHS = {
-    "SYSTEM_ERROR": "it was killed, ran out of memory, or crashed",
-    "NODE_DIED": "its node is lost",
-    "NODE_OUT_OF_MEMORY": "its node ran out of memory",
-}
-
 
 def connect(address: str | None = None, **options: Any) -> None:
     """Connect this process to a cluster by `ray.init`, with a token if there is one, and other ``options`` of it.
 
     Ray by itself leaves the token aside where the address is given, and retries for 20 seconds when it is refused.
-
-    Args:
-        address: As `ray.init` takes it; None: what RAY_ADDRESS names, or a new cluster on this machine.
+    Without an address it is what RAY_ADDRESS names, or a new cluster on this machine.
 
     Raises:
         ClusterError: The cluster requires a token and this process has none, or a wrong one.
@@ -98,10 +89,10 @@ def _token(error: AuthenticationError) -> str:
         found = f"RAY_AUTH_MODE is {mode!r}, so no token was sent"
     elif not mode or "no authentication token" in error.message:
         found = "it has no token"
+    elif "RAY_AUTH_TOKEN" in os.environ:
+        found = "the token in RAY_AUTH_TOKEN is not the cluster's"
     else:
-        source = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
-        source = "RAY_AUTH_TOKEN" if "RAY_AUTH_TOKEN" in os.environ else source
-        found = f"the token in {source} is not the cluster's"
+        found = f"the token in {os.environ.get('RAY_AUTH_TOKEN_PATH') or '~/.ray/auth_token'} is not the cluster's"
     return (
         f"{found}; expected the token that the cluster was started with (`ray get-auth-token` on its head prints it) "
         "in RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token, with RAY_AUTH_MODE "
@@ -151,22 +142,6 @@ def free_resources() -> str:
     return ", ".join([*counts, *(f"{amount:.1f} GB {name}" for name, amount in memory.items())])
 
 
-def reason_of(error: RayActorError) -> str:
-    """Return in a few words why an actor died."""
-    if isinstance(error, ActorUnavailableError):
-        return "it cannot be reached"
-    found = re.search(r"[Ww]orker exit type: (\w+)|exit type: (\w+)", str(error))
-    kind = next((g for g in found.groups() if g), "") if found else ""
-    return _DEATHS.get(kind) or str(error).strip().rpartition("\n")[2]
-
-
-def future_of(call: Any) -> "asyncio.Future[Any]":
-    """Return a future of the answer to an actor's call, whose error is not missed if nothing waits for it."""
-    future = asyncio.ensure_future(call)
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future
-
-
 class CapacityChangedError(ControllerError):
     """Nodes have left or joined, and the run has to continue in another size."""
 
@@ -179,14 +154,14 @@ def _alive_nodes() -> dict[str, Node]:
 
 def has_capacity(nodes: Iterable[Node], config: SizedConfig, sizes: Sizes) -> bool:
     """Return whether each process fits on one of the nodes, if no other run uses them."""
-    free = [dict(node) for node in nodes]
+    free = [defaultdict(float, node) for node in nodes]
     for need in sorted(_needs(config, sizes), key=lambda need: (need["GPU"], need["CPU"]), reverse=True):
-        place = next((f for f in free if all(f.get(name, 0.0) >= amount for name, amount in need.items())), None)
+        place = next((f for f in free if all(f[name] >= amount for name, amount in need.items())), None)
         if place is None:
             return False
         for name, amount in need.items():
             # Ray counts in ten-thousandths.
-            place[name] = round(place.get(name, 0.0) - amount, 4)
+            place[name] = round(place[name] - amount, 4)
     return True
 
 
@@ -243,7 +218,6 @@ class CapacityWatch:
 
     @property
     def shortfall(self) -> str:
-        """See `Backend.shortfall`."""
         asked = self._config.sizes
         return "" if asked == self.whole else f"the cluster has capacity for {self.whole}, of {asked}"
 

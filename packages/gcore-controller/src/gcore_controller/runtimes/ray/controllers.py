@@ -4,8 +4,9 @@ import asyncio
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -31,12 +32,12 @@ from gcore_controller.errors import (
     DeadlineError,
     UnpicklableValueError,
 )
-from gcore_controller.runtimes.ray.cluster import check_capacity, connect, free_resources, future_of, put, reason_of
+from gcore_controller.runtimes.ray.actors import ActorGroup, answers_in_time, cause_of
+from gcore_controller.runtimes.ray.cluster import check_capacity, connect, free_resources, put
 
 T = TypeVar("T")
 
 _ANSWER_TIMEOUT_S = 10.0
-_NEWS_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 10.0
 
 
@@ -65,6 +66,9 @@ class ControllerActor(Generic[RolesT, ResultT]):
         await self._collectives.close()
         self._begin(peers, run_number)
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
+
+    async def is_alive(self) -> None:
+        """Return at once, unless the program blocks the event loop."""
 
     async def run(self, packed: tuple[Program[RolesT, ResultT], RolesT]) -> ResultT:
         program, roles = packed
@@ -98,12 +102,13 @@ class ControllerActor(Generic[RolesT, ResultT]):
     async def whereabouts(self) -> Whereabouts:
         return self._collectives.whereabouts(self._timer.current)
 
-    async def end(self) -> None:
-        """Cancel the program, and wait until it has cleaned up."""
+    async def end(self) -> bool:
+        """Cancel the program, and return once it has cleaned up."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.wait([self._run])
         await self._collectives.close()
+        return True
 
     async def _send(self, run_number: int, rank: int, message: Message) -> None:
         try:
@@ -139,28 +144,32 @@ async def run_ray(
     *,
     roles: RolesT,
     world_size: int = 1,
-    num_cpus: float = 1.0,
-    resources: Mapping[str, float] | None = None,
     timeout_s: float | None = None,
-    start_timeout_s: float = 120.0,
-    address: str | None = None,
     reported: Reported = refuse_report,
+    **options: Any,
 ) -> list[ResultT]:
     """Run ``program`` on ``world_size`` controllers, spread over the nodes of a Ray cluster.
 
-    See `RayControllers.start` and `RayControllers.run` for arguments, results and errors.
+    See `RayControllers.start` for ``options``, and `RayControllers.run` for other arguments, results and errors.
     """
-    controllers = await RayControllers.start(
-        world_size=world_size,
-        num_cpus=num_cpus,
-        resources=resources,
-        start_timeout_s=start_timeout_s,
-        address=address,
-    )
+    controllers = await RayControllers.start(world_size=world_size, **options)
     try:
         return await controllers.run(program, roles=roles, timeout_s=timeout_s, reported=reported)
     finally:
         await controllers.close()
+
+
+@dataclass(frozen=True)
+class _Controllers(ActorGroup):
+    """The controllers of one run."""
+
+    kind = "controller"
+    death_error = ControllerDiedError
+
+    def failure(self, rank: int, error: BaseException) -> BaseException:
+        cause = cause_of(error)
+        cause.add_note(f"raised by {self.name(rank)}:\n{error}")
+        return cause
 
 
 class RayControllers:
@@ -173,7 +182,7 @@ class RayControllers:
         self._start_timeout_s = start_timeout_s
         self._controllers: list[Any] = [None] * world_size
         self._num_runs = 0
-        self._is_running = False
+        self._turn = asyncio.Lock()
         self._disconnects = False
 
     @classmethod
@@ -244,40 +253,33 @@ class RayControllers:
             Exception: see `run_inline`; the first controller's error has a note that says where it was raised. Or what
                 ``reported`` raised.
         """
-        if self._is_running:
+        if self._turn.locked():
             raise ClusterError("these controllers run another program; wait for it, or start others")
-        self._is_running = True
-        try:
-            return await self._run(program, roles, timeout_s, reported)
-        finally:
-            self._is_running = False
-
-    async def _run(
-        self, program: Program[RolesT, ResultT], roles: RolesT, timeout_s: float | None, reported: Reported
-    ) -> list[ResultT]:
-        self._num_runs += 1
-        places = await self._introduce()
-        controllers = list(self._controllers)
-        packed = ray.put((program, roles))
-        forwarding = [asyncio.create_task(_forward_reports(c, rank, reported)) for rank, c in enumerate(controllers)]
-        calls = [c.run.remote(packed) for c in controllers]
-        running = asyncio.create_task(_answers_of_all(calls, controllers, places, timeout_s=timeout_s))
-        try:
-            await asyncio.wait([running, *forwarding], return_when=asyncio.FIRST_COMPLETED)
-            for task in forwarding:
-                if task.done():
-                    task.result()
-            return await running
-        finally:
-            running.cancel()
-            for task in forwarding:
-                task.cancel()
-            await asyncio.gather(running, *forwarding, return_exceptions=True)
-            await self._end_programs()
+        async with self._turn:
+            self._num_runs += 1
+            group = await self._introduced()
+            packed = ray.put((program, roles))
+            forwarding = [asyncio.create_task(_forward_reports(c, r, reported)) for r, c in enumerate(group.actors)]
+            calls = {rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)}
+            running = asyncio.create_task(group.answers(calls))
+            try:
+                await asyncio.wait([running, *forwarding], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in forwarding:
+                    if task.done():
+                        task.result()
+                if not running.done():
+                    where = describe(dict(enumerate(await self._whereabouts())))
+                    raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
+                return [*running.result().values()]
+            finally:
+                for task in (running, *forwarding):
+                    task.cancel()
+                await asyncio.gather(running, *forwarding, return_exceptions=True)
+                await self._end_programs()
 
     async def stages(self) -> list[str | None]:
         """Return the stage that each controller is in; None: it is in none, or does not answer."""
-        return [where and where.stage for where in (await _whereabouts_of(self._controllers)).values()]
+        return [where and where.stage for where in await self._whereabouts()]
 
     async def close(self) -> None:
         """End all processes."""
@@ -288,8 +290,8 @@ class RayControllers:
         if self._disconnects:
             ray.shutdown()
 
-    async def _introduce(self) -> list[str]:
-        """Start the controllers that are missing, and introduce all to each other; return where each one is."""
+    async def _introduced(self) -> _Controllers:
+        """Start the controllers that are missing, and introduce all to each other."""
         make: Any = ray.remote(ControllerActor)
         for rank, controller in enumerate(self._controllers):
             if controller is None:
@@ -297,16 +299,23 @@ class RayControllers:
                 others = {name: amount for name, amount in self._bundle.items() if name != "CPU"}
                 options = {"num_cpus": self._bundle["CPU"], "resources": others, "scheduling_strategy": place}
                 self._controllers[rank] = make.options(**options).remote(rank, self._world_size)
-        calls = [c.meet.remote(self._controllers, self._num_runs) for c in self._controllers]
+        actors = list(self._controllers)
+        calls = {rank: actor.meet.remote(actors, self._num_runs) for rank, actor in enumerate(actors)}
         what = f"{self._world_size} controllers did not all start"
-        return await _in_time(_answers_of_all(calls, self._controllers), self._start_timeout_s, what)
+        places = await _in_time(_Controllers(actors).answers(calls), self._start_timeout_s, what)
+        return _Controllers(actors, [*places.values()])
+
+    async def _whereabouts(self) -> list[Whereabouts | None]:
+        """Return where each controller is, by rank; None: it has died, or its event loop is blocked."""
+        there = [controller for controller in self._controllers if controller is not None]
+        answers = iter(await answers_in_time([c.whereabouts.remote() for c in there], _ANSWER_TIMEOUT_S))
+        return [None if controller is None else next(answers) for controller in self._controllers]
 
     async def _end_programs(self) -> None:
         """Cancel programs that still run and let them clean up; kill controllers that do not answer."""
-        ends = [future_of(controller.end.remote()) for controller in self._controllers]
-        await asyncio.wait(ends, timeout=_END_TIMEOUT_S)
-        for rank, end in enumerate(ends):
-            if not end.done() or end.exception():
+        ends = await answers_in_time([c.end.remote() for c in self._controllers], _END_TIMEOUT_S)
+        for rank, has_ended in enumerate(ends):
+            if not has_ended:
                 ray.kill(self._controllers[rank])
                 self._controllers[rank] = None
 
@@ -324,64 +333,3 @@ async def _in_time(work: Awaitable[T], timeout_s: float, what: str) -> T:
         return await asyncio.wait_for(asyncio.ensure_future(work), timeout_s)
     except TimeoutError:
         raise ClusterError(f"{what} within {timeout_s} s: free are {free_resources()}") from None
-
-
-async def _answers_of_all(
-    calls: Sequence[Any], controllers: Sequence[Any], places: Sequence[str] = (), *, timeout_s: float | None = None
-) -> list[Any]:
-    """Wait for the results of a call of every controller, by rank; see `RayControllers.run` for errors."""
-    runs = [future_of(call) for call in calls]
-    _, pending = await asyncio.wait(runs, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-    if _errors(runs):
-        await _raise_first(runs, controllers, [f", {place}," for place in places] or [""] * len(runs))
-    if pending:
-        where = describe(await _whereabouts_of(controllers))
-        raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
-    return [run.result() for run in runs]
-
-
-async def _whereabouts_of(controllers: Sequence[Any]) -> dict[int, Whereabouts | None]:
-    """Return where each controller is, by rank; None: it has died, or its event loop is blocked."""
-    calls = {rank: future_of(c.whereabouts.remote()) for rank, c in enumerate(controllers) if c is not None}
-    if calls:
-        await asyncio.wait(calls.values(), timeout=_ANSWER_TIMEOUT_S)
-    answers = {rank: call.result() for rank, call in calls.items() if call.done() and not call.exception()}
-    return {rank: answers.get(rank) for rank in range(len(controllers))}
-
-
-async def _raise_first(
-    runs: "Sequence[asyncio.Future[Any]]", controllers: Sequence[Any], places: Sequence[str]
-) -> NoReturn:
-    errors = _errors(runs)
-    ids = {controller._actor_id.hex() for controller in controllers}
-    if any(isinstance(cause := _cause(e), RayActorError) and cause.actor_id in ids for e in errors.values()):
-        # A controller that found another one gone may be quicker than the news of that one's death.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_NEWS_TIMEOUT_S):
-                while not any(map(_is_death, errors.values())) and len(errors) < len(runs):
-                    await asyncio.wait([run for run in runs if not run.done()], return_when=asyncio.FIRST_COMPLETED)
-                    errors = _errors(runs)
-    for rank, error in errors.items():
-        if _is_death(error):
-            assert isinstance(error, RayActorError)
-            raise ControllerDiedError(f"controller {rank}{places[rank]} died: {reason_of(error)}") from None
-    rank, error = next(iter(errors.items()))
-    cause = _cause(error)
-    cause.add_note(f"raised by controller {rank}{places[rank]}:\n{error}")
-    raise cause from None
-
-
-def _errors(runs: "Sequence[asyncio.Future[Any]]") -> dict[int, BaseException]:
-    """Return the errors that runs have raised, by rank."""
-    found = ((rank, run.exception()) for rank, run in enumerate(runs) if run.done())
-    return {rank: error for rank, error in found if error is not None}
-
-
-def _is_death(error: BaseException) -> bool:
-    """Return whether the controller itself died; if it raised the error of another's death, that has both types."""
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the error that was raised in the other process."""
-    return error.cause if isinstance(error, RayTaskError) else error

@@ -4,14 +4,15 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.runtimes.backend import SizedConfig, Sizes
+from gcore_controller.runtimes.ray.actors import answers_in_time
 
 _ANSWER_TIMEOUT_S = 10.0
 
@@ -23,34 +24,27 @@ Factory = Callable[[], Any]
 ConfigT = TypeVar("ConfigT", bound=SizedConfig)
 
 
+@dataclass(eq=False)
 class RoleActors(Generic[ConfigT]):
-    """Actors with engines of the policy and, if the run has one, of the judge.
+    """Actors with engines of the policy and, if the run has one, of the judge."""
 
-    Args:
-        roles: roles that the run has.
-        factory: return what builds the engine of a role and number with these settings.
-        start: start an actor with the engine of a factory, and return a picklable handle: its ``actor`` is that of Ray,
-            and ``becoming(factory)`` one of the same actor whose next client replaces its engine. Called with
-            ``num_threads`` of torch, and options of Ray's actors.
-        end: end an actor.
-        connect: return an actor's engine, once it is ready, within ``start_timeout_s``: it can abort, sleep and wake.
-    """
+    roles: InitVar[Sequence[ActorRole]]
+    """Roles that the run has."""
+    factory: Callable[[ActorRole, ConfigT, int], Factory]
+    """Return what builds the engine of a role and number with these settings."""
+    _: KW_ONLY
+    start: Callable[..., Any]
+    """Start an actor with the engine of a factory, and return a picklable handle: its ``actor`` is that of Ray, and
+    ``becoming(factory)`` one of the same actor whose next client replaces its engine. Called with ``num_threads`` of
+    torch, and options of Ray's actors."""
+    end: Callable[[Any], Awaitable[None]]
+    """End an actor."""
+    connect: Callable[..., Awaitable[Any]]
+    """Return an actor's engine, once it is ready, within ``start_timeout_s``: it can abort, sleep and wake."""
 
-    def __init__(
-        self,
-        roles: Sequence[ActorRole],
-        factory: Callable[[ActorRole, ConfigT, int], Factory],
-        *,
-        start: Callable[..., Any],
-        end: Callable[[Any], Awaitable[None]],
-        connect: Callable[..., Awaitable[Any]],
-    ) -> None:
+    def __post_init__(self, roles: Sequence[ActorRole]) -> None:
         self.handles: dict[ActorRole, list[Any]] = {role: [] for role in roles}
         """The handles of each role's actors."""
-        self._make_factory = factory
-        self._start_actor = start
-        self._end_actor = end
-        self._connect = connect
         self._num_made = dict.fromkeys(roles, 0)
         self._is_in_turns = False
 
@@ -69,7 +63,7 @@ class RoleActors(Generic[ConfigT]):
             # Judges that are to share devices with engines give up their own.
             num_kept = 0 if role == "judge" and sizes.in_turns and not self._is_in_turns else wanted[role]
             if handles and len(handles) != num_kept:
-                answers = await asyncio.gather(*map(_answers, handles))
+                answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles], _ANSWER_TIMEOUT_S)
                 await self._end([handle for handle, is_there in zip(handles, answers, strict=True) if not is_there])
                 there = [handle for handle, is_there in zip(handles, answers, strict=True) if is_there]
                 handles[:] = there[:num_kept]
@@ -77,7 +71,7 @@ class RoleActors(Generic[ConfigT]):
         self._is_in_turns = sizes.in_turns
         for role, handles in self.handles.items():
             while len(handles) < wanted[role]:
-                factory = self._make_factory(role, config, self._num_made[role])
+                factory = self.factory(role, config, self._num_made[role])
                 self._num_made[role] += 1
                 if role == "judge" and sizes.in_turns:
                     handles.append(await self._start_on_device(self.handles["engine"][len(handles)], factory, config))
@@ -91,7 +85,7 @@ class RoleActors(Generic[ConfigT]):
         """Measure how long it takes to put one engine of each role to sleep and to wake it, while none is in use."""
         seconds = 0.0
         for first, *_ in self.handles.values():
-            engine = await self._connect(first, start_timeout_s=config.ray.timeout_s)
+            engine = await self.connect(first, start_timeout_s=config.ray.timeout_s)
             try:
                 await engine.abort()
                 start_s = time.monotonic()
@@ -107,7 +101,7 @@ class RoleActors(Generic[ConfigT]):
         await self._end([handle for handles in self.handles.values() for handle in handles])
 
     def _start(self, factory: Factory, config: ConfigT) -> Any:
-        return self._start_actor(
+        return self.start(
             factory,
             num_cpus=config.ray.cpus_per_process,
             num_gpus=config.ray.gpus_per_engine if config.device.startswith("cuda") else 0,
@@ -117,7 +111,7 @@ class RoleActors(Generic[ConfigT]):
 
     async def _start_on_device(self, neighbour: Any, factory: Factory, config: ConfigT) -> Any:
         node, gpus = await neighbour.actor.__ray_call__.remote(_place)
-        return self._start_actor(
+        return self.start(
             partial(_on_gpus, gpus, factory),
             num_cpus=0,
             num_threads=_num_threads(config),
@@ -125,7 +119,7 @@ class RoleActors(Generic[ConfigT]):
         )
 
     async def _end(self, handles: Sequence[Any]) -> None:
-        await asyncio.gather(*map(self._end_actor, handles), return_exceptions=True)
+        await asyncio.gather(*map(self.end, handles), return_exceptions=True)
 
 
 def _num_threads(config: SizedConfig) -> int:
@@ -142,10 +136,3 @@ def _on_gpus(gpus: Sequence[str], make: Factory) -> Any:
     """Build an engine where CUDA sees these GPUs; Ray hides those that a process has not reserved."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return make()
-
-
-async def _answers(handle: Any) -> bool:
-    try:
-        return await asyncio.wait_for(asyncio.ensure_future(handle.actor.__ray_ready__.remote()), _ANSWER_TIMEOUT_S)
-    except (RayError, TimeoutError):
-        return False

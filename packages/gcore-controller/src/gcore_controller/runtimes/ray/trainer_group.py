@@ -9,44 +9,39 @@ from pathlib import Path
 from typing import Any, Generic
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import DeviceTimers, rank_name
 from gcore_controller.errors import ClusterError, RankError
-from gcore_controller.runtimes.ray.cluster import free_resources, future_of, put, reason_of
+from gcore_controller.runtimes.ray.actors import ActorGroup, cause_of
+from gcore_controller.runtimes.ray.cluster import free_resources, put
 from gcore_controller.trainer_group import (
     BatchT,
-    Close,
+    Call,
     Computation,
-    ExportWeights,
     Message,
     MessageTrainerGroup,
     PolicyEngine,
     Replica,
     Score,
+    TrainerGroup,
     TrainerSpec,
     TrainerWorker,
     TrainStep,
-    answer,
     check_weights,
-    deal,
+    deal_message,
     digests_of,
+    join_ranks,
 )
-
-_NEWS_S = 5.0
-"""How long a rank's error waits for news of another rank's death."""
 
 
 class TrainingRank:
     """The actor of one rank, which answers one message after the other, in the working folder of the run."""
 
     def __init__(self, spec: TrainerSpec, rank: int, folder: Path) -> None:
-        import torch
-
         os.chdir(folder)
         spec.enter_process(rank)
-        torch.set_num_threads(spec.num_threads)
         self._spec = spec
         self._rank = rank
         self._worker: TrainerWorker[Any] | None = None
@@ -63,16 +58,10 @@ class TrainingRank:
             return f"process {os.getpid()} on {address}", f"tcp://{address}:{listener.getsockname()[1]}"
 
     def join(self, address: str) -> dict[str, Replica]:
-        """Build the models together with all ranks, and return this rank's replica in each role."""
-        import torch.distributed as dist
-
-        is_on_gpu = self._spec.device.startswith("cuda")
-        dist.init_process_group(
-            "nccl" if is_on_gpu else "gloo", init_method=address, rank=self._rank, world_size=self._spec.num_ranks
-        )
-        # Ray shows each actor its own GPUs only.
-        self._worker = self._spec.make_worker("cuda:0" if is_on_gpu else self._spec.device)
-        return {role: self._worker.replica(role) for role in self._worker.roles}
+        """See `join_ranks`; Ray shows each actor its own GPUs only."""
+        device = "cuda:0" if self._spec.device.startswith("cuda") else self._spec.device
+        self._worker, replicas = join_ranks(self._spec, self._rank, address, device)
+        return replicas
 
     def ask(self, message: Message) -> Any:
         """Answer a message, whose micro-batches are references."""
@@ -81,60 +70,37 @@ class TrainingRank:
             # They are read where they lie.
             batches = ray.get([batch.object_ref for batch in message.micro_batches])
             message = replace(message, micro_batches=batches)
-        return answer(self._worker, message)
+        return message(self._worker)
 
-    def export_weights(self, message: ExportWeights) -> Any:
+    def export_weights(self, *, averaged: bool, digests_only: bool) -> Any:
         """Gather the policy's weights; on rank 0 return a reference to them, or their digests, elsewhere None."""
         assert self._worker is not None
         assert self._spec.put_weights is not None, "put_weights is None; expected a function on Ray"
-        weights = self._worker.export_weights(averaged=message.averaged)
-        if self._rank == 0 and not message.digests_only:
+        weights = self._worker.export_weights(averaged=averaged)
+        if self._rank == 0 and not digests_only:
             return self._spec.put_weights(weights)
         digests = digests_of(weights)
         return digests if self._rank == 0 else None
 
 
 @dataclass(frozen=True)
-class RankHandles:
+class RankHandles(ActorGroup):
     """The ranks of a group, for the processes that ask them."""
 
-    actors: Sequence[Any] = ()
-    places: Sequence[str] = ()
-    """Process and node of each rank, in words."""
+    kind = "training rank"
+    death_error = RankError
+
     replicas: Mapping[str, Sequence[Replica]] = field(default_factory=dict[str, Sequence[Replica]])
     """The replica of each rank, by role."""
     expected_errors: tuple[type[Exception], ...] = ()
     """See `TrainerSpec.expected_errors`."""
 
-    async def answers(self, calls: Mapping[int, Any]) -> dict[int, Any]:
-        """Wait for the answers to calls of some ranks; a `RankError` says which one failed or died, where, and how."""
-        asked = {rank: future_of(call) for rank, call in calls.items()}
-        try:
-            await asyncio.gather(*asked.values())
-        except RayError as error:
-            raise await self._explained(asked, error) from None
-        return {rank: reply.result() for rank, reply in asked.items()}
-
-    def death(self, rank: int, error: RayActorError) -> RankError:
-        """Return the error that says how a rank died."""
-        return RankError(f"training rank {rank}, {self.places[rank]}, died: {reason_of(error)}")
-
-    def failure(self, rank: int, error: RayError) -> Exception:
+    def failure(self, rank: int, error: BaseException) -> BaseException:
         """Return the error that a rank raised if callers expect its kind, and else one that holds its traceback."""
-        cause = error.cause if isinstance(error, RayTaskError) else error
+        cause = cause_of(error)
         if isinstance(cause, (RankError, *self.expected_errors)):
             return cause
-        return RankError(f"training rank {rank}, {self.places[rank]}, failed:\n{error}")
-
-    async def _explained(self, asked: "Mapping[int, asyncio.Future[Any]]", error: RayError) -> Exception:
-        """Return the first cause: a rank that misses another one may report it before that one's death is known."""
-        news = [future_of(actor.is_alive.remote()) for actor in self.actors]
-        await asyncio.wait(news, timeout=_NEWS_S)
-        for rank, alive in enumerate(news):
-            if alive.done() and isinstance(death := alive.exception(), RayActorError):
-                return self.death(rank, death)
-        rank = next((rank for rank, a in asked.items() if a.done() and a.exception() is error), 0)
-        return self.failure(rank, error)
+        return RankError(f"{self.name(rank)} failed:\n{error}")
 
 
 class RayTrainerGroup(MessageTrainerGroup):
@@ -147,49 +113,42 @@ class RayTrainerGroup(MessageTrainerGroup):
     async def start(self, spec: TrainerSpec, *, num_cpus: float, num_gpus: float, timeout_s: float) -> None:
         """Start all ranks from the model that the run starts with; end those of before.
 
-        Args:
-            spec: the ranks.
-            num_cpus: that each rank reserves, like ``num_gpus``.
-            timeout_s: how long it may take.
+        Each reserves ``num_cpus`` and ``num_gpus``.
 
         Raises:
             RankError: a rank failed or died.
             ClusterError: the cluster lacks the capacity for the ranks, or they have not started in time.
         """
         self._kill()
+        remote: Any = ray.remote
+        make = remote(concurrency_groups={"news": 1})(TrainingRank)
+        options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+        actors = [make.options(**options).remote(spec, rank, Path.cwd()) for rank in range(spec.num_ranks)]
+        self.ranks = RankHandles(actors, expected_errors=spec.expected_errors)
         try:
             async with asyncio.timeout(timeout_s):
-                remote: Any = ray.remote
-                make = remote(concurrency_groups={"news": 1})(TrainingRank)
-                options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
-                ranks = range(spec.num_ranks)
-                actors = [make.options(**options).remote(spec, rank, Path.cwd()) for rank in ranks]
-                self.ranks = RankHandles(
-                    actors, ["which had not started"] * spec.num_ranks, expected_errors=spec.expected_errors
-                )
-                found = await self.ranks.answers({rank: actors[rank].place.remote() for rank in ranks})
+                found = await self.ranks.answers({rank: actor.place.remote() for rank, actor in enumerate(actors)})
                 self.ranks = replace(self.ranks, places=[place for place, _ in found.values()])
-                address = found[0][1]
-                joined = await self.ranks.answers({rank: actors[rank].join.remote(address) for rank in ranks})
-                replicas = {role: [joined[rank][role] for rank in ranks] for role in joined[0]}
-                self.ranks = replace(self.ranks, replicas=replicas)
+                _, address = found[0]
+                joined = await self.ranks.answers({rank: a.join.remote(address) for rank, a in enumerate(actors)})
         except TimeoutError:
             raise ClusterError(
                 f"{spec.num_ranks} training ranks did not start within {timeout_s} s: free are {free_resources()}"
             ) from None
+        replicas = {role: [of_rank[role] for of_rank in joined.values()] for role in joined[0]}
+        self.ranks = replace(self.ranks, replicas=replicas)
 
     def close(self) -> None:
-        """See `TrainerGroup.close`."""
         try:
             if self.ranks.replicas:
-                self._ask_all(Close())
+                self._ask_all(Call(TrainerGroup.close))
         finally:
             self._kill()
 
     def _ask_all(self, message: Message) -> Any:
         ranks = {actor.ask.remote(message): rank for rank, actor in enumerate(self.ranks.actors)}
         answers: dict[int, Any] = {}
-        failure: Exception | None = None
+        failure: BaseException | None = None
         waiting = list(ranks)
         while waiting:
             # In the order in which they come: a rank that waits for a dead one may never answer.
@@ -233,49 +192,8 @@ class RayTrainerClient(Generic[BatchT]):
     def num_replicas(self) -> int:
         return -(-self.ranks.replicas["actor"][0][1] // self.group.world_size)
 
-    async def score(self, role: str, micro_batches: Sequence[BatchT]) -> list[list[Any]]:
-        return await self._scored(Score(role=role, micro_batches=micro_batches))
-
-    async def score_and_route(self, micro_batches: Sequence[BatchT]) -> list[list[tuple[Any, Any]]]:
-        return await self._scored(Score(role="actor", micro_batches=micro_batches, with_routing=True))
-
-    async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
-        """See `TrainerClient.score_alone`; each call asks the next rank."""
-        rank = (self.group.rank + self._num_alone) % len(self.ranks.actors)
-        self._num_alone += 1
-        message = Score(role=role, micro_batches=[put(list(micro_batch))])
-        with self.devices.stage("prepare", rank_name(rank)):
-            [outputs] = (await self.ranks.answers({rank: self.ranks.actors[rank].ask.remote(message)}))[rank]
-        return outputs
-
-    async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
-        answers, _, owners = await self._computed(TrainStep(role=role, micro_batches=micro_batches))
-        return await self.group.broadcast(answers.get(0)) if owners else {}
-
-    async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
-        """See `TrainerClient.update_policy`; weights go from rank 0 to the engines by reference."""
-        newest = max(await self.group.all_gather(policy.weight_version))
-        references = await self._exported(ExportWeights(averaged=averaged))
-        # A run that went back to an earlier step has engines with later weights.
-        await policy.update_weights(references, version=max(version, newest + 1))
-        await self.group.barrier()
-
-    async def check_policy(self, policy: PolicyEngine) -> None:
-        await check_weights(policy, await self._exported(ExportWeights(averaged=False, digests_only=True)))
-        await self.group.barrier()
-
-    async def _exported(self, message: ExportWeights) -> Any:
-        """Return what rank 0 answers; all ranks gather the policy's weights."""
-        exports = {
-            rank: self.ranks.actors[rank].export_weights.remote(message)
-            for rank in range(self.group.rank, len(self.ranks.actors), self.group.world_size)
-        }
-        with self.devices.stage("sync", *map(rank_name, exports)):
-            exported = await self.ranks.answers(exports)
-        return await self.group.broadcast(exported.get(0))
-
-    async def _scored(self, message: Score) -> list[Any]:
-        """Return what the replicas answer for each of this controller's micro-batches."""
+    async def score(self, role: str, micro_batches: Sequence[BatchT], *, with_routing: bool = False) -> list[list[Any]]:
+        message = Score(role=role, micro_batches=micro_batches, with_routing=with_routing)
         answers, parts, owners = await self._computed(message)
         back: list[list[tuple[int, Any]]] = [[] for _ in range(self.group.world_size)]
         for replica, outputs in answers.items():
@@ -284,6 +202,44 @@ class RayTrainerClient(Generic[BatchT]):
                 back[owner].append((place, of_batch))
         received = [entry for part in await self.group.all_to_all(back) for entry in part]
         return [outputs for _, outputs in sorted(received, key=lambda entry: entry[0])]
+
+    async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
+        """Score by one rank: each call asks the next."""
+        rank = (self.group.rank + self._num_alone) % len(self.ranks.actors)
+        self._num_alone += 1
+        message = Score(role=role, micro_batches=[put(list(micro_batch))], with_routing=False)
+        [outputs] = (await self._asked("prepare", {rank: message}))[rank]
+        return outputs
+
+    async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
+        answers, _, owners = await self._computed(TrainStep(role=role, micro_batches=micro_batches))
+        return await self.group.broadcast(answers.get(0)) if owners else {}
+
+    async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
+        """Send the weights from rank 0 to the engines, by reference."""
+        newest = max(await self.group.all_gather(policy.weight_version))
+        references = await self._exported(averaged=averaged, digests_only=False)
+        # A run that went back to an earlier step has engines with later weights.
+        await policy.update_weights(references, version=max(version, newest + 1))
+        await self.group.barrier()
+
+    async def check_policy(self, policy: PolicyEngine) -> None:
+        await check_weights(policy, await self._exported(averaged=False, digests_only=True))
+        await self.group.barrier()
+
+    async def _exported(self, **options: bool) -> Any:
+        """Return what `TrainingRank.export_weights` answers on rank 0; all ranks gather the policy's weights."""
+        ranks = range(self.group.rank, len(self.ranks.actors), self.group.world_size)
+        with self.devices.stage("sync", *map(rank_name, ranks)):
+            calls = {rank: self.ranks.actors[rank].export_weights.remote(**options) for rank in ranks}
+            exported = await self.ranks.answers(calls)
+        return await self.group.broadcast(exported.get(0))
+
+    async def _asked(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
+        """Return the answers of ranks, which are in this stage meanwhile."""
+        with self.devices.stage(stage, *map(rank_name, messages)):
+            calls = {rank: self.ranks.actors[rank].ask.remote(message) for rank, message in messages.items()}
+            return await self.ranks.answers(calls)
 
     async def _computed(self, message: Computation) -> tuple[dict[int, Any], list[list[int]], list[tuple[int, int]]]:
         """Have all replicas compute, and return the answers of those that this controller asks.
@@ -295,17 +251,12 @@ class RayTrainerClient(Generic[BatchT]):
         owners = [(owner, place) for owner, part in enumerate(everyones) for place in range(len(part))]
         if not owners:
             return {}, [], []
-        batches = [entry for part in everyones for entry in part]
-        parts = deal([cost for _, cost in batches], self.ranks.replicas[message.role][0][1])
-        # All ranks of a replica get its micro-batches.
-        calls: dict[int, Any] = {}
-        replicas = [replica for replica, _ in self.ranks.replicas[message.role]]
-        for rank, replica in enumerate(replicas):
-            if replica % self.group.world_size == self.group.rank:
-                part = replace(message, micro_batches=[batches[i][0] for i in parts[replica]])
-                calls[rank] = self.ranks.actors[rank].ask.remote(part)
+        batches, costs = zip(*(entry for part in everyones for entry in part), strict=True)
+        replicas = self.ranks.replicas[message.role]
+        parts, messages = deal_message(replace(message, micro_batches=batches), costs, replicas)
+        size = self.group.world_size
+        own_ranks = [rank for rank, (replica, _) in enumerate(replicas) if replica % size == self.group.rank]
         stage = "train" if isinstance(message, TrainStep) else "prepare"
-        with self.devices.stage(stage, *map(rank_name, calls)):
-            answers = await self.ranks.answers(calls)
-        asked = range(self.group.rank, len(parts), self.group.world_size)
-        return {replica: answers[replicas.index(replica)] for replica in asked}, parts, owners
+        answers = await self._asked(stage, {rank: messages[rank] for rank in own_ranks})
+        # All ranks of a replica have the same answer.
+        return {replicas[rank][0]: answer for rank, answer in reversed(answers.items())}, parts, owners
