@@ -42,57 +42,22 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     arrives starts at once if fewer than `max_num_seqs` run, and otherwise when one ends; running sequences stand still
     while its prompt is computed. Waiting requests are served in order.
     """
-    counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
         nothing = np.empty(0)
-        return EngineRun(finish=nothing, busy_replica=counts[:0], busy_from=nothing, busy_to=nothing)
-    order = np.argsort(requests.replica, kind="stable")
-    arrival = requests.arrival[order]
-    ends = np.cumsum(counts)
-    if counts.max() <= costs.max_num_seqs and (arrival == np.repeat(arrival[ends - 1], counts)).all():
-        return _run_together(costs, counts, requests)
-    batch = _Batch(costs, requests, order, counts)
+        return EngineRun(finish=nothing, busy_replica=requests.replica, busy_from=nothing, busy_to=nothing)
+    batch = _Batch(costs, num_replicas, requests)
     while batch.num_unfinished:
         batch.advance()
     return batch.result()
 
 
-def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> EngineRun:
-    """Simulate in closed form the case in which all requests of a replica start together and none waits."""
-    order = np.lexsort((requests.length, requests.replica))
-    used = np.flatnonzero(counts)
-    ends = np.cumsum(counts[used])
-    starts = ends - counts[used]
-    length = requests.length[order]
-
-    def up_to(values: Floats) -> Floats:
-        """Sum over the requests of the same replica that end no later: [Q]."""
-        total = np.cumsum(values)
-        return total - np.repeat(total[starts] - values[starts], counts[used])
-
-    def from_here(values: Floats) -> Floats:
-        """Sum over the requests of the same replica that end no earlier: [Q]."""
-        return np.repeat(np.add.reduceat(values, starts), counts[used]) - up_to(values) + values
-
-    running = from_here(np.ones(len(order)))
-    done = np.concatenate([[0.0], length[:-1]])
-    done[starts] = 0.0
-    held = from_here(requests.context[order]) + running * done
-    prefill_s = np.add.reduceat(requests.prefill[order] * costs.prefill_per_token_s, starts)
-    arrival = requests.arrival[order]
-    finish = np.empty(len(order))
-    # Sequences that end at the same step end at the very same second.
-    decoded_s = up_to(costs.decode_s(length - done, running, held))
-    finish[order] = arrival + np.repeat(prefill_s, counts[used]) + decoded_s
-    return EngineRun(finish=finish, busy_replica=used, busy_from=arrival[starts], busy_to=finish[order[ends - 1]])
-
-
 class _Batch:
     """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
 
-    def __init__(self, costs: EngineCosts, requests: Requests, order: Ints, counts: Ints) -> None:
+    def __init__(self, costs: EngineCosts, num_replicas: int, requests: Requests) -> None:
+        counts = np.bincount(requests.replica, minlength=num_replicas)
         self._costs = costs
-        self._order = order
+        self._order = order = np.argsort(requests.replica, kind="stable")
         # After the last request stands one that never arrives.
         self._arrival = np.append(requests.arrival[order], np.inf)
         self._prefill_s = requests.prefill[order] * costs.prefill_per_token_s
@@ -102,7 +67,6 @@ class _Batch:
         self._next = self._end - counts
         self.num_unfinished = len(order)
 
-        num_replicas = len(counts)
         self._num_slots = min(costs.max_num_seqs, int(counts.max()))
         self._time = np.zeros(num_replicas)
         self._steps = np.zeros(num_replicas)

@@ -15,7 +15,7 @@ from gcore_placement.workload.traces import Wave
 def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
     """Return the responses in order of groups, from second 0: each replica gets an equal run of neighbours.
 
-    So most groups stay together, and on each replica a group's prompt is computed once.
+    Most groups stay together; on each replica a group's prompt is computed once.
     """
     parts: list[tuple[Floats, ...]] = []
     replicas: list[Ints] = []
