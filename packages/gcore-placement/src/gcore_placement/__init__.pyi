@@ -33,8 +33,8 @@ from .partition.space import (
     engine_load as engine_load,
 )
 from .partition.strategy_choice import StrategyChoice as StrategyChoice
-from .planning.engines import EnginePlan as EnginePlan
 from .planning.layouts import TrainingLayout as TrainingLayout
+from .planning.options import EnginePlan as EnginePlan
 from .planning.planner import Alternative as Alternative, Plan as Plan, plan as plan
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from gcore_placement.errors import MissingExtraError
 from gcore_placement.ledger import CAUSES, COLUMNS, Ledger, StepIntervals
-from gcore_placement.planning.engines import EnginePlan
+from gcore_placement.planning.options import EnginePlan
 from gcore_placement.planning.planner import Plan
 from gcore_placement.simulation.simulator import IDLE, Comparison
 

@@ -9,9 +9,8 @@ import numpy as np
 
 from gcore_placement.costs import SwapCosts, times
 from gcore_placement.forecast import EngineStage, added_by_reward, num_swaps
-from gcore_placement.planning.engines import EngineOptions, Engines
 from gcore_placement.planning.layouts import Setting
-from gcore_placement.planning.training import TrainingChoice, TrainingOptions
+from gcore_placement.planning.options import EngineOptions, Engines, TrainingChoice, TrainingOptions
 from gcore_placement.strategies import STRATEGIES, Strategy
 
 

@@ -12,8 +12,8 @@ from gcore_placement.costs import JobCosts
 from gcore_placement.errors import PlacementError, refusal
 from gcore_placement.forecast import STAGES, Correction, Job, StepTime, check_planned, predict_step
 from gcore_placement.planning.candidates import Candidate, Candidates
-from gcore_placement.planning.engines import EnginePlan
 from gcore_placement.planning.layouts import Setting, TrainingLayout
+from gcore_placement.planning.options import EnginePlan
 from gcore_placement.quantities import check_positive
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 
