@@ -135,7 +135,8 @@ class Trace:
         if set(arrays) != {"format", *(field.name for field in fields(cls))} or int(arrays["format"]) != FORMAT:
             raise PlacementError(f"{path} holds {sorted(arrays)}; expected a trace of format {FORMAT}")
         del arrays["format"]
-        return cls(**{**arrays, "name": str(arrays["name"])})
+        arrays["name"] = str(arrays["name"])
+        return cls(**arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
