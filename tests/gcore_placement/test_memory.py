@@ -12,8 +12,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gcore_placement import Efficiency, ModelShape, TrainingLayout
 from gcore_placement.planning import layouts as memory
-from gcore_placement.planning.engines import EngineRoofline
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
+from gcore_placement.planning.options import EngineRoofline
 
 GB = 1e9
 

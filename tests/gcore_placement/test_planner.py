@@ -25,8 +25,8 @@ from gcore_placement import (
 )
 from gcore_placement.forecast import STAGES
 from gcore_placement.planning import layouts as memory
-from gcore_placement.planning.engines import EngineRoofline
 from gcore_placement.planning.layouts import Backend, TrainingLayouts
+from gcore_placement.planning.options import EngineRoofline
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3",

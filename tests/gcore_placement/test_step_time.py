@@ -20,7 +20,7 @@ from gcore_placement import (
     predict_step,
 )
 from gcore_placement.forecast import waves_seconds
-from gcore_placement.planning.engines import EngineRoofline
+from gcore_placement.planning.options import EngineRoofline
 from gcore_placement.strategies import Strategy
 
 ENGINE = EngineCosts(

@@ -11,7 +11,7 @@ from planning_jobs import make_cluster, make_job
 from gcore_placement import Cluster, Efficiency, Job, TrainingLayout
 from gcore_placement.costs import TrainingLaws
 from gcore_placement.planning.layouts import Backend, TrainingLayouts, training_layouts
-from gcore_placement.planning.training import training_laws
+from gcore_placement.planning.options import training_laws
 
 PEAK = Efficiency(training=1.0, attention=1.0, links=1.0, memory=1.0, micro_batch_s=0.0)
 FLOPS_PER_S, LINK, BETWEEN_NODES, MEMORY = 989e12, 450e9, 50e9, 3.35e12

@@ -23,6 +23,7 @@ from .ledger import Ledger as Ledger, StepIntervals as StepIntervals, read_spans
 from .partition.dynamic_partition import (
     DynamicPartition as DynamicPartition,
     DynamicPartitionConfig as DynamicPartitionConfig,
+    StrategyChoice as StrategyChoice,
 )
 from .partition.space import (
     EngineWork as EngineWork,
@@ -32,9 +33,8 @@ from .partition.space import (
     RoleLoad as RoleLoad,
     engine_load as engine_load,
 )
-from .partition.strategy_choice import StrategyChoice as StrategyChoice
-from .planning.engines import EnginePlan as EnginePlan
 from .planning.layouts import TrainingLayout as TrainingLayout
+from .planning.options import EnginePlan as EnginePlan
 from .planning.planner import Alternative as Alternative, Plan as Plan, plan as plan
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (

@@ -200,8 +200,8 @@ def num_swaps(job: Job, *, strategy: Strategy) -> float:
 def training_seconds(costs: TrainingCosts, tokens: float, pairs: float, num_devices: int) -> tuple[float, float]:
     """Return the seconds of preparation and of training for a step of T tokens and A attended pairs.
 
-    Training takes, on each of D devices whose work is even, base_s + (per_token_s * T + per_pair_s * A) / D, and a pass
-    that only scores takes `forward_share` of the second term.
+    Training takes, on each of D even devices, base_s + (per_token_s * T + per_pair_s * A) / D, and a pass that only
+    scores takes `forward_share` of the second term.
     """
     pass_s = (costs.per_token_s * tokens + costs.per_pair_s * pairs) / num_devices
     return costs.num_forward_passes * costs.forward_share * pass_s, costs.base_s + pass_s

@@ -109,11 +109,9 @@ class Ledger:
         """Assign each nanosecond of each device.
 
         A device in a stage works; in several at once, in the one that started last. One in no stage idles for the
-        earliest stage that a controller is in, for which all wait: an engine in generation for the long tail, in reward
-        for that, and later for weights; a judge in generation for that, in reward for the tail of the judgements, and
-        later for the weights that the next responses need; a trainer for generation, for reward, in sync for weights,
-        and else for other trainers that are busy: imbalance. Stages named swap, data, checkpoint or failure are causes
-        as they are. What is left is unassigned. Where no device is named, controllers stand for them.
+        earliest stage that a controller is in, for which all wait: by the table above, or for other devices of its role
+        that are busy (imbalance). Stages named swap, data, checkpoint or failure are causes as they are. What is left
+        is unassigned. Where no device is named, controllers stand for them.
         """
         device_ns: dict[str, dict[str, int]] = {}
         total_ns: dict[str, int] = {}

@@ -54,7 +54,7 @@ def check_amounts(field: str, values: ArrayLike) -> Floats:
 
 
 def check_amount_list(field: str, values: ArrayLike) -> Floats:
-    """Return such numbers as float64 [num_items]."""
+    """Return the numbers of `check_amounts` as float64 [num_items]."""
     amounts = check_amounts(field, values)
     if amounts.ndim != 1:
         raise refusal(f"{field}.ndim", amounts.ndim, "1 (one number per item)")
@@ -115,11 +115,7 @@ class Lengths:
 
     @classmethod
     def log_normal(cls, *, median: float, sigma: float, longest: float) -> Self:
-        """Return log-normal lengths, cut at `longest`; `sigma` is the standard deviation of their logarithm.
-
-        Raises:
-            PlacementError: median or longest is not above 0, sigma is negative, or the median is beyond the longest.
-        """
+        """Return log-normal lengths, cut at `longest`, at least `median`; sigma is that of their logarithm."""
         check_above_0("median", median)
         check_above_0("longest", longest)
         check_amounts("sigma", sigma)
@@ -131,11 +127,7 @@ class Lengths:
 
     @classmethod
     def recorded(cls, lengths: ArrayLike) -> Self:
-        """Return the distribution of recorded lengths.
-
-        Raises:
-            PlacementError: there is none, or one is negative or not finite.
-        """
+        """Return the distribution of recorded lengths, of which there must be one."""
         values = np.sort(check_amount_list("lengths", lengths))
         if not values.size:
             raise refusal("lengths", [], "at least one length")
@@ -201,9 +193,6 @@ class TransformerWorkload:
     Dense (Llama, Mistral, Qwen2, Qwen3), or with a mixture of experts in the place of some MLPs (Mixtral, Qwen3-MoE).
     Fields carry their Hugging Face names; every one is an integer of at least 1, but for those of the mixture, which a
     dense model leaves at 0; num_key_value_heads divides num_attention_heads.
-
-    Raises:
-        PlacementError: a field is out of these bounds.
     """
 
     hidden_size: int
@@ -238,9 +227,8 @@ class TransformerWorkload:
 
         `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`.
 
-        Raises:
-            PlacementError: a key is missing (it is named), a value is out of bounds, or the model has shared experts
-                or compressed keys and values, whose work this shape does not describe.
+        PlacementError names a key that is missing, out of bounds, or of shared experts or compressed keys and values,
+        whose work this shape does not describe.
         """
         for key in _UNDESCRIBED_KEYS:
             if config.get(key):
@@ -312,10 +300,7 @@ class TransformerWorkload:
         that a token goes through and the router stand in the place of 3 h i.
 
         Args:
-            lengths: tokens per sequence, any shape, which the result has.
-
-        Raises:
-            PlacementError: a length is negative, not finite or not whole.
+            lengths: whole tokens per sequence, any shape, which the result has.
         """
         tokens = check_lengths("lengths", lengths)
         return self._flops(tokens=tokens, pairs=tokens * (tokens + 1) / 2)
@@ -333,9 +318,6 @@ class TransformerWorkload:
 
         Returns:
             FLOPs of each whole group, shape [...]; 0-dimensional for one group.
-
-        Raises:
-            PlacementError: a length is negative, not finite or not whole, or the shapes do not fit each other.
         """
         prompts = check_lengths("prompt_length", prompt_length)
         responses = check_lengths("response_lengths", response_lengths)

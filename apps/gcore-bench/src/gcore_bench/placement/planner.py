@@ -16,9 +16,8 @@ from gcore_bench.harness.report import figures_table
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.small_runs import Kind, SmallRun, small_runs
 from gcore_placement import Cluster, Device, Efficiency, JobCosts, TrainingLayout, predict_step
-from gcore_placement.planning.engines import EngineRoofline
 from gcore_placement.planning.layouts import TrainingLayouts, total, training_memory
-from gcore_placement.planning.training import training_laws
+from gcore_placement.planning.options import EngineRoofline, training_laws
 
 CPU = Device(
     name="CPU",

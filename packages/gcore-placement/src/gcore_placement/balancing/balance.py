@@ -43,17 +43,14 @@ def balance(
         equal_count: every part gets num_items / num_parts items.
         max_count: no part gets more items than this. Not together with `equal_count`.
         weights: [num_items], what an item takes of its part's capacity, such as tokens of memory, at least 0.
-        capacity: no part's summed weights exceed this. With `weights` alone, and with neither of the counts.
+        capacity: no part's summed weights exceed this. With `weights` alone, and with neither of the counts. Whether
+            items fit at all is bin packing: they are tried longest first and heaviest first, so that a capacity within
+            a few percent of sum(weights) / num_parts may be refused (PlacementError) though a packing exists.
         tolerance: relative distance from the least possible largest sum, so far as that is known, at which the search
             may end: 1e-4 takes a fraction of the time of 0.
 
     Returns:
         The indices of each part, ascending. A part is empty only where there are fewer items than parts.
-
-    Raises:
-        PlacementError: a cost or weight is negative or not finite, or the counts or the capacity asked for cannot be
-            met. Whether items fit at all is bin packing: they are tried longest first and heaviest first, so that a
-            capacity within a few percent of sum(weights) / num_parts may be refused though a packing exists.
     """
     amounts = check_amount_list("costs", costs)
     check_positive("num_parts", num_parts)
@@ -89,13 +86,12 @@ def scale_to_one(costs: Floats) -> Floats:
 
 
 def _most_per_part(num_items: int, num_parts: int, *, equal_count: bool, max_count: int | None) -> int:
+    if equal_count and max_count is not None:
+        raise refusal("max_count", max_count, "None with equal_count=True, which already fixes the counts")
     if equal_count:
-        if max_count is not None:
-            raise refusal("max_count", max_count, "None with equal_count=True, which already fixes the counts")
         if num_items % num_parts:
-            raise PlacementError(
-                f"costs has {num_items} values; expected a multiple of num_parts ({num_parts}) with equal_count=True"
-            )
+            accepted = f"a multiple of num_parts ({num_parts}) with equal_count=True"
+            raise PlacementError(f"costs has {num_items} values; expected {accepted}")
         return num_items // num_parts
     if max_count is None:
         return num_items
@@ -128,22 +124,20 @@ def _capacity(
 def _start_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> Ints:
     """Return a start that keeps the capacity: by cost where that works, by weight otherwise."""
     start = longest_first(costs, num_parts, max_count=len(costs))
-    if np.bincount(start, weights, num_parts).max() <= capacity:
+    if sum_per_part(start, weights, num_parts).max() <= capacity:
         return start
     start = longest_first_within(costs, weights, num_parts, capacity=capacity)
-    if start is not None:
-        return fill_empty(start, num_parts)
-    by_weight = np.argsort(-weights, kind="stable")
-    packed = best_fit_decreasing(weights[by_weight], capacity=capacity)
-    if packed.max() >= num_parts:
-        packed = longest_first(weights[by_weight], num_parts, max_count=len(costs))
-        if (fullest := float(np.bincount(packed, weights[by_weight], num_parts).max())) > capacity:
-            total = float(weights.sum())
-            raise refusal(
-                "capacity", capacity, f"at least {fullest} for weights of {total} together in {num_parts} parts"
-            )
-    start = np.empty(len(costs), dtype=np.intp)
-    start[by_weight] = packed
+    if start is None:
+        by_weight = np.argsort(-weights, kind="stable")
+        packed = best_fit_decreasing(weights[by_weight], capacity=capacity)
+        if packed.max() >= num_parts:
+            packed = longest_first(weights[by_weight], num_parts, max_count=len(costs))
+            fullest, total = float(sum_per_part(packed, weights[by_weight], num_parts).max()), float(weights.sum())
+            if fullest > capacity:
+                accepted = f"at least {fullest} for weights of {total} together in {num_parts} parts"
+                raise refusal("capacity", capacity, accepted)
+        start = np.empty(len(costs), dtype=np.intp)
+        start[by_weight] = packed
     return fill_empty(start, num_parts)
 
 
@@ -163,17 +157,13 @@ def micro_batches(
     a budget that is full to the last few percent leaves little choice. Deterministic.
 
     Args:
-        lengths: [num_sequences], tokens of each sequence.
-        max_tokens: the budget of one micro-batch, in tokens.
+        lengths: [num_sequences], tokens of each sequence, at most `max_tokens`.
         num_multiple: the count is a multiple of this, as a pipeline schedule may ask.
         costs: [num_sequences], what to make even, such as `TransformerWorkload.flops(lengths)`; `lengths` if None.
 
     Returns:
         The indices of each micro-batch, ascending. One is empty only where rounding up left fewer sequences than
         micro-batches; no sequences give no micro-batches.
-
-    Raises:
-        PlacementError: a sequence is longer than `max_tokens`, or a length, cost or count is out of bounds.
     """
     tokens = check_lengths("lengths", check_amount_list("lengths", lengths))
     check_positive("max_tokens", max_tokens)

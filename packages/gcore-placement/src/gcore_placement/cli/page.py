@@ -38,9 +38,8 @@ _LINES = {"colocated": "#888888", "split": "#2f6fb0", "dynamic": "#d9664a", "cla
 def page(comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, WaveRuns]] = ()) -> str:
     """Return the page.
 
-    Args:
-        comparisons: each a table of strategies, bars of where device-seconds went, and lines over the steps.
-        timelines: a name and the runs of one wave each, drawn as the devices that are busy over time.
+    A comparison is a table of strategies, bars of where device-seconds went, and lines over the steps; a timeline, of
+    the runs of one wave, shows the devices that are busy over time.
     """
     parts = [_comparison(comparison) for comparison in comparisons]
     if timelines:
@@ -54,10 +53,8 @@ def page(comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, Wa
 
 def _comparison(comparison: Comparison) -> str:
     runs = comparison.runs
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("strategy", "seconds a step", "against dynamic", "idle, of device-seconds", "moves")
-    )
+    columns = ("strategy", "seconds a step", "against dynamic", "idle, of device-seconds", "moves")
+    head = "".join(f"<th>{name}</th>" for name in columns)
     rows = "".join(
         f"<tr><td>{run.strategy}</td><td>{run.step_s:,.1f} s</td>"
         f"<td>{run.seconds / comparison['dynamic'].seconds:.2f} x</td>"

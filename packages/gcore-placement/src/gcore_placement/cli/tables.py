@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from gcore_placement.errors import MissingExtraError
 from gcore_placement.ledger import CAUSES, COLUMNS, Ledger, StepIntervals
-from gcore_placement.planning.engines import EnginePlan
+from gcore_placement.planning.options import EnginePlan
 from gcore_placement.planning.planner import Plan
 from gcore_placement.simulation.simulator import IDLE, Comparison
 
@@ -23,10 +23,7 @@ _FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that noth
 
 
 def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
-    """Print the shares of each role's device time, and of all: work, then causes of idleness.
-
-    A row for each column that has time, a column for each role.
-    """
+    """Print the shares of each role's device time, and of all: work, then causes of idleness, where there is any."""
     console = _console()
     device_s = sum(ledger.total_ns.values()) / 1e9
     span = f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"
@@ -51,32 +48,21 @@ def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan: devices, seconds, memory and reasons."""
     console = _console()
-    cluster, usable = plan.cluster, plan.usable_bytes
-    console.print(
-        Text(
-            f"{plan.num_devices} of {cluster.num_devices} x {cluster.device.name}, {plan.strategy}: "
-            f"{plan.step_s:.1f} s a step, {_gb(plan.peak_bytes)} of {_gb(usable)} usable"
-        ),
-        soft_wrap=True,
+    text = (
+        f"{plan.num_devices} of {plan.cluster.num_devices} x {plan.cluster.device.name}, {plan.strategy}: "
+        f"{plan.step_s:.1f} s a step, {_gb(plan.peak_bytes)} of {_gb(plan.usable_bytes)} usable"
     )
+    console.print(Text(text), soft_wrap=True)
     state = "on the host while engines work" if plan.offload else "stays on the devices"
     engines = [(role, found) for role, found in (("policy", plan.policy), ("judge", plan.judge)) if found is not None]
     roles = [(role, str(found.num_devices), _engines(found)) for role, found in engines]
+    roles.append(("training", str(plan.num_devices), f"{plan.training}; state {state}"))
+    stages = [(name.removesuffix("_s"), f"{seconds:.1f} s") for name, seconds in vars(plan.step).items()]
     memory = [
         (phase, _gb(sum(parts.values())), ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size))
         for phase, parts in plan.memory.items()
     ]
-    tables = [
-        _table(
-            ("role", "devices", "layout"),
-            [*roles, ("training", str(plan.num_devices), f"{plan.training}; state {state}")],
-        ),
-        _table(
-            ("stage", "seconds"),
-            [(k.removesuffix("_s"), f"{v:.1f} s") for k, v in vars(plan.step).items()],
-            right=("seconds",),
-        ),
-    ]
+    tables = [_table(("role", "devices", "layout"), roles), _table(("stage", "seconds"), stages, right=("seconds",))]
     if plan.correction is not None:
         factors = [(stage, f"{factor:.2f}") for stage, factor in plan.correction.items()]
         tables.append(_table(("laws of", "measured / predicted"), factors, right=("measured / predicted",)))

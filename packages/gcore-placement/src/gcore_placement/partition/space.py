@@ -1,6 +1,5 @@
 """Partitions of the devices between generation and reward, and the load of either role on them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -114,10 +113,6 @@ class PartitionSpace(Checked):
     def nearest(self, policy_devices: float) -> Partition:
         """Return the partition whose policy has about so many devices."""
         return self.partitions[int(np.abs(self.role_devices[:, 0] - policy_devices).argmin())]
-
-    def from_data(self, data: Mapping[str, int]) -> Partition:
-        """Return the partition of a mapping. Raises PlacementError if the cluster does not allow it."""
-        return self.partitions[self.index(Partition(**data))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ import numpy as np
 
 from gcore_placement.costs import SwapCosts, times
 from gcore_placement.forecast import EngineStage, added_by_reward, num_swaps
-from gcore_placement.planning.engines import EngineOptions, Engines
 from gcore_placement.planning.layouts import Setting
-from gcore_placement.planning.training import TrainingChoice, TrainingOptions
+from gcore_placement.planning.options import EngineOptions, Engines, TrainingChoice, TrainingOptions
 from gcore_placement.strategies import STRATEGIES, Strategy
 
 
@@ -91,21 +90,18 @@ class Candidates:
         other_s: float,
     ) -> Iterator[Candidate]:
         """Yield the partition with the shortest sampling, if one holds both roles; ``other_s``: all but sampling."""
-        if judge is None:
-            policy_replicas, judge_replicas = np.array([num_devices // policy.tp]), np.array([0])
-            waves_s = policy.waves_s[:, policy_replicas - 1]
-        else:
-            if STRATEGIES[strategy].is_time_shared:
-                policy_replicas = np.array([num_devices // policy.tp])
-                judge_replicas = np.array([num_devices // judge.tp])
-            else:
-                policy_replicas = np.arange(1, (num_devices - judge.tp) // policy.tp + 1)
-                judge_replicas = (num_devices - policy_replicas * policy.tp) // judge.tp
-            if not policy_replicas.size:
-                return
-            generation = policy.waves_s[:, policy_replicas - 1]
+        policy_replicas, judge_replicas = np.array([num_devices // policy.tp]), np.array([0])
+        if judge is not None and STRATEGIES[strategy].is_time_shared:
+            judge_replicas = np.array([num_devices // judge.tp])
+        elif judge is not None:
+            policy_replicas = np.arange(1, (num_devices - judge.tp) // policy.tp + 1)
+            judge_replicas = (num_devices - policy_replicas * policy.tp) // judge.tp
+        if not policy_replicas.size:
+            return
+        waves_s = policy.waves_s[:, policy_replicas - 1]
+        if judge is not None:
             judging, last_s = judge.waves_s[:, judge_replicas - 1], judge.last_s[judge_replicas - 1]
-            waves_s = generation + added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
+            waves_s = waves_s + added_by_reward(waves_s, judging, strategy=strategy, last_s=last_s)
         sampling_s = self.setting.job.wave_chances @ waves_s
         best = int(sampling_s.argmin())
         yield Candidate(

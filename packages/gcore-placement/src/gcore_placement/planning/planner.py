@@ -12,8 +12,8 @@ from gcore_placement.costs import JobCosts
 from gcore_placement.errors import PlacementError, refusal
 from gcore_placement.forecast import STAGES, Correction, Job, StepTime, check_planned, predict_step
 from gcore_placement.planning.candidates import Candidate, Candidates
-from gcore_placement.planning.engines import EnginePlan
 from gcore_placement.planning.layouts import Setting, TrainingLayout
+from gcore_placement.planning.options import EnginePlan
 from gcore_placement.quantities import check_positive
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 
@@ -84,13 +84,11 @@ def plan(
 
     Args:
         strategy: None: the fastest; without a judge, colocated.
-        efficiency: shares of their data sheets that devices reach; None: `Efficiency`'s defaults.
-        correction: measurements of a run of such a job; None: none.
+        correction: measurements of a run of such a job.
         most_num_seqs: most sequences of an engine at once, however much memory there is.
 
     Raises:
-        PlacementError: nothing fits: the message says what is too large, and what would fit; or split or dynamic is
-            given without a judge.
+        PlacementError: nothing fits: the message says what is too large, and what would fit.
     """
     if strategy is not None:
         check_planned(strategy)
@@ -173,19 +171,15 @@ def _why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
     if options.total_bytes[smallest] > usable:
         parts = sorted(((float(v[smallest]), k) for k, v in options.memory.items()), reverse=True)[:3]
         most = ", ".join(f"{name} {_gb(size)}" for size, name in parts)
-        lines.append(
-            f"training needs at least {_gb(options.total_bytes[smallest])} on each device ({most}; "
-            f"{options.layouts[smallest]})"
-        )
+        needs = _gb(options.total_bytes[smallest])
+        lines.append(f"training needs at least {needs} on each device ({most}; {options.layouts[smallest]})")
     for name, engines in (("policy", known.policy), ("judge", known.judge)):
         if engines is not None:
             needs, tp = min((engines.least_bytes(tp), tp) for tp in engines.sizes(size))
             if needs > usable:
                 lines.append(f"an engine of the {name} needs {_gb(needs)} on each device even at TP {tp}")
-    if not lines:
-        lines.append(
-            f"roles do not fit on the same devices, nor states into {_gb(cluster.host_memory_bytes)} of the host"
-        )
+    host = _gb(cluster.host_memory_bytes)
+    lines = lines or [f"roles do not fit on the same devices, nor states into {host} of the host"]
     fits = ", or ".join(_what_would_fit(known.setting, strategy)) or "nothing that was tried"
     return (
         f"nothing fits on {cluster.num_devices} x {cluster.device.name}, of whose {_gb(cluster.device.memory_bytes)} "

@@ -49,44 +49,6 @@ class SimulatedStep:
     """Devices that changed their role before each wave."""
 
 
-def whole_step(
-    costs: JobCosts,
-    waves: Sequence[WaveOutcome],
-    *,
-    num_devices: int,
-    tokens_and_pairs: tuple[float, float],
-    partitions: Sequence[Partition] = (),
-    moved_devices: Sequence[int] = (),
-) -> SimulatedStep:
-    """Combine waves into a step, with the preparation, training and weight sync of all devices after them.
-
-    Engines wake before the waves and sleep after them; where roles take turns (no partitions), also between waves.
-    """
-    swap_s = (costs.swap.sleep_s + costs.swap.wake_s) * (1 if partitions else len(waves))
-    prepare_s, train_s = training_seconds(costs.training, *tokens_and_pairs, num_devices)
-    stage_s = {
-        "swap": swap_s,
-        "generation": sum(wave.seconds for wave in waves),
-        "preparation": prepare_s,
-        "training": train_s,
-        "weight_sync": costs.training.sync_s,
-    }
-    policy_devices = partitions[-1].policy_devices if partitions else num_devices
-    device_s = {name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in (*WORK, *IDLE)}
-    device_s["swap"] += num_devices * swap_s
-    device_s["preparation"] += num_devices * prepare_s
-    device_s["training"] += num_devices * train_s
-    device_s["weight_sync"] += policy_devices * costs.training.sync_s
-    device_s["waiting_for_weights"] += (num_devices - policy_devices) * costs.training.sync_s
-    return SimulatedStep(
-        seconds=sum(stage_s.values()),
-        stage_s=stage_s,
-        device_s=device_s,
-        partitions=tuple(partitions),
-        moved_devices=tuple(moved_devices),
-    )
-
-
 def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:
     """Return the loads of a wave on a partition that a live run would observe: of the policy, and of the reward.
 
@@ -191,28 +153,19 @@ class Simulator:
 
     def split(self, partition: Partition) -> StrategyRun:
         """Simulate split: the same partition in each wave."""
-        return self._known_run("split", [self.space.index(partition)] * len(self._waves))
+        chosen = [self.space.index(partition)] * len(self._waves)
+        return self._fastest("split", lambda: chosen)
 
     def best_split(self) -> StrategyRun:
-        """Simulate the split that is fastest over the whole trace, chosen with hindsight: exactly, by lower bounds."""
-        while True:
-            index = int(self._least_s.sum(axis=0).argmin())
-            if all((wave, index) in self._known for wave in range(len(self._waves))):
-                return self.split(self.space.partitions[index])
-            self._simulate(range(len(self._waves)), index)
+        """Simulate the split that is fastest over the whole trace, chosen with hindsight."""
+        return self._fastest("split", lambda: [int(self._least_s.sum(axis=0).argmin())] * len(self._waves))
 
     def clairvoyant(self) -> StrategyRun:
-        """Simulate the fastest partition of each wave, known in advance, with moves that take no time; exact, too.
+        """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
 
         No strategy that keeps to the space's partitions takes less in any wave.
         """
-        while True:
-            chosen = self._least_s.argmin(axis=1).tolist()
-            unknown = [wave for wave, index in enumerate(chosen) if (wave, index) not in self._known]
-            if not unknown:
-                return self._known_run("clairvoyant", chosen)
-            for index in {chosen[wave] for wave in unknown}:
-                self._simulate([wave for wave in unknown if chosen[wave] == index], index)
+        return self._fastest("clairvoyant", lambda: self._least_s.argmin(axis=1).tolist())
 
     def dynamic(
         self,
@@ -260,29 +213,56 @@ class Simulator:
             before = partition
         return self._run("dynamic", outcomes, partitions)
 
+    def _fastest(self, strategy: str, choose: Callable[[], list[int]]) -> StrategyRun:
+        """Simulate the partitions that `choose` gives for the waves by lower bounds, until it stays: that is exact."""
+        chosen: list[int] = []
+        while (better := choose()) != chosen:
+            chosen = better
+            for index in set(chosen):
+                self._simulate([wave for wave, own in enumerate(chosen) if own == index], index)
+        outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
+        return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
+
     def _run(self, strategy: str, outcomes: Sequence[WaveOutcome], partitions: Sequence[Partition] = ()) -> StrategyRun:
         """Combine the outcomes of all waves, and the partitions they ran on; no partitions: colocated."""
         devices = [partition.policy_devices for partition in partitions]
         moved = np.abs(np.diff(devices, prepend=devices[:1])).tolist()
         steps = [
-            whole_step(
-                self.costs,
-                outcomes[first:end],
-                num_devices=self.space.num_devices,
-                tokens_and_pairs=self.trace.training_tokens(step),
-                partitions=partitions[first:end],
-                moved_devices=moved[first:end],
-            )
+            self._step(step, outcomes[first:end], partitions[first:end], moved[first:end])
             for step, (first, end) in enumerate(pairwise([0, *self._end]))
         ]
         return StrategyRun(strategy=strategy, num_devices=self.space.num_devices, steps=tuple(steps))
 
-    def _known_run(self, strategy: str, chosen: Sequence[int]) -> StrategyRun:
-        """Run each wave on the partition of an index, without moves."""
-        for index in set(chosen):
-            self._simulate([wave for wave, own in enumerate(chosen) if own == index], index)
-        outcomes = [self._known[wave, index] for wave, index in enumerate(chosen)]
-        return self._run(strategy, outcomes, [self.space.partitions[index] for index in chosen])
+    def _step(
+        self, step: int, waves: Sequence[WaveOutcome], partitions: Sequence[Partition], moved: Sequence[int]
+    ) -> SimulatedStep:
+        """Combine waves into a step, with the preparation, training and weight sync of all devices after them.
+
+        Engines wake before the waves and sleep after them; where roles take turns, also between waves.
+        """
+        num_devices, swap, sync_s = self.space.num_devices, self.costs.swap, self.costs.training.sync_s
+        swap_s = (swap.sleep_s + swap.wake_s) * (1 if partitions else len(waves))
+        prepare_s, train_s = training_seconds(self.costs.training, *self.trace.training_tokens(step), num_devices)
+        stage_s = {
+            "swap": swap_s,
+            "generation": sum(wave.seconds for wave in waves),
+            "preparation": prepare_s,
+            "training": train_s,
+            "weight_sync": sync_s,
+        }
+        policy_devices = partitions[-1].policy_devices if partitions else num_devices
+        device_s = {name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in (*WORK, *IDLE)}
+        for name in ("swap", "preparation", "training"):
+            device_s[name] += num_devices * stage_s[name]
+        device_s["weight_sync"] += policy_devices * sync_s
+        device_s["waiting_for_weights"] += (num_devices - policy_devices) * sync_s
+        return SimulatedStep(
+            seconds=sum(stage_s.values()),
+            stage_s=stage_s,
+            device_s=device_s,
+            partitions=tuple(partitions),
+            moved_devices=tuple(moved),
+        )
 
     def _simulate(self, waves: Iterable[int], index: int) -> None:
         """Simulate the waves on a partition that are not known, all at once."""

@@ -83,8 +83,7 @@ class DiffusionWorkload(Checked):
             classifier_free_guidance: every timestep is computed with the prompt and without.
             backward: FLOPs of training, forward and backward; else those of sampling.
 
-        Raises:
-            PlacementError: a number is negative, not finite or not whole, shapes do not broadcast, or `dit` has text.
+        PlacementError names a number that is negative, not finite or not whole, and shapes that do not broadcast.
         """
         given = {"heights": heights, "widths": widths, "text_tokens": text_tokens, "num_timesteps": num_timesteps}
         checked = {name: check_lengths(name, values) for name, values in given.items()}

@@ -84,9 +84,8 @@ class Trace:
         same_step = (step_change == 0) & np.isin(wave_change, (0, 1))
         next_step = (step_change == 1) & (self.wave[1:] == 0)
         if self.step[0] or self.wave[0] or not (same_step | next_step).all():
-            raise PlacementError(
-                "step and wave are out of order; expected both from 0, rising by 1, waves from 0 in each step"
-            )
+            accepted = "both from 0, rising by 1, waves from 0 in each step"
+            raise PlacementError(f"step and wave are out of order; expected {accepted}")
 
     @property
     def num_steps(self) -> int:
@@ -127,15 +126,13 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> "Trace":
         """Read a file that `save` has written. Raises PlacementError where it is not one, or has another format."""
-        names = {field.name for field in fields(cls)}
         try:
             with np.load(Path(path), allow_pickle=False) as stored:
                 arrays: dict[str, Any] = dict(stored)
         except (BadZipFile, EOFError, ValueError, TypeError) as error:
-            raise PlacementError(
-                f"{path} is not a trace; expected an .npz file written by Trace.save ({error})"
-            ) from error
-        if set(arrays) != {*names, "format"} or int(arrays["format"]) != FORMAT:
+            accepted = f"an .npz file written by Trace.save ({error})"
+            raise PlacementError(f"{path} is not a trace; expected {accepted}") from error
+        if set(arrays) != {"format", *(field.name for field in fields(cls))} or int(arrays["format"]) != FORMAT:
             raise PlacementError(f"{path} holds {sorted(arrays)}; expected a trace of format {FORMAT}")
         del arrays["format"]
         arrays["name"] = str(arrays["name"])
@@ -171,12 +168,12 @@ def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: in
     rows: list[dict[str, NDArray[Any]]] = []
     for number, step in enumerate(steps):
         check_positive(f"steps[{number}].num_prompts", step.num_prompts)
-        if not 0 <= step.num_accepted <= step.num_prompts:
-            raise refusal(f"steps[{number}].num_accepted", step.num_accepted, f"from 0 to {step.num_prompts}")
-        check_positive(f"steps[{number}].num_waves", step.num_waves)
-        if step.num_waves > step.num_prompts:
-            raise refusal(f"steps[{number}].num_waves", step.num_waves, f"at most num_prompts ({step.num_prompts})")
         groups = step.num_prompts
+        if not 0 <= step.num_accepted <= groups:
+            raise refusal(f"steps[{number}].num_accepted", step.num_accepted, f"from 0 to {groups}")
+        check_positive(f"steps[{number}].num_waves", step.num_waves)
+        if step.num_waves > groups:
+            raise refusal(f"steps[{number}].num_waves", step.num_waves, f"at most num_prompts ({groups})")
         row = {
             "step": np.full(groups, number),
             "wave": _waves(step),
