@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from gcore_trainer.config import LoRAConfig, OptimizerConfig, ParallelConfig
+from gcore_trainer.config import ABOVE_ZERO, LoRAConfig, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import merge_lora
 from gcore_trainer.megatron.adapters import add_adapters, target_layers
@@ -83,8 +83,7 @@ class MegatronTrainer(Trainer):
         lora: LoRAConfig | None = None,
         device: torch.device | None = None,
     ) -> None:
-        if not 0 < temperature < np.inf:
-            raise ConfigError(f"temperature is {temperature}; expected a finite number above 0")
+        ABOVE_ZERO.require("temperature", temperature)
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
         if lora is not None and objective.scores == "values":
