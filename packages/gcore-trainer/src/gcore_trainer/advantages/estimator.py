@@ -13,7 +13,8 @@ from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, Advantage
 from gcore_trainer.errors import BatchError, StateError
 from gcore_trainer.sample import Sample, require_finite
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
+"""Beyond this a ratio is a number that overflows sooner or later, and says nothing more."""
 _ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
@@ -283,7 +284,7 @@ async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: C
         differences: the trainer's log-probs less the engine's, where they can be compared; NaN counts as 20 nats.
     """
     joined = np.concatenate([np.zeros(0), *differences])
-    log_ratio = np.where(np.isnan(joined), _MAX_LOG_RATIO, joined).clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio = np.where(np.isnan(joined), MAX_LOG_RATIO, joined).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     size = np.abs(log_ratio)
     own = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
     counts, sums, highest, k3 = zip(*await group.all_gather(own), strict=True)
