@@ -101,13 +101,8 @@ def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> Cont
 
 
 def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
-    own: dist.ProcessGroup | None = None
-    for ranks in all_ranks:
-        if len(ranks) > 1:
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                own = group
+    divided = [ranks for ranks in all_ranks if len(ranks) > 1]
+    own: Any = dist.new_subgroups_by_enumeration(divided)[0] if divided else None
     return own
 
 
