@@ -64,7 +64,7 @@ def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> torc
 
 
 def merge_lora(
-    parameters: Iterable[tuple[str, torch.Tensor]], adapters: Mapping[str, torch.Tensor], config: LoRAConfig | None
+    parameters: Iterable[tuple[str, torch.Tensor]], adapters: Mapping[str, torch.Tensor], config: LoRAConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield Hugging Face names and weights with the adapters merged into them, one at a time.
 
@@ -73,11 +73,8 @@ def merge_lora(
     Args:
         parameters: names and whole tensors of a model; its adapters, if they are among them, are left out.
         adapters: names and whole tensors of the adapters; all are used.
-        config: what they were made with; None: there are none, and the parameters are yielded as they are.
+        config: what they were made with.
     """
-    if config is None:
-        yield from parameters
-        return
     scale = config.alpha / config.rank
     for name, tensor in parameters:
         if name.endswith((A_OF, B_OF)):

@@ -128,8 +128,9 @@ class Denoiser:
         """
         own: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
         named = ((n, whole(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
-        adapters = {} if self.lora is None else {name: whole(tensor) for name, tensor in own.items()}
-        yield from merge_lora(named, adapters, self.lora)
+        if self.lora is not None:
+            named = merge_lora(named, {name: whole(tensor) for name, tensor in own.items()}, self.lora)
+        yield from named
 
 
 def pipeline_component(path: str | Path) -> tuple[str, str]:

@@ -124,10 +124,10 @@ class MegatronTrainer(Trainer):
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
-        adapters = (
-            {} if self._lora is None else dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
-        )
-        yield from merge_lora(weights, adapters, self._lora)
+        if self._lora is not None:
+            adapters = dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
+            weights = merge_lora(weights, adapters, self._lora)
+        yield from weights
 
     def save_pretrained(self, path: str | Path) -> None:
         weights, is_classifier = self.export_weights(), self._has_value_head
