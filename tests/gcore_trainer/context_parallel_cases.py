@@ -105,13 +105,9 @@ class Footprint(TorchDispatchMode):
 
 
 def padded(groups: list[Group], layout: Layout, *, share_prefix: bool = False) -> PackedBatch:
-    multiples = ContextParallel(ring_size=layout.ring_size, ulysses_size=layout.ulysses_size).padding
-    return pack(
-        make_samples(groups, seed=0),
-        share_prefix=share_prefix,
-        multiple_of=multiples.multiple_of,
-        segment_multiple_of=multiples.segment_multiple_of,
-    )
+    row, segment = ContextParallel(ring_size=layout.ring_size, ulysses_size=layout.ulysses_size).padding
+    samples = make_samples(groups, seed=0)
+    return pack(samples, share_prefix=share_prefix, multiple_of=row, segment_multiple_of=segment)
 
 
 def attended_at_once(case: AttentionCase) -> Attended:
@@ -157,7 +153,7 @@ def plan_of(rank: Rank, groups: list[Group], packed_for: Layout, share_prefix: b
 
 def place_in_groups(rank: Rank, cp_groups: list[list[int]], ulysses_size: int) -> tuple[int, int, int, int, int]:
     cp = make_context_parallel(cp_groups, ulysses_size)
-    return cp.size, cp.rank, *divmod(cp.rank, cp.ulysses_size), cp.padding.multiple_of
+    return cp.size, cp.rank, *divmod(cp.rank, cp.ulysses_size), cp.padding[0]
 
 
 def summed(rank: Rank, layout: Layout, weights: torch.Tensor) -> tuple[float, torch.Tensor]:

@@ -223,9 +223,9 @@ def test_groups_that_do_not_fit_are_refused(
 @given(layout=layouts, lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8))
 def test_every_place_is_held_once_and_work_is_even(layout: Layout, lengths: list[int]) -> None:
     sizes: dict[str, Any] = {"ring_size": layout.ring_size, "ulysses_size": layout.ulysses_size}
-    multiples = ContextParallel(**sizes).padding
-    padded = [-(-n // multiples.segment_multiple_of) * multiples.segment_multiple_of for n in lengths]
-    padded.append(-sum(padded) % multiples.multiple_of or multiples.multiple_of)
+    row_multiple, segment_multiple = ContextParallel(**sizes).padding
+    padded = [-(-n // segment_multiple) * segment_multiple for n in lengths]
+    padded.append(-sum(padded) % row_multiple or row_multiple)
     segment_lengths = np.array(padded)
     size = layout.ring_size * layout.ulysses_size
     shares = [ContextParallel(**sizes, rank=rank).places(segment_lengths) for rank in range(size)]

@@ -37,7 +37,7 @@ def test_clipped_step(seed: int, clip: float) -> None:
         ratio, a = math.exp(float(new[i] - old[i])), float(advantages[i])
         kept = min(max(ratio, 1 - clip), 1 + clip)
         assert float(found.loss[i]) == pytest.approx(-min(ratio * a, kept * a))
-        assert bool(found.is_clipped[i]) == (kept * a < ratio * a)
+        assert bool(found.clipped[i]) == (kept * a < ratio * a)
 
 
 @given(seed=seeds, std=st.floats(0.05, 2.0), dt=st.floats(-0.5, -0.01))

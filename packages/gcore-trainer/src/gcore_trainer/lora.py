@@ -3,13 +3,12 @@
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.errors import ConfigError, MissingExtraError
-
-if TYPE_CHECKING:
-    import torch
 
 A_OF, B_OF = ".lora_A.default.weight", ".lora_B.default.weight"
 """Suffixes of peft to a layer's name, for its A [rank, in] and its B [out, rank]."""
@@ -30,8 +29,6 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         raise MissingExtraError("peft", "lora") from None
-    import torch
-
     names, targets = config.target_modules, list(config.target_modules)
     if names == ("all-linear",):
         # What peft makes of the word reaches for fused experts and routers, too.
@@ -55,13 +52,11 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
                 parameter.copy_(initial_a(name.removesuffix(A_OF), *parameter.shape, seed=seed))
 
 
-def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> "torch.Tensor":
+def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> torch.Tensor:
     """Draw A [rank, in_features] in float32: the same in every backend, layout and order.
 
     Kaiming's uniform distribution as of torch's own linear layers, whose bounds are the root of 1 / in_features.
     """
-    import torch
-
     digest = hashlib.sha256(f"{seed} {layer}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
     a = torch.empty(rank, in_features, dtype=torch.float32)
@@ -69,8 +64,8 @@ def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> "tor
 
 
 def merge_lora(
-    parameters: Iterable[tuple[str, "torch.Tensor"]], adapters: Mapping[str, "torch.Tensor"], config: LoRAConfig | None
-) -> Iterator[tuple[str, "torch.Tensor"]]:
+    parameters: Iterable[tuple[str, torch.Tensor]], adapters: Mapping[str, torch.Tensor], config: LoRAConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield Hugging Face names and weights with the adapters merged into them, one at a time.
 
     The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end.
@@ -78,13 +73,8 @@ def merge_lora(
     Args:
         parameters: names and whole tensors of a model; its adapters, if they are among them, are left out.
         adapters: names and whole tensors of the adapters; all are used.
-        config: what they were made with; None: there are none, and the parameters are yielded as they are.
+        config: what they were made with.
     """
-    if config is None:
-        yield from parameters
-        return
-    import torch
-
     scale = config.alpha / config.rank
     for name, tensor in parameters:
         if name.endswith((A_OF, B_OF)):

@@ -357,9 +357,10 @@ class TorchTrainer(Trainer):
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = ((name, whole(p.detach())) for name, p in self._parameters.items())
-        adapters = {} if self._packed.lora is None else self._adamw.parameters
-        whole_adapters = {name: whole(p.detach()) for name, p in adapters.items()}
-        yield from merge_lora(parameters, whole_adapters, self._packed.lora)
+        if self._packed.lora is not None:
+            adapters = {name: whole(p.detach()) for name, p in self._adamw.parameters.items()}
+            parameters = merge_lora(parameters, adapters, self._packed.lora)
+        yield from parameters
 
     def save_pretrained(self, path: str | Path) -> None:
         model, weights = self._packed.model, None

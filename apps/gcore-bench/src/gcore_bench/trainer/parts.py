@@ -26,9 +26,8 @@ from gcore_bench.trainer.workload import (
     save_samples,
     step_workload,
 )
-from gcore_llm.learning.preparation import PEAK_FLOPS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_placement import TransformerWorkload
+from gcore_placement import Device, TransformerWorkload
 from gcore_trainer import (
     PackedModel,
     ParallelConfig,
@@ -205,10 +204,7 @@ def _utilisation(spec: Spec) -> dict[str, Figures]:
     """Return seconds of a packed bfloat16 step of a Qwen2 on a GPU, and the model's FLOPs a second over the peak."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    name = torch.cuda.get_device_name()
-    peak_flops = next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
-    if peak_flops is None:
-        raise ValueError(f"the device is {name}; expected one of {', '.join(PEAK_FLOPS)}, whose peaks are known")
+    peak_flops = Device.matching(torch.cuda.get_device_name()).flops_per_s
     register()
     shape = dataclasses.asdict(_SHAPE)
     shape.pop("head_dim")

@@ -132,26 +132,16 @@ class Deal:
     """Simulated FLOPs, by rank and pass."""
 
     @property
-    def imbalance(self) -> Figures:
-        """Both ratios, as the file of figures has them."""
-        return {"ranks": self.rank_imbalance, "passes": self.pass_imbalance}
-
-    @property
     def num_passes(self) -> int:
         """Passes of the rank that has most."""
         return max(len(batches) for batches in self.batches)
 
     @property
-    def rank_imbalance(self) -> float:
-        """Cost of the busiest rank over the mean."""
-        totals = [sum(costs) for costs in self.costs]
-        return max(totals) / (sum(totals) / len(totals))
-
-    @property
-    def pass_imbalance(self) -> float:
-        """The same if ranks wait for each other in every pass, which sharded parameters make them do."""
-        slowest = sum(max((c[k] for c in self.costs if k < len(c)), default=0.0) for k in range(self.num_passes))
-        return slowest / (sum(sum(costs) for costs in self.costs) / len(self.costs))
+    def imbalance(self) -> Figures:
+        """Cost of the busiest rank over the mean, and the same where ranks wait for each other in every pass."""
+        mean = sum(map(sum, self.costs)) / len(self.costs)
+        slowest = [max((c[k] for c in self.costs if k < len(c)), default=0.0) for k in range(self.num_passes)]
+        return {"ranks": max(map(sum, self.costs)) / mean, "passes": sum(slowest) / mean}
 
 
 def deals(options: TrainerOptions, samples: Sequence[Sample]) -> dict[str, Deal]:

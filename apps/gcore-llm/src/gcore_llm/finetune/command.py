@@ -1,6 +1,8 @@
 """The commands `sft`, `reward-model` and `dpo`: their recipes, arguments and output."""
 
 from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from gcore_llm.config import TaskConfig
 from gcore_llm.finetune.config import (
@@ -15,47 +17,30 @@ from gcore_llm.finetune.config import (
 from gcore_runs.command_line import run_training
 from gcore_runs.settings.parsing import parse
 
-_WARMUP_STEPS = 150
-
 
 def sft_embedded() -> SFTRunConfig:
     """Under a minute on one core: a tiny model learns from worked examples of one-digit sums."""
-    return SFTRunConfig(
-        task=_sums(),
-        threads=1,
-        data=RowsConfig(train_batch_size=64, max_length=64),
-        optim=OptimConfig(lr=2e-3, betas=(0.9, 0.95), lr_warmup_steps=20),
-        trainer=LengthConfig(total_training_steps=180),
-    )
+    optim = OptimConfig(lr=2e-3, betas=(0.9, 0.95), lr_warmup_steps=20)
+    return SFTRunConfig(**_sums(batch_size=64), optim=optim, trainer=LengthConfig(total_training_steps=180))
 
 
 def reward_model_embedded() -> RewardModelRunConfig:
     """Under a minute on one core: a tiny model learns to distinguish right sums from wrong ones."""
-    return RewardModelRunConfig(
-        task=_sums(),
-        threads=1,
-        warmup_steps=_WARMUP_STEPS,
-        data=RowsConfig(train_batch_size=32, max_length=64),
-        optim=OptimConfig(lr=5e-4, lr_warmup_steps=10, lr_scheduler_type="constant"),
-        trainer=LengthConfig(total_training_steps=120, test_freq=30),
-    )
+    optim = OptimConfig(lr=5e-4, lr_warmup_steps=10, lr_scheduler_type="constant")
+    length = LengthConfig(total_training_steps=120, test_freq=30)
+    return RewardModelRunConfig(**_sums(batch_size=32), warmup_steps=150, optim=optim, trainer=length)
 
 
 def dpo_embedded() -> DPORunConfig:
     """Under a minute on one core: a tiny model learns to prefer right sums to wrong ones."""
-    return DPORunConfig(
-        task=_sums(),
-        threads=1,
-        warmup_steps=_WARMUP_STEPS,
-        data=RowsConfig(train_batch_size=32, max_length=64),
-        optim=OptimConfig(lr=2e-4, lr_warmup_steps=5),
-        trainer=LengthConfig(total_training_steps=80, test_freq=20),
-    )
+    optim, length = OptimConfig(lr=2e-4, lr_warmup_steps=5), LengthConfig(total_training_steps=80, test_freq=20)
+    return DPORunConfig(**_sums(batch_size=32), warmup_steps=150, optim=optim, trainer=length)
 
 
-def _sums() -> TaskConfig:
+def _sums(*, batch_size: int) -> dict[str, Any]:
     params = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
-    return TaskConfig(name="chain_sum", params=params, num_train=4000)
+    task = TaskConfig(name="chain_sum", params=params, num_train=4000)
+    return {"task": task, "threads": 1, "data": RowsConfig(train_batch_size=batch_size, max_length=64)}
 
 
 FINE_TUNING_RECIPES: dict[str, dict[str, Callable[[], FineTuneConfig]]] = {

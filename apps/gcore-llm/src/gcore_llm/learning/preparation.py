@@ -3,6 +3,7 @@
 import math
 import resource
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from gcore_controller import Collectives
 from gcore_llm.config import AlgorithmConfig, KLControlConfig
-from gcore_placement import TransformerWorkload, micro_batches
+from gcore_placement import Device, PlacementError, TransformerWorkload, micro_batches
 from gcore_rollout import Engine, Group, Request, Response, SamplingParams
 from gcore_trainer import (
     AdaptiveKLController,
@@ -37,18 +38,6 @@ _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
 """Arrays of a sample that advantages and corrections are made of."""
 _SHARE = 0.02
 _PROBE_TOKENS = 32
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-}
-"""Dense bfloat16 FLOPs per second, by a part of the device's name; more specific names come first."""
 
 
 def kl_controller(config: KLControlConfig) -> KLController:
@@ -289,10 +278,8 @@ def speed(flops: float, seconds: float, *, num_devices: int, device: str) -> dic
     if device.startswith("cuda"):
         import torch
 
-        name = torch.cuda.get_device_name(device)
-        peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-        if peak is not None:
-            metrics["perf/mfu/actor"] = achieved / peak
+        with suppress(PlacementError):
+            metrics["perf/mfu/actor"] = achieved / Device.matching(torch.cuda.get_device_name(device)).flops_per_s
     return metrics
 
 

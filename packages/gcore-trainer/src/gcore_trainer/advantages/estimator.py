@@ -13,7 +13,8 @@ from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, Advantage
 from gcore_trainer.errors import BatchError, StateError
 from gcore_trainer.sample import Sample, require_finite
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
+"""Beyond this a ratio is a number that overflows sooner or later, and says nothing more."""
 _ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
@@ -185,10 +186,9 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """A weight of the KL penalty that follows the divergence: a controller in log space (arXiv 1909.08593, sec. 2.2).
 
-    e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon).
+    e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon), from ``kl_coef`` on.
 
     Args:
-        kl_coef: the first value.
         target_kl: divergence that is sought, in the unit that `update` is given.
         horizon: n_steps over which an error takes its full effect.
 
@@ -253,17 +253,16 @@ async def with_advantages(
     """
     found: list[list[Sample]] = []
     for own, own_rewards, greedy_score in zip(samples, rewards, greedy_scores, strict=True):
-        masks = [s.mask for s in own]
         values = [s.values for s in own if s.values is not None] or None
+        masks = [s.mask for s in own]
         scored = ScoredGroup(rewards=own_rewards, masks=masks, values=values, greedy_score=greedy_score)
         advantages, returns = estimator(scored, config)
-        found.append([_replaced(s, advantages=a) for s, a in zip(own, advantages, strict=True)])
-        if returns is not None:
-            found[-1] = [_replaced(s, returns=r) for s, r in zip(found[-1], returns, strict=True)]
+        columns = zip(own, advantages, returns or [None] * len(own), strict=True)
+        found.append([_replaced(s, advantages=a, returns=r) for s, a, r in columns])
     metrics = await _statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
     if estimator.whiten:
-        pairs = [(s.advantages, s.mask) for own in found for s in own if s.advantages is not None]
-        moments = whitening_moments([a for a, _ in pairs], [m for _, m in pairs])
+        everyone = [s for own in found for s in own]
+        moments = whitening_moments([_array(s, "advantages") for s in everyone], [s.mask for s in everyone])
         batch = sum(await group.all_gather(moments), np.zeros(3))
         for own in found:
             own[:] = [_replaced(s, advantages=whiten(_array(s, "advantages"), s.mask, batch)) for s in own]
@@ -285,7 +284,7 @@ async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: C
         differences: the trainer's log-probs less the engine's, where they can be compared; NaN counts as 20 nats.
     """
     joined = np.concatenate([np.zeros(0), *differences])
-    log_ratio = np.where(np.isnan(joined), _MAX_LOG_RATIO, joined).clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio = np.where(np.isnan(joined), MAX_LOG_RATIO, joined).clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     size = np.abs(log_ratio)
     own = (log_ratio.size, size.sum(), size.max(initial=0.0), (np.expm1(log_ratio) - log_ratio).sum())
     counts, sums, highest, k3 = zip(*await group.all_gather(own), strict=True)
@@ -313,5 +312,5 @@ def _array(sample: Sample, field: str) -> NDArray[np.floating]:
     return getattr(sample, field)
 
 
-def _replaced(sample: Sample, **arrays: NDArray[Any]) -> Sample:
-    return replace(sample, **{name: array.astype(np.float32) for name, array in arrays.items()})
+def _replaced(sample: Sample, **arrays: NDArray[Any] | None) -> Sample:
+    return replace(sample, **{n: array.astype(np.float32) for n, array in arrays.items() if array is not None})

@@ -13,13 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import Collectives
+from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, Collectives
 from gcore_trainer.config import RolloutCorrectionConfig
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.sample import Sample, require_finite
-
-_MAX_LOG_RATIO = 20.0
-"""Beyond this a ratio is a number that overflows sooner or later, and says nothing more."""
 
 _Floats = NDArray[np.floating]
 _Array = NDArray[np.float64]
@@ -209,7 +206,7 @@ class _Tokens:
 
 
 def _ratios(log_ratio: _Array) -> _Array:
-    return np.exp(log_ratio.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    return np.exp(log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def _weight_moments(tokens: _Tokens, weights_N: _Array, config: RolloutCorrectionConfig) -> _Array:
@@ -247,7 +244,7 @@ def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, 
 
 def _within_thresholds(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[NDArray[np.bool_], dict[str, Any]]:
     """Return the tokens [N] that ``rollout_rs`` keeps, and metrics of its statistic."""
-    log_ratio_N = tokens.log_ratio.clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratio_N = tokens.log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     level, _, estimator = str(config.rollout_rs).rpartition("_")
     match estimator:
         case "k1":

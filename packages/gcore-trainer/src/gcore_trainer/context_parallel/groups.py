@@ -11,7 +11,7 @@ dimension.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,6 @@ from gcore_trainer.context_parallel.ring import equal_segments, ring_attention
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.sample import PackedBatch
-
-
-class PaddingMultiples(NamedTuple):
-    """Arguments of `pack` for a row that can be divided; `share_prefix` must be off if segments are padded."""
-
-    multiple_of: int
-    segment_multiple_of: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +43,11 @@ class ContextParallel:
         return self.ring_size * self.ulysses_size
 
     @property
-    def padding(self) -> PaddingMultiples:
-        """Multiples that the lengths of the row and of its segments must be of."""
+    def padding(self) -> tuple[int, int]:
+        """Multiples that the row's length must be of and, if above 1, those of segments, which then share nothing."""
         if self.ring_size == 1:
-            return PaddingMultiples(self.ulysses_size, 1)
-        return PaddingMultiples(math.lcm(2 * self.ring_size, self.size), 2 * self.ring_size)
+            return self.ulysses_size, 1
+        return math.lcm(2 * self.ring_size, self.size), 2 * self.ring_size
 
     def places(self, segment_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the places [T / size] of the row that this rank holds, in its order.
@@ -108,13 +101,8 @@ def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> Cont
 
 
 def _own_group(all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
-    own: dist.ProcessGroup | None = None
-    for ranks in all_ranks:
-        if len(ranks) > 1:
-            group = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                own = group
+    divided = [ranks for ranks in all_ranks if len(ranks) > 1]
+    own: Any = dist.new_subgroups_by_enumeration(divided)[0] if divided else None
     return own
 
 

@@ -4,17 +4,19 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.sample import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import add_lora, merge_lora
+from gcore_trainer.torch.parallel import shard_modules
 from gcore_trainer.trainer import whole
 
 try:
@@ -100,14 +102,10 @@ class Denoiser:
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Shard the parameters in place, block by block (FSDP2, ZeRO-3: arXiv 1910.02054)."""
-        policy = MixedPrecisionPolicy()
-        if self._compute_dtype != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
-        for blocks in self.model.children():
-            if isinstance(blocks, torch.nn.ModuleList):
-                for block in blocks:
-                    fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        lists = [part for part in self.model.children() if isinstance(part, torch.nn.ModuleList)]
+        is_cast = self._compute_dtype != torch.float32
+        dtype = self._compute_dtype if is_cast else None
+        shard_modules([*chain(*lists), self.model], mesh, dtype=dtype)
         self._is_sharded = True
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -130,8 +128,9 @@ class Denoiser:
         """
         own: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
         named = ((n, whole(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
-        adapters = {} if self.lora is None else {name: whole(tensor) for name, tensor in own.items()}
-        yield from merge_lora(named, adapters, self.lora)
+        if self.lora is not None:
+            named = merge_lora(named, {name: whole(tensor) for name, tensor in own.items()}, self.lora)
+        yield from named
 
 
 def pipeline_component(path: str | Path) -> tuple[str, str]:

@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-_MAX_LOG_RATIO = 20.0
-"""The bound of policy losses of language models."""
+from gcore_trainer.objectives.policy import MAX_LOG_RATIO, PolicyLoss, clipped_surrogate
 
 
 class NoiseProcess(ABC):
@@ -78,19 +77,9 @@ def column(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.to(like).reshape((-1,) + (1,) * (like.ndim - 1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepLoss:
-    """The loss of a step, and what became of its ratio. All [B]."""
-
-    loss: torch.Tensor
-    ratio: torch.Tensor
-    is_clipped: torch.Tensor
-    """True where the clip cuts the gradient."""
-
-
 def clipped_step_loss(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, *, clip_ratio: float
-) -> StepLoss:
+) -> PolicyLoss:
     """Compute PPO's clipped surrogate of one denoising step.
 
     max(-A r, -A clip(r, 1 - clip_ratio, 1 + clip_ratio)), r = exp(log_probs - old_log_probs): DDPO (arXiv 2305.13301,
@@ -108,7 +97,7 @@ def guard_step_loss(
     advantages: torch.Tensor,
     *,
     clip_ratio: float,
-) -> StepLoss:
+) -> PolicyLoss:
     """Compute GRPO-Guard's loss (arXiv 2510.22319, eq. 8 and 11): the log-ratio without its bias, equal weights.
 
     A Gaussian's log-ratio is on average -|m - m_old|^2 / 2 std^2, below 0: the clip from above hardly ever acts, and
@@ -185,9 +174,7 @@ def diffusion_dpo_loss(
     return -logsigmoid(margins), margins > 0
 
 
-def _clipped(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float) -> StepLoss:
+def _clipped(log_ratio: torch.Tensor, advantages: torch.Tensor, clip_ratio: float) -> PolicyLoss:
     # An infinite ratio has a gradient of NaN, even where the clip leaves it out.
-    ratio = torch.exp(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
-    return StepLoss(loss=torch.maximum(unclipped, clipped), ratio=ratio.detach(), is_clipped=clipped > unclipped)
+    ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return clipped_surrogate(ratio, advantages, low=clip_ratio, high=clip_ratio)

@@ -133,9 +133,9 @@ class DenoisingPolicyObjective(DiffusionObjective):
         loss = found.loss.sum() / total
         sums = {
             "actor/pg_loss": loss.detach(),
-            "actor/pg_clipfrac": found.is_clipped.sum() / total,
+            "actor/pg_clipfrac": found.clipped.sum() / total,
             "actor/ppo_kl": (old_log_probs - log_probs.detach()).sum() / total,
-            "actor/ratio_dev": (found.ratio - 1).abs().sum() / total,
+            "actor/ratio_dev": (found.ratio.detach() - 1).abs().sum() / total,
         }
         if self._config.kl_loss_coef:
             [ref_means] = stacked(samples, device, "ref_means", step=index)

@@ -93,14 +93,13 @@ class DiffusionTrainer(BaseTrainer):
         self._old_decay = old_decay
 
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
-        """One update on all images of all replicas; the result does not depend on how they are split.
+        """Make one update on all images of all replicas; the result does not depend on how they are split.
 
         Args:
             micro_batches: this replica's, one at least; another may have more of them.
 
         Returns:
-            the objective's metrics, ``actor/grad_norm``, ``actor/lr``, ``actor/nonfinite_steps``; the same on all
-            ranks.
+            the metrics of the objective and of the update, the same on all ranks.
 
         Raises:
             BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.

@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gcore_trainer.config import ParallelConfig
 from gcore_trainer.megatron.architecture import Architecture, sizes_of
@@ -64,13 +64,8 @@ class RowRotary(torch.nn.Module):
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
-        config, head_dim = architecture.hf_config, architecture.head_dim
-        rope = config.rope_parameters
-        if rope["rope_type"] == "default":
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-            self._inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
-        else:
-            self._inv_freq, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        # All known architectures have Llama's, and its scaled form.
+        self._inv_freq: torch.Tensor = LlamaRotaryEmbedding(architecture.hf_config).inv_freq
 
     def get_rotary_seq_len(self, inference: Any, decoder: Any, hidden: Any, config: Any, row: Row) -> Row:
         """Return the argument of `forward`."""

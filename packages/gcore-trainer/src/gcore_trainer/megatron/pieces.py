@@ -7,11 +7,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.lora import A_OF, B_OF
 from gcore_trainer.megatron.architecture import Architecture
 
@@ -68,18 +70,22 @@ class Piece:
         )
 
 
-class Place(NamedTuple):
-    """A rank among those that divide each layer."""
+def pieces_of(
+    architecture: Architecture, parallel: ParallelConfig, stages: Sequence[Any]
+) -> dict[torch.nn.Parameter, list[Piece]]:
+    """Return the pieces of each parameter of this rank's stages."""
+    pieces: dict[torch.nn.Parameter, list[Piece]] = {}
+    for stage in stages:
+        number_of = {f"decoder.layers.{i}.": int(x.layer_number) - 1 for i, x in enumerate(stage.decoder.layers)}
+        for name, parameter in stage.named_parameters():
+            prefix = next((p for p in number_of if name.startswith(p)), "")
+            pieces[parameter] = _pieces(architecture, parallel, name.removeprefix(prefix), number_of.get(prefix))
+    return pieces
 
-    tp_size: int
-    tp_rank: int
-    first_expert: int
-    """The lowest of this rank's experts."""
 
-
-def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | None) -> list[Piece]:
-    """Return the pieces of one parameter."""
-    a, config, (tp, tp_rank, first_expert) = architecture, architecture.hf_config, place
+def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, layer: int | None) -> list[Piece]:
+    a, config, tp = architecture, architecture.hf_config, parallel.tensor_model_parallel_size
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
     hidden, ffn, vocab_size = config.hidden_size, config.intermediate_size, config.vocab_size
     prefix = "model." if layer is None else f"model.layers.{layer}."
     whole = {
@@ -137,7 +143,8 @@ def pieces_of(architecture: Architecture, place: Place, name: str, layer: int | 
         "linear_fc1": ("gate_up_proj", (2 * ffn, hidden)),
         "linear_fc2": ("down_proj", (hidden, ffn)),
     }[match[2]]
-    expert = first_expert + int(match[1])
+    num_local = a.num_experts // parallel.expert_model_parallel_size
+    expert = parallel_state.get_expert_model_parallel_rank() * num_local + int(match[1])
     return [_box(f"{prefix}mlp.experts.{hub_module}", (a.num_experts, *shape), 0, expert, 1)]
 
 

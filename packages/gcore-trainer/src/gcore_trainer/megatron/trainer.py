@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,16 +16,16 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from gcore_trainer.config import LoRAConfig, OptimizerConfig, ParallelConfig
+from gcore_trainer.config import ABOVE_ZERO, LoRAConfig, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import merge_lora
 from gcore_trainer.megatron.adapters import add_adapters, target_layers
 from gcore_trainer.megatron.architecture import Architecture, join_groups
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.hf_files import load_weights, write_folder
-from gcore_trainer.megatron.model import HiddenStatesGPT, make_chunks, transformer_config
+from gcore_trainer.megatron.model import make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
-from gcore_trainer.megatron.pieces import Piece, Place, gather_weights, pieces_of
+from gcore_trainer.megatron.pieces import gather_weights, pieces_of
 from gcore_trainer.megatron.routing import LayerRouters
 from gcore_trainer.objectives.policy import BatchTotals, Objective, TokenScores, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
@@ -36,15 +35,6 @@ from gcore_trainer.trainer import Replicas, Trainer
 
 T = TypeVar("T")
 _DTYPES = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Pass:
-    """A row that goes through the stages."""
-
-    row: Row
-    samples: MicroBatch | None
-    """None: a row for nothing, while other replicas still have micro-batches."""
 
 
 class MegatronTrainer(Trainer):
@@ -83,8 +73,7 @@ class MegatronTrainer(Trainer):
         lora: LoRAConfig | None = None,
         device: torch.device | None = None,
     ) -> None:
-        if not 0 < temperature < np.inf:
-            raise ConfigError(f"temperature is {temperature}; expected a finite number above 0")
+        ABOVE_ZERO.require("temperature", temperature)
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
         if lora is not None and objective.scores == "values":
@@ -108,7 +97,7 @@ class MegatronTrainer(Trainer):
             config = transformer_config(architecture, parallel, dtype=dtype, recompute=recompute)
             config.finalize_model_grads_func = finalize_model_grads
             stages = make_chunks(architecture, parallel, config, has_value_head=self._has_value_head)
-            named = _pieces(architecture, parallel, stages)
+            named = pieces_of(architecture, parallel, stages)
             load_weights(self._path, named)
             trained = named if lora is None or targets is None else add_adapters(stages, named, targets, lora)
             settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -135,10 +124,10 @@ class MegatronTrainer(Trainer):
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
-        adapters = (
-            {} if self._lora is None else dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
-        )
-        yield from merge_lora(weights, adapters, self._lora)
+        if self._lora is not None:
+            adapters = dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
+            weights = merge_lora(weights, adapters, self._lora)
+        yield from weights
 
     def save_pretrained(self, path: str | Path) -> None:
         weights, is_classifier = self.export_weights(), self._has_value_head
@@ -151,39 +140,39 @@ class MegatronTrainer(Trainer):
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
         sums: dict[str, torch.Tensor] = {}
 
-        def finish(chunk: Any, hidden: torch.Tensor, one: _Pass) -> tuple[torch.Tensor, None]:
-            scores = self._scores(chunk, hidden, one.row)
-            if one.samples is None:
+        def finish(chunk: Any, hidden: torch.Tensor, row: Row) -> tuple[torch.Tensor, None]:
+            scores = self._scores(chunk, hidden, row)
+            if row.samples is NOTHING:
                 return named_scores(scores).sum() * 0.0, None
-            loss, parts = self._objective.partial_loss(scores, one.samples, totals)
+            loss, parts = self._objective.partial_loss(scores, row.samples, totals)
             add_sums(sums, parts)
             return loss, None
 
-        passes = self._passes(micro_batches, num_passes)
+        rows = self._rows(micro_batches, num_passes)
         with megatron_runtime(self._device):
             for chunk in self._chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
-            _run_passes(self._chunks, passes, finish)
+            _run_passes(self._chunks, rows, finish)
         total = _from_last_stage({name: value.item() for name, value in sums.items()})
-        return total | {"perf/computed_tokens": sum(p.row.num_tokens for p in passes if p.samples is not None)}
+        return total | {"perf/computed_tokens": sum(row.num_tokens for row in rows if row.samples is not NOTHING)}
 
     @torch.no_grad()
     def _predict(
         self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None
     ) -> list[NDArray[np.float32]]:
-        def finish(chunk: Any, hidden: torch.Tensor, one: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
-            values = named_scores(self._scores(chunk, hidden, one.row))
+        def finish(chunk: Any, hidden: torch.Tensor, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+            values = named_scores(self._scores(chunk, hidden, row))
             return values.sum(), values
 
         with megatron_runtime(self._device):
             for chunk in self._chunks:
                 chunk.eval()
-            passes = self._passes(micro_batches, num_passes)
+            rows = self._rows(micro_batches, num_passes)
             self._routers.record(routing is not None)
-            results = _run_passes(self._chunks, passes, finish)
+            results = _run_passes(self._chunks, rows, finish)
             if routing is not None:
-                routing += self._routers.recorded([p.row for p in passes[: len(micro_batches)]])
+                routing += self._routers.recorded(rows[: len(micro_batches)])
                 self._routers.record(False)
         return _from_last_stage([values.float().cpu().numpy() for values in results[: len(micro_batches)]])
 
@@ -213,71 +202,52 @@ class MegatronTrainer(Trainer):
         )
         return TokenScores(log_probs=row.of_all_ranks(scores.log_probs), entropies=row.of_all_ranks(scores.entropies))
 
-    def _passes(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[_Pass]:
+    def _rows(self, micro_batches: Sequence[MicroBatch], num_passes: int) -> list[Row]:
         # Also in a step of which no sample has a gradient.
         num_passes = max(1, num_passes)
         is_interleaved = self._parallel.virtual_pipeline_model_parallel_size > 1
         if is_interleaved:
             # That schedule takes groups of as many as there are stages, all of one length.
             num_passes += -num_passes % self._parallel.pipeline_model_parallel_size
-        samples = [*micro_batches, *[None] * (num_passes - len(micro_batches))]
-        rows = self._make_rows([s or NOTHING for s in samples], equal_lengths=is_interleaved)
+        samples = [*micro_batches, *[NOTHING] * (num_passes - len(micro_batches))]
+        rows = self._make_rows(samples, equal_lengths=is_interleaved)
         self._routers.check(rows)
-        return [_Pass(row=row, samples=s) for row, s in zip(rows, samples, strict=True)]
+        return rows
 
 
 def _default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _pieces(
-    architecture: Architecture, parallel: ParallelConfig, stages: Sequence[HiddenStatesGPT]
-) -> dict[torch.nn.Parameter, list[Piece]]:
-    num_local = architecture.num_experts // parallel.expert_model_parallel_size
-    place = Place(
-        tp_size=parallel.tensor_model_parallel_size,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        first_expert=parallel_state.get_expert_model_parallel_rank() * num_local,
-    )
-    pieces: dict[torch.nn.Parameter, list[Piece]] = {}
-    for stage in stages:
-        layers: Any = stage.decoder.layers
-        number_of = {f"decoder.layers.{i}.": int(layer.layer_number) - 1 for i, layer in enumerate(layers)}
-        for name, parameter in stage.named_parameters():
-            prefix = next((p for p in number_of if name.startswith(p)), None)
-            layer = None if prefix is None else number_of[prefix]
-            pieces[parameter] = pieces_of(architecture, place, name.removeprefix(prefix or ""), layer)
-    return pieces
-
-
-def _run_passes(chunks: Sequence[Any], passes: Sequence[_Pass], finish: Callable[..., Any]) -> list[Any]:
+def _run_passes(chunks: Sequence[Any], rows: Sequence[Row], finish: Callable[..., Any]) -> list[Any]:
     """Run all passes, backwards too where gradients are enabled.
 
     Args:
-        finish: makes a loss, and a result, of the last stage, its output and the pass.
+        rows: that go through the stages; those of `NOTHING` go while other replicas still have micro-batches.
+        finish: makes a loss, and a result, of the last stage, its output and the row.
 
     Returns:
         the results on the last stage, on the others nothing.
     """
 
-    def forward_step(passes: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        one: _Pass = next(passes)
-        output = chunk(one.row.input_ids, one.row.positions, None, packed_seq_params=one.row)
-        return output, partial(finished, chunk.module, one)
+    def forward_step(rows: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        row: Row = next(rows)
+        output = chunk(row.input_ids, row.positions, None, packed_seq_params=row)
+        return output, partial(finished, chunk.module, row)
 
-    def finished(chunk: Any, one: _Pass, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        loss, result = finish(chunk, output, one)
+    def finished(chunk: Any, row: Row, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        loss, result = finish(chunk, output, row)
         # Of a count of 0 tokens Megatron-Core makes no mean: gradients stay sums.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
-    iterators = [iter(passes) for _ in chunks]
+    iterators = [iter(rows) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=list(chunks) if len(iterators) > 1 else chunks[0],
-        num_microbatches=len(passes),
+        num_microbatches=len(rows),
         # Of interleaved stages; elsewhere stages send each other the lengths of their messages.
-        seq_length=passes[0].row.num_tokens,
+        seq_length=rows[0].num_tokens,
         micro_batch_size=1,
         forward_only=not torch.is_grad_enabled(),
     )

@@ -21,7 +21,7 @@ from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.losses.kl import kl_penalty
 from gcore_trainer.sample import MicroBatch, Sample
 
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this much, so that no ratio overflows."""
 _OPTIONAL = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")
 
@@ -118,7 +118,7 @@ class PolicyTokens:
     @property
     def ratio(self) -> torch.Tensor:
         """exp(log_probs - old_log_probs), with its gradient."""
-        return torch.exp((self.log_probs - self.old_log_probs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+        return torch.exp((self.log_probs - self.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,10 +188,10 @@ def policy_loss(
     return found
 
 
-def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: PolicyLossConfig) -> PolicyLoss:
-    """Compute max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)): PPO (arXiv 1707.06347, eq. 7)."""
+def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, *, low: float, high: float) -> PolicyLoss:
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)): PPO (arXiv 1707.06347, eq. 7)."""
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
+    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     is_clipped = clipped > unclipped
     nothing = torch.zeros_like(is_clipped)
     return PolicyLoss(loss=torch.maximum(unclipped, clipped), ratio=ratio, clipped=is_clipped, clipped_lower=nothing)

@@ -18,9 +18,9 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from gcore_trainer.config import LoRAConfig
+from gcore_trainer.config import ABOVE_ZERO, LoRAConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.errors import BatchError, ConfigError, UnsupportedModelError
+from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.lora import add_lora
 from gcore_trainer.objectives.policy import ScoresT, TokenScores, named_scores
 from gcore_trainer.packing.block_attention import AttentionKind
@@ -364,8 +364,7 @@ class PackedModel(PackedTransformer[TokenScores]):
     vision_class = AutoModelForImageTextToText
 
     def __init__(self, model: Any, *, temperature: float = 1.0, **options: Any) -> None:
-        if not 0 < temperature < np.inf:
-            raise ConfigError(f"temperature is {temperature}; expected a finite number above 0")
+        ABOVE_ZERO.require("temperature", temperature)
         self._logit_scale, self._softcap = loading.logit_changes(model.config.get_text_config())
         self.temperature = temperature
         super().__init__(model, **options)

@@ -1,5 +1,6 @@
 """The ranks of a torch trainer: FSDP2 over all of them, samples over replicas, tokens within a replica."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -60,11 +61,15 @@ class TorchParallel:
                 f"{packed.num_attention_heads} attention heads"
             )
         packed.divide_tokens(self.context)
-        dtype = packed.compute_dtype
-        policy = MixedPrecisionPolicy()
-        if dtype != packed.model.dtype:
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            packed.casts = False
-        for layer in packed.layers():
-            fully_shard(layer, mesh=self.mesh, mp_policy=policy)
-        fully_shard(packed.root, mesh=self.mesh, mp_policy=policy)
+        is_cast = packed.compute_dtype != packed.model.dtype
+        shard_modules([*packed.layers(), packed.root], self.mesh, dtype=packed.compute_dtype if is_cast else None)
+        packed.casts = False
+
+
+def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None) -> None:
+    """Shard modules, the outer ones last; ``dtype`` is that of their passes, None: that of the parameters."""
+    policy = MixedPrecisionPolicy()
+    if dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy)

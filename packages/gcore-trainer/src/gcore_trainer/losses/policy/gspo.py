@@ -22,4 +22,4 @@ def gspo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
     parts = zip(log_ratio.split(lengths), tokens.mask.split(lengths), strict=True)
     sequence = torch.cat([(part.sum() / mask.sum().clamp(min=1)).expand(part.numel()) for part, mask in parts])
     ratio = torch.exp((sequence + (log_probs - log_probs.detach())).clamp(max=_MAX_LOG_RATIO))
-    return clipped_surrogate(ratio, tokens.advantages, config)
+    return clipped_surrogate(ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high)

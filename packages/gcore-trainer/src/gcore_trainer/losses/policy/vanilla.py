@@ -15,7 +15,7 @@ def vanilla(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
     ``clip_ratio_high`` > ``clip_ratio_low`` is DAPO's clip-higher (arXiv 2503.14476, section 3.1). With
     ``clip_ratio_c`` > 1 and A < 0 the loss is at most -A c: dual-clip PPO (arXiv 1912.09729, eq. 5).
     """
-    policy = clipped_surrogate(tokens.ratio, tokens.advantages, config)
+    policy = clipped_surrogate(tokens.ratio, tokens.advantages, low=config.clip_ratio_low, high=config.clip_ratio_high)
     if config.clip_ratio_c is None:
         return policy
     bound = -tokens.advantages * config.clip_ratio_c
