@@ -16,7 +16,7 @@ from process_tree import left_after
 from rich.console import Console
 
 from gcore_bench.grpo.contenders import verl as verl_contender
-from gcore_bench.grpo.measure import StepFigures, TimedReward
+from gcore_bench.grpo.measure import StepFigures, StepRecorder
 from gcore_bench.grpo.options import GrpoOptions
 from gcore_bench.grpo.report import StepRun, Summary, aims, notes, summarise_steps, table
 from gcore_bench.grpo.setup import load_train_prompts, train_config
@@ -111,13 +111,15 @@ def test_what_verl_does_otherwise_is_told_where_it_runs(monkeypatch: pytest.Monk
     assert not any("every 2 s" in note for note in notes(GrpoOptions(peer="verl", contenders=("gcore", "gcore-ray"))))
 
 
-def test_a_timed_reward_hands_over_what_it_noted_once() -> None:
-    reward = TimedReward(lambda _prompt, completion, _row: float(len(completion)))
-    assert [reward("", "ab", {}), reward("", "abcd", {})] == [2.0, 4.0]
-    seconds, score = reward.drain()
-    assert seconds > 0
-    assert score == 3.0
-    assert reward.drain() == (0.0, 0.0)
+def test_a_step_has_the_seconds_and_scores_of_its_rewards() -> None:
+    recorder = StepRecorder(lambda _prompt, completion, _row: float(len(completion)))
+    assert [recorder.score("", "ab", {}), recorder.score("", "abcd", {})] == [2.0, 4.0]
+    for _ in range(2):
+        recorder.ended([2, 4], gen_s=0.0, train_s=0.0)
+    first, second = recorder.steps
+    assert first.reward_s > 0
+    assert first.score == 3.0
+    assert (second.reward_s, second.score) == (0.0, 0.0)
 
 
 def test_bad_options_are_refused() -> None:

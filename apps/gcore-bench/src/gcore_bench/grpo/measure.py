@@ -15,15 +15,15 @@ class StepFigures:
     """Figures of one step, from the end of the previous one to its own end."""
 
     wall_s: float
-    cpu_s: float | None
+    cpu_s: float | None = None
     """CPU seconds of all threads; None for a contender of several processes."""
     gen_s: float
     """Generation, including tokenizing, detokenizing and the transfer of new weights to the engine."""
-    reward_s: float
+    reward_s: float = 0.0
     """Time inside the reward function."""
     train_s: float
     """Forward, backward and optimizer."""
-    score: float
+    score: float = 0.0
     """Mean score of all completions."""
     num_samples: int
     mean_length: float
@@ -48,9 +48,7 @@ def reported_step(row: Mapping[str, float], num_samples: int, *, gen_s: float, t
     """Return the figures of a step from the metrics of a system of several processes; its gen includes rewards."""
     return {
         "wall_s": row["timing_s/step"],
-        "cpu_s": None,
         "gen_s": gen_s,
-        "reward_s": 0.0,
         "train_s": train_s,
         "score": row["critic/score/mean"],
         "num_samples": num_samples,
@@ -71,41 +69,30 @@ class StepClock:
         return self._last[0] - wall_s, self._last[1] - cpu_s
 
 
-class TimedReward:
-    """Wraps a reward function and records the seconds spent inside it and its scores."""
+class StepRecorder:
+    """Collects the figures of every step of a contender that runs in one process, and calls its reward function."""
 
     def __init__(self, reward: "RewardFunction") -> None:
+        self.steps: list[StepFigures] = []
+        self.clock = StepClock()
         self._reward = reward
-        self._seconds = 0.0
+        self._reward_s = 0.0
         self._scores: list[float] = []
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+        """Call the reward function, and note the seconds inside it and its score."""
         start_s = time.perf_counter()
         value = self._reward(prompt, completion, row)
-        self._seconds += time.perf_counter() - start_s
+        self._reward_s += time.perf_counter() - start_s
         assert isinstance(value, float)
         self._scores.append(value)
         return value
 
-    def drain(self) -> tuple[float, float]:
-        """Return seconds and mean score since the last call."""
-        seconds, scores = self._seconds, self._scores
-        self._seconds, self._scores = 0.0, []
-        return seconds, sum(scores) / max(len(scores), 1)
-
-
-class StepRecorder:
-    """Collects the figures of every step of a contender that runs in one process."""
-
-    def __init__(self, reward: TimedReward) -> None:
-        self.steps: list[StepFigures] = []
-        self.clock = StepClock()
-        self._reward = reward
-
     def ended(self, lengths: Sequence[int], *, gen_s: float, train_s: float, has_reward_in_gen: bool = False) -> None:
         """Record a step, from the end of the previous one until now."""
         wall_s, cpu_s = self.clock.lap()
-        reward_s, score = self._reward.drain()
+        reward_s, score = self._reward_s, sum(self._scores) / max(len(self._scores), 1)
+        self._reward_s, self._scores = 0.0, []
         gen_s -= reward_s if has_reward_in_gen else 0.0
         seconds = {"wall_s": wall_s, "cpu_s": cpu_s, "gen_s": gen_s, "reward_s": reward_s, "train_s": train_s}
         self.steps.append(StepFigures.of(lengths, **seconds, score=score))

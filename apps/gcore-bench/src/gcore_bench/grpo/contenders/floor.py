@@ -28,7 +28,7 @@ def run(task: Task) -> list[StepFigures]:
         _train(layers, head, lengths, num_prompts)
         train_s, train_cpu_s = clock.lap()
         seconds = {"wall_s": gen_s + train_s, "cpu_s": gen_cpu_s + train_cpu_s, "gen_s": gen_s, "train_s": train_s}
-        figures.append(StepFigures.of(lengths, **seconds, reward_s=0.0, score=0.0))
+        figures.append(StepFigures.of(lengths, **seconds))
     return figures
 
 

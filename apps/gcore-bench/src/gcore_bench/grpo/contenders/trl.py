@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from gcore_bench.grpo.measure import StepFigures, StepRecorder, TimedReward
+from gcore_bench.grpo.measure import StepFigures, StepRecorder
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 from gcore_llm.sampling.rewards import reward_function
@@ -22,11 +22,11 @@ def run(task: Task) -> list[StepFigures]:
     config = train_config(task.workload, seed=task.seed)
     tokenizer = build_tokenizer(task.model)
     prompts = load_train_prompts(config, tokenizer).train
-    reward = TimedReward(reward_function(config))
+    recorder = StepRecorder(reward_function(config))
 
     def score_all(completions: list[str], prompt_index: list[int], **_: Any) -> list[float | None]:
         chosen = [prompts[i] for i in prompt_index]
-        return [reward(p.text, c, p.row) for p, c in zip(chosen, completions, strict=True)]
+        return [recorder.score(p.text, c, p.row) for p, c in zip(chosen, completions, strict=True)]
 
     policy: Any = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as scratch:
@@ -39,7 +39,6 @@ def run(task: Task) -> list[StepFigures]:
         )
         if task.uses_vllm:
             _correct_weight_sync(trainer.vllm_generation)
-        recorder = StepRecorder(reward)
         trainer.add_callback(_Callback(trainer, recorder))
         trainer.train()
     return recorder.steps

@@ -156,8 +156,6 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
 def _hydra(value: object) -> str:
     """Format a value in the grammar of Hydra's command line."""
     match value:
-        case bool():
-            return str(value)
         case list():
             return f"[{','.join(map(_hydra, value))}]"
         case dict():
