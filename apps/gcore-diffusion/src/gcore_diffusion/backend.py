@@ -31,8 +31,6 @@ from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, s
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
 from gcore_runs.engines import Instrumentation
-from gcore_trainer import DiffusionMicroBatch, pipeline_component
-from gcore_runs.loop.instrumented_engine import Instrumentation
 from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:

@@ -175,7 +175,7 @@ class TrainerConfig(BaseTrainerConfig):
     total_training_steps: Count = 50
     """Steps of the whole run."""
     num_processes: Count = 1
-    """Ranks that parameters (FSDP2) and images are divided among; more than one on ray."""
+    """Ranks that parameters (FSDP2) and images are divided among, each a process with a device of its own."""
     test_freq: Count = 10
     """Steps between evaluations on held-out prompts."""
     save_freq: Count = 20
@@ -222,8 +222,6 @@ class DiffusionConfig(BaseRLConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.runtime == "inline" and self.trainer.num_processes > 1:
-            raise UserError(f"trainer.num_processes is {self.trainer.num_processes}; expected 1 with runtime 'inline'")
         name, kernel = self.algorithm.name, self.rollout.kernel
         if name not in NOISELESS and kernel == "ode":
             raise UserError(

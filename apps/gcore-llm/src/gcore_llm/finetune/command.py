@@ -1,7 +1,6 @@
 """The commands `sft`, `reward-model` and `dpo`: their recipes, arguments and output."""
 
 from collections.abc import Callable, Sequence
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gcore_llm.config import TaskConfig

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import torch
 
-from gcore_bench.grpo.measure import StepFigures, StepRecorder, TimedReward
+from gcore_bench.grpo.measure import StepFigures, StepRecorder
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
 from gcore_controller import Span, State, run_inline, share_trainer
@@ -14,7 +14,7 @@ from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_llm.sampling.engines import start_policy
 from gcore_llm.sampling.rewards import Evaluation, reward_function
-from gcore_rollout import Completion, Engine, Failure, Request, RewardRunner, WrappedEngine
+from gcore_rollout import Completion, Engine, Failure, Request, RewardFunction, RewardRunner, WrappedEngine
 from gcore_runs import build_tokenizer, eos_token_ids, resolve
 
 
@@ -25,13 +25,12 @@ def run(task: Task) -> list[StepFigures]:
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(model)
-    reward = TimedReward(reward_function(config))
-    runner = RewardRunner(reward, config.reward_calls.runner)
     policy = asyncio.run(start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model)))
     watched = _WatchedEngine(policy)
     # No checkpoint is saved in this run.
     learner = start_trainer(config, model, model.parent / "checkpoints")
-    recorder = _Recorder(watched, reward)
+    recorder = _Recorder(watched, reward_function(config))
+    runner = RewardRunner(recorder.score, config.reward_calls.runner)
     job = Job(
         config=config,
         prompts=load_train_prompts(config, tokenizer),
@@ -69,7 +68,7 @@ class _WatchedEngine(WrappedEngine):
 class _Recorder(StepRecorder):
     """Collects the figures of every step from the loop's own metrics."""
 
-    def __init__(self, engine: _WatchedEngine, reward: TimedReward) -> None:
+    def __init__(self, engine: _WatchedEngine, reward: RewardFunction) -> None:
         super().__init__(reward)
         self._engine = engine
         self._metrics: dict[str, float] = {}
