@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from command_line import Cli, option_set
 
-from gcore_llm.simulate.command import parse_simulate
-from gcore_llm.simulate.measured import read_run
-from gcore_llm.simulate.run import coarse_workload, simulate, train_config
+from gcore_llm.simulate import coarse_workload, parse_simulate, read_run, simulate, train_config
 from gcore_runs.errors import UserError
 from gcore_runs.settings.parsing import to_toml
 from gcore_runs.simulation.command import parse_calibrate

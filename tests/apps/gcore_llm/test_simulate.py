@@ -15,8 +15,7 @@ from command_line import Cli
 from gcore_controller import Context, run_simulated
 from gcore_controller.trainer_group import deal
 from gcore_llm.learning.preparation import workload_of
-from gcore_llm.simulate.command import parse_simulate
-from gcore_llm.simulate.run import coarse_workload, make_prompts, simulate
+from gcore_llm.simulate import coarse_workload, make_prompts, parse_simulate, simulate
 from gcore_placement import RunningLedger
 from gcore_placement.simulation.live import IDLE, WORK
 from gcore_rollout import Completion, Request, RolloutError, SamplingParams

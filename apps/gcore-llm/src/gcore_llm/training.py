@@ -37,6 +37,10 @@ def train(config: TrainConfig, display: "Display | None" = None) -> Result:
     from gcore_runs.loop.instrumented_engine import Instrumentation
 
     config = resolve(config)
+    if config.runtime == "sim":
+        from gcore_llm.simulate import train_simulated
+
+        return train_simulated(config, display)
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         say, devices = supervisor.display.say, DeviceTimers()
         tokenizer = _checked_tokenizer(config)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 from rich.console import Console
 
 from gcore_ckpt import Checkpointer
-from gcore_controller import Backend, InlineBackend, RankError, SharedTrainerGroup, share_trainer
+from gcore_controller import Backend, InlineBackend, RankError, SharedTrainerGroup, VirtualTimeLoop, share_trainer
 from gcore_runs.display import Display
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
@@ -86,7 +86,8 @@ class Supervisor:
         trainer = self._config.trainer
         with ExitStack() as stack:
             stack.enter_context(_interrupted_at_once())
-            if isinstance(self._config, BaseRLConfig) and self._config.runtime == "ray":
+            runtime = self._config.runtime if isinstance(self._config, BaseRLConfig) else "inline"
+            if isinstance(self._config, BaseRLConfig) and runtime == "ray":
                 from gcore_runs.on_ray.start import check_cluster
 
                 check_cluster(self._config)
@@ -98,7 +99,8 @@ class Supervisor:
                 )
                 self._prometheus = stack.enter_context(server)
             # One event loop for all of it: an async reward may keep objects that belong to the loop of its first call.
-            self._runner = stack.enter_context(asyncio.Runner())
+            loop = VirtualTimeLoop if runtime == "sim" else None
+            self._runner = stack.enter_context(asyncio.Runner(loop_factory=loop))
             self._stack = stack.pop_all()
         return self
 

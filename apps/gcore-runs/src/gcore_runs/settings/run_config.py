@@ -6,8 +6,9 @@ default or its meaning differs.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol, Self
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, get_type_hints
 
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
@@ -39,6 +40,25 @@ def check_finite(field: str, value: float, *, above_zero: bool = False) -> None:
     """Raise `UserError` if the value of a setting is not finite, or too low."""
     if not (0 < value < math.inf if above_zero else 0 <= value < math.inf):
         raise UserError(f"{field} is {value}; expected a finite number{' above 0' if above_zero else ', 0 or more'}")
+
+
+Natural = Annotated[int, partial(check_at_least, lowest=0)]
+Positive = Annotated[int, partial(check_at_least, lowest=1)]
+Amount = Annotated[float, check_finite]
+"""A finite number, 0 or more."""
+Above0 = Annotated[float, partial(check_finite, above_zero=True)]
+Share = Annotated[float, check_fraction]
+ShareAbove0 = Annotated[float, partial(check_fraction, above_zero=True)]
+
+
+def check_bounds(section: str, settings: Any) -> None:
+    """Raise `UserError` if a setting of this section, or of one inside it, is out of the bounds that its type has."""
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        field, value = f"{section}.{name}".lstrip("."), getattr(settings, name)
+        if is_dataclass(value):
+            check_bounds(field, value)
+        for check in getattr(hint, "__metadata__", ()):
+            check(field, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +244,13 @@ class PlacementConfig:
         check_lowest("placement", self, horizon_steps=1)
 
 
+class Simulated(Protocol):
+    """Settings of the simulated cluster, where runtime is sim; see `gcore_runs.simulation.config.BaseSimConfig`."""
+
+    def check(self, section: str, controllers: int) -> None:
+        """Raise `UserError` if the settings contradict each other."""
+
+
 class Replicas(Protocol):
     """Settings of an engine that runs in several processes."""
 
@@ -239,15 +266,17 @@ class BaseRLConfig(BaseRunConfig, ABC):
         *BaseRunConfig.may_change,
         "runtime",
         "ray",
+        "sim",
         "placement",
         "controllers",
         "trainer.num_processes",
         "rollout.num_processes",
     )
 
-    runtime: Literal["inline", "ray"] = "inline"
+    runtime: Literal["inline", "ray", "sim"] = "inline"
     """inline: all controllers in this process; ray: controllers, engines and training ranks are actors of a Ray
-    cluster, and what dies is replaced."""
+    cluster, and what dies is replaced; sim: all controllers in this process, in simulated time, on the modelled engines
+    and ranks of the section sim, which train nothing: for the times of a step, before there is a cluster."""
     controllers: int = 1
     """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
     data: BaseDataConfig = field(default_factory=BaseDataConfig)
@@ -256,10 +285,14 @@ class BaseRLConfig(BaseRunConfig, ABC):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     rollout: Replicas
     trainer: BaseTrainerConfig = field(default_factory=BaseTrainerConfig)
+    sim: Simulated
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("controllers", self.controllers, 1)
+        check_bounds("sim", self.sim)
+        if self.runtime == "sim":
+            self.sim.check("sim.", self.controllers)
         if self.runtime == "ray" and 0 < self.rollout.num_processes < self.controllers:
             raise UserError(
                 f"rollout.num_processes is {self.rollout.num_processes}; expected controllers={self.controllers} or "

@@ -1,27 +1,44 @@
-"""A simulated cluster: its services, the runtime of the program that uses them, and the figures of each step."""
+"""The runtime sim: a job on a simulated cluster, with the records of a run or with the figures of each step alone."""
 
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
-from gcore_controller import Context, Span, StageTimer, State, run_simulated
+from gcore_controller import (
+    Context,
+    DeviceTimers,
+    InlineBackend,
+    Program,
+    Recorder,
+    Span,
+    StageTimer,
+    run_simulated,
+    share_trainer,
+)
 from gcore_placement import RunningLedger
-from gcore_rollout import Failure
-from gcore_runs.simulation.config import SimulateConfig
-from gcore_runs.simulation.engine import ModelledEngine, ModelledWeights
+from gcore_rollout import Engine, RequestT, SampleT, TimedEngine
+from gcore_runs.loop.recorder import BaseRunRecorder, RunJob
+from gcore_runs.loop.supervisor import Supervisor
+from gcore_runs.run_folder import Result
+from gcore_runs.settings.run_config import BaseRLConfig
+from gcore_runs.simulation.config import BaseSimConfig, SimulateConfig
+from gcore_runs.simulation.engine import ModelledEngine
 from gcore_runs.simulation.services import (
-    CoarseWorkload,
     LoadMeter,
     ModelledLearner,
     ModelledReward,
-    Replay,
-    weights_bytes,
+    SharedState,
+    SimulatedModality,
+    now_s,
 )
-from gcore_trainer import MicroBatch
+
+if TYPE_CHECKING:
+    from gcore_runs.display import Display
+    from gcore_runs.report.run import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,83 +68,157 @@ class Simulation:
     """Real seconds of the whole simulation."""
 
 
-class SimulatedCluster:
-    """The modelled services of a run; it is also the recorder of the program that uses them.
+@dataclass(frozen=True, kw_only=True)
+class SimulatedCluster(Generic[RequestT, SampleT]):
+    """The modelled services of a job, and the runtime sim of its program.
 
     Args:
-        workload: FLOPs of the model in units of ``token_unit`` tokens.
-        cost_of: returns the FLOPs of a micro-batch.
-        report: called after every step.
-        replay: gives the lengths of responses, and the groups whose scores differ, in place of draws.
+        job: with the settings of the program.
+        sim: the cluster's size, and what its services take.
+        modality: what the samples take.
+        n: samples of a prompt.
+        roles: class of a controller's roles.
+        services: makes their fields other than the trainer, from the controller's ``policy``, the ``policy_slots`` that
+            it has if it is the controller's own, the ``reward``, and the timers of the ``devices``.
+        has_signal: says of a group's key whether its scores differ, in place of draws.
     """
 
-    def __init__(
+    job: RunJob[Any]
+    sim: BaseSimConfig
+    modality: SimulatedModality[RequestT, SampleT]
+    n: int
+    roles: Callable[..., Any]
+    services: Callable[..., Any]
+    has_signal: Callable[[int], bool] | None = None
+
+    def train(
         self,
-        config: SimulateConfig,
-        workload: CoarseWorkload,
-        *,
-        cost_of: Callable[[MicroBatch], float],
-        report: Callable[[StepFigures], None],
-        replay: Replay | None = None,
-    ) -> None:
-        self._start_s = time.perf_counter()
-        self._config, self._report, self._replay = config, report, replay
-        self._ledger = RunningLedger(
+        config: BaseRLConfig,
+        recorder: Callable[..., BaseRunRecorder[Any, Any]],
+        kinds: "Mapping[str, Kind]",
+        *notices: str,
+        app: str,
+        display: "Display | None",
+    ) -> Result:
+        """Run the job in a new run folder, as the command train does it: with its records, but without a model.
+
+        Args:
+            config: of the run.
+            recorder: class of the app's recorders.
+            kinds: what the report shows.
+            notices: lines for the screen.
+        """
+        with Supervisor(replace(config, resume="never"), app=app, display=display) as supervisor:
+            supervisor.open_run(*notices)
+            with supervisor.started(self._backend()) as backend:
+                supervisor.train(backend, self.job, recorder)
+            return supervisor.finish(kinds)
+
+    def simulate(self, config: SimulateConfig, report: Callable[[StepFigures], None]) -> Simulation:
+        """Run the job outside a run folder, and return the figures of its steps, each of them reported.
+
+        Args:
+            config: that the job was made from.
+        """
+        start_s, size = time.perf_counter(), config.controllers
+        ledger = RunningLedger(
             num_devices=config.devices,
             num_reward_devices=config.reward.devices,
-            num_controllers=config.controllers,
-            clock=lambda: asyncio.get_running_loop().time(),
+            num_controllers=size,
+            clock=now_s,
         )
-        self._meter = LoadMeter(config.controllers)
-        self._weights = ModelledWeights()
-        self._sync_s = weights_bytes(workload) / (config.learner.sync_gb_per_s * 1e9)
-        self._steps: list[StepFigures] = []
-        self.reward = ModelledReward(config, ledger=self._ledger, meter=self._meter, replay=replay).runner()
-        self.learner = ModelledLearner(config, cost_of, ledger=self._ledger, meter=self._meter)
+        state = self._state(meter=LoadMeter(size), ledger=ledger)
+        recorder = _FiguresRecorder(config, state.meter, ledger, report)
+        program = self._program(ModelledLearner(state), self.job, recorder, num_ranks=0)
+        own_roles = self._services(self._engines(state), state, DeviceTimers())
 
-    def engines(self) -> list[tuple[ModelledEngine, int | None]]:
-        """Return the engine of each controller, and the responses that it generates at once if it is its own."""
-        size, num_replicas, prompts = self._config.controllers, self._config.num_engine_replicas, self._config.engine
-        if prompts.prompts == "shared":
-            return [(self._engine(num_replicas), None)] * size
-        counts = [len(range(rank, num_replicas, size)) for rank in range(size)]
-        slots = prompts.max_num_seqs if prompts.prompts == "stealing" else None
-        return [(self._engine(count), slots and count * slots) for count in counts]
-
-    def _engine(self, num_replicas: int) -> ModelledEngine:
-        return ModelledEngine(
-            self._config,
-            num_replicas=num_replicas,
-            weights=self._weights,
-            sync_s=self._sync_s,
-            ledger=self._ledger,
-            meter=self._meter,
-            replay=self._replay,
-        )
-
-    def run(self, program: Callable[[Context[Any]], Coroutine[Any, Any, None]], roles: Sequence[Any]) -> Simulation:
-        """Run the program, whose recorder this object is, on the roles of each rank."""
-
-        async def metered(ctx: Context[Sequence[Any]]) -> None:
-            own = replace(ctx.with_roles(ctx.roles[ctx.rank]), timer=_LedgerTimer(ctx.rank, self._ledger))
-            await self._meter.run(ctx.rank, program(own))
+        async def metered(ctx: Context[Any]) -> None:
+            own = replace(ctx.with_roles(own_roles[ctx.rank]), timer=_LedgerTimer(ctx.rank, ledger))
+            await state.meter.run(ctx.rank, program(own))
 
         # A garbage collector's pass over a whole simulated cluster is not one controller's load: `stepped` makes them.
         was_enabled = gc.isenabled()
         gc.disable()
         gc.freeze()
         try:
-            run_simulated(metered, roles=roles, world_size=self._config.controllers)
+            run_simulated(metered, roles=None, world_size=size)
         finally:
             gc.unfreeze()
             if was_enabled:
                 gc.enable()
-        return Simulation(config=self._config, steps=self._steps, wall_s=time.perf_counter() - self._start_s)
+        return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
+
+    async def _backend(self) -> InlineBackend[Any, Any, Any, Any]:
+        devices, state = DeviceTimers(now_s, wall_clock=now_s), self._state(LoadMeter(1), None)
+        learner, engines = ModelledLearner(state), self._engines(state)
+        timed = [
+            (TimedEngine(engine, devices, device=name, stage="gen", name=name), slots)
+            for name, (engine, slots) in ((f"engine {rank}", own) for rank, own in enumerate(engines))
+        ]
+        own_roles = self._services(timed, state, devices)
+
+        def program(job: RunJob[Any], recorder: Recorder[Any]) -> Program[Any, None]:
+            run = self._program(learner, job, recorder, num_ranks=learner.num_replicas)
+            return lambda ctx: run(replace(ctx.with_roles(own_roles[ctx.rank]), wall_clock=now_s))
+
+        async def close() -> None:
+            await asyncio.gather(*(engine.close() for engine, _ in engines))
+
+        config, size = self.job.config, self.job.config.controllers
+        return InlineBackend(config, roles=None, world_size=size, learner=learner, program=program, close=close)
+
+    def _state(self, meter: LoadMeter, ledger: RunningLedger | None) -> SharedState[RequestT, SampleT]:
+        return SharedState(
+            config=self.sim, modality=self.modality, seed=self.job.config.seed, meter=meter, ledger=ledger
+        )
+
+    def _engines(self, state: SharedState[RequestT, SampleT]) -> list[tuple[Engine[Any, Any], int | None]]:
+        """Return the engine of each controller, and the samples that it generates at once if it is its own."""
+        size, num_replicas, model = self.job.config.controllers, self.sim.num_engine_replicas, self.sim.engine
+        if model.prompts == "shared":
+            return [(ModelledEngine(state, num_replicas), None)] * size
+        counts = [len(range(rank, num_replicas, size)) for rank in range(size)]
+        slots = model.max_num_seqs if model.prompts == "stealing" else None
+        return [(ModelledEngine(state, count), slots and count * slots) for count in counts]
+
+    def _services(
+        self,
+        engines: Sequence[tuple[Engine[Any, Any], int | None]],
+        state: SharedState[RequestT, SampleT],
+        devices: DeviceTimers,
+    ) -> list[Any]:
+        """Return the services of each controller."""
+        reward = ModelledReward(state, self.n, self.has_signal).runner()
+        return [
+            self.services(policy=engine, policy_slots=slots, reward=reward, devices=devices)
+            for engine, slots in engines
+        ]
+
+    def _program(
+        self, learner: ModelledLearner, job: RunJob[Any], recorder: Recorder[Any], *, num_ranks: int
+    ) -> Callable[[Context[Any]], Coroutine[Any, Any, None]]:
+        return share_trainer(learner, job.program(recorder), roles=self.roles, num_ranks=num_ranks)
+
+
+class _FiguresRecorder(Recorder[Any]):
+    """Records the figures of steps, and nothing else."""
+
+    def __init__(
+        self,
+        config: SimulateConfig,
+        meter: LoadMeter,
+        ledger: RunningLedger,
+        report: Callable[[StepFigures], None],
+    ) -> None:
+        self.steps: list[StepFigures] = []
+        self._config, self._meter, self._ledger, self._report = config, meter, ledger, report
+
+    async def evaluated(self, step: int, evaluation: Any) -> None:
+        """Do nothing: there are no held-out prompts."""
 
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        """Record the figures of a step."""
         del spans, devices
         with self._meter.paused():
             step_s = metrics["timing_s/step"]
@@ -139,28 +230,16 @@ class SimulatedCluster:
                 controller_load=[busy_s / step_s for busy_s in self._meter.cut()],
                 metrics=metrics,
             )
-            self._steps.append(figures)
+            self.steps.append(figures)
             self._report(figures)
             gc.collect()
-
-    async def evaluated(self, step: int, evaluation: Any) -> None:
-        """Do nothing: there are no held-out prompts."""
-
-    async def updating(self) -> None:
-        """Do nothing: a simulation is not interrupted."""
-
-    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
-        """Do nothing: the simulated reward does not fail."""
-
-    async def reached(self, step: int, controllers: list[State]) -> None:
-        """Do nothing: a simulation takes no checkpoint."""
 
 
 class _LedgerTimer(StageTimer):
     """A controller's stage timer that notes each stage in the ledger."""
 
     def __init__(self, rank: int, ledger: RunningLedger) -> None:
-        super().__init__(asyncio.get_running_loop().time)
+        super().__init__(now_s)
         self._rank, self._ledger = rank, ledger
 
     @contextmanager
