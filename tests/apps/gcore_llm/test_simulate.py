@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from command_line import Cli
+from command_line import Cli, step_rows
 
 from gcore_controller import Context, run_simulated
 from gcore_controller.trainer_group import deal
@@ -446,3 +446,32 @@ def test_wrong_folders_are_refused(cli: Cli) -> None:
     )
     assert "json is 'no/out.json'; expected a file in an existing" in cli.refused("simulate", "--json", "no/out.json")
     assert not list(cli.cwd.iterdir())
+
+
+def test_a_run_in_simulated_time(cli: Cli) -> None:
+    """``runtime = sim``: the records of a run, in times that are the same each time; nothing is trained or resumed."""
+    args = ["train", "--runtime", "sim", "--controllers", "2", "--trainer.total-training-steps", "3"]
+    args += ["--sim.devices", "16", "--sim.token-unit", "4", "--sim.response-length.median", "20"]
+    out = cli.ok(*args, "--sim.reward.latency-s", "2")
+    assert "simulated: 16 devices" in out
+    assert "export" not in out
+    cli.ok(*args, "--sim.reward.latency-s", "2")
+    first, second = (step_rows(cli.cwd / "runs" / name) for name in ("default", "default-2"))
+    assert first == second
+    assert [row["step"] for row in first] == [1, 2, 3]
+    for row in first:
+        assert row["timing_s/step"] > row["timing_s/reward"] > 1
+        assert row["response_length/max"] <= 32 / 4
+        assert 0 < row["ledger/idle_share"] < 1
+    spans = [json.loads(line) for line in (cli.cwd / "runs/default/spans.jsonl").read_text().splitlines()]
+    assert spans[1]["start_s"] == pytest.approx(first[0]["timing_s/step"], abs=1e-3)
+    assert {"engine 0", "engine 1", "trainer 0", "trainer 1"} <= spans[0]["devices"].keys()
+    assert (cli.cwd / "runs/default/report.html").is_file()
+    assert not (cli.cwd / "runs/default/export").exists()
+    for options, message in (
+        (["--trainer.schedule", "async"], "trainer.schedule is 'async'; expected the schedule 'sync', single turns"),
+        (["--sim.token-unit", "5"], "sim.token_unit is 5; expected a divisor of data.max_prompt_length (16)"),
+        (["--sim.devices", "12"], "sim.learner.devices_per_replica is 8; expected a divisor of sim.devices (12)"),
+        (["--model", "nowhere"], "model is 'nowhere'"),
+    ):
+        assert message in cli.refused(*args, *options)

@@ -40,8 +40,7 @@ def train_simulated(config: DiffusionConfig, display: "Display | None", kinds: "
         roles=Roles,
         services=_services,
     )
-    notice = f"simulated: {config.sim.devices:,} devices, on which no model is trained"
-    return cluster.train(config, RunRecorder, kinds, notice, app="gcore-diffusion", display=display)
+    return cluster.train(config, RunRecorder, kinds, app="gcore-diffusion", display=display)
 
 
 class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):

@@ -80,8 +80,7 @@ def train_simulated(config: TrainConfig, display: "Display | None") -> "Result":
         f"data.image_key is {key!r}": bool(key),
     }
     _refuse(unfit, "the schedule 'sync', single turns and no images with runtime 'sim'")
-    notice = f"simulated: {config.sim.devices:,} devices, on which no model is trained"
-    return _cluster(config).train(config, RunRecorder, KINDS, notice, app="gcore-llm", display=display)
+    return _cluster(config).train(config, RunRecorder, KINDS, app="gcore-llm", display=display)
 
 
 def train_config(config: SimulateConfig) -> TrainConfig:

@@ -3,9 +3,10 @@
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 from gcore_controller import (
@@ -20,7 +21,7 @@ from gcore_controller import (
     share_trainer,
 )
 from gcore_placement import RunningLedger
-from gcore_rollout import Engine, RequestT, SampleT, TimedEngine
+from gcore_rollout import RequestT, SampleT, TimedEngine
 from gcore_runs.loop.recorder import BaseRunRecorder, RunJob
 from gcore_runs.loop.supervisor import Supervisor
 from gcore_runs.run_folder import Result
@@ -70,33 +71,28 @@ class Simulation:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedCluster(Generic[RequestT, SampleT]):
-    """The modelled services of a job, and the runtime sim of its program.
-
-    Args:
-        job: with the settings of the program.
-        sim: the cluster's size, and what its services take.
-        modality: what the samples take.
-        n: samples of a prompt.
-        roles: class of a controller's roles.
-        services: makes their fields other than the trainer, from the controller's ``policy``, the ``policy_slots`` that
-            it has if it is the controller's own, the ``reward``, and the timers of the ``devices``.
-        has_signal: says of a group's key whether its scores differ, in place of draws.
-    """
+    """The runtime sim of a job: its program on modelled services."""
 
     job: RunJob[Any]
+    """With the settings of the program."""
     sim: BaseSimConfig
     modality: SimulatedModality[RequestT, SampleT]
     n: int
+    """Samples of a prompt."""
     roles: Callable[..., Any]
+    """Class of a controller's roles."""
     services: Callable[..., Any]
+    """Makes their fields other than the trainer: from the controller's ``policy``, the ``policy_slots`` that this has
+    if no other controller shares it, the ``reward``, and the timers of the ``devices``."""
     has_signal: Callable[[int], bool] | None = None
+    """Says of a group's key whether its scores differ, in place of draws."""
 
     def train(
         self,
         config: BaseRLConfig,
         recorder: Callable[..., BaseRunRecorder[Any, Any]],
         kinds: "Mapping[str, Kind]",
-        *notices: str,
+        *,
         app: str,
         display: "Display | None",
     ) -> Result:
@@ -106,73 +102,68 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
             config: of the run.
             recorder: class of the app's recorders.
             kinds: what the report shows.
-            notices: lines for the screen.
         """
         with Supervisor(replace(config, resume="never"), app=app, display=display) as supervisor:
-            supervisor.open_run(*notices)
-            with supervisor.started(self._backend()) as backend:
-                supervisor.train(backend, self.job, recorder)
+            supervisor.open_run(f"simulated: {self.sim.devices:,} devices, on which no model is trained")
+            own, size = self.job.config, config.controllers
+            learner, program = self._program(LoadMeter(size), None)
+            nothing = partial(asyncio.sleep, 0)
+            backend: InlineBackend[Any, Any, Any, Any] = InlineBackend(
+                own, roles=None, world_size=size, learner=learner, program=program, close=nothing
+            )
+            supervisor.train(backend, self.job, recorder)
             return supervisor.finish(kinds)
 
     def simulate(self, config: SimulateConfig, report: Callable[[StepFigures], None]) -> Simulation:
-        """Run the job outside a run folder, and return the figures of its steps, each of them reported.
+        """Run the job outside a run folder, and report and return the figures of its steps.
 
         Args:
             config: that the job was made from.
         """
-        start_s, size = time.perf_counter(), config.controllers
-        ledger = RunningLedger(
-            num_devices=config.devices,
-            num_reward_devices=config.reward.devices,
-            num_controllers=size,
-            clock=now_s,
-        )
-        state = self._state(meter=LoadMeter(size), ledger=ledger)
-        recorder = _FiguresRecorder(config, state.meter, ledger, report)
-        program = self._program(ModelledLearner(state), self.job, recorder, num_ranks=0)
-        own_roles = self._services(self._engines(state), state, DeviceTimers())
-
-        async def metered(ctx: Context[Any]) -> None:
-            own = replace(ctx.with_roles(own_roles[ctx.rank]), timer=_LedgerTimer(ctx.rank, ledger))
-            await state.meter.run(ctx.rank, program(own))
-
+        start_s, size, meter = time.perf_counter(), config.controllers, LoadMeter(config.controllers)
+        sizes = {"num_devices": config.devices, "num_reward_devices": config.reward.devices, "num_controllers": size}
+        recorder = _FiguresRecorder(config, meter, RunningLedger(**sizes, clock=now_s), report)
+        _, program = self._program(meter, recorder.ledger)
         # A garbage collector's pass over a whole simulated cluster is not one controller's load: `stepped` makes them.
         was_enabled = gc.isenabled()
         gc.disable()
         gc.freeze()
         try:
-            run_simulated(metered, roles=None, world_size=size)
+            run_simulated(program(self.job, recorder), roles=None, world_size=size)
         finally:
             gc.unfreeze()
             if was_enabled:
                 gc.enable()
         return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
 
-    async def _backend(self) -> InlineBackend[Any, Any, Any, Any]:
-        devices, state = DeviceTimers(now_s, wall_clock=now_s), self._state(LoadMeter(1), None)
-        learner, engines = ModelledLearner(state), self._engines(state)
-        timed = [
-            (TimedEngine(engine, devices, device=name, stage="gen", name=name), slots)
-            for name, (engine, slots) in ((f"engine {rank}", own) for rank, own in enumerate(engines))
-        ]
-        own_roles = self._services(timed, state, devices)
-
-        def program(job: RunJob[Any], recorder: Recorder[Any]) -> Program[Any, None]:
-            run = self._program(learner, job, recorder, num_ranks=learner.num_replicas)
-            return lambda ctx: run(replace(ctx.with_roles(own_roles[ctx.rank]), wall_clock=now_s))
-
-        async def close() -> None:
-            await asyncio.gather(*(engine.close() for engine, _ in engines))
-
-        config, size = self.job.config, self.job.config.controllers
-        return InlineBackend(config, roles=None, world_size=size, learner=learner, program=program, close=close)
-
-    def _state(self, meter: LoadMeter, ledger: RunningLedger | None) -> SharedState[RequestT, SampleT]:
-        return SharedState(
+    def _program(
+        self, meter: LoadMeter, ledger: RunningLedger | None
+    ) -> tuple[ModelledLearner, Callable[[RunJob[Any], Recorder[Any]], Program[Any, None]]]:
+        """Return the trainer, and what makes a job's program; the ledger counts work, or timers do."""
+        state = SharedState(
             config=self.sim, modality=self.modality, seed=self.job.config.seed, meter=meter, ledger=ledger
         )
+        learner, devices = ModelledLearner(state), DeviceTimers(now_s, wall_clock=now_s)
+        reward = ModelledReward(state, self.n, self.has_signal).runner()
+        own_roles: list[Any] = []
+        for rank, (engine, slots) in enumerate(self._engines(state)):
+            name = f"engine {rank}"
+            policy = engine if ledger else TimedEngine(engine, devices, device=name, stage="gen", name=name)
+            own_roles.append(self.services(policy=policy, policy_slots=slots, reward=reward, devices=devices))
+        num_ranks = 0 if ledger else learner.num_replicas
 
-    def _engines(self, state: SharedState[RequestT, SampleT]) -> list[tuple[Engine[Any, Any], int | None]]:
+        def program(job: RunJob[Any], recorder: Recorder[Any]) -> Program[Any, None]:
+            run = share_trainer(learner, job.program(recorder), roles=self.roles, num_ranks=num_ranks)
+
+            async def run_own(ctx: Context[Any]) -> None:
+                timer = _LedgerTimer(ctx.rank, ledger) if ledger else ctx.timer
+                await meter.run(ctx.rank, run(replace(ctx, roles=own_roles[ctx.rank], timer=timer, wall_clock=now_s)))
+
+            return run_own
+
+        return learner, program
+
+    def _engines(self, state: SharedState[RequestT, SampleT]) -> list[tuple[ModelledEngine[Any, Any], int | None]]:
         """Return the engine of each controller, and the samples that it generates at once if it is its own."""
         size, num_replicas, model = self.job.config.controllers, self.sim.num_engine_replicas, self.sim.engine
         if model.prompts == "shared":
@@ -181,37 +172,16 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         slots = model.max_num_seqs if model.prompts == "stealing" else None
         return [(ModelledEngine(state, count), slots and count * slots) for count in counts]
 
-    def _services(
-        self,
-        engines: Sequence[tuple[Engine[Any, Any], int | None]],
-        state: SharedState[RequestT, SampleT],
-        devices: DeviceTimers,
-    ) -> list[Any]:
-        """Return the services of each controller."""
-        reward = ModelledReward(state, self.n, self.has_signal).runner()
-        return [
-            self.services(policy=engine, policy_slots=slots, reward=reward, devices=devices)
-            for engine, slots in engines
-        ]
-
-    def _program(
-        self, learner: ModelledLearner, job: RunJob[Any], recorder: Recorder[Any], *, num_ranks: int
-    ) -> Callable[[Context[Any]], Coroutine[Any, Any, None]]:
-        return share_trainer(learner, job.program(recorder), roles=self.roles, num_ranks=num_ranks)
-
 
 class _FiguresRecorder(Recorder[Any]):
     """Records the figures of steps, and nothing else."""
 
     def __init__(
-        self,
-        config: SimulateConfig,
-        meter: LoadMeter,
-        ledger: RunningLedger,
-        report: Callable[[StepFigures], None],
+        self, config: SimulateConfig, meter: LoadMeter, ledger: RunningLedger, report: Callable[[StepFigures], None]
     ) -> None:
+        self.ledger = ledger
         self.steps: list[StepFigures] = []
-        self._config, self._meter, self._ledger, self._report = config, meter, ledger, report
+        self._config, self._meter, self._report = config, meter, report
 
     async def evaluated(self, step: int, evaluation: Any) -> None:
         """Do nothing: there are no held-out prompts."""
@@ -226,7 +196,7 @@ class _FiguresRecorder(Recorder[Any]):
                 step=step,
                 step_s=step_s,
                 num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self._config.token_unit,
-                device_s=self._ledger.cut(),
+                device_s=self.ledger.cut(),
                 controller_load=[busy_s / step_s for busy_s in self._meter.cut()],
                 metrics=metrics,
             )

@@ -155,9 +155,9 @@ class SimConfig(BaseSimConfig):
 
     token_unit: Positive = 1
     """Tokens per entry of the program's arrays; more save memory and time, and lengths are rounded to them."""
-    prompt_length: LengthConfig = field(default_factory=lambda: LengthConfig(median=256, sigma=0.5))
+    prompt_length: LengthConfig = LengthConfig(median=256, sigma=0.5)
     """Lengths of prompts, cut at the longest prompt; where the run has prompts of its own, they have theirs."""
-    response_length: LengthConfig = field(default_factory=lambda: LengthConfig(median=1500, sigma=0.8))
+    response_length: LengthConfig = LengthConfig(median=1500, sigma=0.8)
     """Lengths of responses, cut at the longest response."""
     prompt_share: Share = 0.0
     """Share of the variance of response lengths that is between prompts; 1: responses to a prompt are equally long."""

@@ -33,7 +33,7 @@ class MeasuredSteps:
     """Steps of a finished run, in order."""
 
     name: str
-    """Of the run."""
+    """Folder of the run."""
     rows: list[dict[str, Any]]
     """The steps' metrics."""
     sampled: list[SampledLengths]
@@ -99,7 +99,7 @@ class MeasuredRun:
 
     @property
     def is_scored(self) -> bool:
-        """Whether models score responses before the update; otherwise preparation counts as part of the rest."""
+        """True if models score responses before the update; otherwise preparation counts as part of the rest."""
         config = self.config
         num_updates = -(-config.batch_size // (config.ppo_mini_batch_size or config.batch_size))
         return bool(config.kl_loss_coef) or (config.old_log_probs == "trainer" and num_updates > 1)

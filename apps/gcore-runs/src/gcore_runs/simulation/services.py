@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import coroutine
 from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import numpy as np
@@ -44,7 +45,7 @@ def group_and_index(name: int) -> tuple[int, int]:
 
 
 class SimulatedModality(ABC, Generic[RequestT, SampleT]):
-    """What an app's samples take to be made and trained on, and what stands for them.
+    """The samples of an app: what they take to be made and trained on, and what stands for them.
 
     Attributes:
         weights_bytes: Size of the weights that the engines get.
@@ -100,44 +101,36 @@ class LoadMeter:
         busy_s, self._busy_s = self._busy_s, [0.0] * len(self._busy_s)
         return busy_s
 
-    def counted(self, rank: int, step: Callable[..., Any], *args: Any) -> Any:
-        """Take a step of a controller's coroutine."""
-        self._paused_s, start_s = 0.0, time.thread_time()
-        try:
-            return step(*args)
-        finally:
-            self._busy_s[rank] += time.thread_time() - start_s - self._paused_s
-
-    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+    def _make_task(self, loop: asyncio.AbstractEventLoop, own: Any, **options: Any) -> "asyncio.Task[Any]":
         rank = _RANK.get(None)
-        metered = coroutine if rank is None else _Metered(self, rank, coroutine)
+        metered = own if rank is None else self._metered(rank, own)
         return asyncio.Task(metered, loop=loop, **options)
 
+    async def _metered(self, rank: int, own: Coroutine[Any, Any, Any]) -> Any:
+        return await self._counted(rank, own)
 
-@dataclass(slots=True)
-class _Metered(Coroutine[Any, Any, Any]):
-    """A coroutine each of whose steps is counted."""
-
-    meter: LoadMeter
-    rank: int
-    coroutine: Coroutine[Any, Any, Any]
-
-    def send(self, value: Any) -> Any:
-        return self.meter.counted(self.rank, self.coroutine.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        return self.meter.counted(self.rank, self.coroutine.throw, *error)
-
-    def close(self) -> None:
-        self.coroutine.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self.coroutine.__await__()
+    @coroutine
+    def _counted(self, rank: int, own: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Run a coroutine, and count each of its steps."""
+        step: Callable[[Any], Any] = own.send
+        arg: Any = None
+        while True:
+            self._paused_s, start_s = 0.0, time.thread_time()
+            try:
+                awaited = step(arg)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._busy_s[rank] += time.thread_time() - start_s - self._paused_s
+            try:
+                step, arg = own.send, (yield awaited)
+            except BaseException as error:
+                step, arg = own.throw, error
 
 
 @dataclass(kw_only=True)
 class SharedState(Generic[RequestT, SampleT]):
-    """What all services of a simulated cluster share."""
+    """The state that all services of a simulated cluster share."""
 
     config: BaseSimConfig
     modality: SimulatedModality[RequestT, SampleT]
