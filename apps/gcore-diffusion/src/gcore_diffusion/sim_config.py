@@ -1,6 +1,6 @@
 """Settings of the simulated cluster of an image model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gcore_runs.settings.run_config import Above0
 from gcore_runs.simulation.config import BaseSimConfig, EngineModel
@@ -14,4 +14,6 @@ class SimConfig(BaseSimConfig):
     """Parameters of the denoiser."""
     tokens: Above0 = 1357
     """Tokens of an image and its prompt, in a pass of the denoiser."""
-    engine: EngineModel = EngineModel(devices_per_replica=1, max_num_seqs=16, per_sample_s=0.012)
+    engine: EngineModel = field(
+        default_factory=lambda: EngineModel(devices_per_replica=1, max_num_seqs=16, per_sample_s=0.012)
+    )
