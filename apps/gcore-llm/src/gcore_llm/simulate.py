@@ -1,25 +1,34 @@
 """The program of `train` in simulated time: as the runtime sim of a run, and as `gcore-llm simulate`."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gcore_llm.config import DataConfig, TrainConfig, TrainerConfig
-from gcore_runs import RunFolder, UserError, build_tokenizer, merge
+from gcore_llm.data.prompts import PromptSets, load_files
+from gcore_llm.data.tasks import load_task
+from gcore_llm.learning.preparation import sample_flops, workload_of
+from gcore_llm.modality import Job, Roles, SamplingRoles
+from gcore_llm.recorder import RunRecorder
+from gcore_llm.report import KINDS
+from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer, merge
+from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
 from gcore_runs.simulation.command import parse_options, run_calibrate, run_simulation
-from gcore_runs.simulation.config import EngineModel, LearnerModel, RewardModel, SimConfig, SimulateConfig
+from gcore_runs.simulation.config import SimConfig, SimulateConfig
+from gcore_runs.simulation.fit import MeasuredRun, measured_run
+from gcore_runs.simulation.tokens import (
+    Replay,
+    SampleNames,
+    SimulatedTokens,
+    coarse_prompts,
+    coarse_workload,
+    drawn_prompts,
+)
 from gcore_trainer import ParallelConfig
-
-if TYPE_CHECKING:
-    from gcore_llm.data.prompts import PromptSets
-    from gcore_runs import Display, Result
-    from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
-    from gcore_runs.simulation.fit import MeasuredRun
-    from gcore_runs.simulation.tokens import Replay
 
 _PROG = "gcore-llm simulate"
 _SETTINGS = {
@@ -52,8 +61,8 @@ def run_simulate(args: Sequence[str]) -> None:
 
 
 def simulate(
-    config: SimulateConfig, stepped: "Callable[[StepFigures], None]" = lambda _: None, *, replay: "Replay | None" = None
-) -> "Simulation":
+    config: SimulateConfig, stepped: Callable[[StepFigures], None] = lambda _: None, *, replay: Replay | None = None
+) -> Simulation:
     """Run the program of `train` on modelled services.
 
     Args:
@@ -66,11 +75,8 @@ def simulate(
     return _cluster(train_config(config), replay).simulate(config, stepped)
 
 
-def train_simulated(config: TrainConfig, display: "Display | None") -> "Result":
+def train_simulated(config: TrainConfig, display: Display | None) -> Result:
     """Run the program of `train` where runtime is sim, in a run folder; see `gcore_llm.training.train`."""
-    from gcore_llm.recorder import RunRecorder
-    from gcore_llm.report import KINDS
-
     lengths = [_SETTINGS[name] for name in SimulateConfig.lengths]
     config.sim.check_unit("sim.", {name: attrgetter(name)(config) for name in lengths})
     schedule, turns, key = config.trainer.schedule, config.rollout.multi_turn, config.data.image_key
@@ -102,13 +108,8 @@ def train_config(config: SimulateConfig) -> TrainConfig:
     return merge(base, values)
 
 
-def _cluster(config: TrainConfig, replay: "Replay | None" = None) -> "SimulatedCluster[Any, Any]":
+def _cluster(config: TrainConfig, replay: Replay | None = None) -> SimulatedCluster[Any, Any]:
     """Return the cluster of a run, whose program has lengths in units of ``token_unit`` tokens."""
-    from gcore_llm.learning.preparation import sample_flops, workload_of
-    from gcore_llm.modality import Job, Roles, SamplingRoles
-    from gcore_runs.simulation.cluster import SimulatedCluster
-    from gcore_runs.simulation.tokens import SampleNames, SimulatedTokens, coarse_workload
-
     sim, unit, data = config.sim, config.sim.token_unit, config.data
     workload = coarse_workload(config.model, unit, workload_of)
     own = replace(
@@ -141,13 +142,8 @@ def _cluster(config: TrainConfig, replay: "Replay | None" = None) -> "SimulatedC
     )
 
 
-def make_prompts(config: TrainConfig) -> "PromptSets":
+def make_prompts(config: TrainConfig) -> PromptSets:
     """Return the prompts of the config's task or files; without any, prompts of drawn lengths. None is held out."""
-    from gcore_llm.data.prompts import PromptSets, load_files
-    from gcore_llm.data.tasks import load_task
-    from gcore_llm.tiny_model import tiny_tokenizer
-    from gcore_runs.simulation.tokens import coarse_prompts, drawn_prompts
-
     data, task = config.data, config.task
     if not (task.name or data.train_files):
         train = drawn_prompts(config.sim, config.seed, data.max_prompt_length, at_least=data.train_batch_size)
@@ -158,16 +154,12 @@ def make_prompts(config: TrainConfig) -> "PromptSets":
     return PromptSets(train=train, val=[], num_too_long=0)
 
 
-def read_run(path: str, max_steps: int) -> "MeasuredRun":
+def read_run(path: str, max_steps: int) -> MeasuredRun:
     """Read the last ``max_steps`` steps of a run of `gcore-llm train`.
 
     Raises:
         UserError: the folder holds no such run, or a run that the simulation does not describe.
     """
-    from gcore_llm.learning.preparation import workload_of
-    from gcore_runs.simulation.fit import MeasuredRun, read_steps
-    from gcore_runs.simulation.tokens import coarse_workload
-
     folder = RunFolder.existing(path)
     config = folder.load_config(TrainConfig)
     estimator, rollout, epochs = config.algorithm.adv_estimator, config.rollout, config.actor.ppo_epochs
@@ -180,27 +172,26 @@ def read_run(path: str, max_steps: int) -> "MeasuredRun":
     }
     expected = "a run without a critic and greedy responses, of single turns that end in the step that started them"
     _refuse(unfit, f"{expected}, and with one epoch", f"{path}: ")
-    steps = read_steps(path, folder.metrics, n=rollout.n, limit=config.data.max_response_length, most=max_steps)
     model = next((f for f in (folder.export, folder.model, Path(config.model)) if (f / "config.json").is_file()), None)
     if model is None:
         raise UserError(f"{path}: model is {config.model!r}; expected a folder with config.json, or export/ in the run")
-    num_ranks, num_engines = config.trainer.num_processes, len(rollout.urls) or max(1, rollout.num_processes)
-    devices = math.lcm(num_ranks, num_engines)
-    sizes: dict[str, Any] = {name: attrgetter(setting)(config) for name, setting in _SETTINGS.items()}
-    sizes |= {"model": str(model.resolve()), "devices": devices, "token_unit": 1, **steps.lengths()}
-    sizes["kl_loss_coef"] = config.actor.loss.kl_loss_coef or config.algorithm.kl_ctrl.kl_coef
-    engine = EngineModel(
-        devices_per_replica=devices // num_engines,
-        max_num_seqs=rollout.max_num_seqs,
-        prompts="stealing" if config.runtime == "ray" else "shared",
+    settings = {name: attrgetter(setting)(config) for name, setting in _SETTINGS.items()}
+    settings["model"] = str(model.resolve())
+    settings["kl_loss_coef"] = config.actor.loss.kl_loss_coef or config.algorithm.kl_ctrl.kl_coef
+    num_ranks = config.trainer.num_processes
+    return measured_run(
+        path,
+        folder.metrics,
+        settings,
+        workload=coarse_workload(settings["model"], 1, workload_of),
+        simulate=simulate,
+        max_steps=max_steps,
+        num_ranks=num_ranks,
+        num_replicas=config.trainer.parallel.data_parallel_size(num_ranks),
+        num_engines=len(rollout.urls) or max(1, rollout.num_processes),
+        engine={"max_num_seqs": rollout.max_num_seqs, "prompts": "stealing" if config.runtime == "ray" else "shared"},
+        reward={"max_concurrency": config.reward_calls.max_concurrency},
     )
-    reward = RewardModel(
-        acceptance=steps.acceptance, latency_sigma=0.0, max_concurrency=config.reward_calls.max_concurrency
-    )
-    learner = LearnerModel(devices_per_replica=devices // config.trainer.parallel.data_parallel_size(num_ranks))
-    measured = SimulateConfig(**sizes, engine=engine, reward=reward, learner=learner)
-    workload = coarse_workload(measured.model, 1, workload_of)
-    return MeasuredRun(config=measured, workload=workload, steps=steps, simulate=simulate)
 
 
 def _refuse(unfit: Mapping[str, bool], expected: str, where: str = "") -> None:

@@ -18,7 +18,7 @@ from gcore_placement import SampledLengths, fit_lengths
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import read_jsonl
 from gcore_runs.simulation.cluster import Simulation
-from gcore_runs.simulation.config import LengthConfig, SimulateConfig
+from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
 from gcore_runs.simulation.tokens import CoarseWorkload, Replay
 
 STAGES = ("gen", "reward", "prepare", "train", "sync", "rest")
@@ -48,7 +48,7 @@ class MeasuredSteps:
         # With an acceptance of 0 a simulation would have nothing to train on.
         return max(float(np.average([row["sampling/acceptance"] for row in self.rows], weights=weights)), 1e-3)
 
-    def lengths(self) -> dict[str, LengthConfig]:
+    def lengths(self) -> dict[str, Any]:
         """Return log-normal lengths of prompts and responses.
 
         Those of prompts have the mean of all prompts, and a variance from that of the steps' means.
@@ -70,20 +70,6 @@ class MeasuredSteps:
         pairs = zip(self.rows, self.sampled, strict=True)
         kept = [round(row["sampling/acceptance"] * own.number / self.n) for row, own in pairs]
         return Replay(self.sampled, kept, n=self.n, sigma=config.response_length.sigma, seed=config.seed)
-
-
-def read_steps(name: str, metrics: Path, *, n: int, limit: int, most: int) -> MeasuredSteps:
-    """Read the last ``most`` steps of a run's metrics; `UserError` if they have no responses.
-
-    Args:
-        n: responses to a prompt.
-        limit: longest response that the run allows.
-    """
-    rows = [row for row in read_jsonl(metrics) if "timing_s/step" in row][-most:]
-    sampled = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in rows]
-    if not any(own.number for own in sampled):
-        raise UserError(f"{name}/{metrics.name} has no steps with responses; expected a run of gcore-llm train")
-    return MeasuredSteps(name=name, rows=rows, sampled=sampled, n=n)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +115,46 @@ class MeasuredRun:
                 own["prepare"] = 0.0
             found.append([*own.values(), metrics["timing_s/step"] - sum(own.values())])
         return np.array(found)
+
+
+def measured_run(
+    name: str,
+    metrics: Path,
+    settings: Mapping[str, Any],
+    *,
+    workload: CoarseWorkload,
+    simulate: Callable[..., Simulation],
+    max_steps: int,
+    num_ranks: int,
+    num_replicas: int,
+    num_engines: int,
+    engine: Mapping[str, Any],
+    reward: Mapping[str, Any],
+) -> MeasuredRun:
+    """Read the last ``max_steps`` steps of a run; `UserError` if they have no responses.
+
+    Args:
+        settings: of the program, see `SimulateConfig`.
+        num_ranks: training ranks, of ``num_replicas`` data-parallel replicas.
+        engine: further settings of the section.
+        reward: the same.
+    """
+    n, limit = settings["n"], settings["max_response_length"]
+    rows = [row for row in read_jsonl(metrics) if "timing_s/step" in row][-max_steps:]
+    sampled = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in rows]
+    if not any(own.number for own in sampled):
+        raise UserError(f"{name}/{metrics.name} has no steps with responses; expected a run of gcore-llm train")
+    steps, devices = MeasuredSteps(name=name, rows=rows, sampled=sampled, n=n), math.lcm(num_ranks, num_engines)
+    config = SimulateConfig(
+        **settings,
+        **steps.lengths(),
+        devices=devices,
+        token_unit=1,
+        engine=EngineModel(devices_per_replica=devices // num_engines, **engine),
+        reward=RewardModel(acceptance=steps.acceptance, latency_sigma=0.0, **reward),
+        learner=LearnerModel(devices_per_replica=devices // num_replicas),
+    )
+    return MeasuredRun(config=config, workload=workload, steps=steps, simulate=simulate)
 
 
 @dataclass(frozen=True, kw_only=True)
