@@ -124,7 +124,7 @@ def write_run(folder: Path, config: SimulateConfig, *, noise: float = 0.0, **set
 
 def fitted(run: MeasuredRun, last: int) -> Fit:
     """To the steps up to this one."""
-    return fit([run], [np.arange(len(run.steps.rows)) < last], lambda: None)
+    return fit([run], [np.arange(len(run.rows)) < last], lambda: None)
 
 
 def step_error(run: MeasuredRun, parameters: Parameters, steps: slice) -> float:

@@ -1,7 +1,7 @@
 """The program of `train` in simulated time: as the runtime sim of a run, and as `gcore-llm simulate`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -15,10 +15,10 @@ from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_llm.recorder import RunRecorder
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer, merge
+from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer
 from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
 from gcore_runs.simulation.command import parse_options, run_calibrate, run_simulation
-from gcore_runs.simulation.config import SimConfig, SimulateConfig
+from gcore_runs.simulation.config import SimConfig, SimulateConfig, replaced
 from gcore_runs.simulation.fit import MeasuredRun, measured_run
 from gcore_runs.simulation.tokens import (
     Replay,
@@ -40,6 +40,8 @@ _SETTINGS = {
     "kl_loss_coef": "actor.loss.kl_loss_coef",
 }
 """For settings of simulate, those of train."""
+
+_LENGTHS = [_SETTINGS[name] for name in SimulateConfig.lengths]
 
 
 def parse_simulate(args: Sequence[str]) -> SimulateConfig:
@@ -77,8 +79,7 @@ def simulate(
 
 def train_simulated(config: TrainConfig, display: Display | None) -> Result:
     """Run the program of `train` where runtime is sim, in a run folder; see `gcore_llm.training.train`."""
-    lengths = [_SETTINGS[name] for name in SimulateConfig.lengths]
-    config.sim.check_unit("sim.", {name: attrgetter(name)(config) for name in lengths})
+    config.sim.check_unit("sim.", {name: attrgetter(name)(config) for name in _LENGTHS})
     schedule, turns, key = config.trainer.schedule, config.rollout.multi_turn, config.data.image_key
     unfit = {
         f"trainer.schedule is {schedule!r}": schedule != "sync",
@@ -98,38 +99,19 @@ def train_config(config: SimulateConfig) -> TrainConfig:
     sim = SimConfig(**{field.name: getattr(config, field.name) for field in fields(SimConfig)})
     trainer = TrainerConfig(num_processes=config.devices, total_training_steps=config.steps)
     base = TrainConfig(runtime="sim", device="cpu", sim=sim, trainer=trainer, data=DataConfig(shuffle_seed=config.seed))
-    values: dict[str, Any] = {}
-    for name, path in _SETTINGS.items():
-        *sections, last = path.split(".")
-        place = values
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = config.batch_size if name == "train_batch_size" else getattr(config, name)
-    return merge(base, values)
+    values = {path: getattr(config, name) for name, path in _SETTINGS.items()}
+    return replaced(base, values | {"data.train_batch_size": config.batch_size})
 
 
 def _cluster(config: TrainConfig, replay: Replay | None = None) -> SimulatedCluster[Any, Any]:
     """Return the cluster of a run, whose program has lengths in units of ``token_unit`` tokens."""
-    sim, unit, data = config.sim, config.sim.token_unit, config.data
+    sim, unit = config.sim, config.sim.token_unit
     workload = coarse_workload(config.model, unit, workload_of)
-    own = replace(
-        config,
-        device="cpu",
-        data=replace(
-            data,
-            max_prompt_length=data.max_prompt_length // unit,
-            max_response_length=data.max_response_length // unit,
-            num_workers=0,
-        ),
-        # Modelled engines and learners have no policy that could differ.
-        algorithm=replace(
-            config.algorithm,
-            max_rollout_kl=0.0,
-            overlong=replace(config.algorithm.overlong, buffer_len=config.algorithm.overlong.buffer_len // unit),
-        ),
-        actor=replace(config.actor, ppo_max_token_len=config.actor.ppo_max_token_len // unit),
-        trainer=replace(config.trainer, num_processes=sim.devices, backend="torch", parallel=ParallelConfig()),
-    )
+    values = {name: attrgetter(name)(config) // unit for name in (*_LENGTHS, "algorithm.overlong.buffer_len")}
+    values |= {"device": "cpu", "data.num_workers": 0, "trainer.num_processes": sim.devices, "trainer.backend": "torch"}
+    # Modelled engines and learners have no policy that could differ.
+    values |= {"trainer.parallel": asdict(ParallelConfig()), "algorithm.max_rollout_kl": 0.0}
+    own = replaced(config, values)
     flops = partial(sample_flops, workload)
     return SimulatedCluster(
         job=Job(config=own, prompts=make_prompts(config), workload=workload),

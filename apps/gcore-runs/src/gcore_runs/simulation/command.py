@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from gcore_runs.simulation.cluster import Simulation, StepFigures
-    from gcore_runs.simulation.fit import MeasuredRun, MeasuredSteps
+    from gcore_runs.simulation.fit import MeasuredRun
 
 _SIMULATE = """Run the program of train in simulated time, on simulated devices.
 
@@ -159,15 +160,13 @@ def run_calibrate(args: Sequence[str], read_run: "Callable[[str, int], MeasuredR
     out = Path(config.out) if config.out else Path(config.calibrate[0]) / "simulate.toml"
     _check_writable("out", out)
     fitted = runs[: len(config.calibrate)]
-    steps = [_steps(run.steps, config, is_fitted=i < len(fitted)) for i, run in enumerate(runs)]
+    steps = [_steps(run, config, is_fitted=i < len(fitted)) for i, run in enumerate(runs)]
     with Display() as display:
-        total, done = num_simulations(fitted) + len(runs), 0
-        display.phase("calibrating", total=total)
+        display.phase("calibrating", total=num_simulations(fitted) + len(runs))
+        done = count(1)
 
         def progressed() -> None:
-            nonlocal done
-            done += 1
-            display.progressed(done, [])
+            display.progressed(next(done), [])
 
         result = fit(fitted, [used for used, _ in steps[: len(fitted)]], progressed)
         seconds: list[NDArray[np.float64]] = []
@@ -183,14 +182,14 @@ def run_calibrate(args: Sequence[str], read_run: "Callable[[str, int], MeasuredR
     for run, pair, chosen in zip(runs, seconds, steps, strict=True):
         for name, own in zip(("fitted to", "held out"), chosen, strict=True):
             if own.any():
-                display.console.print(_stage_table(f"{run.steps.name}: {own.sum()} steps {name}", pair[:, own]))
+                display.console.print(_stage_table(f"{run.name}: {own.sum()} steps {name}", pair[:, own]))
     out.write_text(tomli_w.dumps(asdict(result.parameters.applied(runs[0].config, runs[0].workload))))
     display.say(f"settings: {out}, for {prog} --config {out}")
     return True
 
 
 def _steps(
-    run: "MeasuredSteps", config: CalibrateConfig, *, is_fitted: bool
+    run: "MeasuredRun", config: CalibrateConfig, *, is_fitted: bool
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return which steps to fit to, and which to hold out, [steps] each; UserError where the run is too short."""
     warm = np.array([row["step"] > config.warmup_steps for row in run.rows])

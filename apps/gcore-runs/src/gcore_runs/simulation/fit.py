@@ -29,57 +29,18 @@ _LARGEST_RATE = 1e15
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredSteps:
-    """Steps of a finished run, in order."""
+class MeasuredRun:
+    """The steps of a finished run, in order, and a simulation of the same sizes."""
 
     name: str
     """Folder of the run."""
+    config: SimulateConfig
+    """The sizes and lengths of the run; the time that its services take is not known yet."""
+    workload: CoarseWorkload
     rows: list[dict[str, Any]]
     """The steps' metrics."""
     sampled: list[SampledLengths]
     """Response lengths of each step."""
-    n: int
-    """Responses to a prompt."""
-
-    @property
-    def acceptance(self) -> float:
-        """Share of the sampled groups whose scores differ."""
-        weights = [own.number for own in self.sampled]
-        # With an acceptance of 0 a simulation would have nothing to train on.
-        return max(float(np.average([row["sampling/acceptance"] for row in self.rows], weights=weights)), 1e-3)
-
-    def lengths(self) -> dict[str, Any]:
-        """Return log-normal lengths of prompts and responses.
-
-        Those of prompts have the mean of all prompts, and a variance from that of the steps' means.
-        """
-        own = [
-            (row["prompt_length/mean"], s.number / self.n)
-            for row, s in zip(self.rows, self.sampled, strict=True)
-            if s.number
-        ]
-        means, groups = np.array(own).T
-        mean = float(np.average(means, weights=groups))
-        sigma = math.sqrt(math.log1p(float(np.mean(groups * (means - mean) ** 2)) / mean**2))
-        prompt = LengthConfig(median=mean * math.exp(-(sigma**2) / 2), sigma=sigma)
-        median, sigma = fit_lengths(self.sampled)
-        return {"prompt_length": prompt, "response_length": LengthConfig(median=median, sigma=sigma)}
-
-    def replay(self, config: SimulateConfig) -> Replay:
-        """Return the responses of these steps."""
-        pairs = zip(self.rows, self.sampled, strict=True)
-        kept = [round(row["sampling/acceptance"] * own.number / self.n) for row, own in pairs]
-        return Replay(self.sampled, kept, n=self.n, sigma=config.response_length.sigma, seed=config.seed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredRun:
-    """The steps of a finished run, and a simulation of the same sizes."""
-
-    config: SimulateConfig
-    """The sizes and lengths of the run; the time that its services take is not known yet."""
-    workload: CoarseWorkload
-    steps: MeasuredSteps
     simulate: Callable[..., Simulation]
     """Runs the run's program on modelled services: of a config, with the responses of a ``replay``."""
 
@@ -92,14 +53,16 @@ class MeasuredRun:
 
     def measured(self) -> NDArray[np.float64]:
         """Return the measured seconds: [steps, stages]."""
-        return self._seconds(self.steps.rows)
+        return self._seconds(self.rows)
 
     def simulated(self, parameters: "Parameters") -> NDArray[np.float64]:
         """Simulate the run with its responses, for which all prompts have the mean length: [steps, stages]."""
-        rows = self.steps.rows
+        n, rows = self.config.n, self.rows
+        kept = [round(row["sampling/acceptance"] * own.number / n) for row, own in zip(rows, self.sampled, strict=True)]
         mean = float(np.mean([row["prompt_length/mean"] for row in rows if "prompt_length/mean" in row]))
+        replay = Replay(self.sampled, kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
         config = replace(self.config, prompt_length=LengthConfig(median=mean, sigma=0.0), steps=len(rows))
-        found = self.simulate(parameters.applied(config, self.workload), replay=self.steps.replay(config))
+        found = self.simulate(parameters.applied(config, self.workload), replay=replay)
         seconds = self._seconds(step.metrics for step in found.steps)
         # The program meets the overhead where it waits for new weights.
         seconds[:, STAGES.index("sync")] -= parameters.overhead_s
@@ -144,17 +107,31 @@ def measured_run(
     sampled = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in rows]
     if not any(own.number for own in sampled):
         raise UserError(f"{name}/{metrics.name} has no steps with responses; expected a run of gcore-llm train")
-    steps, devices = MeasuredSteps(name=name, rows=rows, sampled=sampled, n=n), math.lcm(num_ranks, num_engines)
+    numbers = [own.number for own in sampled]
+    acceptance = float(np.average([row["sampling/acceptance"] for row in rows], weights=numbers))
+    median, sigma = fit_lengths(sampled)
+    devices = math.lcm(num_ranks, num_engines)
     config = SimulateConfig(
         **settings,
-        **steps.lengths(),
         devices=devices,
         token_unit=1,
+        prompt_length=_prompt_length(rows, sampled, n),
+        response_length=LengthConfig(median=median, sigma=sigma),
         engine=EngineModel(devices_per_replica=devices // num_engines, **engine),
-        reward=RewardModel(acceptance=steps.acceptance, latency_sigma=0.0, **reward),
+        # With an acceptance of 0 a simulation would have nothing to train on.
+        reward=RewardModel(acceptance=max(acceptance, 1e-3), latency_sigma=0.0, **reward),
         learner=LearnerModel(devices_per_replica=devices // num_replicas),
     )
-    return MeasuredRun(config=config, workload=workload, steps=steps, simulate=simulate)
+    return MeasuredRun(name=name, config=config, workload=workload, rows=rows, sampled=sampled, simulate=simulate)
+
+
+def _prompt_length(rows: list[dict[str, Any]], sampled: list[SampledLengths], n: int) -> LengthConfig:
+    """Return log-normal lengths with the mean of all prompts, and a variance from that of the steps' means."""
+    own = [(row["prompt_length/mean"], s.number / n) for row, s in zip(rows, sampled, strict=True) if s.number]
+    means, groups = np.array(own).T
+    mean = float(np.average(means, weights=groups))
+    sigma = math.sqrt(math.log1p(float(np.mean(groups * (means - mean) ** 2)) / mean**2))
+    return LengthConfig(median=mean * math.exp(-(sigma**2) / 2), sigma=sigma)
 
 
 @dataclass(frozen=True, kw_only=True)

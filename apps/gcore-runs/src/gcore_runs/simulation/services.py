@@ -207,8 +207,7 @@ class ModelledLearner:
     """A `gcore_controller.SharedTrainerGroup` of modelled replicas, to which micro-batches are dealt as on real ones.
 
     A micro-batch takes its FLOPs over the FLOPs per second of a replica's devices, and ``micro_batch_s``; a step takes
-    the time of its slowest replica. All models cost the same. There are no weights: `export_weights` is empty, and
-    nothing is saved.
+    the time of its slowest replica. All models cost the same. There are no weights, so nothing is exported or saved.
     """
 
     def __init__(self, state: SharedState[Any, Any]) -> None:
@@ -219,38 +218,33 @@ class ModelledLearner:
         self._turn = asyncio.Lock()
 
     async def score(self, role: str, micro_batches: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Score samples; all values are 0."""
         del role
         await self._work("preparation", micro_batches, share=self._model.forward_share)
         return [[self._state.modality.outputs(sample) for sample in batch] for batch in micro_batches]
 
     async def score_and_route(self, micro_batches: Sequence[Sequence[Any]]) -> list[list[tuple[Any, Any]]]:
-        """Score responses and return their experts; all experts are 0, in one layer."""
+        """Return scores and experts, which are all 0, of one layer."""
         scores = await self.score("actor", micro_batches)
         routes = [[np.broadcast_to(np.int16(0), (sample.num_inputs, 1, 1)) for sample in own] for own in micro_batches]
         return [list(zip(*own, strict=True)) for own in zip(scores, routes, strict=True)]
 
     async def train_step(self, role: str, micro_batches: Sequence[Sequence[Any]]) -> dict[str, float]:
-        """Train on the micro-batches."""
         del role
         await self._work("training", micro_batches, share=1.0)
         self.num_updates += 1
         return {}
 
     def export_weights(self, *, averaged: bool = False) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Return nothing: there are no weights."""
         del averaged
         return iter(())
 
     def save_pretrained(self, path: Path) -> None:
-        """Raise `UserError`."""
         raise UserError(f"cannot write {path}: a simulated learner has no weights")
 
     def save(self, step: int, rest: dict[str, Any]) -> None:
         """Do nothing: there are no models."""
 
     def load(self) -> dict[str, Any]:
-        """Raise `UserError`."""
         raise UserError("a simulated learner has no checkpoint")
 
     def close(self) -> None:

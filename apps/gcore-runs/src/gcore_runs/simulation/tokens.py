@@ -99,7 +99,6 @@ class SampleNames:
     """A tokenizer whose text is the number that all tokens of a sample are: see `sample_name`."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
-        """Return the sample's name."""
         assert skip_special_tokens
         return str(int(token_ids[0]))
 
