@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from command_line import Cli, option_set
 
-from gcore_llm.simulate.command import parse_simulate
-from gcore_llm.simulate.measured import read_run
-from gcore_llm.simulate.run import coarse_workload, simulate, train_config
+from gcore_llm.learning.preparation import workload_of
+from gcore_llm.simulate import parse_simulate, read_run, simulate, train_config
 from gcore_runs.errors import UserError
 from gcore_runs.settings.parsing import to_toml
 from gcore_runs.simulation.command import parse_calibrate
@@ -25,10 +24,9 @@ from gcore_runs.simulation.fit import (
     MeasuredRun,
     Parameters,
     fit,
-    measured_seconds,
     num_simulations,
-    simulated_seconds,
 )
+from gcore_runs.simulation.tokens import coarse_workload
 from gcore_trainer import ParallelConfig
 
 TRUE = Parameters(
@@ -101,7 +99,7 @@ def write_run(folder: Path, config: SimulateConfig, *, noise: float = 0.0, **set
     ranks = config.devices // config.num_learner_replicas
     trained = replace(
         trained,
-        model=config.model,
+        runtime="inline",
         rollout=replace(
             trained.rollout, num_processes=config.num_engine_replicas, max_num_seqs=config.engine.max_num_seqs
         ),
@@ -112,7 +110,7 @@ def write_run(folder: Path, config: SimulateConfig, *, noise: float = 0.0, **set
     (folder / "config.toml").write_text(to_toml(trained))
     random = np.random.default_rng(0)
     with (folder / "metrics.jsonl").open("w") as file:
-        for step in simulate(TRUE.applied(config, coarse_workload(config))).steps:
+        for step in simulate(TRUE.applied(config, coarse_workload(config.model, 1, workload_of))).steps:
             row: dict[str, Any] = {"step": step.step, **step.metrics}
             row["timing_s/sync"] -= TRUE.overhead_s
             for stage in STAGES[:-1]:
@@ -131,7 +129,7 @@ def fitted(run: MeasuredRun, last: int) -> Fit:
 
 def step_error(run: MeasuredRun, parameters: Parameters, steps: slice) -> float:
     """Of the mean step time."""
-    return float(simulated_seconds(run, parameters)[steps].sum() / measured_seconds(run)[steps].sum()) - 1
+    return float(run.simulated(parameters)[steps].sum() / run.measured()[steps].sum()) - 1
 
 
 def test_known_parameters_come_back(alone: SimulateConfig, tmp_path: Path) -> None:
@@ -140,7 +138,7 @@ def test_known_parameters_come_back(alone: SimulateConfig, tmp_path: Path) -> No
     # Lengths are known by their sum and maximum alone, so that the work of attention is not quite that of the run.
     for name, value in asdict(found.parameters).items():
         assert value == pytest.approx(getattr(TRUE, name), rel=0.15 if name == "micro_batch_s" else 0.03), name
-    assert measured_seconds(run) == pytest.approx(simulated_seconds(run, found.parameters), rel=0.1, abs=1e-6)
+    assert run.measured() == pytest.approx(run.simulated(found.parameters), rel=0.1, abs=1e-6)
     assert abs(step_error(run, found.parameters, slice(6, None))) < 0.01
 
 
@@ -152,8 +150,8 @@ def test_noise_stays_within_the_errors(alone: SimulateConfig, tmp_path: Path) ->
         assert abs(getattr(found.parameters, name) - getattr(TRUE, name)) < 3 * error + 0.05 * getattr(TRUE, name)
     assert found.errors["base_s"] < 0.1 * TRUE.base_s
     # What is fitted to adds up, stage by stage.
-    means = simulated_seconds(run, found.parameters).mean(axis=0)
-    assert means == pytest.approx(measured_seconds(run).mean(axis=0), rel=0.01)
+    means = run.simulated(found.parameters).mean(axis=0)
+    assert means == pytest.approx(run.measured().mean(axis=0), rel=0.01)
 
 
 def test_another_size_is_predicted(many: SimulateConfig, tmp_path: Path) -> None:
@@ -163,7 +161,7 @@ def test_another_size_is_predicted(many: SimulateConfig, tmp_path: Path) -> None
     other = read_run(write_run(tmp_path / "large", large), max_steps=100)
     found = fitted(small, 6)
     assert abs(step_error(small, found.parameters, slice(6, None))) < 0.05
-    assert measured_seconds(other).sum(axis=1).mean() > 1.5 * measured_seconds(small).sum(axis=1).mean()
+    assert other.measured().sum(axis=1).mean() > 1.5 * small.measured().sum(axis=1).mean()
     assert abs(step_error(other, found.parameters, slice(None))) < 0.15
 
 
@@ -182,7 +180,7 @@ def test_what_is_not_seen_stays(alone: SimulateConfig, tmp_path: Path) -> None:
     found = fitted(run, 4)
     assert "forward_share" not in found.errors
     assert found.parameters.forward_share == Parameters().forward_share
-    assert measured_seconds(run)[:, STAGES.index("prepare")].tolist() == [0.0] * 4
+    assert run.measured()[:, STAGES.index("prepare")].tolist() == [0.0] * 4
 
 
 def test_command_writes_what_simulate_takes(cli: Cli, alone: SimulateConfig) -> None:
@@ -215,9 +213,9 @@ def test_a_real_run_is_described(cli: Cli, own_args: list[str], chatty: Path) ->
     assert "runs/real: 2 steps held out" in out
     run = read_run(str(cli.cwd / "runs/real"), max_steps=100)
     found = fitted(run, 9)
-    seconds = simulated_seconds(run, found.parameters)
+    seconds = run.simulated(found.parameters)
     assert np.isfinite(seconds).all()
-    assert seconds.mean(axis=0) == pytest.approx(measured_seconds(run).mean(axis=0), rel=0.05, abs=1e-4)
+    assert seconds.mean(axis=0) == pytest.approx(run.measured().mean(axis=0), rel=0.05, abs=1e-4)
     written = parse_simulate(["--config", str(cli.cwd / "runs/real/simulate.toml")])
     assert (written.train_batch_size, written.n, written.max_response_length) == (8, 4, 32)
     assert written.learner.flops_per_s > 0

@@ -10,13 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from command_line import Cli
+from command_line import Cli, step_rows
 
 from gcore_controller import Context, run_simulated
 from gcore_controller.trainer_group import deal
 from gcore_llm.learning.preparation import workload_of
-from gcore_llm.simulate.command import parse_simulate
-from gcore_llm.simulate.run import coarse_workload, make_prompts, simulate
+from gcore_llm.simulate import parse_simulate, simulate
 from gcore_placement import RunningLedger
 from gcore_placement.simulation.live import IDLE, WORK
 from gcore_rollout import Completion, Request, RolloutError, SamplingParams
@@ -24,9 +23,9 @@ from gcore_runs.errors import UserError
 from gcore_runs.simulation import cluster as cluster_module
 from gcore_runs.simulation.cluster import Simulation
 from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
-from gcore_runs.simulation.engine import ModelledEngine, ModelledWeights
-from gcore_runs.simulation.services import LoadMeter, ModelledLearner, ModelledReward, sample_name, weights_bytes
-from gcore_trainer import MicroBatch
+from gcore_runs.simulation.engine import ModelledEngine
+from gcore_runs.simulation.services import LoadMeter, ModelledLearner, ModelledReward, SharedState, now_s, sample_name
+from gcore_runs.simulation.tokens import SimulatedTokens, coarse_workload, drawn_prompts
 
 COLUMNS = (*WORK, *IDLE)
 SMALL = SimulateConfig(
@@ -63,9 +62,9 @@ def test_equal_lengths_take_what_the_formula_says(max_num_seqs: int, controllers
     # Either of two replicas has four prompts of 30 tokens, each with four responses of 100.
     rounds = 16 // max_num_seqs
     gen_s = 4 * 30 / 1000 + rounds * 100 * (0.03 + 0.001 * max_num_seqs)
-    workload = coarse_workload(config)
+    workload = coarse_workload(config.model, config.token_unit, workload_of)
     train_s = 4 * float(workload.group_flops(30, np.full(4, 100))) / (2 * 989e12 * 0.4)
-    sync_s = weights_bytes(workload) / 10e9
+    sync_s = workload.weights_bytes / 10e9
     for step in simulate(config).steps:
         assert step.step_s == pytest.approx(gen_s + train_s + sync_s, abs=1e-6)
         assert step.num_tokens == 8 * 4 * (30 + 100)
@@ -75,7 +74,7 @@ def test_equal_lengths_take_what_the_formula_says(max_num_seqs: int, controllers
 
 
 def test_the_built_in_model_is_qwen_7b() -> None:
-    assert weights_bytes(coarse_workload(SMALL)) / 2 == pytest.approx(7.615e9, rel=1e-3)
+    assert coarse_workload("", 16, workload_of).weights_bytes / 2 == pytest.approx(7.615e9, rel=1e-3)
 
 
 def test_a_judge_is_waited_for() -> None:
@@ -131,7 +130,7 @@ class Spy:
                 yield completion
 
         class Learner(ModelledLearner):
-            async def train_step(self, role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+            async def train_step(self, role: str, micro_batches: Sequence[Sequence[Any]]) -> dict[str, float]:
                 spy.updates.append(
                     sorted(
                         (int(s.response_ids[0]), s.response_ids.size, float(s.advantages[0]))
@@ -214,39 +213,37 @@ def test_partial_rollout_cuts_the_tail_and_no_length(alone: tuple[Spy, Simulatio
 
 
 def test_a_share_of_groups_has_scores_that_differ() -> None:
-    config = replace(SMALL, reward=RewardModel(acceptance=0.6))
-    ledger, meter = (
-        RunningLedger(num_devices=8, num_reward_devices=0, num_controllers=1, clock=simulated_s),
-        LoadMeter(1),
-    )
-    rule = ModelledReward(config, ledger=ledger, meter=meter).rule
+    rule = ModelledReward(state(replace(SMALL, reward=RewardModel(acceptance=0.6))), n=4).rule
     groups = [[rule("", str(sample_name(seed, i)), {}) for i in range(4)] for seed in range(4000)]
     assert np.mean([len(set(scores)) > 1 for scores in groups]) == pytest.approx(0.6, abs=0.03)
     assert np.mean(groups) == pytest.approx(0.5, abs=0.03)
 
 
 def test_lengths_are_log_normal_and_cut() -> None:
-    config = replace(SMALL, train_batch_size=20_000, token_unit=1, max_prompt_length=256)
-    lengths = np.array([len(p.token_ids) for p in make_prompts(config).train])
+    prompts = drawn_prompts(replace(SMALL, token_unit=1), seed=0, longest=256, at_least=20_000)
+    lengths = np.array([len(prompt.token_ids) for prompt in prompts])
     assert np.median(lengths) == pytest.approx(64, rel=0.03)
     assert np.std(np.log(lengths)) == pytest.approx(0.5, rel=0.03)
     assert lengths.max() == 256
+
+
+def state(config: SimulateConfig) -> SharedState:
+    """What the services of a cluster without a trainer share."""
+    workload = coarse_workload("", config.token_unit, workload_of)
+    # A sync takes a second.
+    learner = replace(config.learner, sync_gb_per_s=workload.weights_bytes / 1e9)
+    modality = SimulatedTokens(config, workload, seed=0, flops=len)
+    ledger = RunningLedger(num_devices=config.devices, num_reward_devices=0, num_controllers=1, clock=now_s)
+    return SharedState(
+        config=replace(config, learner=learner), modality=modality, seed=0, meter=LoadMeter(1), ledger=ledger
+    )
 
 
 def on_engine(config: SimulateConfig, use: Callable[[ModelledEngine], Any]) -> Any:
     """What ``use`` returns, in simulated time."""
 
     async def program(_: Context[None]) -> Any:
-        ledger = RunningLedger(num_devices=config.devices, num_reward_devices=0, num_controllers=1, clock=simulated_s)
-        engine = ModelledEngine(
-            config,
-            num_replicas=config.num_engine_replicas,
-            weights=ModelledWeights(),
-            sync_s=1.0,
-            ledger=ledger,
-            meter=LoadMeter(1),
-        )
-        return await use(engine)
+        return await use(ModelledEngine(state(config), config.num_engine_replicas))
 
     return run_simulated(program, roles=None)[0]
 
@@ -257,10 +254,6 @@ ONE = replace(
     controllers=1,
     engine=EngineModel(base_s=0.03, per_sample_s=0.01, prefill_tokens_per_s=1000),
 )
-
-
-def simulated_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def request(n: int, seed: int = 0, cut_short: tuple[Completion, ...] = ()) -> Request:
@@ -283,7 +276,9 @@ def test_responses_share_the_steps() -> None:
 
 
 def test_an_aborted_response_goes_on_to_the_same_length() -> None:
-    async def use(engine: ModelledEngine) -> tuple[list[Completion], list[Completion], list[Completion]]:
+    async def use(
+        engine: ModelledEngine,
+    ) -> tuple[list[Completion], list[Completion], list[Completion]]:
         whole = [c async for c in engine.generate([request(4)])]
 
         async def cut() -> list[Completion]:
@@ -389,15 +384,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_unit_of_tokens_scales_the_work(model: Path) -> None:
-    config = replace(SMALL, model=str(model), token_unit=64)
-    exact, coarse = workload_of(model), coarse_workload(config)
+    exact, coarse = workload_of(model), coarse_workload(str(model), 64, workload_of)
     assert coarse.flops_per_token == 64 * exact.flops_per_token
     for entries in (1, 10, 100):
         pairs = (64 * entries) * (64 * entries + 1) / 2
         assert coarse.flops(entries) - entries * coarse.flops_per_token == pytest.approx(
             exact.flops_per_attended_pair * pairs, rel=1 / entries
         )
-    assert weights_bytes(coarse) == 2 * (4 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 384) + 2 * 128 * 128)
+    assert coarse.weights_bytes == 2 * (4 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 384) + 2 * 128 * 128)
 
 
 def test_command_prints_its_table(cli: Cli, model: Path) -> None:
@@ -452,3 +446,32 @@ def test_wrong_folders_are_refused(cli: Cli) -> None:
     )
     assert "json is 'no/out.json'; expected a file in an existing" in cli.refused("simulate", "--json", "no/out.json")
     assert not list(cli.cwd.iterdir())
+
+
+def test_a_run_in_simulated_time(cli: Cli) -> None:
+    """``runtime = sim``: the records of a run, in times that are the same each time; nothing is trained or resumed."""
+    args = ["train", "--runtime", "sim", "--controllers", "2", "--trainer.total-training-steps", "3"]
+    args += ["--sim.devices", "16", "--sim.token-unit", "4", "--sim.response-length.median", "20"]
+    out = cli.ok(*args, "--sim.reward.latency-s", "2")
+    assert "simulated: 16 devices" in out
+    assert "export" not in out
+    cli.ok(*args, "--sim.reward.latency-s", "2")
+    first, second = (step_rows(cli.cwd / "runs" / name) for name in ("default", "default-2"))
+    assert first == second
+    assert [row["step"] for row in first] == [1, 2, 3]
+    for row in first:
+        assert row["timing_s/step"] > row["timing_s/reward"] > 1
+        assert row["response_length/max"] <= 32 / 4
+        assert 0 < row["ledger/idle_share"] < 1
+    spans = [json.loads(line) for line in (cli.cwd / "runs/default/spans.jsonl").read_text().splitlines()]
+    assert spans[1]["start_s"] == pytest.approx(first[0]["timing_s/step"], abs=1e-3)
+    assert {"engine 0", "engine 1", "trainer 0", "trainer 1"} <= spans[0]["devices"].keys()
+    assert (cli.cwd / "runs/default/report.html").is_file()
+    assert not (cli.cwd / "runs/default/export").exists()
+    for options, message in (
+        (["--trainer.schedule", "async"], "trainer.schedule is 'async'; expected the schedule 'sync', single turns"),
+        (["--sim.token-unit", "5"], "sim.token_unit is 5; expected a divisor of data.max_prompt_length (16)"),
+        (["--sim.devices", "12"], "sim.learner.devices_per_replica is 8; expected a divisor of sim.devices (12)"),
+        (["--model", "nowhere"], "model is 'nowhere'"),
+    ):
+        assert message in cli.refused(*args, *options)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
 from gcore_diffusion.sampling.reward_config import JudgeConfig, RewardConfig
+from gcore_diffusion.sim_config import SimConfig
 from gcore_runs import (
     Amount,
     BaseActorConfig,
@@ -205,6 +206,7 @@ class DiffusionConfig(BaseRLConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sim: SimConfig = field(default_factory=SimConfig)
 
     @property
     def policy_loss(self) -> DenoisingPolicyConfig:

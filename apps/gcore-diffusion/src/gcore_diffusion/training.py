@@ -54,6 +54,10 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
     from gcore_diffusion.modality import Job
 
     config = resolve(config)
+    if config.runtime == "sim":
+        from gcore_diffusion.simulate import train_simulated
+
+        return train_simulated(config, display, KINDS)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
         if config.model:
             check_pipeline(Path(config.model))

@@ -136,7 +136,7 @@ def _report(args: Sequence[str]) -> None:
 
 
 def _simulate(args: Sequence[str]) -> None:
-    from gcore_llm.simulate.command import run_simulate
+    from gcore_llm.simulate import run_simulate
 
     run_simulate(args)
 

@@ -25,6 +25,7 @@ from gcore_runs import (
     check_one_source,
 )
 from gcore_runs.engines import EngineConfig, SpeculativeConfig
+from gcore_runs.simulation.config import SimConfig
 from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
@@ -276,6 +277,7 @@ class TrainConfig(BaseRLConfig):
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sim: SimConfig = field(default_factory=SimConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

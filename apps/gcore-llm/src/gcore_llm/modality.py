@@ -342,10 +342,12 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
 
     @cached_property
     def _forecast(self) -> Forecast | None:
-        """The predictions; None where the planner does not know the model's architecture, and the run continues."""
+        """The predictions; None in simulated time, or where the planner does not know the model's architecture."""
         from gcore_llm.forecast import run_forecast
 
         config = self.job.config
+        if config.runtime == "sim":
+            return None
         try:
             return run_forecast(config, Path(config.model) if config.model else self.run.model, self.run.placement)
         except PlacementError as error:

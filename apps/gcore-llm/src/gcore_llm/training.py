@@ -48,6 +48,10 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
     config = resolve(config)
+    if config.runtime == "sim":
+        from gcore_llm.simulate import train_simulated
+
+        return train_simulated(config, display)
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         say, devices = supervisor.display.say, DeviceTimers()
         tokenizer = _checked_tokenizer(config)

@@ -127,7 +127,9 @@ def run_training(
             if name in result.before:
                 table.add_row(label, f"{result.before[name]:.3f}", f"{result.after[name]:.3f}")
         display.console.print(table)
-    display.say(f"report:  {result.run / 'report.html'}\nexport:  {result.run / 'export'}")
+    display.say(f"report:  {result.run / 'report.html'}")
+    if (result.run / "export").is_dir():
+        display.say(f"export:  {result.run / 'export'}")
     if not result.has_signal:
         raise SystemExit(NOTHING_LEARNED)
 

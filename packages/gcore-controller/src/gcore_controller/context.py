@@ -81,10 +81,10 @@ class DeviceTimers:
     A device is in a stage while a call of that stage is unanswered; with several calls, in the stage of the latest.
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic, *, wall_clock: Clock = time.time) -> None:
         self.generated: Counter[str] = Counter()
         """Number of tokens, or images, generated in each stage since the last `drain`."""
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._timers: dict[str, StageTimer] = {}
 
     @contextmanager
@@ -100,7 +100,7 @@ class DeviceTimers:
         """Return the spans since the last call, by device, in seconds of UTC; a running stage is cut and continues."""
         self.generated.clear()
         now_s = self._clock()
-        return {name: on_wall_clock(timer.drain(), now_s) for name, timer in self._timers.items()}
+        return {name: on_wall_clock(timer.drain(), now_s, self._wall_clock) for name, timer in self._timers.items()}
 
 
 def rank_name(rank: int) -> str:
@@ -116,9 +116,9 @@ def seconds_by_stage(spans: Iterable[Span]) -> dict[str, float]:
     return dict(totals)
 
 
-def on_wall_clock(spans: Iterable[Span], now_s: float) -> list[Span]:
+def on_wall_clock(spans: Iterable[Span], now_s: float, wall_clock: Clock = time.time) -> list[Span]:
     """Return spans in seconds of UTC, to be compared between machines; their own clock shows ``now_s`` now."""
-    shift_s = time.time() - now_s
+    shift_s = wall_clock() - now_s
     return [Span(stage=s.stage, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in spans]
 
 
@@ -192,6 +192,8 @@ class Context(Generic[RolesT]):
     timer: StageTimer = field(default_factory=StageTimer)
     clock: Clock = time.monotonic
     """Seconds of the runtime's clock, real or simulated."""
+    wall_clock: Clock = time.time
+    """Seconds of the clock that spans are recorded by: UTC, or simulated."""
     put: Put = HeldReference
     """``ctx.put(value)``: return a reference, to be sent in collectives and to services instead of the value."""
     reported: Reported = refuse_report

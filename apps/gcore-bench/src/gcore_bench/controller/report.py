@@ -13,7 +13,7 @@ from gcore_bench.controller.options import ControllerOptions
 from gcore_bench.controller.workload import ALONE, MEMCPY
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Run, figures_table, mb, ratio, summarise, verdict
-from gcore_llm.simulate.run import simulate
+from gcore_llm.simulate import simulate
 from gcore_runs.errors import UserError
 from gcore_runs.simulation.config import SimulateConfig
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 from rich.console import Console
 
 from gcore_ckpt import Checkpointer
-from gcore_controller import Backend, InlineBackend, RankError, SharedTrainerGroup, share_trainer
+from gcore_controller import Backend, InlineBackend, RankError, SharedTrainerGroup, VirtualTimeLoop, share_trainer
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
 from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal, interrupted_by
@@ -84,7 +84,8 @@ class Supervisor:
                 # The runner's own handler, which replaces Python's default one and no other, waits until its task
                 # awaits something: a loading model or a blocking reward may do that late, or never.
                 stack.enter_context(interrupted_by(partial(signal.default_int_handler)))
-            if isinstance(self._config, BaseRLConfig) and self._config.runtime == "ray":
+            runtime = self._config.runtime if isinstance(self._config, BaseRLConfig) else "inline"
+            if isinstance(self._config, BaseRLConfig) and runtime == "ray":
                 from gcore_runs.on_ray.start import check_cluster
 
                 check_cluster(self._config)
@@ -96,7 +97,8 @@ class Supervisor:
                 )
                 self._prometheus = stack.enter_context(server)
             # One event loop for all of it: an async reward may keep objects that belong to the loop of its first call.
-            self._runner = stack.enter_context(asyncio.Runner())
+            loop = VirtualTimeLoop if runtime == "sim" else None
+            self._runner = stack.enter_context(asyncio.Runner(loop_factory=loop))
             self._stack = stack.pop_all()
         return self
 

@@ -282,6 +282,13 @@ class PlacementConfig(Checked, section="placement"):
     """Steps over which a move must save more time than it takes; how long moves take is measured."""
 
 
+class Simulated(Protocol):
+    """Settings of the simulated cluster, where runtime is sim; see `gcore_runs.simulation.config.BaseSimConfig`."""
+
+    def check(self, section: str, controllers: int) -> None:
+        """Raise `UserError` if the settings contradict each other."""
+
+
 class Replicas(Protocol):
     """Settings of an engine that runs in several processes."""
 
@@ -297,15 +304,17 @@ class BaseRLConfig(BaseRunConfig, ABC):
         *BaseRunConfig.may_change,
         "runtime",
         "ray",
+        "sim",
         "placement",
         "controllers",
         "trainer.num_processes",
         "rollout.num_processes",
     )
 
-    runtime: Literal["inline", "ray"] = "inline"
+    runtime: Literal["inline", "ray", "sim"] = "inline"
     """inline: all controllers in this process; ray: controllers, engines and training ranks are actors of a Ray
-    cluster, and what dies is replaced."""
+    cluster, and what dies is replaced; sim: all controllers in this process, in simulated time, on the modelled engines
+    and ranks of the section sim, which train nothing: for the times of a step, before there is a cluster."""
     controllers: Count = 1
     """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
     data: BaseDataConfig = field(default_factory=BaseDataConfig)
@@ -314,9 +323,12 @@ class BaseRLConfig(BaseRunConfig, ABC):
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     rollout: Replicas
     trainer: BaseTrainerConfig = field(default_factory=BaseTrainerConfig)
+    sim: Simulated
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.runtime == "sim":
+            self.sim.check("sim.", self.controllers)
         if self.runtime == "ray" and 0 < self.rollout.num_processes < self.controllers:
             raise UserError(
                 f"rollout.num_processes is {self.rollout.num_processes}; expected controllers={self.controllers} or "

@@ -1,27 +1,45 @@
-"""A simulated cluster: its services, the runtime of the program that uses them, and the figures of each step."""
+"""The runtime sim: a job on a simulated cluster, with the records of a run or with the figures of each step alone."""
 
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic
 
-from gcore_controller import Context, Span, StageTimer, State, run_simulated
+from gcore_controller import (
+    Context,
+    DeviceTimers,
+    InlineBackend,
+    Program,
+    Recorder,
+    Span,
+    StageTimer,
+    run_simulated,
+    share_trainer,
+)
 from gcore_placement import RunningLedger
-from gcore_rollout import Failure
-from gcore_runs.simulation.config import SimulateConfig
-from gcore_runs.simulation.engine import ModelledEngine, ModelledWeights
+from gcore_rollout import RequestT, SampleT, TimedEngine
+from gcore_runs.loop.recorder import BaseRunRecorder, RunJob
+from gcore_runs.loop.supervisor import Supervisor
+from gcore_runs.run_folder import Result
+from gcore_runs.settings.run_config import BaseRLConfig
+from gcore_runs.simulation.config import BaseSimConfig, SimulateConfig
+from gcore_runs.simulation.engine import ModelledEngine
 from gcore_runs.simulation.services import (
-    CoarseWorkload,
     LoadMeter,
     ModelledLearner,
     ModelledReward,
-    Replay,
-    weights_bytes,
+    SharedState,
+    SimulatedModality,
+    now_s,
 )
-from gcore_trainer import MicroBatch
+
+if TYPE_CHECKING:
+    from gcore_runs.loop.recorder import Display
+    from gcore_runs.report.run import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,83 +69,126 @@ class Simulation:
     """Real seconds of the whole simulation."""
 
 
-class SimulatedCluster:
-    """The modelled services of a run; it is also the recorder of the program that uses them.
+@dataclass(frozen=True, kw_only=True)
+class SimulatedCluster(Generic[RequestT, SampleT]):
+    """The runtime sim of a job: its program on modelled services."""
 
-    Args:
-        workload: FLOPs of the model in units of ``token_unit`` tokens.
-        cost_of: returns the FLOPs of a micro-batch.
-        report: called after every step.
-        replay: gives the lengths of responses, and the groups whose scores differ, in place of draws.
-    """
+    job: RunJob[Any]
+    """With the settings of the program."""
+    sim: BaseSimConfig
+    modality: SimulatedModality[RequestT, SampleT]
+    n: int
+    """Samples of a prompt."""
+    roles: Callable[..., Any]
+    """Class of a controller's roles."""
+    services: Callable[..., Any]
+    """Makes their fields other than the trainer: from the controller's ``policy``, the ``policy_slots`` that this has
+    if no other controller shares it, the ``reward``, and the timers of the ``devices``."""
+    has_signal: Callable[[int], bool] | None = None
+    """Says of a group's key whether its scores differ, in place of draws."""
 
-    def __init__(
+    def train(
         self,
-        config: SimulateConfig,
-        workload: CoarseWorkload,
+        config: BaseRLConfig,
+        recorder: Callable[..., BaseRunRecorder[Any, Any]],
+        kinds: "Mapping[str, Kind]",
         *,
-        cost_of: Callable[[MicroBatch], float],
-        report: Callable[[StepFigures], None],
-        replay: Replay | None = None,
-    ) -> None:
-        self._start_s = time.perf_counter()
-        self._config, self._report, self._replay = config, report, replay
-        self._ledger = RunningLedger(
-            num_devices=config.devices,
-            num_reward_devices=config.reward.devices,
-            num_controllers=config.controllers,
-            clock=lambda: asyncio.get_running_loop().time(),
-        )
-        self._meter = LoadMeter(config.controllers)
-        self._weights = ModelledWeights()
-        self._sync_s = weights_bytes(workload) / (config.learner.sync_gb_per_s * 1e9)
-        self._steps: list[StepFigures] = []
-        self.reward = ModelledReward(config, ledger=self._ledger, meter=self._meter, replay=replay).runner()
-        self.learner = ModelledLearner(config, cost_of, ledger=self._ledger, meter=self._meter)
+        app: str,
+        display: "Display | None",
+    ) -> Result:
+        """Run the job in a new run folder, as the command train does it: with its records, but without a model.
 
-    def engines(self) -> list[tuple[ModelledEngine, int | None]]:
-        """Return the engine of each controller, and the responses that it generates at once if it is its own."""
-        size, num_replicas, prompts = self._config.controllers, self._config.num_engine_replicas, self._config.engine
-        if prompts.prompts == "shared":
-            return [(self._engine(num_replicas), None)] * size
-        counts = [len(range(rank, num_replicas, size)) for rank in range(size)]
-        slots = prompts.max_num_seqs if prompts.prompts == "stealing" else None
-        return [(self._engine(count), slots and count * slots) for count in counts]
+        Args:
+            config: of the run.
+            recorder: class of the app's recorders.
+            kinds: what the report shows.
+        """
+        with Supervisor(replace(config, resume="never"), app=app, display=display) as supervisor:
+            supervisor.open_run(f"simulated: {self.sim.devices:,} devices, on which no model is trained")
+            own, size = self.job.config, config.controllers
+            learner, program = self._program(LoadMeter(size), None)
+            nothing = partial(asyncio.sleep, 0)
+            backend: InlineBackend[Any, Any, Any, Any] = InlineBackend(
+                own, roles=None, world_size=size, learner=learner, program=program, close=nothing
+            )
+            supervisor.train(backend, self.job, recorder)
+            return supervisor.finish(kinds)
 
-    def _engine(self, num_replicas: int) -> ModelledEngine:
-        return ModelledEngine(
-            self._config,
-            num_replicas=num_replicas,
-            weights=self._weights,
-            sync_s=self._sync_s,
-            ledger=self._ledger,
-            meter=self._meter,
-            replay=self._replay,
-        )
+    def simulate(self, config: SimulateConfig, report: Callable[[StepFigures], None]) -> Simulation:
+        """Run the job outside a run folder, and report and return the figures of its steps.
 
-    def run(self, program: Callable[[Context[Any]], Coroutine[Any, Any, None]], roles: Sequence[Any]) -> Simulation:
-        """Run the program, whose recorder this object is, on the roles of each rank."""
-
-        async def metered(ctx: Context[Sequence[Any]]) -> None:
-            own = replace(ctx.with_roles(ctx.roles[ctx.rank]), timer=_LedgerTimer(ctx.rank, self._ledger))
-            await self._meter.run(ctx.rank, program(own))
-
+        Args:
+            config: that the job was made from.
+        """
+        start_s, size, meter = time.perf_counter(), config.controllers, LoadMeter(config.controllers)
+        sizes = {"num_devices": config.devices, "num_reward_devices": config.reward.devices, "num_controllers": size}
+        recorder = _FiguresRecorder(config, meter, RunningLedger(**sizes, clock=now_s), report)
+        _, program = self._program(meter, recorder.ledger)
         # A garbage collector's pass over a whole simulated cluster is not one controller's load: `stepped` makes them.
         was_enabled = gc.isenabled()
         gc.disable()
         gc.freeze()
         try:
-            run_simulated(metered, roles=roles, world_size=self._config.controllers)
+            run_simulated(program(self.job, recorder), roles=None, world_size=size)
         finally:
             gc.unfreeze()
             if was_enabled:
                 gc.enable()
-        return Simulation(config=self._config, steps=self._steps, wall_s=time.perf_counter() - self._start_s)
+        return Simulation(config=config, steps=recorder.steps, wall_s=time.perf_counter() - start_s)
+
+    def _program(
+        self, meter: LoadMeter, ledger: RunningLedger | None
+    ) -> tuple[ModelledLearner, Callable[[RunJob[Any], Recorder[Any]], Program[Any, None]]]:
+        """Return the trainer, and what makes a job's program; the ledger counts work, or timers do."""
+        state = SharedState(
+            config=self.sim, modality=self.modality, seed=self.job.config.seed, meter=meter, ledger=ledger
+        )
+        learner, devices = ModelledLearner(state), DeviceTimers(now_s, wall_clock=now_s)
+        reward = ModelledReward(state, self.n, self.has_signal).runner()
+        own_roles: list[Any] = []
+        for rank, (engine, slots) in enumerate(self._engines(state)):
+            name = f"engine {rank}"
+            policy = engine if ledger else TimedEngine(engine, devices, device=name, stage="gen", name=name)
+            own_roles.append(self.services(policy=policy, policy_slots=slots, reward=reward, devices=devices))
+        num_ranks = 0 if ledger else learner.num_replicas
+
+        def program(job: RunJob[Any], recorder: Recorder[Any]) -> Program[Any, None]:
+            run = share_trainer(learner, job.program(recorder), roles=self.roles, num_ranks=num_ranks)
+
+            async def run_own(ctx: Context[Any]) -> None:
+                timer = _LedgerTimer(ctx.rank, ledger) if ledger else ctx.timer
+                await meter.run(ctx.rank, run(replace(ctx, roles=own_roles[ctx.rank], timer=timer, wall_clock=now_s)))
+
+            return run_own
+
+        return learner, program
+
+    def _engines(self, state: SharedState[RequestT, SampleT]) -> list[tuple[ModelledEngine[Any, Any], int | None]]:
+        """Return the engine of each controller, and the samples that it generates at once if it is its own."""
+        size, num_replicas, model = self.job.config.controllers, self.sim.num_engine_replicas, self.sim.engine
+        if model.prompts == "shared":
+            return [(ModelledEngine(state, num_replicas), None)] * size
+        counts = [len(range(rank, num_replicas, size)) for rank in range(size)]
+        slots = model.max_num_seqs if model.prompts == "stealing" else None
+        return [(ModelledEngine(state, count), slots and count * slots) for count in counts]
+
+
+class _FiguresRecorder(Recorder[Any]):
+    """Records the figures of steps, and nothing else."""
+
+    def __init__(
+        self, config: SimulateConfig, meter: LoadMeter, ledger: RunningLedger, report: Callable[[StepFigures], None]
+    ) -> None:
+        self.ledger = ledger
+        self.steps: list[StepFigures] = []
+        self._config, self._meter, self._report = config, meter, report
+
+    async def evaluated(self, step: int, evaluation: Any) -> None:
+        """Do nothing: there are no held-out prompts."""
 
     async def stepped(
         self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
     ) -> None:
-        """Record the figures of a step."""
         del spans, devices
         with self._meter.paused():
             step_s = metrics["timing_s/step"]
@@ -135,32 +196,20 @@ class SimulatedCluster:
                 step=step,
                 step_s=step_s,
                 num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self._config.token_unit,
-                device_s=self._ledger.cut(),
+                device_s=self.ledger.cut(),
                 controller_load=[busy_s / step_s for busy_s in self._meter.cut()],
                 metrics=metrics,
             )
-            self._steps.append(figures)
+            self.steps.append(figures)
             self._report(figures)
             gc.collect()
-
-    async def evaluated(self, step: int, evaluation: Any) -> None:
-        """Do nothing: there are no held-out prompts."""
-
-    async def updating(self) -> None:
-        """Do nothing: a simulation is not interrupted."""
-
-    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
-        """Do nothing: the simulated reward does not fail."""
-
-    async def reached(self, step: int, controllers: list[State]) -> None:
-        """Do nothing: a simulation takes no checkpoint."""
 
 
 class _LedgerTimer(StageTimer):
     """A controller's stage timer that notes each stage in the ledger."""
 
     def __init__(self, rank: int, ledger: RunningLedger) -> None:
-        super().__init__(asyncio.get_running_loop().time)
+        super().__init__(now_s)
         self._rank, self._ledger = rank, ledger
 
     @contextmanager

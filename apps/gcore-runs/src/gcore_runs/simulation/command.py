@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 
     from gcore_runs.simulation.cluster import Simulation, StepFigures
     from gcore_runs.simulation.fit import MeasuredRun
+
+_SIMULATE = """Run the program of train in simulated time, on simulated devices.
+
+Simulated are generation with continuous batching, a reward, training by its FLOPs, and weight sync. The program, its
+sampling, balancing and preparation are real, on as many controllers as are asked for.
+
+--config FILE.toml: settings under the same names ([engine] base_s = 0.01); options override them.
+--calibrate RUN [RUN ...]: write such a file from the timings of real runs; see --calibrate --help.
+"""
 
 _CALIBRATE = """Fit the costs of the simulation's services to finished runs of train.
 
@@ -52,6 +62,11 @@ _UNITS = {
     "sync_s": ("weight sync", "ms", 1e3),
     "overhead_s": ("rest of a step", "ms", 1e3),
 }
+
+
+def parse_options(args: Sequence[str], *, prog: str) -> SimulateConfig:
+    """Parse the command line, whose options override those of a TOML file; see `merge`."""
+    return parse_over(SimulateConfig(), args, prog=prog, description=_SIMULATE)
 
 
 def run_simulation(config: SimulateConfig, simulate: "Callable[[Callable[[StepFigures], None]], Simulation]") -> None:
@@ -128,14 +143,18 @@ def parse_calibrate(args: Sequence[str], *, prog: str) -> CalibrateConfig:
     return config
 
 
-def run_calibrate(config: CalibrateConfig, read_run: "Callable[[str, int], MeasuredRun]", *, prog: str) -> None:
-    """Fit the simulated services to runs, print how well they agree, and write the settings.
+def run_calibrate(args: Sequence[str], read_run: "Callable[[str, int], MeasuredRun]", *, prog: str) -> bool:
+    """Fit the simulated services to runs, print how well they agree, and write the settings; False if not asked to.
 
     Args:
+        args: the command line, which asks by --calibrate.
         read_run: reads the last steps of a run's folder, at most so many.
         prog: the command that takes the settings.
     """
-    from gcore_runs.simulation.fit import fit, measured_seconds, num_simulations, simulated_seconds
+    if not any(arg.split("=")[0] == "--calibrate" for arg in args):
+        return False
+    config = parse_calibrate(args, prog=prog)
+    from gcore_runs.simulation.fit import fit, num_simulations
 
     runs = [read_run(path, config.max_steps) for path in (*config.calibrate, *config.check)]
     out = Path(config.out) if config.out else Path(config.calibrate[0]) / "simulate.toml"
@@ -143,18 +162,16 @@ def run_calibrate(config: CalibrateConfig, read_run: "Callable[[str, int], Measu
     fitted = runs[: len(config.calibrate)]
     steps = [_steps(run, config, is_fitted=i < len(fitted)) for i, run in enumerate(runs)]
     with Display() as display:
-        total, done = num_simulations(fitted) + len(runs), 0
-        display.phase("calibrating", total=total)
+        display.phase("calibrating", total=num_simulations(fitted) + len(runs))
+        done = count(1)
 
         def progressed() -> None:
-            nonlocal done
-            done += 1
-            display.progressed(done, [])
+            display.progressed(next(done), [])
 
         result = fit(fitted, [used for used, _ in steps[: len(fitted)]], progressed)
-        simulated: list[NDArray[np.float64]] = []
+        seconds: list[NDArray[np.float64]] = []
         for run in runs:
-            simulated.append(simulated_seconds(run, result.parameters))
+            seconds.append(np.stack([run.measured(), run.simulated(result.parameters)]))
             progressed()
     rows: list[Sequence[str]] = []
     for name, value in asdict(result.parameters).items():
@@ -162,13 +179,13 @@ def run_calibrate(config: CalibrateConfig, read_run: "Callable[[str, int], Measu
         if name in result.errors:
             rows.append((label, *(f"{factor * number:,.4g} {unit}" for number in (value, result.errors[name]))))
     display.console.print(_table("fitted", rows, ("", "value", "standard error")))
-    for run, seconds, chosen in zip(runs, simulated, steps, strict=True):
+    for run, pair, chosen in zip(runs, seconds, steps, strict=True):
         for name, own in zip(("fitted to", "held out"), chosen, strict=True):
             if own.any():
-                title = f"{run.name}: {own.sum()} steps {name}"
-                display.console.print(_stage_table(title, np.stack([measured_seconds(run), seconds])[:, own]))
+                display.console.print(_stage_table(f"{run.name}: {own.sum()} steps {name}", pair[:, own]))
     out.write_text(tomli_w.dumps(asdict(result.parameters.applied(runs[0].config, runs[0].workload))))
     display.say(f"settings: {out}, for {prog} --config {out}")
+    return True
 
 
 def _steps(

@@ -1,15 +1,27 @@
 """Settings of a simulation: the cluster, the costs of its services, and the sizes of the program that runs on them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from gcore_placement import Device, EngineCosts, PlacementError
-from gcore_runs import check_at_least, check_finite, check_fraction
 from gcore_runs.errors import UserError
+from gcore_runs.settings.parsing import merge
+from gcore_runs.settings.run_config import (
+    Amount,
+    BaseRunConfig,
+    Count,
+    Fraction,
+    FractionAbove0,
+    NonNegative,
+    Positive,
+    check_bounds,
+)
+
+ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 
 
 def _check_divides(field: str, value: int, whole: str, total: int) -> None:
-    check_at_least(field, value, 1)
     if total % value:
         raise UserError(f"{field} is {value}; expected a divisor of {whole} ({total})")
 
@@ -18,9 +30,9 @@ def _check_divides(field: str, value: int, whole: str, total: int) -> None:
 class LengthConfig:
     """Log-normal lengths, in tokens."""
 
-    median: float
+    median: Positive
     """Half of the lengths are longer."""
-    sigma: float
+    sigma: Amount
     """Standard deviation of the lengths' logarithm; 0: all are equal."""
 
 
@@ -28,25 +40,19 @@ class LengthConfig:
 class EngineModel:
     """Replicas that generate with continuous batching."""
 
-    devices_per_replica: int = 2
+    devices_per_replica: Count = 2
     """Devices of one replica."""
-    max_num_seqs: int = 256
+    max_num_seqs: Count = 256
     """Most responses that a replica generates at once; the others wait."""
-    base_s: float = 0.01
+    base_s: Positive = 0.01
     """Seconds of a decoding step, which gives each running response a token."""
-    per_sample_s: float = 2e-5
+    per_sample_s: Amount = 2e-5
     """Seconds that each running response adds to a decoding step."""
     prompts: Literal["stealing", "own", "shared"] = "stealing"
     """The prompts that a replica takes. own: those of its controller; stealing: also those of other controllers when it
     has capacity and its own are all taken, as on ray; shared: those of all controllers, which share all replicas."""
-    prefill_tokens_per_s: float = 40_000.0
+    prefill_tokens_per_s: Positive = 40_000.0
     """Prompt tokens that a replica computes in a second; it decodes nothing meanwhile."""
-
-    def __post_init__(self) -> None:
-        check_at_least("engine.max_num_seqs", self.max_num_seqs, 1)
-        check_finite("engine.base_s", self.base_s, above_zero=True)
-        check_finite("engine.prefill_tokens_per_s", self.prefill_tokens_per_s, above_zero=True)
-        check_finite("engine.per_sample_s", self.per_sample_s)
 
     @property
     def costs(self) -> EngineCosts:
@@ -64,28 +70,18 @@ class EngineModel:
 class RewardModel:
     """The scoring of responses: by a rule at once, or by a judge that takes time."""
 
-    acceptance: float = 0.7
+    acceptance: FractionAbove0 = 0.7
     """Share of groups whose scores differ."""
-    latency_s: float = 0.0
+    latency_s: Amount = 0.0
     """Median seconds of a call, which are log-normal; 0: none."""
-    latency_sigma: float = 0.5
+    latency_sigma: Amount = 0.5
     """Standard deviation of the latency's logarithm."""
-    devices: int = 0
+    devices: NonNegative = 0
     """Devices that score while the others generate; all devices train. 0: the reward runs elsewhere."""
-    devices_per_replica: int = 2
+    devices_per_replica: Count = 2
     """Devices of one replica, where the reward has devices."""
-    max_concurrency: int = 64
+    max_concurrency: Count = 64
     """Most calls at once of each replica; without devices, most calls in all."""
-
-    def __post_init__(self) -> None:
-        check_fraction("reward.acceptance", self.acceptance, above_zero=True)
-        for name in ("latency_s", "latency_sigma"):
-            check_finite(f"reward.{name}", getattr(self, name))
-        check_at_least("reward.devices", self.devices, 0)
-        _check_divides("reward.devices_per_replica", self.devices_per_replica, "reward.devices", self.devices)
-        check_at_least("reward.max_concurrency", self.max_concurrency, 1)
-        if self.devices and not self.latency_s:
-            raise UserError(f"reward.latency_s is 0; expected above 0 where reward.devices is above 0 ({self.devices})")
 
     @property
     def num_replicas(self) -> int:
@@ -97,30 +93,20 @@ class RewardModel:
 class LearnerModel:
     """Training on all devices."""
 
-    devices_per_replica: int = 8
+    devices_per_replica: Count = 8
     """Devices of one data-parallel replica."""
     device: str = "H100"
     """The device whose dense bfloat16 peak is used: B200, H200, H100, A100, ..."""
-    utilisation: float = 0.4
+    utilisation: FractionAbove0 = 0.4
     """Share of that peak that training reaches (MFU)."""
-    flops_per_s: float = 0.0
+    flops_per_s: Amount = 0.0
     """Measured FLOPs per second of a device, in place of peak and utilisation; 0: use these."""
-    micro_batch_s: float = 0.0
+    micro_batch_s: Amount = 0.0
     """Seconds of a micro-batch in addition to its FLOPs."""
-    forward_share: float = 1 / 3
+    forward_share: Positive = 1 / 3
     """Seconds of a pass that only scores, as a share of those of a training pass."""
-    sync_gb_per_s: float = 10.0
+    sync_gb_per_s: Positive = 10.0
     """Rate at which new weights, in bfloat16, reach the engine."""
-
-    def __post_init__(self) -> None:
-        try:
-            Device.named(self.device)
-        except PlacementError as error:
-            raise UserError(f"learner.{error}") from None
-        check_fraction("learner.utilisation", self.utilisation, above_zero=True)
-        for name in ("flops_per_s", "micro_batch_s", "forward_share", "sync_gb_per_s"):
-            above_zero = name in ("forward_share", "sync_gb_per_s")
-            check_finite(f"learner.{name}", getattr(self, name), above_zero=above_zero)
 
     @property
     def device_flops_per_s(self) -> float:
@@ -129,41 +115,102 @@ class LearnerModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig:
+class BaseSimConfig:
+    """Runtime sim: a cluster of modelled devices, on which the run's engines, reward and training take simulated time.
+
+    It takes the place of the processes that other settings ask for.
+    """
+
+    devices: Count = 512
+    """Devices of the cluster: all train, and all but those of the reward generate."""
+    overhead_s: Amount = 0.0
+    """Seconds of a step in addition to all that is modelled, such as the program's own code."""
+    engine: EngineModel = field(default_factory=EngineModel)
+    reward: RewardModel = field(default_factory=RewardModel)
+    learner: LearnerModel = field(default_factory=LearnerModel)
+
+    def check(self, section: str, controllers: int) -> None:
+        """Raise `UserError` if the settings contradict each other; ``section`` is "sim.", or empty."""
+        reward, engine = self.reward, f"{section}engine"
+        try:
+            Device.named(self.learner.device)
+        except PlacementError as error:
+            raise UserError(f"{section}learner.{error}") from None
+        name, total = f"{section}reward.devices", reward.devices
+        _check_divides(f"{name}_per_replica", reward.devices_per_replica, name, total)
+        if total and not reward.latency_s:
+            raise UserError(f"{section}reward.latency_s is 0; expected above 0 where {name} is above 0 ({total})")
+        if total >= self.devices:
+            raise UserError(f"{name} is {total}; expected fewer than {section}devices ({self.devices})")
+        per_replica = self.engine.devices_per_replica
+        _check_divides(f"{engine}.devices_per_replica", per_replica, "the devices that generate", self.devices - total)
+        if self.engine.prompts != "shared" and self.num_engine_replicas < controllers:
+            raise UserError(
+                f"controllers is {controllers}; expected at most the replicas of the engine "
+                f"({self.num_engine_replicas}), or {engine}.prompts 'shared'"
+            )
+        per_replica = self.learner.devices_per_replica
+        _check_divides(f"{section}learner.devices_per_replica", per_replica, f"{section}devices", self.devices)
+
+    @property
+    def num_engine_replicas(self) -> int:
+        return (self.devices - self.reward.devices) // self.engine.devices_per_replica
+
+    @property
+    def num_learner_replicas(self) -> int:
+        return self.devices // self.learner.devices_per_replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimConfig(BaseSimConfig):
+    """See `BaseSimConfig`; what is generated is text."""
+
+    token_unit: Count = 1
+    """Tokens per entry of the program's arrays; more save memory and time, and lengths are rounded to them."""
+    prompt_length: LengthConfig = LengthConfig(median=256, sigma=0.5)
+    """Lengths of prompts, cut at the longest prompt; where the run has prompts of its own, they have theirs."""
+    response_length: LengthConfig = LengthConfig(median=1500, sigma=0.8)
+    """Lengths of responses, cut at the longest response."""
+    prompt_share: Fraction = 0.0
+    """Share of the variance of response lengths that is between prompts; 1: responses to a prompt are equally long."""
+
+    def check_unit(self, section: str, lengths: Mapping[str, int]) -> None:
+        """Raise `UserError` unless each length, by its setting, is made of whole units."""
+        for name, tokens in lengths.items():
+            _check_divides(f"{section}token_unit", self.token_unit, name, tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig(SimConfig):
     """The program of `train` on simulated devices. Lengths are in tokens."""
 
-    devices: int = 512
-    """Devices of the cluster: all train, and all but those of the reward generate."""
-    controllers: int = 8
+    lengths: ClassVar = ("max_prompt_length", "max_response_length", "ppo_max_token_len")
+    """The settings that are whole units of ``token_unit``."""
+
+    controllers: Count = 8
     """SPMD controllers."""
-    steps: int = 10
+    steps: Count = 10
     """Training steps."""
     model: str = ""
     """A Hugging Face folder whose config.json gives the work per token; empty: a model of 7.6 billion parameters."""
     seed: int = 0
     """Seed of lengths, latencies and scores."""
-    token_unit: int = 64
+    token_unit: Count = 64
     """Tokens per entry of the program's arrays; more save memory and time, and lengths are rounded to them."""
     json: str = ""
     """Write every step's figures to this file."""
-    train_batch_size: int = 0
+    train_batch_size: NonNegative = 0
     """Prompts a step, each with n responses; 0: one for every two devices."""
     n: int = 8
     """Responses a prompt."""
-    max_prompt_length: int = 1024
+    max_prompt_length: Count = 1024
     """Longest prompt."""
-    max_response_length: int = 8192
+    max_response_length: Count = 8192
     """Longest response."""
-    prompt_length: LengthConfig = field(default_factory=lambda: LengthConfig(median=256, sigma=0.5))
-    """Lengths of prompts, cut at max-prompt-length."""
-    response_length: LengthConfig = field(default_factory=lambda: LengthConfig(median=1500, sigma=0.8))
-    """Lengths of responses, cut at max-response-length."""
     filter_groups: bool = True
     """Dynamic sampling: drop groups whose responses all score alike and sample again."""
     max_num_gen_batches: int = 4
     """Most waves of sampling a step."""
-    prompt_share: float = 0.0
-    """Share of the variance of response lengths that is between prompts; 1: responses to a prompt are equally long."""
     partial_rollout: bool = False
     """Continue long responses in the next step, as rollout.partial-rollout of train."""
     over_sample_rate: float = 0.5
@@ -176,45 +223,27 @@ class SimulateConfig:
     """Prompts an update; 0: the whole batch in one update."""
     ppo_max_token_len: int = 32_768
     """Most tokens a micro-batch."""
-    overhead_s: float = 0.0
-    """Seconds of a step in addition to all that is modelled, such as the program's own code."""
-    engine: EngineModel = field(default_factory=EngineModel)
-    reward: RewardModel = field(default_factory=RewardModel)
-    learner: LearnerModel = field(default_factory=LearnerModel)
 
     def __post_init__(self) -> None:
-        for name in ("devices", "controllers", "steps", "token_unit", "max_prompt_length", "max_response_length"):
-            check_at_least(name, getattr(self, name), 1)
-        check_at_least("train_batch_size", self.train_batch_size, 0)
-        check_finite("overhead_s", self.overhead_s)
+        check_bounds(self)
         if self.n > 65_536:
             raise UserError(f"n is {self.n}; expected at most 65536")
-        for name in ("prompt_length", "response_length"):
-            check_finite(f"{name}.median", getattr(self, name).median, above_zero=True)
-            check_finite(f"{name}.sigma", getattr(self, name).sigma)
-        for name in ("max_prompt_length", "max_response_length", "ppo_max_token_len"):
-            _check_divides("token_unit", self.token_unit, name, getattr(self, name))
-        check_fraction("prompt_share", self.prompt_share)
-        if self.reward.devices >= self.devices:
-            raise UserError(f"reward.devices is {self.reward.devices}; expected fewer than devices ({self.devices})")
-        rollout, per_engine = self.devices - self.reward.devices, self.engine.devices_per_replica
-        _check_divides("engine.devices_per_replica", per_engine, "the devices that generate", rollout)
-        if self.engine.prompts != "shared" and self.num_engine_replicas < self.controllers:
-            raise UserError(
-                f"controllers is {self.controllers}; expected at most the replicas of the engine "
-                f"({self.num_engine_replicas}), or engine.prompts 'shared'"
-            )
-        _check_divides("learner.devices_per_replica", self.learner.devices_per_replica, "devices", self.devices)
+        self.check_unit("", {name: getattr(self, name) for name in self.lengths})
+        self.check("", self.controllers)
 
     @property
     def batch_size(self) -> int:
         """Prompts a step."""
         return self.train_batch_size or max(1, self.devices // 2)
 
-    @property
-    def num_engine_replicas(self) -> int:
-        return (self.devices - self.reward.devices) // self.engine.devices_per_replica
 
-    @property
-    def num_learner_replicas(self) -> int:
-        return self.devices // self.learner.devices_per_replica
+def replaced(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
+    """Return a config with other values of some settings, by their dotted names; see `merge`."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return merge(config, nested)

@@ -8,15 +8,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_placement import SampledLengths
+from gcore_placement import SampledLengths, fit_lengths
+from gcore_runs.errors import UserError
+from gcore_runs.run_folder import read_jsonl
 from gcore_runs.simulation.cluster import Simulation
-from gcore_runs.simulation.config import LengthConfig, SimulateConfig
-from gcore_runs.simulation.services import CoarseWorkload, Replay, weights_bytes
+from gcore_runs.simulation.config import EngineModel, LearnerModel, LengthConfig, RewardModel, SimulateConfig
+from gcore_runs.simulation.tokens import CoarseWorkload, Replay
 
 STAGES = ("gen", "reward", "prepare", "train", "sync", "rest")
 """The stages of a step; rest is the time outside all others."""
@@ -30,24 +33,43 @@ class MeasuredRun:
     """The steps of a finished run, in order, and a simulation of the same sizes."""
 
     name: str
+    """Folder of the run."""
     config: SimulateConfig
     """The sizes and lengths of the run; the time that its services take is not known yet."""
     workload: CoarseWorkload
     rows: list[dict[str, Any]]
     """The steps' metrics."""
-    lengths: list[SampledLengths]
+    sampled: list[SampledLengths]
     """Response lengths of each step."""
-    simulate: Callable[[SimulateConfig, Replay], Simulation]
-    """Runs the run's program on modelled services."""
+    simulate: Callable[..., Simulation]
+    """Runs the run's program on modelled services: of a config, with the responses of a ``replay``."""
 
     @property
     def is_scored(self) -> bool:
-        """Whether models score responses before the update; otherwise preparation counts as part of the rest."""
+        """True if models score responses before the update; otherwise preparation counts as part of the rest."""
         config = self.config
         num_updates = -(-config.batch_size // (config.ppo_mini_batch_size or config.batch_size))
         return bool(config.kl_loss_coef) or (config.old_log_probs == "trainer" and num_updates > 1)
 
-    def seconds(self, rows: Iterable[Mapping[str, float]]) -> NDArray[np.float64]:
+    def measured(self) -> NDArray[np.float64]:
+        """Return the measured seconds: [steps, stages]."""
+        return self._seconds(self.rows)
+
+    def simulated(self, parameters: "Parameters") -> NDArray[np.float64]:
+        """Simulate the run with its responses, for which all prompts have the mean length: [steps, stages]."""
+        n, rows = self.config.n, self.rows
+        kept = [round(row["sampling/acceptance"] * own.number / n) for row, own in zip(rows, self.sampled, strict=True)]
+        mean = float(np.mean([row["prompt_length/mean"] for row in rows if "prompt_length/mean" in row]))
+        replay = Replay(self.sampled, kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
+        config = replace(self.config, prompt_length=LengthConfig(median=mean, sigma=0.0), steps=len(rows))
+        found = self.simulate(parameters.applied(config, self.workload), replay=replay)
+        seconds = self._seconds(step.metrics for step in found.steps)
+        # The program meets the overhead where it waits for new weights.
+        seconds[:, STAGES.index("sync")] -= parameters.overhead_s
+        seconds[:, STAGES.index("rest")] += parameters.overhead_s
+        return seconds
+
+    def _seconds(self, rows: Iterable[Mapping[str, float]]) -> NDArray[np.float64]:
         """Return the seconds of each stage in steps with these metrics: [steps, stages]."""
         found: list[list[float]] = []
         for metrics in rows:
@@ -57,14 +79,59 @@ class MeasuredRun:
             found.append([*own.values(), metrics["timing_s/step"] - sum(own.values())])
         return np.array(found)
 
-    def replayed(self, parameters: "Parameters") -> Simulation:
-        """Simulate the run with its responses, for which all prompts have the mean length."""
-        n, rows = self.config.n, self.rows
-        kept = [round(row["sampling/acceptance"] * own.number / n) for row, own in zip(rows, self.lengths, strict=True)]
-        mean = float(np.mean([row["prompt_length/mean"] for row in rows if "prompt_length/mean" in row]))
-        replay = Replay(self.lengths, kept, n=n, sigma=self.config.response_length.sigma, seed=self.config.seed)
-        config = replace(self.config, prompt_length=LengthConfig(median=mean, sigma=0.0), steps=len(rows))
-        return self.simulate(parameters.applied(config, self.workload), replay)
+
+def measured_run(
+    name: str,
+    metrics: Path,
+    settings: Mapping[str, Any],
+    *,
+    workload: CoarseWorkload,
+    simulate: Callable[..., Simulation],
+    max_steps: int,
+    num_ranks: int,
+    num_replicas: int,
+    num_engines: int,
+    engine: Mapping[str, Any],
+    reward: Mapping[str, Any],
+) -> MeasuredRun:
+    """Read the last ``max_steps`` steps of a run; `UserError` if they have no responses.
+
+    Args:
+        settings: of the program, see `SimulateConfig`.
+        num_ranks: training ranks, of ``num_replicas`` data-parallel replicas.
+        engine: further settings of the section.
+        reward: the same.
+    """
+    n, limit = settings["n"], settings["max_response_length"]
+    rows = [row for row in read_jsonl(metrics) if "timing_s/step" in row][-max_steps:]
+    sampled = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in rows]
+    if not any(own.number for own in sampled):
+        raise UserError(f"{name}/{metrics.name} has no steps with responses; expected a run of gcore-llm train")
+    numbers = [own.number for own in sampled]
+    acceptance = float(np.average([row["sampling/acceptance"] for row in rows], weights=numbers))
+    median, sigma = fit_lengths(sampled)
+    devices = math.lcm(num_ranks, num_engines)
+    config = SimulateConfig(
+        **settings,
+        devices=devices,
+        token_unit=1,
+        prompt_length=_prompt_length(rows, sampled, n),
+        response_length=LengthConfig(median=median, sigma=sigma),
+        engine=EngineModel(devices_per_replica=devices // num_engines, **engine),
+        # With an acceptance of 0 a simulation would have nothing to train on.
+        reward=RewardModel(acceptance=max(acceptance, 1e-3), latency_sigma=0.0, **reward),
+        learner=LearnerModel(devices_per_replica=devices // num_replicas),
+    )
+    return MeasuredRun(name=name, config=config, workload=workload, rows=rows, sampled=sampled, simulate=simulate)
+
+
+def _prompt_length(rows: list[dict[str, Any]], sampled: list[SampledLengths], n: int) -> LengthConfig:
+    """Return log-normal lengths with the mean of all prompts, and a variance from that of the steps' means."""
+    own = [(row["prompt_length/mean"], s.number / n) for row, s in zip(rows, sampled, strict=True) if s.number]
+    means, groups = np.array(own).T
+    mean = float(np.average(means, weights=groups))
+    sigma = math.sqrt(math.log1p(float(np.mean(groups * (means - mean) ** 2)) / mean**2))
+    return LengthConfig(median=mean * math.exp(-(sigma**2) / 2), sigma=sigma)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +159,7 @@ class Parameters:
 
     def applied(self, config: SimulateConfig, workload: CoarseWorkload) -> SimulateConfig:
         """Return the settings of a simulation with these parameters."""
-        gigabytes = weights_bytes(workload) / 1e9
+        gigabytes = workload.weights_bytes / 1e9
         return replace(
             config,
             overhead_s=self.overhead_s,
@@ -140,20 +207,6 @@ class Fit:
     """Standard error of each parameter, but for those that no step depends on: these keep their values."""
 
 
-def simulated_seconds(run: MeasuredRun, parameters: Parameters) -> NDArray[np.float64]:
-    """Simulate a run, with its responses replayed, and return the seconds: [steps, stages]."""
-    seconds = run.seconds(step.metrics for step in run.replayed(parameters).steps)
-    # The program meets the overhead where it waits for new weights.
-    seconds[:, STAGES.index("sync")] -= parameters.overhead_s
-    seconds[:, STAGES.index("rest")] += parameters.overhead_s
-    return seconds
-
-
-def measured_seconds(run: MeasuredRun) -> NDArray[np.float64]:
-    """Return the measured seconds of a run: [steps, stages]."""
-    return run.seconds(run.rows)
-
-
 def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progressed: Callable[[], None]) -> Fit:
     """Fit all parameters to some steps of one or more runs.
 
@@ -172,11 +225,11 @@ def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progress
     def seconds(parameters: Parameters) -> NDArray[np.float64]:
         parts: list[NDArray[np.float64]] = []
         for run, chosen in zip(runs, used, strict=True):
-            parts.append(simulated_seconds(run, parameters)[chosen])
+            parts.append(run.simulated(parameters)[chosen])
             progressed()
         return np.concatenate(parts)
 
-    measured = np.concatenate([measured_seconds(run)[chosen] for run, chosen in zip(runs, used, strict=True)])
+    measured = np.concatenate([run.measured()[chosen] for run, chosen in zip(runs, used, strict=True)])
     parameters, errors = Parameters(), dict[str, float]()
     for number in range(_ROUNDS):
         now = seconds(parameters)

@@ -1,32 +1,24 @@
-"""The simulated services next to the engine: a reward, a trainer, lengths and scores of a replayed run; and the meter
-of the controllers' own code."""
+"""The simulated services next to the engine, a reward and a trainer; what they share, and what an app says of them."""
 
 import asyncio
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import coroutine
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import numpy as np
 
 from gcore_controller import deal
-from gcore_placement import (
-    LeastLoaded,
-    RunningLedger,
-    SampledLengths,
-    TransformerWorkload,
-    log_normal,
-    step_lengths,
-    uniform,
-)
-from gcore_rollout import Request, RewardRunner, RewardRunnerConfig
+from gcore_placement import LeastLoaded, RunningLedger, log_normal, uniform
+from gcore_rollout import RequestT, RewardRunner, RewardRunnerConfig, SampleT
 from gcore_runs.errors import UserError
-from gcore_runs.simulation.config import LengthConfig, SimulateConfig
-from gcore_trainer import MicroBatch
+from gcore_runs.simulation.config import BaseSimConfig
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +29,13 @@ _GROUP_MASK = (1 << 47) - 1
 _RANK: ContextVar[int] = ContextVar("controller")
 
 
+def now_s() -> float:
+    """Return the simulated time."""
+    return asyncio.get_running_loop().time()
+
+
 def sample_name(request_seed: int, index: int) -> int:
-    """Return the number that stands for every token of a sample; `group_and_index` decodes it."""
+    """Return the number that stands for a sample, in place of its content; `group_and_index` decodes it."""
     return ((request_seed & _GROUP_MASK) << _INDEX_BITS) | index
 
 
@@ -47,35 +44,30 @@ def group_and_index(name: int) -> tuple[int, int]:
     return name >> _INDEX_BITS, name & ((1 << _INDEX_BITS) - 1)
 
 
-def drawn_length(u: float, config: LengthConfig, *, unit: int) -> int:
-    """Return the ``u`` quantile of the lengths in units of ``unit`` tokens, at least one."""
-    return max(1, round(log_normal(u, median=config.median, sigma=config.sigma) / unit))
+class SimulatedModality(ABC, Generic[RequestT, SampleT]):
+    """The samples of an app: what they take to be made and trained on, and what stands for them.
 
-
-@dataclass(frozen=True, kw_only=True)
-class CoarseWorkload(TransformerWorkload):
-    """The work of sequences whose entries stand for ``token_unit`` tokens each.
-
-    For L entries the linear term is exact. The attention term has u^2 L (L + 1) / 2 pairs, u = token_unit, where the
-    tokens have u L (u L + 1) / 2: more by a share of nearly 1 / L.
+    Attributes:
+        weights_bytes: Size of the weights that the engines get.
     """
 
-    token_unit: int
+    weights_bytes: float
 
-    @property
-    def flops_per_token(self) -> float:
-        return super().flops_per_token * self.token_unit
+    @abstractmethod
+    def size(self, request: RequestT, index: int) -> tuple[float, float, float]:
+        """Return the steps of a sample, those of them that an aborted one has made, and the tokens of its prompt."""
 
-    @property
-    def flops_per_attended_pair(self) -> float:
-        return super().flops_per_attended_pair * self.token_unit**2
+    @abstractmethod
+    def sample(self, request: RequestT, index: int, num_steps: float, *, version: int, is_aborted: bool) -> SampleT:
+        """Return the sample after ``num_steps`` further steps."""
 
+    @abstractmethod
+    def flops(self, micro_batch: Sequence[Any]) -> float:
+        """Return the FLOPs of training on a micro-batch."""
 
-def weights_bytes(workload: CoarseWorkload) -> float:
-    """Return the size in bfloat16 of all matrices, the head, and an embedding that is not tied to it."""
-    # Forward and backward pass take 6 FLOPs for each weight that a token meets; the embedding is looked up.
-    met = workload.flops_per_token / workload.token_unit / 6
-    return 2 * (met + workload.hidden_size * workload.vocab_size)
+    @abstractmethod
+    def outputs(self, sample: Any) -> Any:
+        """Return what stands for a model's outputs for a sample to train on."""
 
 
 class LoadMeter:
@@ -109,76 +101,49 @@ class LoadMeter:
         busy_s, self._busy_s = self._busy_s, [0.0] * len(self._busy_s)
         return busy_s
 
-    def counted(self, rank: int, step: Callable[..., Any], *args: Any) -> Any:
-        """Take a step of a controller's coroutine."""
-        self._paused_s, start_s = 0.0, time.thread_time()
-        try:
-            return step(*args)
-        finally:
-            self._busy_s[rank] += time.thread_time() - start_s - self._paused_s
-
-    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+    def _make_task(self, loop: asyncio.AbstractEventLoop, own: Any, **options: Any) -> "asyncio.Task[Any]":
         rank = _RANK.get(None)
-        metered = coroutine if rank is None else _Metered(self, rank, coroutine)
+        metered = own if rank is None else self._metered(rank, own)
         return asyncio.Task(metered, loop=loop, **options)
 
+    async def _metered(self, rank: int, own: Coroutine[Any, Any, Any]) -> Any:
+        return await self._counted(rank, own)
 
-class _Metered(Coroutine[Any, Any, Any]):
-    """A coroutine each of whose steps is counted."""
-
-    __slots__ = ("_coroutine", "_meter", "_rank")
-
-    def __init__(self, meter: LoadMeter, rank: int, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._meter, self._rank, self._coroutine = meter, rank, coroutine
-
-    def send(self, value: Any) -> Any:
-        return self._meter.counted(self._rank, self._coroutine.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        return self._meter.counted(self._rank, self._coroutine.throw, *error)
-
-    def close(self) -> None:
-        self._coroutine.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._coroutine.__await__()
+    @coroutine
+    def _counted(self, rank: int, own: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Run a coroutine, and count each of its steps."""
+        step: Callable[[Any], Any] = own.send
+        arg: Any = None
+        while True:
+            self._paused_s, start_s = 0.0, time.thread_time()
+            try:
+                awaited = step(arg)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._busy_s[rank] += time.thread_time() - start_s - self._paused_s
+            try:
+                step, arg = own.send, (yield awaited)
+            except BaseException as error:
+                step, arg = own.throw, error
 
 
-class Replay:
-    """Responses by prompt index, which is a prompt's place in the order of sampling; after the last it starts again.
+@dataclass(kw_only=True)
+class SharedState(Generic[RequestT, SampleT]):
+    """The state that all services of a simulated cluster share."""
 
-    Args:
-        steps: the responses that each step sampled, in the run's order.
-        num_kept: groups of each step whose scores differed.
-        n: responses to a prompt.
-        sigma: standard deviation of the lengths' logarithm.
-        seed: of the order within a step.
+    config: BaseSimConfig
+    modality: SimulatedModality[RequestT, SampleT]
+    seed: int
+    meter: LoadMeter = field(default_factory=lambda: LoadMeter(1))
+    ledger: RunningLedger | None = None
+    """None: device-seconds are not counted, and the trainer may work while the engines do."""
+    version: int = 0
+    """Version of the weights of all engines."""
 
-    Raises:
-        ValueError: no step sampled anything.
-    """
-
-    def __init__(
-        self, steps: Sequence[SampledLengths], num_kept: Sequence[int], *, n: int, sigma: float, seed: int
-    ) -> None:
-        random = np.random.default_rng(seed)
-        lengths = [random.permutation(step_lengths(step, sigma=sigma)).reshape(-1, n) for step in steps]
-        signals = [random.permutation(np.arange(len(own)) < kept) for own, kept in zip(lengths, num_kept, strict=True)]
-        self._lengths, self._signals = np.concatenate(lengths), np.concatenate(signals)
-        if not len(self._lengths):
-            raise ValueError("steps have 0 samples; expected at least one")
-        self._rows: dict[int, int] = {}
-        """The row of each group that has been sampled, by the key that samples' names hold."""
-
-    def length(self, request: Request, index: int) -> int:
-        """Return the tokens of one response to a request, whose id is its prompt index."""
-        row = int(request.request_id) % len(self._lengths)
-        self._rows[group_and_index(sample_name(request.seed, index))[0]] = row
-        return int(self._lengths[row, index])
-
-    def has_signal(self, group: int) -> bool:
-        """Return whether the scores of a group differ; ``group`` is the key of one whose responses were sampled."""
-        return bool(self._signals[self._rows[group]])
+    def whole(self, work: str, busy_share: float) -> AbstractContextManager[None]:
+        """Count all devices as doing ``work``; see `RunningLedger.whole`."""
+        return self.ledger.whole(work, busy_share) if self.ledger else nullcontext()
 
 
 class ModelledReward:
@@ -186,13 +151,15 @@ class ModelledReward:
 
     A rule answers at once, a judge with replicas of its own after a latency. Score and latency depend on the seed and
     the sample alone. Completions are samples' names (see `sample_name`).
+
+    Args:
+        n: samples in a group.
+        has_signal: says of a group's key whether its scores differ, in place of draws.
     """
 
-    def __init__(
-        self, config: SimulateConfig, *, ledger: RunningLedger, meter: LoadMeter, replay: Replay | None = None
-    ) -> None:
-        self._seed, self._n, self._model = config.seed, config.n, config.reward
-        self._ledger, self._meter, self._replay = ledger, meter, replay
+    def __init__(self, state: SharedState[Any, Any], n: int, has_signal: Callable[[int], bool] | None = None) -> None:
+        self._state, self._n, self._has_signal = state, n, has_signal
+        self._seed, self._model = state.seed, state.config.reward
         self._choice = LeastLoaded(max(1, self._model.num_replicas))
 
     def runner(self) -> RewardRunner:
@@ -205,10 +172,10 @@ class ModelledReward:
     def rule(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """Return the score at once."""
         del prompt, row
-        with self._meter.paused():
+        with self._state.meter.paused():
             group, index = group_and_index(int(completion))
             u = uniform(self._seed, _GROUP_STREAM, group)
-            differs = u < self._model.acceptance if self._replay is None else self._replay.has_signal(group)
+            differs = self._has_signal(group) if self._has_signal else u < self._model.acceptance
             if not differs:
                 return float(u >= (1 + self._model.acceptance) / 2)
             right = int(uniform(self._seed, _SAMPLE_STREAM, group) * self._n)
@@ -218,88 +185,80 @@ class ModelledReward:
 
     async def judge(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """Return the score after the latency, in which the replica with the fewest calls is busy."""
-        devices = self._model.devices_per_replica if self._model.devices else 0
-        with self._meter.paused():
+        with self._state.meter.paused():
             u = uniform(self._seed, _LATENCY_STREAM, int(completion))
             latency_s = log_normal(u, median=self._model.latency_s, sigma=self._model.latency_sigma)
             replica, load = self._choice.take(1)
-            if load == 1 and devices:
-                self._ledger.reward(devices)
+            if load == 1:
+                self._count(1)
         try:
             await asyncio.sleep(latency_s)
         finally:
-            if not self._choice.add(replica, -1) and devices:
-                self._ledger.reward(-devices)
+            if not self._choice.add(replica, -1):
+                self._count(-1)
         return self.rule(prompt, completion, row)
+
+    def _count(self, num_replicas: int) -> None:
+        if self._model.devices and self._state.ledger:
+            self._state.ledger.reward(num_replicas * self._model.devices_per_replica)
 
 
 class ModelledLearner:
     """A `gcore_controller.SharedTrainerGroup` of modelled replicas, to which micro-batches are dealt as on real ones.
 
     A micro-batch takes its FLOPs over the FLOPs per second of a replica's devices, and ``micro_batch_s``; a step takes
-    the time of its slowest replica. All models cost the same. There are no weights: `export_weights` is empty, and
-    `save` keeps its state in memory.
-
-    Args:
-        cost_of: returns the FLOPs of a micro-batch.
+    the time of its slowest replica. All models cost the same. There are no weights, so nothing is exported or saved.
     """
 
-    def __init__(
-        self, config: SimulateConfig, cost_of: Callable[[MicroBatch], float], *, ledger: RunningLedger, meter: LoadMeter
-    ) -> None:
-        self.num_replicas = config.num_learner_replicas
+    def __init__(self, state: SharedState[Any, Any]) -> None:
+        self.num_replicas = state.config.num_learner_replicas
         self.num_updates = 0
-        self._model, self._cost_of, self._ledger, self._meter = config.learner, cost_of, ledger, meter
-        self._flops_per_s = config.learner.device_flops_per_s * config.learner.devices_per_replica
+        self._state, self._model = state, state.config.learner
+        self._flops_per_s = self._model.device_flops_per_s * self._model.devices_per_replica
         self._turn = asyncio.Lock()
-        self._saved: dict[str, Any] = {}
 
     async def score(
-        self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool = False
+        self, role: str, micro_batches: Sequence[Sequence[Any]], *, with_routing: bool = False
     ) -> list[list[Any]]:
-        """Score responses; all values are 0, and so are all experts, in one layer."""
+        """Score samples by the modality's outputs; all experts are 0, in one layer."""
         del role
         await self._work("preparation", micro_batches, share=self._model.forward_share)
-        zero = np.float32(0.0)
-        scores = [[np.broadcast_to(zero, sample.response_ids.size) for sample in batch] for batch in micro_batches]
+        scores = [[self._state.modality.outputs(sample) for sample in batch] for batch in micro_batches]
         if not with_routing:
             return scores
         routes = [[np.broadcast_to(np.int16(0), (sample.num_inputs, 1, 1)) for sample in own] for own in micro_batches]
         return [list(zip(*own, strict=True)) for own in zip(scores, routes, strict=True)]
 
-    async def train_step(self, role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Train on the micro-batches."""
+    async def train_step(self, role: str, micro_batches: Sequence[Sequence[Any]]) -> dict[str, float]:
         del role
         await self._work("training", micro_batches, share=1.0)
         self.num_updates += 1
         return {}
 
-    def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Return nothing: there are no weights."""
+    def export_weights(self, *, averaged: bool = False) -> "Iterator[tuple[str, torch.Tensor]]":
         del averaged
         return iter(())
 
     def save_pretrained(self, path: Path) -> None:
-        """Raise `UserError`."""
         raise UserError(f"cannot write {path}: a simulated learner has no weights")
 
     def save(self, step: int, rest: dict[str, Any]) -> None:
-        self._saved = {"step": step, **rest}
+        """Do nothing: there are no models."""
 
     def load(self) -> dict[str, Any]:
-        return self._saved
+        raise UserError("a simulated learner has no checkpoint")
 
     def close(self) -> None:
         """Do nothing."""
 
     async def _work(
-        self, work: Literal["preparation", "training"], micro_batches: Sequence[MicroBatch], *, share: float
+        self, work: Literal["preparation", "training"], micro_batches: Sequence[Sequence[Any]], *, share: float
     ) -> None:
-        with self._meter.paused():
-            flops = np.array([self._cost_of(batch) for batch in micro_batches])
+        with self._state.meter.paused():
+            flops = np.array([self._state.modality.flops(batch) for batch in micro_batches])
             each_s = share * (flops / self._flops_per_s + self._model.micro_batch_s)
             seconds = np.array([each_s[part].sum() for part in deal(flops.tolist(), self.num_replicas)])
         longest_s = float(seconds.max())
         async with self._turn:
-            with self._ledger.whole(work, float(seconds.mean()) / longest_s if longest_s else 1.0):
+            with self._state.whole(work, float(seconds.mean()) / longest_s if longest_s else 1.0):
                 await asyncio.sleep(longest_s)

@@ -120,12 +120,12 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         ctx, devices = self.ctx, self.ctx.roles.devices
         spans = ctx.timer.drain()
         now_s = ctx.clock()
-        ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s)} if batch.spans else {}
+        ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s, ctx.wall_clock)} if batch.spans else {}
         # The share of the step that this process computed, if no other controller computes in it.
         before_s, self._cpu_s = self._cpu_s, time.process_time()
         own = _Part(
             state={**batch.state, **self.modality.state()},
-            spans=on_wall_clock(spans, now_s),
+            spans=on_wall_clock(spans, now_s, ctx.wall_clock),
             # Controllers of one process share the timers; the first to drain them reports everything.
             generated=Counter(devices.generated),
             devices=ahead | devices.drain(),

@@ -1,0 +1,99 @@
+"""The runtime sim: the program of `train` in simulated time, on modelled engines and ranks."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_controller import DeviceTimers
+from gcore_diffusion.backend import RunRecorder
+from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.demo.digits import PROMPTS
+from gcore_diffusion.modality import Job
+from gcore_diffusion.roles import Roles, SamplingRoles
+from gcore_diffusion.sampling.prompts import PromptSets, load_prompts
+from gcore_diffusion.sampling.rewards import Rewards
+from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner
+from gcore_runs.simulation.cluster import SimulatedCluster
+from gcore_runs.simulation.services import SimulatedModality, sample_name
+from gcore_trainer import DiffusionSample
+
+if TYPE_CHECKING:
+    from gcore_runs import Display, Kind, Result
+
+_NAME_BYTES = 9
+"""A name in whole pixels."""
+
+
+def train_simulated(config: DiffusionConfig, display: "Display | None", kinds: "Mapping[str, Kind]") -> "Result":
+    """Run the program of `train` where runtime is sim, in a run folder; see `gcore_diffusion.training.train`."""
+    prompts = PromptSets(train=load_prompts(config.data, PROMPTS).train, val=[])
+    cluster = SimulatedCluster(
+        job=Job(config=config, prompts=prompts),
+        sim=config.sim,
+        modality=SimulatedImages(config),
+        n=config.rollout.n,
+        roles=Roles,
+        services=_services,
+    )
+    return cluster.train(config, RunRecorder, kinds, app="gcore-diffusion", display=display)
+
+
+class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
+    """Images that take as many steps as they are denoised in; the pixels of one are its name (see `sample_name`)."""
+
+    def __init__(self, config: DiffusionConfig) -> None:
+        self._pass_flops = 2 * config.sim.parameters * config.sim.tokens
+        self.weights_bytes = 2 * config.sim.parameters
+
+    def size(self, request: ImageRequest, index: int) -> tuple[float, float, float]:
+        del index
+        return request.sampling.num_inference_steps, 0, 0
+
+    def sample(
+        self, request: ImageRequest, index: int, num_steps: float, *, version: int, is_aborted: bool
+    ) -> ImageSample:
+        del num_steps
+        empty = request.aborted(index)
+        if is_aborted:
+            return empty
+        first, end = request.sampling.window or (0, request.sampling.num_inference_steps)
+        steps = np.zeros(end - first, np.float32)
+        recorded = dict.fromkeys(vars(empty.trajectory), steps) | {"steps": np.arange(first, end)}
+        name = sample_name(request.seed, index).to_bytes(_NAME_BYTES, "little")
+        return replace(
+            empty,
+            image=np.frombuffer(name, np.uint8).reshape(1, -1, 3),
+            trajectory=replace(empty.trajectory, **recorded),
+            weight_version=version,
+            finish_reason="stop",
+        )
+
+    def flops(self, micro_batch: Sequence[DiffusionSample]) -> float:
+        """Return the FLOPs of a forward and a backward pass for each step."""
+        return 3 * self._pass_flops * sum(max(1, sample.num_steps) for sample in micro_batch)
+
+    def outputs(self, sample: DiffusionSample) -> NDArray[np.float32]:
+        return np.zeros(sample.num_steps, np.float32)
+
+
+def _services(
+    *, policy: Engine[Any, Any], policy_slots: int | None, reward: RewardRunner, devices: DeviceTimers
+) -> SamplingRoles:
+    del policy_slots
+    rewards = Rewards(trained=partial(_scores, reward), held_out=None)
+    return SamplingRoles(policy=policy, rewards=rewards, devices=devices)
+
+
+async def _scores(
+    reward: RewardRunner, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Score images by their names."""
+    names = [str(int.from_bytes(image.tobytes(), "little")) for image in images]
+    triples = zip(prompts, names, rows, strict=True)
+    found = await asyncio.gather(*(reward.score(prompt=p, completion=name, row=row) for p, name, row in triples))
+    return [scored.score for scored in found if not isinstance(scored, Failed)]

@@ -1,0 +1,181 @@
+"""The program of `train` in simulated time: as the runtime sim of a run, and as `gcore-llm simulate`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from gcore_llm.config import DataConfig, TrainConfig, TrainerConfig
+from gcore_llm.data.prompts import PromptSets, load_files
+from gcore_llm.data.tasks import load_task
+from gcore_llm.learning.preparation import sample_flops, workload_of
+from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
+from gcore_llm.report import KINDS
+from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer
+from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
+from gcore_runs.simulation.command import parse_options, run_calibrate, run_simulation
+from gcore_runs.simulation.config import SimConfig, SimulateConfig, replaced
+from gcore_runs.simulation.fit import MeasuredRun, measured_run
+from gcore_runs.simulation.tokens import (
+    Replay,
+    SampleNames,
+    SimulatedTokens,
+    coarse_prompts,
+    coarse_workload,
+    drawn_prompts,
+)
+from gcore_trainer import ParallelConfig
+
+_PROG = "gcore-llm simulate"
+_SETTINGS = {
+    **{name: name for name in ("seed", "controllers", "model")},
+    **{name: f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")},
+    **{name: f"rollout.{name}" for name in ("n", "partial_rollout", "over_sample_rate")},
+    **{name: f"algorithm.{name}" for name in ("filter_groups", "max_num_gen_batches", "old_log_probs")},
+    **{name: f"actor.{name}" for name in ("ppo_mini_batch_size", "ppo_max_token_len")},
+    "kl_loss_coef": "actor.loss.kl_loss_coef",
+}
+"""For settings of simulate, those of train."""
+
+_LENGTHS = [_SETTINGS[name] for name in SimulateConfig.lengths]
+
+
+def parse_simulate(args: Sequence[str]) -> SimulateConfig:
+    """Parse the command line, whose options override those of a TOML file.
+
+    Raises:
+        UserError: see `merge`, and `TrainConfig`.
+    """
+    config = parse_options(args, prog=_PROG)
+    train_config(config)
+    return config
+
+
+def run_simulate(args: Sequence[str]) -> None:
+    """Run `gcore-llm simulate`."""
+    if not run_calibrate(args, read_run, prog=_PROG):
+        config = parse_simulate(args)
+        run_simulation(config, partial(simulate, config))
+
+
+def simulate(
+    config: SimulateConfig, stepped: Callable[[StepFigures], None] = lambda _: None, *, replay: Replay | None = None
+) -> Simulation:
+    """Run the program of `train` on modelled services.
+
+    Args:
+        stepped: called after every step.
+        replay: gives the lengths of responses, and the groups whose scores differ, in place of draws.
+
+    Raises:
+        UserError: the model folder has no config.json that loads, or settings do not fit `TrainConfig`.
+    """
+    return _cluster(train_config(config), replay).simulate(config, stepped)
+
+
+def train_simulated(config: TrainConfig, display: Display | None) -> Result:
+    """Run the program of `train` where runtime is sim, in a run folder; see `gcore_llm.training.train`."""
+    config.sim.check_unit("sim.", {name: attrgetter(name)(config) for name in _LENGTHS})
+    schedule, turns, key = config.trainer.schedule, config.rollout.multi_turn, config.data.image_key
+    unfit = {
+        f"trainer.schedule is {schedule!r}": schedule != "sync",
+        "rollout.multi_turn makes several turns": turns.is_used,
+        f"data.image_key is {key!r}": bool(key),
+    }
+    _refuse(unfit, "the schedule 'sync', single turns and no images with runtime 'sim'")
+    return _cluster(config).train(config, RunRecorder, KINDS, app="gcore-llm", display=display)
+
+
+def train_config(config: SimulateConfig) -> TrainConfig:
+    """Return the settings of the program.
+
+    Raises:
+        UserError: see `TrainConfig`.
+    """
+    sim = SimConfig(**{field.name: getattr(config, field.name) for field in fields(SimConfig)})
+    trainer = TrainerConfig(num_processes=config.devices, total_training_steps=config.steps)
+    base = TrainConfig(runtime="sim", device="cpu", sim=sim, trainer=trainer, data=DataConfig(shuffle_seed=config.seed))
+    values = {path: getattr(config, name) for name, path in _SETTINGS.items()}
+    return replaced(base, values | {"data.train_batch_size": config.batch_size})
+
+
+def _cluster(config: TrainConfig, replay: Replay | None = None) -> SimulatedCluster[Any, Any]:
+    """Return the cluster of a run, whose program has lengths in units of ``token_unit`` tokens."""
+    sim, unit = config.sim, config.sim.token_unit
+    workload = coarse_workload(config.model, unit, workload_of)
+    values = {name: attrgetter(name)(config) // unit for name in (*_LENGTHS, "algorithm.overlong.buffer_len")}
+    values |= {"device": "cpu", "data.num_workers": 0, "trainer.num_processes": sim.devices, "trainer.backend": "torch"}
+    # Modelled engines and learners have no policy that could differ.
+    values |= {"trainer.parallel": asdict(ParallelConfig()), "algorithm.max_rollout_kl": 0.0}
+    own = replaced(config, values)
+    flops = partial(sample_flops, workload)
+    return SimulatedCluster(
+        job=Job(config=own, prompts=make_prompts(config), workload=workload),
+        sim=sim,
+        modality=SimulatedTokens(sim, workload, seed=config.seed, flops=flops, replay=replay),
+        n=config.rollout.n,
+        roles=Roles,
+        services=partial(SamplingRoles, tokenizer=SampleNames()),
+        has_signal=replay and replay.has_signal,
+    )
+
+
+def make_prompts(config: TrainConfig) -> PromptSets:
+    """Return the prompts of the config's task or files; without any, prompts of drawn lengths. None is held out."""
+    data, task = config.data, config.task
+    if not (task.name or data.train_files):
+        train = drawn_prompts(config.sim, config.seed, data.max_prompt_length, at_least=data.train_batch_size)
+    else:
+        tokenizer = build_tokenizer(Path(config.model)) if config.model else tiny_tokenizer()
+        load = partial(load_task, task) if task.name else load_files
+        train = coarse_prompts(load(data, tokenizer, seed=config.seed).train, config.sim.token_unit)
+    return PromptSets(train=train, val=[], num_too_long=0)
+
+
+def read_run(path: str, max_steps: int) -> MeasuredRun:
+    """Read the last ``max_steps`` steps of a run of `gcore-llm train`.
+
+    Raises:
+        UserError: the folder holds no such run, or a run that the simulation does not describe.
+    """
+    folder = RunFolder.existing(path)
+    config = folder.load_config(TrainConfig)
+    estimator, rollout, epochs = config.algorithm.adv_estimator, config.rollout, config.actor.ppo_epochs
+    unfit = {
+        "runtime is 'sim'": config.runtime == "sim",
+        f"algorithm.adv_estimator is {estimator!r}": estimator in ("gae", "remax"),
+        "rollout.partial_rollout is true": rollout.partial_rollout,
+        "rollout.multi_turn makes several turns": rollout.multi_turn.is_used,
+        f"actor.ppo_epochs is {epochs}": epochs > 1,
+    }
+    expected = "a run without a critic and greedy responses, of single turns that end in the step that started them"
+    _refuse(unfit, f"{expected}, and with one epoch", f"{path}: ")
+    model = next((f for f in (folder.export, folder.model, Path(config.model)) if (f / "config.json").is_file()), None)
+    if model is None:
+        raise UserError(f"{path}: model is {config.model!r}; expected a folder with config.json, or export/ in the run")
+    settings = {name: attrgetter(setting)(config) for name, setting in _SETTINGS.items()}
+    settings["model"] = str(model.resolve())
+    settings["kl_loss_coef"] = config.actor.loss.kl_loss_coef or config.algorithm.kl_ctrl.kl_coef
+    num_ranks = config.trainer.num_processes
+    return measured_run(
+        path,
+        folder.metrics,
+        settings,
+        workload=coarse_workload(settings["model"], 1, workload_of),
+        simulate=simulate,
+        max_steps=max_steps,
+        num_ranks=num_ranks,
+        num_replicas=config.trainer.parallel.data_parallel_size(num_ranks),
+        num_engines=len(rollout.urls) or max(1, rollout.num_processes),
+        engine={"max_num_seqs": rollout.max_num_seqs, "prompts": "stealing" if config.runtime == "ray" else "shared"},
+        reward={"max_concurrency": config.reward_calls.max_concurrency},
+    )
+
+
+def _refuse(unfit: Mapping[str, bool], expected: str, where: str = "") -> None:
+    for name, is_unfit in unfit.items():
+        if is_unfit:
+            raise UserError(f"{where}{name}; expected {expected}")

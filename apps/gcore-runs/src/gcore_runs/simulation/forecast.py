@@ -1,0 +1,76 @@
+"""The forecast of a run's steps by the planner's laws, on devices of its data sheets or on CPU cores."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from gcore_placement import (
+    STRATEGIES,
+    Cluster,
+    Correction,
+    Device,
+    Forecast,
+    Job,
+    ModelShape,
+    plan,
+    predict_step,
+)
+from gcore_runs.run_folder import write_atomically
+from gcore_runs.settings.run_config import BaseRLConfig
+
+_CORE = Device(
+    name="CPU core",
+    memory_bytes=1e12,
+    flops_per_s=5e10,
+    memory_bytes_per_s=1e10,
+    link_bytes_per_s=1e10,
+    host_bytes_per_s=1e10,
+)
+"""Rough numbers, with memory that holds any model that runs: measurements correct the rest."""
+
+_MOST = 1e6
+"""Largest correction, for devices without a data sheet and models too small to be limited by arithmetic."""
+
+
+def forecast_job(config: BaseRLConfig, job: Job, path: Path, *, num_engines: int, most_num_seqs: int) -> Forecast:
+    """Return the forecast of a job; see `gcore_llm.forecast.run_forecast`.
+
+    Args:
+        num_engines: engines of the policy.
+        most_num_seqs: most responses that each of them generates at once.
+    """
+    correction = Correction(most=_MOST)
+    if path.exists():
+        correction.load_state(Correction.load(path).state())
+    is_time_shared, num_ranks = STRATEGIES[config.placement.strategy].is_time_shared, config.trainer.num_processes
+    num_judges = max(1, config.sizes.judges) if job.judge else 0
+    in_all = max(num_engines, num_judges) if is_time_shared else num_engines + num_judges
+    num_devices = max(in_all, num_ranks)
+    cluster = Cluster(num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices)
+    costs = plan(cluster, job, most_num_seqs=most_num_seqs).costs
+    # Ranks may be fewer than engines.
+    share, own = num_devices / num_ranks, costs.training
+    training = replace(own, per_token_s=own.per_token_s * share, per_pair_s=own.per_pair_s * share)
+    predict = partial(
+        predict_step,
+        replace(costs, training=training),
+        strategy="split" if job.judge and not is_time_shared else "colocated",
+        num_devices=num_devices,
+        policy_devices=num_engines,
+        reward_devices=num_judges,
+    )
+    return Forecast(predict, job, correction, partial(write_atomically, path))
+
+
+def model_shape(model: Path) -> ModelShape:
+    """Return the shape of a model's folder; `PlacementError` if the planner does not know its architecture."""
+    return ModelShape.from_config(json.loads((model / "config.json").read_text()))
+
+
+def _device(name: str) -> Device:
+    if not name.startswith("cuda"):
+        return _CORE
+    import torch
+
+    return replace(Device.matching(torch.cuda.get_device_name()), memory_bytes=1e12)

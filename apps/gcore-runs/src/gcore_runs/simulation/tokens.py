@@ -1,0 +1,216 @@
+"""Simulated language models: the work, lengths and names of responses, drawn or replayed, and drawn prompts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_placement import SampledLengths, TransformerWorkload, blend, log_normal, step_lengths, uniform
+from gcore_rollout import Completion, Prompt, Request
+from gcore_runs.errors import UserError
+from gcore_runs.simulation.config import LengthConfig, SimConfig
+from gcore_runs.simulation.services import SimulatedModality, group_and_index, sample_name
+from gcore_trainer import Sample
+
+_TRAIN_PROMPT_STREAM, _LENGTH_STREAM, _PROMPT_STREAM = 1, 2, 6
+_NUM_PROMPTS = 10_000
+
+_BUILT_IN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 152_064,
+}
+"""The shape of Qwen2.5-7B (arXiv 2412.15115, table 1, and its config.json)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoarseWorkload(TransformerWorkload):
+    """The work of sequences whose entries stand for ``token_unit`` tokens each.
+
+    For L entries the linear term is exact. The attention term has u^2 L (L + 1) / 2 pairs, u = token_unit, where the
+    tokens have u L (u L + 1) / 2: more by a share of nearly 1 / L.
+    """
+
+    token_unit: int
+
+    @property
+    def flops_per_token(self) -> float:
+        return super().flops_per_token * self.token_unit
+
+    @property
+    def flops_per_attended_pair(self) -> float:
+        return super().flops_per_attended_pair * self.token_unit**2
+
+    @property
+    def weights_bytes(self) -> float:
+        """Size in bfloat16 of all matrices, the head, and an embedding that is not tied to it."""
+        # Forward and backward pass take 6 FLOPs for each weight that a token meets; the embedding is looked up.
+        met = self.flops_per_token / self.token_unit / 6
+        return 2 * (met + self.hidden_size * self.vocab_size)
+
+
+def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWorkload]) -> CoarseWorkload:
+    """Return the work of a model's sequences in units of ``unit`` tokens.
+
+    Args:
+        model: folder with a config.json, which ``read`` reads; empty: a model of 7.6 billion parameters.
+
+    Raises:
+        UserError: the folder has no config.json that transformers knows.
+    """
+    if not model:
+        return CoarseWorkload(**_BUILT_IN, token_unit=unit)
+    if not (Path(model) / "config.json").is_file():
+        raise UserError(f"model is {model!r}; expected a Hugging Face folder with config.json")
+    try:
+        return CoarseWorkload(**vars(read(Path(model))), token_unit=unit)
+    except (ValueError, OSError) as error:
+        raise UserError(f"model is {model!r}; expected a config.json that loads ({error})") from None
+
+
+def _drawn_length(u: float, config: LengthConfig, unit: int) -> int:
+    """Return the ``u`` quantile of the lengths in units of ``unit`` tokens, at least one."""
+    return max(1, round(log_normal(u, median=config.median, sigma=config.sigma) / unit))
+
+
+def drawn_prompts(config: SimConfig, seed: int, longest: int, *, at_least: int) -> list[Prompt]:
+    """Return ``at_least`` prompts or more, of drawn lengths up to ``longest`` tokens, each of one token of its own."""
+    most, unit = longest // config.token_unit, config.token_unit
+    draws = (uniform(seed, _TRAIN_PROMPT_STREAM, i) for i in range(max(_NUM_PROMPTS, at_least)))
+    sizes = [min(most, _drawn_length(u, config.prompt_length, unit)) for u in draws]
+    return [Prompt(text="", token_ids=(i,) * size, row={}) for i, size in enumerate(sizes)]
+
+
+def coarse_prompts(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
+    """Return prompts of the same lengths, each of one token of its own for every ``unit`` tokens."""
+    sizes = [max(1, round(len(prompt.token_ids) / unit)) for prompt in prompts]
+    return [replace(prompt, token_ids=(i,) * size) for i, (prompt, size) in enumerate(zip(prompts, sizes, strict=True))]
+
+
+class SampleNames:
+    """A tokenizer whose text is the number that all tokens of a sample are: see `sample_name`."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return str(int(token_ids[0]))
+
+
+class Replay:
+    """Responses by prompt index, which is a prompt's place in the order of sampling; after the last it starts again.
+
+    Args:
+        steps: the responses that each step sampled, in the run's order.
+        num_kept: groups of each step whose scores differed.
+        n: responses to a prompt.
+        sigma: standard deviation of the lengths' logarithm.
+        seed: of the order within a step.
+
+    Raises:
+        ValueError: no step sampled anything.
+    """
+
+    def __init__(
+        self, steps: Sequence[SampledLengths], num_kept: Sequence[int], *, n: int, sigma: float, seed: int
+    ) -> None:
+        random = np.random.default_rng(seed)
+        lengths = [random.permutation(step_lengths(step, sigma=sigma)).reshape(-1, n) for step in steps]
+        signals = [random.permutation(np.arange(len(own)) < kept) for own, kept in zip(lengths, num_kept, strict=True)]
+        self._lengths, self._signals = np.concatenate(lengths), np.concatenate(signals)
+        if not len(self._lengths):
+            raise ValueError("steps have 0 samples; expected at least one")
+        self._rows: dict[int, int] = {}
+        """The row of each group that has been sampled, by the key that samples' names hold."""
+
+    def length(self, request: Request, index: int) -> int:
+        """Return the tokens of one response to a request, whose id is its prompt index."""
+        row = int(request.request_id) % len(self._lengths)
+        self._rows[group_and_index(sample_name(request.seed, index))[0]] = row
+        return int(self._lengths[row, index])
+
+    def has_signal(self, group: int) -> bool:
+        """Return whether the scores of a group differ; ``group`` is the key of one whose responses were sampled."""
+        return bool(self._signals[self._rows[group]])
+
+
+class SimulatedTokens(SimulatedModality[Request, Completion]):
+    """Responses of drawn or replayed lengths.
+
+    A length depends on the seed, its request's seed and its index, unless it is replayed. All tokens of a response are
+    its name (see `sample_name`), and its arrays have one entry in memory, so that long ones cost no more than short
+    ones. An entry of the program's arrays stands for ``token_unit`` tokens; a step makes one token.
+
+    Args:
+        flops: returns the FLOPs of a micro-batch.
+        replay: gives lengths in place of draws.
+    """
+
+    def __init__(
+        self,
+        config: SimConfig,
+        workload: CoarseWorkload,
+        *,
+        seed: int,
+        flops: Callable[[Sequence[Sample]], float],
+        replay: Replay | None = None,
+    ) -> None:
+        self._config, self._seed, self._flops = config, seed, flops
+        self._length = self._drawn if replay is None else replay.length
+        self.weights_bytes = workload.weights_bytes
+
+    def size(self, request: Request, index: int) -> tuple[float, float, float]:
+        unit, prefix = self._config.token_unit, _prefix(request, index)
+        length = min(self._length(request, index), request.sampling.max_tokens)
+        return (
+            length * unit,
+            0 if prefix is None else prefix.token_ids.size * unit,
+            len(request.prompt_token_ids) * unit,
+        )
+
+    def sample(self, request: Request, index: int, num_steps: float, *, version: int, is_aborted: bool) -> Completion:
+        unit, prefix = self._config.token_unit, _prefix(request, index)
+        num_tokens, num_before, _ = self.size(request, index)
+        size = round(num_steps / unit)
+        if is_aborted:
+            # A response that would have ended at this very moment still lacks its last token.
+            size = int(min(num_steps, num_tokens - num_before - unit) / unit + 1e-9)
+        finish_reason = "length" if num_tokens >= request.sampling.max_tokens * unit else "stop"
+        extended = partial(_extended, size=size)
+        return Completion(
+            request_id=request.request_id,
+            index=index,
+            token_ids=extended(prefix and prefix.token_ids, np.int64(sample_name(request.seed, index))),
+            log_probs=extended(prefix and prefix.log_probs, np.float32(-1.0)),
+            weight_versions=extended(prefix and prefix.weight_versions, np.int32(version)),
+            finish_reason="abort" if is_aborted else finish_reason,
+        )
+
+    def flops(self, micro_batch: Sequence[Sample]) -> float:
+        return self._flops(micro_batch)
+
+    def outputs(self, sample: Sample) -> NDArray[np.float32]:
+        return np.broadcast_to(np.float32(0.0), sample.response_ids.size)
+
+    def _drawn(self, request: Request, index: int) -> int:
+        config = self._config
+        u = uniform(self._seed, _LENGTH_STREAM, request.seed, index)
+        if config.prompt_share:
+            u = blend(uniform(self._seed, _PROMPT_STREAM, request.seed), u, config.prompt_share)
+        return _drawn_length(u, config.response_length, config.token_unit)
+
+
+def _prefix(request: Request, index: int) -> Completion | None:
+    return next((completion for completion in request.prefixes if completion.index == index), None)
+
+
+def _extended(prefix: NDArray[Any] | None, value: np.generic, *, size: int) -> NDArray[Any]:
+    """Return the entries that were made before, and ``size`` more of one value: [T]."""
+    new: NDArray[Any] = np.ndarray((size,), value.dtype, value.tobytes(), strides=(0,))
+    return new if prefix is None else np.concatenate([prefix, new])
