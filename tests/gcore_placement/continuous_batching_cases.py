@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from gcore_placement import EngineCosts
-from gcore_placement.simulation.waves import Requests
+from gcore_placement.simulation.continuous_batching import Requests
 
 
 @st.composite

@@ -6,7 +6,7 @@ from continuous_batching_cases import cases
 from hypothesis import given
 
 from gcore_placement import EngineCosts
-from gcore_placement.simulation.waves import Requests, run_replicas
+from gcore_placement.simulation.continuous_batching import Requests, run_replicas
 
 TOLERANCE = 1e-9
 

@@ -8,7 +8,7 @@ from continuous_batching_cases import cases
 from hypothesis import given, strategies as st
 
 from gcore_placement import EngineCosts, LeastLoaded, Replica, ReplicaRequest, RunningLedger
-from gcore_placement.simulation.waves import Requests, run_replicas
+from gcore_placement.simulation.continuous_batching import Requests, run_replicas
 
 
 def run_one(costs: EngineCosts, requests: Requests, items: list[int]) -> dict[int, float]:
