@@ -26,11 +26,7 @@ def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], Dif
 
 
 def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
-    """Return what makes an engine of the judge, in this process or, pickled, in another.
-
-    Raises:
-        UserError: the folder has no such model.
-    """
+    """Return what makes an engine of the judge, in this process or, pickled, in another."""
     import torch
 
     judge, path = config.reward.judge, judge_folder(config.reward.path)
@@ -45,22 +41,14 @@ def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
 
 
 def judge_folder(path: str) -> Path:
-    """Return the folder of the judge's model.
-
-    Raises:
-        UserError: none is set.
-    """
+    """Return the folder of the judge's model, or raise a `UserError` if none is set."""
     if not path:
         raise UserError("reward.path is not set; expected a local folder of a vision-language model for judge")
     return Path(path).absolute()
 
 
 def judge_tokenizer(path: Path) -> Any:
-    """Load the tokenizer of the judge's model.
-
-    Raises:
-        UserError: the folder has no such model.
-    """
+    """Load the tokenizer of the judge's model, or raise a `UserError` if the folder has no such model."""
     from transformers import AutoTokenizer
 
     if not (path / "config.json").is_file():

@@ -30,11 +30,7 @@ async def start_policy(
     eos_token_ids: Sequence[int],
     instrumentation: Instrumentation = NO_INSTRUMENTATION,
 ) -> Engine:
-    """Start the policy's engine, with the weights of a model folder.
-
-    Raises:
-        RolloutError: it does not start, or a server cannot take the weights.
-    """
+    """Start the policy's engine, with the weights of a model folder."""
     if config.rollout.is_on_servers:
         # Servers may have the last weights of another run. A new engine calls the weights that they have version 0.
         engine = await _start(config.rollout, config, model, instrumentation, eos_token_ids)
@@ -52,11 +48,7 @@ async def start_judge(
     eos_token_ids: Sequence[int],
     instrumentation: Instrumentation = NO_INSTRUMENTATION,
 ) -> Engine:
-    """Start a judge's engine.
-
-    Raises:
-        RolloutError: it does not start.
-    """
+    """Start a judge's engine."""
     settings = config.reward_model.judge
     return await _start(settings, config, model, replace(instrumentation, role="judge"), eos_token_ids)
 

@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.protocol import Completion, FinishReason, Request, SampleT
+from gcore_rollout.engines.protocol import Completion, EngineStats, FinishReason, Request, SampleT
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
 if TYPE_CHECKING:
@@ -110,18 +110,14 @@ class Sample:
         reason: FinishReason,
     ) -> None:
         """Hand over the completion: the tokens of the prefix, then those given, all of shape [T]."""
-        if self.prefix is not None:
-            token_ids = np.concatenate([self.prefix.token_ids, token_ids])
-            log_probs = np.concatenate([self.prefix.log_probs, log_probs])
-            weight_versions = np.concatenate([self.prefix.weight_versions, weight_versions])
+        before = self.request.aborted(self.index)
         self.call.finished.put_nowait(
-            Completion(
-                request_id=self.request.request_id,
-                index=self.index,
-                # Completions that come back from storage may have other types, and arrays here may be views.
-                token_ids=token_ids.astype(np.int64),
-                log_probs=log_probs.astype(np.float32),
-                weight_versions=weight_versions.astype(np.int32),
+            replace(
+                before,
+                # Completions that come back from storage may have other types.
+                token_ids=np.concatenate([before.token_ids, token_ids]).astype(np.int64),
+                log_probs=np.concatenate([before.log_probs, log_probs]).astype(np.float32),
+                weight_versions=np.concatenate([before.weight_versions, weight_versions]).astype(np.int32),
                 finish_reason=reason,
             )
         )
@@ -170,13 +166,28 @@ class WaitingQueue:
 
 
 class QueueingEngine(ABC):
-    """An engine that queues its waiting samples; the running ones are the subclass's."""
+    """An engine that queues its waiting samples; the running ones are the subclass's.
+
+    Args:
+        max_length: largest number of tokens of prompt and completion.
+        max_num_seqs: largest number of running samples.
+        vision: the image processor of the model; None: it takes no images.
+    """
 
     _HOW_TO_OPEN: ClassVar[str]
     """Advice for errors once the engine is closed."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, *, max_length: int, vocab_size: int, max_num_seqs: int, vision: "VisionProcessor | None" = None
+    ) -> None:
+        check_max_num_seqs(max_num_seqs)
+        self._max_length = max_length
+        self._vocab_size = vocab_size
+        self._max_num_seqs = max_num_seqs
+        self._vision = vision
         self._waiting = WaitingQueue()
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
         self._version = 0
         self._is_closed = False
         self._death: str | None = None
@@ -186,6 +197,15 @@ class QueueingEngine(ABC):
     @property
     def weight_version(self) -> int:
         return self._version
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._num_sampled(),
+            num_running=self._num_running(),
+            num_waiting=len(self._waiting),
+            weight_version=self._version,
+        )
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
         self._check_open(tuple((r.request_id, i) for r in requests for i in r.sample_indices))
@@ -234,9 +254,32 @@ class QueueingEngine(ABC):
         if version <= self._version:
             raise ValueError(f"version is {version}; expected a version above the current {self._version}")
 
-    @abstractmethod
     def _check_request(self, request: Request) -> None:
-        """Refuse a request that the model cannot serve."""
+        """Refuse a request that the model cannot serve, by a `RequestError`."""
+        if request.images and self._vision is None:
+            raise RequestError(
+                f"request {request.request_id!r} has {len(request.images)} images; expected none: only the hf and vllm "
+                "engines take images, with a vision-language model"
+            )
+        prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
+        need = len(prompt) + max_tokens
+        if need > self._max_length:
+            raise RequestError(
+                f"request {request.request_id!r} needs {len(prompt)} prompt + {max_tokens} completion tokens = {need}; "
+                f"expected at most {self._max_length}, which the model takes"
+            )
+        prefixes = [c.token_ids for c in request.prefixes if c.token_ids.size]
+        for name, tokens in (("prompt", np.array(prompt)), *(("prefix", t) for t in prefixes)):
+            if not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+                raise RequestError(
+                    f"request {request.request_id!r} has {name} tokens from {tokens.min()} to {tokens.max()}; "
+                    f"expected 0 to {self._vocab_size - 1}, which the model knows"
+                )
+        if request.images and self._vision is not None:
+            self._vision.check(request.request_id, prompt, request.images)
+
+    def _num_sampled(self) -> int:
+        return self._completion_tokens
 
     @abstractmethod
     def _num_running(self) -> int: ...
@@ -258,10 +301,7 @@ class InProcessEngine(QueueingEngine):
     """An engine whose steps run on the event loop, so that every other method acts between two of them."""
 
     _HOW_TO_OPEN = "make a new one with from_pretrained"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._driver: asyncio.Task[None] | None = None
+    _driver: "asyncio.Task[None] | None" = None
 
     async def pause(self) -> None:
         self._check_open()
@@ -331,46 +371,15 @@ class InProcessEngine(QueueingEngine):
         """Stop running samples and return them; ``as_aborted`` hands over the tokens that they have."""
 
     @abstractmethod
-    def _free_memory(self) -> None:
-        """Free memory for `sleep`; no sample is running."""
+    def _free_memory(self) -> None: ...
 
     @abstractmethod
-    def _allocate_memory(self) -> None:
-        """Allocate the memory again for `wake`."""
+    def _allocate_memory(self) -> None: ...
 
 
-def check_request(
-    request: Request, *, max_length: int, vocab_size: int, vision: "VisionProcessor | None" = None
-) -> None:
-    """Refuse a request that the model cannot serve.
-
-    Args:
-        vision: the image processor of the model; None: it takes no images.
-
-    Raises:
-        RequestError: too many tokens, a token outside the vocabulary, or images that do not fit the prompt.
-    """
-    if request.images and vision is None:
-        raise RequestError(
-            f"request {request.request_id!r} has {len(request.images)} images; expected none: only the hf and vllm "
-            "engines take images, with a vision-language model"
-        )
-    prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
-    need = len(prompt) + max_tokens
-    if need > max_length:
-        raise RequestError(
-            f"request {request.request_id!r} needs {len(prompt)} prompt + {max_tokens} completion tokens = {need}; "
-            f"expected at most {max_length}, which the model takes"
-        )
-    prefixes = [c.token_ids for c in request.prefixes if c.token_ids.size]
-    for name, tokens in (("prompt", np.array(prompt)), *(("prefix", t) for t in prefixes)):
-        if not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            raise RequestError(
-                f"request {request.request_id!r} has {name} tokens from {tokens.min()} to {tokens.max()}; "
-                f"expected 0 to {vocab_size - 1}, which the model knows"
-            )
-    if request.images and vision is not None:
-        vision.check(request.request_id, prompt, request.images)
+def check_max_num_seqs(max_num_seqs: int) -> None:
+    if max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
 
 
 def check_weights(

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Decode, Prefill, SlotCache
 from gcore_rollout.engines.hf.vision import HFVision
-from gcore_rollout.engines.protocol import EngineStats, FinishReason, HeldWeights, Request, SamplingParams
+from gcore_rollout.engines.protocol import FinishReason, HeldWeights, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
     InProcessEngine,
     Sample,
-    check_request,
     check_weights,
     sample_seeds,
     uniforms,
@@ -115,21 +114,19 @@ class HFEngine(InProcessEngine):
         max_num_seqs: int = 256,
         vision: VisionProcessor | None = None,
     ) -> None:
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
-        super().__init__()
+        text_config: Any = model.config.get_text_config()
+        super().__init__(
+            max_length=decoding.longest_sequence(text_config),
+            vocab_size=model.get_input_embeddings().num_embeddings,
+            max_num_seqs=max_num_seqs,
+            vision=vision,
+        )
         self._model = model.eval().requires_grad_(False)
         self._device: torch.device = model.device
-        text_config: Any = model.config.get_text_config()
-        self._max_length = decoding.longest_sequence(text_config)
-        self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
-        self._max_num_seqs = max_num_seqs
         self._cache = SlotCache(num_layers=text_config.num_hidden_layers)
         self._rows = Rows(max_num_seqs)
-        self._prompt_tokens = 0
-        self._completion_tokens = 0
-        self._vision = None if vision is None else HFVision(self._model, vision)
+        self._tower = None if vision is None else HFVision(self._model, vision)
         # transformers has names of its own for parameters of these models.
         names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
@@ -170,15 +167,6 @@ class HFEngine(InProcessEngine):
         engine = cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
         decoding.check_logits(model, engine._logits_of, max_length=engine._max_length, max_num_seqs=max_num_seqs)
         return engine
-
-    def stats(self) -> EngineStats:
-        return EngineStats(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            num_running=len(self._rows),
-            num_waiting=len(self._waiting),
-            weight_version=self._version,
-        )
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights; unknown or missing names and wrong shapes are refused before any copy."""
@@ -226,10 +214,6 @@ class HFEngine(InProcessEngine):
         self._stop()
         self._rows = Rows(0)
         self._cache = SlotCache(num_layers=len(self._cache.keys))
-
-    def _check_request(self, request: Request) -> None:
-        vision = None if self._vision is None else self._vision.processor
-        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size, vision=vision)
 
     def _published(self, name: str) -> str:
         return self._hub_names.get(name, name)
@@ -308,8 +292,8 @@ class HFEngine(InProcessEngine):
         keep = self._tensor(ends - 1)
         if not any(sample.request.images for sample in samples):
             return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
-        assert self._vision is not None
-        embeddings, rotary_positions, offsets = self._vision.see(samples, tokens, positions)
+        assert self._tower is not None
+        embeddings, rotary_positions, offsets = self._tower.see(samples, tokens, positions)
         self._rows.rope_offsets[slots] = offsets[slot_prompts]
         return self._forward(rotary_positions, plan, keep=keep, inputs_embeds=embeddings)[which]
 

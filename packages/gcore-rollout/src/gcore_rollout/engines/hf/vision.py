@@ -19,7 +19,7 @@ class HFVision:
 
     def __init__(self, model: Any, processor: VisionProcessor) -> None:
         self._model = model
-        self.processor = processor
+        self._processor = processor
 
     def see(
         self, samples: Sequence[Sample], token_ids: NDArray[np.int64], positions: NDArray[np.int64]
@@ -48,8 +48,8 @@ class HFVision:
             if sample.request.images:
                 # An image token after the prompt is text: the policy wrote it.
                 prompt = np.array(sample.request.prompt_token_ids)
-                is_image = prompt == self.processor.image_token_id
-                pixels = self.processor.process(sample.request.images)
+                is_image = prompt == self._processor.image_token_id
+                pixels = self._processor.process(sample.request.images)
                 here = positions_3T[:, start : start + length]
                 prompt_positions, offset = self._model.base_model.get_rope_index(
                     torch.from_numpy(prompt)[None],

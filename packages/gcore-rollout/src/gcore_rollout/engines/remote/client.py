@@ -168,11 +168,7 @@ def new_future() -> "asyncio.Future[Any]":
 
 
 def check_start_options(*, num_threads: int | None = None, heartbeat_timeout_s: float = 1.0) -> None:
-    """Refuse options with which no process can be started.
-
-    Raises:
-        ValueError: see the message.
-    """
+    """Refuse options with which no process can be started, by a `ValueError`."""
     if heartbeat_timeout_s <= 0:
         raise ValueError(f"heartbeat_timeout_s is {heartbeat_timeout_s}; expected more than 0")
     if num_threads is not None and num_threads < 1:

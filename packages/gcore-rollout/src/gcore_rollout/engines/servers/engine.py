@@ -9,12 +9,11 @@ from typing import Any, Self
 
 import torch
 
-from gcore_rollout.engines.protocol import EngineStats, Request
-from gcore_rollout.engines.queueing import Call, Sample, check_request, check_weights
+from gcore_rollout.engines.queueing import Call, Sample
 from gcore_rollout.engines.servers import served
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.served import RunningSample, ServedModel, ServerCalls, ServerInfo
-from gcore_rollout.engines.vllm.process import TIED_HEAD
+from gcore_rollout.engines.vllm.process import check_weights_and_head
 from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
 
 # An abort that overtakes its request finds no sample to end: it is sent until the sample has come.
@@ -43,22 +42,17 @@ class ServerEngine(ServerCalls):
         weights_dir: str | Path | None,
         eos_token_ids: Sequence[int],
     ) -> None:
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
         if weights_dir is not None and not Path(weights_dir).is_dir():
             raise ValueError(f"weights_dir is {str(weights_dir)!r}; expected an existing folder that the server sees")
-        super().__init__()
+        super().__init__(max_length=info.max_length, vocab_size=model.vocab_size, max_num_seqs=max_num_seqs)
         self._client = client
         self._info = info
         self._model = model
         self._eos = list(eos_token_ids)
         self._identity = uuid.uuid4().hex
-        self._max_num_seqs = max_num_seqs
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
         self._weights_folder: Path | None = None
         self._running: dict[str, RunningSample] = {}
-        self._prompt_tokens = 0
-        self._completion_tokens = 0
         self._is_held = False
         self._controlling_call: asyncio.Future[None] | None = None
         self._notifications: set[asyncio.Task[None]] = set()
@@ -109,16 +103,6 @@ class ServerEngine(ServerCalls):
         engine._take_over()
         return engine
 
-    def stats(self) -> EngineStats:
-        """Return the counters of this client; samples in the server's own queue count as running."""
-        return EngineStats(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            weight_version=self._version,
-        )
-
     async def pause(self) -> None:
         async with self._controlling():
             self._is_paused = True
@@ -168,9 +152,7 @@ class ServerEngine(ServerCalls):
             if self._weights_dir is None:
                 raise RolloutError("the engine was made without weights_dir: update_weights needs it")
             new = dict(weights)
-            tied = frozenset({TIED_HEAD} if self._model.tied else ())
-            check_weights(self._model.shapes, new, optional=tied)
-            new = {name: tensor for name, tensor in new.items() if name not in tied}
+            check_weights_and_head(self._model.shapes, new, is_tied=self._model.tied)
             await self._check_update_possible()
             await _completed(self._replace_weights(new, self._weights_dir, version))
         self._start()
@@ -369,9 +351,6 @@ class ServerEngine(ServerCalls):
 
     def _num_running(self) -> int:
         return len(self._running)
-
-    def _check_request(self, request: Request) -> None:
-        check_request(request, max_length=self._info.max_length, vocab_size=self._model.vocab_size)
 
 
 async def _completed(work: Coroutine[Any, Any, None]) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
-from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_request, check_weights
+from gcore_rollout.engines.protocol import HeldWeights, Request
+from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_max_num_seqs
 from gcore_rollout.engines.vllm import process, requests
 from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.engines.vllm.weights import held_tensors
@@ -66,7 +66,12 @@ class VLLMEngine(InProcessEngine):
     ) -> None:
         from vllm import LLMEngine
 
-        super().__init__()
+        super().__init__(
+            max_length=config.model_config.max_model_len,
+            vocab_size=config.model_config.get_vocab_size(),
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            vision=vision,
+        )
         group_existed = torch.distributed.is_initialized()
         self._engine: LLMEngine | None = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._engine.engine_core.set_weight_version("0")
@@ -74,18 +79,12 @@ class VLLMEngine(InProcessEngine):
         VLLMEngine._num_live += 1
         self._can_sleep = config.model_config.enable_sleep_mode
         self._on_cpu = config.device_config.device_type == "cpu"
-        self._max_length = config.model_config.max_model_len
-        self._max_num_seqs = config.scheduler_config.max_num_seqs
-        self._vocab_size = config.model_config.get_vocab_size()
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         self._shapes = {name: shape for name, shape in shapes.items() if not (self._tied and name == TIED_HEAD)}
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
-        self._vision = vision
         self._running: dict[str, Sample] = {}
         self._sample_ids = count()
-        self._prompt_tokens = 0
-        self._finished_tokens = 0
 
     @classmethod
     def from_pretrained(
@@ -128,8 +127,7 @@ class VLLMEngine(InProcessEngine):
         path = Path(path)
         if speculative_config is not None:
             process.check_speculation(speculative_config)
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1")
+        check_max_num_seqs(max_num_seqs)
         shapes = process.checkpoint_shapes(path)
         if eos_token_ids is None:
             eos_token_ids = process.eos_token_ids(path)
@@ -180,16 +178,6 @@ class VLLMEngine(InProcessEngine):
             process.check_head_size(config)
             return cls(config, shapes=shapes, eos_token_ids=eos_token_ids, recompute_kv=recompute_kv, vision=vision)
 
-    def stats(self) -> EngineStats:
-        """Count; a prompt counts when its first sample starts, whatever vLLM's cache then saves."""
-        return EngineStats(
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._finished_tokens + self._tokens_sampled(self._running),
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            weight_version=self._version,
-        )
-
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights; unknown or missing names and wrong shapes are refused before any copy.
 
@@ -199,9 +187,7 @@ class VLLMEngine(InProcessEngine):
         self._check_update(version)
         engine = self._open()
         new = {name: tensor.detach() for name, tensor in weights}
-        check_weights(self._shapes, new, optional=frozenset({TIED_HEAD} if self._tied else ()))
-        if self._tied:
-            new.pop(TIED_HEAD, None)
+        process.check_weights_and_head(self._shapes, new, is_tied=self._tied)
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
         if self._tied and self._on_cpu:
             engine.apply_model(process.repack_head)
@@ -239,11 +225,14 @@ class VLLMEngine(InProcessEngine):
         return self._engine
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, max_length=self._max_length, vocab_size=self._vocab_size, vision=self._vision)
+        super()._check_request(request)
         requests.check_temperature(request)
 
     def _num_running(self) -> int:
         return len(self._running)
+
+    def _num_sampled(self) -> int:
+        return self._completion_tokens + self._tokens_sampled(self._running)
 
     def _free_memory(self) -> None:
         engine = self._open()
@@ -283,7 +272,7 @@ class VLLMEngine(InProcessEngine):
     def _finish(self, output: "RequestOutput") -> None:
         sample = self._running.pop(output.request_id)
         result = output.outputs[0]
-        self._finished_tokens += len(result.token_ids)
+        self._completion_tokens += len(result.token_ids)
         if result.finish_reason not in ("stop", "length", "repetition"):
             reason = f"{result.finish_reason}, {result.stop_reason}"
             error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
@@ -297,7 +286,7 @@ class VLLMEngine(InProcessEngine):
             return []
         if as_aborted:
             self._hand_over_unfinished(removed)
-        self._finished_tokens += self._tokens_sampled(removed)
+        self._completion_tokens += self._tokens_sampled(removed)
         self._engine.abort_request(list(removed))
         for sample_id in removed:
             del self._running[sample_id]

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig
 
+from gcore_rollout.engines.queueing import check_weights
 from gcore_rollout.errors import MissingExtraError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
 
@@ -195,6 +196,15 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             # A safetensors file has keys(), but cannot be iterated.
             shapes.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
     return shapes
+
+
+def check_weights_and_head(
+    shapes: Mapping[str, tuple[int, ...]], new: dict[str, torch.Tensor], *, is_tied: bool
+) -> None:
+    """Refuse weights that are not the model's, and remove a tied head, which need not be among them."""
+    check_weights(shapes, new, optional=frozenset({TIED_HEAD} if is_tied else ()))
+    if is_tied:
+        new.pop(TIED_HEAD, None)
 
 
 def eos_token_ids(folder: Path) -> list[int]:

@@ -1,6 +1,7 @@
 """Objects below a URL, by tensorstore: calls with a time limit, and errors that name the URL."""
 
 import os
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gcore_rollout.errors import MissingExtraError
@@ -19,13 +20,13 @@ _RETRIES = {"max_retries": 5, "initial_delay": "250ms", "max_delay": "2s"}
 _CONTEXT = ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
 
 
+@dataclass(frozen=True)
 class Pending:
     """A call in flight."""
 
-    def __init__(self, future: "ts.Future[Any]", url: str, timeout_s: float) -> None:
-        self._future = future
-        self._url = url
-        self._timeout_s = timeout_s
+    _future: "ts.Future[Any]"
+    _url: str
+    _timeout_s: float
 
     def result(self) -> Any:
         """Return the answer; an `OSError` if the store reports a failure, a `TimeoutError` if it does not answer."""

@@ -11,21 +11,18 @@ from safetensors.torch import load, save
 
 from gcore_rollout.errors import CorruptWeightsError, WeightSyncError
 from gcore_rollout.weight_sync.layout import Layout, host_copy, layout_of
-from gcore_rollout.weight_sync.store.manifest import (
-    PARTS,
-    Manifest,
-    Part,
-    cut,
-    joined,
-    manifest_key,
-    sha256,
-    tensors_of,
-    versions_in,
-)
+from gcore_rollout.weight_sync.store import manifest as stored
+from gcore_rollout.weight_sync.store.manifest import PARTS, Manifest, Part, manifest_key, sha256, versions_in
 from gcore_rollout.weight_sync.store.objects import Objects, Pending
 from gcore_rollout.weight_sync.updates import FullWeights, WeightDelta, apply_delta, make_delta
 
 _TRIES = 3
+
+
+def _check_at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}; expected at least {least}")
 
 
 class WeightPublisher:
@@ -50,14 +47,8 @@ class WeightPublisher:
     def __init__(
         self, url: str, *, full_every: int = 8, keep: int = 2, part_bytes: int = 64 << 20, max_in_flight: int = 4
     ) -> None:
-        for name, value, least in (
-            ("full_every", full_every, 1),
-            ("keep", keep, 1),
-            ("part_bytes", part_bytes, 16),
-            ("max_in_flight", max_in_flight, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; expected at least {least}")
+        _check_at_least(1, full_every=full_every, keep=keep, max_in_flight=max_in_flight)
+        _check_at_least(16, part_bytes=part_bytes)
         self._objects = Objects(url)
         self._full_every = full_every
         self._keep = keep
@@ -91,14 +82,16 @@ class WeightPublisher:
         delta = make_delta(self._last, weights, base_version=self._last_version, version=version)
         if delta.dense.keys() == self._last.keys():
             return self._publish_full(dict(delta.dense), version)
-        manifest = self._write(tensors_of(delta.dense, delta.sparse), delta.layout, version, base=delta.base_version)
+        manifest = self._write(
+            stored.tensors_of(delta.dense, delta.sparse), delta.layout, version, base=delta.base_version
+        )
         apply_delta(self._last, delta, version=delta.base_version)
         self._last_version = version
         self._num_deltas += 1
         return manifest
 
     def _publish_full(self, weights: dict[str, torch.Tensor], version: int) -> Manifest:
-        manifest = self._write(tensors_of(weights), layout_of(weights), version, base=None)
+        manifest = self._write(stored.tensors_of(weights), layout_of(weights), version, base=None)
         self._last, self._last_version, self._num_deltas = weights, version, 0
         return manifest
 
@@ -107,7 +100,7 @@ class WeightPublisher:
         folder = f"{PARTS}/{version:012d}-{secrets.token_hex(8)}"
         parts: list[Part] = []
         writing = deque[Pending]()
-        for slices in cut(tensors, self._part_bytes):
+        for slices in stored.cut(tensors, self._part_bytes):
             if len(writing) == self._max_in_flight:
                 writing.popleft().result()
             data = save(slices)
@@ -149,14 +142,13 @@ class WeightSubscriber:
     """
 
     def __init__(self, url: str, *, max_in_flight: int = 4) -> None:
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight is {max_in_flight}; expected at least 1")
+        _check_at_least(1, max_in_flight=max_in_flight)
         self._objects = Objects(url)
         self._max_in_flight = max_in_flight
 
     async def versions(self) -> list[int]:
         """Return the existing versions in order."""
-        return list(await asyncio.to_thread(self._versions))
+        return list(versions_in(await asyncio.to_thread(self._objects.keys)))
 
     async def wait(self, *, newer_than: int | None, timeout_s: float, poll_s: float = 1.0) -> int:
         """Return the newest version as soon as it is above ``newer_than``; None: as soon as there is one.
@@ -188,14 +180,11 @@ class WeightSubscriber:
         """
         return await asyncio.to_thread(self._load, have)
 
-    def _versions(self) -> dict[int, str]:
-        return dict(versions_in(self._objects.keys()))
-
     def _load(self, have: int | None) -> list[FullWeights | WeightDelta]:
         missing = ""
         for _ in range(_TRIES):
             try:
-                return [m.update_of(joined(m.tensors, self._parts(m))) for m in self._chain(have)]
+                return [m.update_of(stored.joined(m.tensors, self._parts(m))) for m in self._chain(have)]
             except _RemovedError as error:
                 # Either this reader was so slow that its versions were removed, or the store has lost an object.
                 missing = str(error)
