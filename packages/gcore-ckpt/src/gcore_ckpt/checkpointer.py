@@ -35,9 +35,8 @@ class Retention:
         if self.keep_every is not None and self.keep_every < 1:
             raise ValueError(f"keep_every is {self.keep_every}; expected None or 1 or more")
         if self.keep_every is not None and self.keep is None:
-            raise ValueError(
-                f"keep_every is {self.keep_every} and keep is None, which keeps all steps; expected a keep"
-            )
+            found = f"keep_every is {self.keep_every} and keep is None"
+            raise ValueError(f"{found}, which keeps all steps; expected a keep")
 
     def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
         """Return those of `steps` (ascending) that may go, never the one just committed."""
@@ -268,13 +267,10 @@ class Checkpointer:
     def _close(self) -> None:
         self._closed = True
         is_idle = self._calls.close()
-        pipeline, group = self._pipeline, self._group
-        failure = None
-        if pipeline is not None:
-            _, failure = attempt(pipeline.close)
+        _, failure = attempt(self._pipeline.close) if self._pipeline is not None else (None, None)
+        if self._group is not None and is_idle:
+            self._group.close()
         self._pipeline = self._group = None
-        if group is not None and is_idle:
-            group.close()
         if failure is not None:
             raise failure
 

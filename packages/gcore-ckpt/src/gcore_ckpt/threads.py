@@ -192,18 +192,13 @@ def _cuda_state() -> Callable[[], None]:
 
 
 class SaveHandle:
-    """A save that is being written in the background.
-
-    Attributes:
-        step: The step that is being saved.
-        abandoned: Whether the call of `save` was interrupted or refused, so that its caller has no handle.
-    """
+    """A save, of `step`, that is being written in the background."""
 
     def __init__(self, step: int, future: Future[None]) -> None:
         self.step = step
+        self.abandoned = False  # whether `save` was interrupted or refused, so that its caller has no handle
         self._future = future
         self._collected = False
-        self.abandoned = False
 
     def done(self) -> bool:
         """Return whether the save has ended, well or not."""

@@ -61,11 +61,11 @@ class _Loader:
         self._mmap = mmap
         self._fresh: dict[tuple[ArrayKind, str], object] = {}
         self._filled: set[tuple[object, ...]] = set()
-        self._missing: list[tuple[str, torch.Tensor | None]] = []
+        self._missing: list[tuple[str, tuple[object, ...] | None]] = []
 
     def check_missing(self) -> None:
         """Raise `CheckpointMismatchError` if the template has what was not saved; nothing was filled."""
-        missing = [path for path, tensor in self._missing if tensor is None or _memory(tensor) not in self._filled]
+        missing = [path for path, memory in self._missing if memory not in self._filled]
         if missing:
             more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             raise CheckpointMismatchError(f"{self._reader.where} does not hold {', '.join(missing[:_NAMED])}{more}")
@@ -152,20 +152,15 @@ class _Loader:
             for key, value in cast("dict[str | int, State]", template).items():
                 self._miss(value, (*path, key))
         else:
-            tensor = template if isinstance(template, torch.Tensor) and not template.is_meta else None
-            self._missing.append((describe(path), tensor))
+            is_tensor = isinstance(template, torch.Tensor) and not template.is_meta
+            shard = as_shard(template) if is_tensor else None
+            self._missing.append((describe(path), None if shard is None else _memory(shard.tensor)))
 
     def _match_leaf(self, template: State, node: Node | None, path: StatePath) -> State:
-        if isinstance(template, np.ndarray):
-            array = cast("NumpyArray", template)
-            if not array.flags.writeable:
-                raise self._mismatch(path, "is a read-only array; expected one that can be filled")
-            self._request(tree.name_of(node), Box.whole(array.shape), array.shape, torch.from_numpy(array), path)
-            return array
         if is_megatron(template, "ShardedObject"):
             return self.decoded(node)
         try:
-            shard = as_shard(template)
+            shard = _shard_of_array(template) if isinstance(template, np.ndarray) else as_shard(template)
         except ValueError as error:
             raise self._mismatch(path, str(error)) from None
         if shard is None:
@@ -198,6 +193,12 @@ class _Loader:
         return CheckpointMismatchError(f"{self._reader.where}: {describe(path)} {problem}")
 
 
+def _shard_of_array(array: NumpyArray) -> Shard:
+    if not array.flags.writeable:
+        raise ValueError("is a read-only array; expected one that can be filled")
+    return Shard(global_shape=array.shape, offset=(0,) * array.ndim, tensor=torch.from_numpy(array))
+
+
 def _own_name(template: State) -> str | None:
     if isinstance(template, Shard):
         return template.name
@@ -205,10 +206,7 @@ def _own_name(template: State) -> str | None:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    shard = as_shard(tensor)
-    assert shard is not None
-    local = shard.tensor
-    return local.data_ptr(), local.device, tuple(local.shape), local.stride()
+    return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
 
 
 def _materialised(template: State, shard: Shard) -> State:

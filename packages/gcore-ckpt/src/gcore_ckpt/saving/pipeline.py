@@ -141,9 +141,8 @@ class SavePipeline:
     def _set_aside_above(self, step: int) -> list[int]:
         steps = self._storage.steps()
         if step not in steps:
-            raise CheckpointNotFoundError(
-                f"{self._storage} holds no step {step!r} to roll back to; its committed steps are {steps}"
-            )
+            missing = f"{self._storage} holds no step {step!r} to roll back to"
+            raise CheckpointNotFoundError(f"{missing}; its committed steps are {steps}")
         later = [other for other in steps if other > step]
         try:
             self._storage.set_aside(later)
@@ -168,12 +167,13 @@ class SavePipeline:
             deletion.result()
 
     def _acquire(self) -> None:
-        if not self._acquired:
-            try:
-                self._storage.acquire()
-            except OSError as error:
-                raise CheckpointWriteError(f"{self._storage} cannot be opened for saving: {error}") from error
-            self._acquired = True
+        if self._acquired:
+            return
+        try:
+            self._storage.acquire()
+        except OSError as error:
+            raise CheckpointWriteError(f"{self._storage} cannot be opened for saving: {error}") from error
+        self._acquired = True
 
     def _check_order(self, step: int) -> None:
         """Refuse a step that exists, or that lies below one which is not in the past of this run."""

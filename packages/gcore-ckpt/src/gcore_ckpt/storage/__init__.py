@@ -85,10 +85,8 @@ class Storage(Protocol):
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
         """Make the attempt the committed step, in one atomic act that survives a power cut (root).
 
-        `index` are the bytes of `index.json`, `sizes` the bytes of each data file that must be there.
-
-        Raises:
-            OSError: Nothing was committed, unless the very last sync failed.
+        `index` are the bytes of `index.json`, `sizes` the bytes of each data file that must be there. After an
+        `OSError` nothing was committed, unless the very last sync failed.
         """
 
     def abort(self, attempt: str) -> None:
@@ -100,10 +98,7 @@ class Storage(Protocol):
     def set_aside(self, steps: Sequence[int]) -> None:
         """Turn committed steps into steps set aside, all in one atomic act; their data are kept (root).
 
-        A crash leaves either all of them or none; `acquire` completes what a dead writer has started.
-
-        Raises:
-            OSError: It failed; whether before or after the act, `steps` tells.
+        A crash or an `OSError` leaves either all of them, or none; `acquire` completes what a dead writer has started.
         """
 
     def steps_set_aside(self) -> list[int]:

@@ -106,12 +106,11 @@ def _spec(url: str) -> dict[str, Any]:
     if path := spec.pop("path", "").rstrip("/"):
         spec["path"] = path + "/"
     if spec["driver"] == "s3":
-        variables = os.environ
-        if endpoint := variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL"):
+        if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
             spec["endpoint"] = endpoint.rstrip("/")
-        if region := variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION"):
+        if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
             spec["aws_region"] = region
-        if variables.get("AWS_ACCESS_KEY_ID"):
+        if os.environ.get("AWS_ACCESS_KEY_ID"):
             # The default chain would look here first too, but prints errors about files that are not there.
             spec["aws_credentials"] = {"type": "environment"}
     return spec
@@ -288,10 +287,9 @@ class ObjectStorage:
             raise CorruptCheckpointError(f"{self}: {folder}/{_COMMITTED} is damaged: {error!r}") from None
 
     def _committed_attempt(self, folder: str) -> str | None:
-        try:
+        with suppress(FileNotFoundError):
             return self._read_commit(folder)[0]
-        except FileNotFoundError:
-            return None
+        return None
 
     def _find_wrong_file(self, attempt: str, sizes: Mapping[str, int]) -> str | None:
         checks = (partial(self._objects.size, f"{attempt}/{name}", size) for name, size in sizes.items())
@@ -320,21 +318,19 @@ def _attempts(journal: Journal) -> set[str]:
 
 
 class _ObjectFiles:
-    def __init__(self, objects: Objects, attempt: str, expected_sizes: Mapping[str, int]) -> None:
+    def __init__(self, objects: Objects, attempt: str, sizes: Mapping[str, int]) -> None:
         self._objects = objects
         self._attempt = attempt
-        self._expected_sizes = expected_sizes
-        self._sizes: dict[str, int] = {}
+        self._sizes = dict(sizes)  # as they were committed; once a file is open, as it is
 
     def read_index(self) -> bytes:
         return self._read(INDEX_FILE)
 
     def open(self, name: str) -> int:
-        size = None
-        if name in self._expected_sizes:
-            size = self._objects.size(f"{self._attempt}/{name}", self._expected_sizes[name])
+        key = f"{self._attempt}/{name}"
+        size = self._objects.size(key, self._sizes[name]) if name in self._sizes else None
         if size is None:
-            raise FileNotFoundError(f"{self._objects} holds no {self._attempt}/{name}")
+            raise FileNotFoundError(f"{self._objects} holds no {key}")
         self._sizes[name] = size
         return size
 

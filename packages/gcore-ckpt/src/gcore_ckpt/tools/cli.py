@@ -19,7 +19,7 @@ from rich.text import Text
 from gcore_ckpt.checkpointer import Retention
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format.index import Index, StoredTensor
-from gcore_ckpt.loading.reader import Step, find_step, open_step, step_leaves, verify
+from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves, verify
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.local import open_storage
 
@@ -32,9 +32,9 @@ _VALUE_WIDTH = 200
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; wrong use raises `SystemExit(2)`."""
-    arguments = _parser().parse_args(argv)
+    arguments = vars(_parser().parse_args(argv))
     try:
-        return arguments.run(arguments)
+        return arguments.pop("run")(**arguments)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except (CheckpointError, ValueError, OSError) as error:
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_ERROR
 
 
-def _ls(arguments: argparse.Namespace) -> int:
-    storage = open_storage(arguments.path)
+def _ls(path: str) -> int:
+    storage = open_storage(path)
     rows: list[Sequence[str]] = []
     for step in storage.steps() or [find_step(storage, "latest")]:
         label = "-" if step is None else str(step)
@@ -64,13 +64,12 @@ def _ls(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(arguments: argparse.Namespace) -> int:
-    storage = open_storage(arguments.path)
-    with open_step(storage, find_step(storage, arguments.step)) as reader:
-        leaves = step_leaves(reader, arguments.tensors)
-        if arguments.tensors and not leaves:
-            raise ValueError(f"{reader.where} holds nothing under {arguments.tensors!r}")
-        index = reader.index
+def _show(path: str, step: Step, tensors: str) -> int:
+    storage = open_storage(path)
+    with open_step(storage, find_step(storage, step)) as reader:
+        leaves, index = step_leaves(reader, tensors), reader.index
+    if tensors and not leaves:
+        raise ValueError(f"{reader.where} holds nothing under {tensors!r}")
     saved = f", saved at {index.saved_at} by {index.num_ranks} rank(s)" if index.saved_at else ""
     _say(f"{reader.where}: {decimal(_size_bytes(index))} in {len(index.files)} file(s){saved}")
     first: dict[str, str] = {}
@@ -83,108 +82,103 @@ def _show(arguments: argparse.Namespace) -> int:
                 data = ("", "", f"the same as {first[leaf.tensor]}")
             rows.append((leaf.path, tensor.dtype, str(list(tensor.shape)), *data))
             first.setdefault(leaf.tensor, leaf.path)
-    if rows:
-        _say("")
-        _print_table(("tensor", "dtype", "shape", "size", "shards", "written by"), rows, right=("size",))
     values = [(leaf.path, _short(repr(leaf.value))) for leaf in leaves if leaf.tensor is None]
-    if values:
-        _say("")
-        _print_table(("value", "is"), values)
+    columns = ("tensor", "dtype", "shape", "size", "shards", "written by")
+    for titles, cells in ((columns, rows), (("value", "is"), values)):
+        if cells:
+            _say("")
+            _print_table(titles, cells, right=("size",))
     return 0
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    storage = open_storage(arguments.path)
-    steps = list(storage.steps()) if arguments.all else []
-    damaged = 0
-    for step in steps or [find_step(storage, arguments.step)]:
-        label = arguments.path if step is None else f"step {step}"
+def _verify(path: str, step: Step, *, every: bool) -> int:
+    storage = open_storage(path)
+    is_damaged = False
+    for number in (storage.steps() if every else []) or [find_step(storage, step)]:
+        label = path if number is None else f"step {number}"
         try:
-            with open_step(storage, step) as reader:
+            with open_step(storage, number) as reader:
                 tensors = reader.index.tensors.values()
             with _progress_bar(label, sum(tensor.size_bytes for tensor in tensors)) as progress:
-                verify(arguments.path, "latest" if step is None else step, progress=progress)
+                verify(path, "latest" if number is None else number, progress=progress)
             checked = all(shard.checksums is not None for tensor in tensors for shard in tensor.shards)
             unchecked = "all bytes can be read; it has no checksums to check them against"
             _say(f"{label}: {'fine' if checked else unchecked}")
         except CorruptCheckpointError as error:
-            damaged += 1
+            is_damaged = True
             _say(f"{label}: damaged: {error}")
         except CheckpointNotFoundError:
-            if not arguments.all:
+            if not every:
                 raise
             _say(f"{label}: was deleted meanwhile")
-    return _EXIT_FOUND if damaged else 0
+    return _EXIT_FOUND if is_damaged else 0
 
 
-def _diff(arguments: argparse.Namespace) -> int:
+def _diff(a: str, b: str, step_a: int | None, step_b: int | None) -> int:
     from gcore_ckpt.tools.compare import compare
 
-    path_a, step_a = _split_path(arguments.a, arguments.step_a, "--step-a")
-    path_b, step_b = _split_path(arguments.b, arguments.step_b, "--step-b")
-    storage_a, storage_b = open_storage(path_a), open_storage(path_b)
-    with (
-        open_step(storage_a, find_step(storage_a, step_a)) as a,
-        open_step(storage_b, find_step(storage_b, step_b)) as b,
-    ):
-        rows = [(d.kind, d.path, _short(d.a or "-"), _short(d.b or "-")) for d in compare(a, b)]
+    with _opened(a, step_a, "--step-a") as first, _opened(b, step_b, "--step-b") as second:
+        rows = [(d.kind, d.path, _short(d.a or "-"), _short(d.b or "-")) for d in compare(first, second)]
     if not rows:
-        _say(f"{a.where} and {b.where} hold the same")
+        _say(f"{first.where} and {second.where} hold the same")
         return 0
-    _print_table(("differs in", "leaf", a.where, b.where), rows)
+    _print_table(("differs in", "leaf", first.where, second.where), rows)
     _say("")
-    _say(f"{len(rows)} difference(s) between {a.where} and {b.where}")
+    _say(f"{len(rows)} difference(s) between {first.where} and {second.where}")
     return _EXIT_FOUND
 
 
-def _split_path(path: str, step: int | None, option: str) -> tuple[str, Step]:
-    match = _STEP_IN_PATH.fullmatch(path)
-    if match is None:
-        return path, "latest" if step is None else step
-    if step is not None:
-        raise ValueError(f"{path} names step {match[2]} and {option} is {step}; expected one or the other")
-    return match[1], int(match[2])
+@contextmanager
+def _opened(path: str, step: int | None, option: str) -> Generator[StepReader]:
+    """Open the step that `PATH`, `PATH@STEP` or an option names."""
+    if match := _STEP_IN_PATH.fullmatch(path):
+        if step is not None:
+            raise ValueError(f"{path} names step {match[2]} and {option} is {step}; expected one or the other")
+        path, step = match[1], int(match[2])
+    storage = open_storage(path)
+    with open_step(storage, find_step(storage, "latest" if step is None else step)) as reader:
+        yield reader
 
 
-def _export_hf(arguments: argparse.Namespace) -> int:
+def _export_hf(path: str, out: str, **options: Any) -> int:
     from gcore_ckpt.tools.hugging_face import export_hf
 
-    names = ("step", "prefix", "dtype", "max_shard_bytes", "config_from")
-    with _progress_bar(f"to {arguments.out}", None) as progress:
-        options = {name: getattr(arguments, name) for name in names}
-        export_hf(arguments.path, arguments.out, progress=progress, **options)
-    _say(f"wrote {arguments.out}")
+    with _progress_bar(f"to {out}", None) as progress:
+        export_hf(path, out, progress=progress, **options)
+    _say(f"wrote {out}")
     return 0
 
 
-def _import_dcp(arguments: argparse.Namespace) -> int:
+def _import_dcp(source: str, path: str, step: int) -> int:
     from gcore_ckpt.tools.dcp import import_dcp
 
-    import_dcp(arguments.source, arguments.path, step=arguments.step)
-    _say(f"saved step {arguments.step} to {arguments.path}")
+    import_dcp(source, path, step=step)
+    _say(f"saved step {step} to {path}")
     return 0
 
 
-def _prune(arguments: argparse.Namespace) -> int:
-    if arguments.keep is None and arguments.keep_every is not None:
-        raise ValueError(f"--keep-every is {arguments.keep_every} without --keep; expected both")
-    retention = Retention(keep=arguments.keep, keep_every=arguments.keep_every)
-    storage = open_storage(arguments.path)
+def _prune(
+    path: str, *, keep: int | None, keep_every: int | None, above: int | None, set_aside: bool, dry_run: bool
+) -> int:
+    if keep is None and keep_every is not None:
+        raise ValueError(f"--keep-every is {keep_every} without --keep; expected both")
+    retention = Retention(keep=keep, keep_every=keep_every)
+    storage = open_storage(path)
     if not storage.steps() and not storage.steps_set_aside():
         raise CheckpointNotFoundError(f"{storage} holds no committed step")
 
     def superfluous() -> list[int]:
-        if arguments.set_aside:
+        if set_aside:
             return storage.steps_set_aside()
         steps = storage.steps()
-        return retention.superfluous(steps) if arguments.above is None else [s for s in steps if s > arguments.above]
+        return retention.superfluous(steps) if above is None else [step for step in steps if step > above]
 
-    if arguments.dry_run:
+    if dry_run:
         _say(f"would delete {_listed(superfluous())}")
         return 0
     with _writing_to(storage):
         steps = superfluous()
-        if arguments.set_aside:
+        if set_aside:
             storage.remove_set_aside()
         else:
             _remove(storage, steps)
@@ -192,9 +186,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rm(arguments: argparse.Namespace) -> int:
-    storage = open_storage(arguments.path)
-    steps = sorted(set(arguments.steps))
+def _rm(path: str, steps: list[int]) -> int:
+    storage, steps = open_storage(path), sorted(set(steps))
     for step in steps:
         find_step(storage, step)
     with _writing_to(storage):
@@ -203,13 +196,13 @@ def _rm(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rollback(arguments: argparse.Namespace) -> int:
-    storage = open_storage(arguments.path)
-    find_step(storage, arguments.step)
+def _rollback(path: str, step: int) -> int:
+    storage = open_storage(path)
+    find_step(storage, step)
     with _writing_to(storage):
-        later = [step for step in storage.steps() if step > arguments.step]
+        later = [other for other in storage.steps() if other > step]
         storage.set_aside(later)
-    _say(f"set aside {_listed(later)}; the latest step is {arguments.step}")
+    _say(f"set aside {_listed(later)}; the latest step is {step}")
     return 0
 
 
@@ -292,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(run: Callable[[argparse.Namespace], int], example: str, text: str, *positional: str) -> Any:
+    def command(run: Callable[..., int], example: str, text: str, *positional: str) -> Any:
         name = example.partition(" ")[0]
         added = commands.add_parser(name, help=text, description=text, epilog=f"example: gcore-ckpt {example}")
         added.set_defaults(run=run)
@@ -312,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     check = command(_verify, "verify runs/a --all", "Reads every byte of a step and checks it.", "path")
     which = check.add_mutually_exclusive_group()
     which.add_argument("--step", **step)
-    which.add_argument("--all", action="store_true", help="all steps")
+    which.add_argument("--all", dest="every", action="store_true", help="all steps")
 
     text = "Compares two steps, leaf by leaf and byte by byte; exit code 1 if they differ."
     diff = command(_diff, "diff runs/a@100 runs/b@100", text)

@@ -25,14 +25,12 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
 _METADATA_CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex")
 _RECORDS = {
-    *(
-        (_METADATA, name)
-        for name in (*_METADATA_CLASSES, "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")
-    ),
-    *((_OLD_METADATA, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    _METADATA: (*_METADATA_CLASSES, "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    _OLD_METADATA: ("TensorProperties", "MEM_FORMAT_ENCODING"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),
 }
 
 
@@ -84,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         key = module_name, global_name
-        if key in _RECORDS:
+        if global_name in _RECORDS.get(module_name, ()):
             # Of this unpickling alone, because a pickle can set attributes of the classes that it is given.
             return self._classes.setdefault(key, type(global_name, (_Record,), {}))
         if key == ("torch", "Size"):
@@ -123,7 +121,7 @@ def _read(folder: Path) -> State:
             entries = dict(_entries(_Unpickler(file).load()))
     except Exception as error:  # unpickling raises anything
         raise CorruptCheckpointError(f"{where}: {error}") from error
-    state: dict[str | int, State] = {}
+    state = _Children()
     for name, entry in entries.items():
         try:
             _put(state, entry.path, _value(folder, entry))
@@ -168,9 +166,8 @@ def _place(name: str, info: object, box: Box | None) -> _Place:
     fields = _fields(info, "_StorageInfo")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{name!r} was transformed by an extension of DCP; expected plain files")
-    file = validation.expect(str, fields.get("relative_path"), "relative_path")
     try:
-        validation.plain_name(file)
+        file = validation.plain_name(validation.expect(str, fields.get("relative_path"), "relative_path"))
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
     offset, length = _sizes((fields.get("offset"), fields.get("length")))
@@ -221,18 +218,19 @@ def _load(folder: Path, place: _Place) -> State:
                          f"{reason}") from error  # fmt: skip
 
 
-def _put(state: dict[str | int, State], path: tuple[str | int, ...], value: State) -> None:
-    for part in path[:-1]:
+class _Children(dict[str | int, State]):
+    """A dict or list of the state, while it is put together; no value that was loaded is one."""
+
+
+def _put(state: State, path: tuple[str | int, ...], value: State) -> None:
+    *outer, last = path
+    for part in outer:
         state = state.setdefault(part, _Children())
         if not isinstance(state, _Children):
             raise ValueError(f"its path {path} leads through a value")
-    if path[-1] in state:
+    if last in state:
         raise ValueError(f"its path {path} is another's")
-    state[path[-1]] = value
-
-
-class _Children(dict[str | int, State]):
-    """A dict or list of the state, while it is put together; no value that was loaded is one."""
+    state[last] = value
 
 
 def _with_lists(node: State) -> State:

@@ -121,9 +121,8 @@ def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> list[_
     """Return the tensors under the prefix, each stored one once."""
     leaves = step_leaves(reader)
     start = f"{prefix}." if prefix else ""
-    weights: list[_Weight] = []
+    weights: dict[str, _Weight] = {}  # by their names in the step
     names: set[str] = set()
-    written: set[str] = set()
     for leaf in leaves:
         if leaf.tensor is None or not leaf.path.startswith(start):
             continue
@@ -132,16 +131,15 @@ def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> list[_
             raise CheckpointMismatchError(f"{reader.where}: {leaf.path} is one rank's own; expected another prefix")
         if name in names:
             raise CheckpointMismatchError(f"{reader.where} holds two tensors of the name {leaf.path!r}")
-        if leaf.tensor not in written:
-            weights.append(_weight(reader, leaf.path, name, leaf.tensor, float_dtype))
+        if leaf.tensor not in weights:
+            weights[leaf.tensor] = _weight(reader, leaf.path, name, leaf.tensor, float_dtype)
         names.add(name)
-        written.add(leaf.tensor)
     if not weights:
         found = dict.fromkeys(leaf.path.partition(".")[0] for leaf in leaves if leaf.tensor is not None)
         raise CheckpointMismatchError(
             f"{reader.where} holds no tensors under the prefix {prefix!r}; it holds some under {', '.join(found)}"
         )
-    return weights
+    return list(weights.values())
 
 
 def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: str | None) -> _Weight:
@@ -174,11 +172,10 @@ def _split(weights: Sequence[_Weight], max_bytes: int) -> dict[str, list[_Weight
             used_bytes = 0
         files[-1].append(weight)
         used_bytes += weight.held.size_bytes
-    for file in files:
-        file.sort(key=lambda weight: -DTYPES[weight.held.dtype].size_bytes)
-    if len(files) == 1:
-        return {WEIGHTS_FILE: files[0]}
-    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, 1)}
+    count = len(files)
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [WEIGHTS_FILE]
+    widest = [sorted(file, key=lambda weight: -DTYPES[weight.held.dtype].size_bytes) for file in files]
+    return dict(zip(names, widest, strict=True))
 
 
 def _write_all(
