@@ -19,7 +19,7 @@ from gcore_bench.placement.small_runs import SmallRun
 from gcore_bench.trainer.updates import LOSS, OPTIMIZER
 from gcore_placement import balance, micro_batches
 from gcore_rollout import HFEngine, Request, SamplingParams
-from gcore_rollout.engines.hf import decoding as slot_attention
+from gcore_rollout.engines.hf.decoding import ATTENTION_NAME
 from gcore_trainer import PackedModel, ParallelConfig, PolicyObjective, Sample, TorchParallel, TorchTrainer
 from gcore_trainer.torch import packed_model as packed_attention
 
@@ -104,8 +104,7 @@ def _resident_bytes() -> int:
 
 
 def _generation_s(run: SmallRun, times: int) -> float:
-    slot_attention.register()
-    model = _model(run.config, slot_attention.ATTENTION_NAME)
+    model = _model(run.config, ATTENTION_NAME)
     engine = HFEngine(model, eos_token_ids=[], max_num_seqs=run.max_num_seqs)
     rng = np.random.default_rng(0)
     requests = [

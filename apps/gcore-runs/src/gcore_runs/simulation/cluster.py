@@ -109,7 +109,7 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
             learner, program = self._program(LoadMeter(size), None)
             nothing = partial(asyncio.sleep, 0)
             backend: InlineBackend[Any, Any, Any, Any] = InlineBackend(
-                own, roles=None, world_size=size, learner=learner, program=program, close=nothing
+                own, roles=None, world_size=size, learner=learner, program=program, close_services=nothing
             )
             supervisor.train(backend, self.job, recorder)
             return supervisor.finish(kinds)

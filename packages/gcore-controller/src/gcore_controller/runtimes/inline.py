@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import (
     CallLog,
@@ -333,8 +333,6 @@ def share_trainer(
 class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
     """A `Backend` whose controllers, and what they share, belong to this process."""
 
-    shortfall: ClassVar[str] = ""
-
     config: ConfigT
     _: KW_ONLY
     roles: RolesT
@@ -345,6 +343,7 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
     """The program of a job, whose events go to a recorder."""
     close_services: Callable[[], Awaitable[Any]]
     """Ends the services other than the trainer group."""
+    shortfall: str = field(default="", init=False)
     _timers: Sequence[StageTimer] = field(default=(), init=False)
 
     async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:

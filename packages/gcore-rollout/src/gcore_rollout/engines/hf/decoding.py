@@ -40,7 +40,6 @@ def load_model(
     path: str | Path, *, dtype: torch.dtype, max_model_len: int | None
 ) -> tuple[Any, VisionProcessor | None]:
     """Load a local Hugging Face folder with the engine's attention, and its image processor if it reads images."""
-    AttentionInterface.register(ATTENTION_NAME, _forward)
     config = AutoConfig.from_pretrained(path)
     text_config: Any = config.get_text_config()
     vision = VisionProcessor.from_pretrained(path) if config.model_type in VISION_MODELS else None
@@ -371,6 +370,9 @@ def _forward(
         raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
     rule = Rule(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     return slots.attend(layer, query, key, value, rule), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _forward)
 
 
 def _window_of_mask(module: torch.nn.Module, layer: int) -> int | None:
