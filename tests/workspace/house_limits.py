@@ -3,7 +3,7 @@
 CYCLES: list[tuple[str, ...]] = []
 FULL_FOLDERS: dict[str, int] = {}
 LONG_FILES: dict[str, int] = {}
-DEEP_IMPORTS: dict[str, int] = {"gcore-bench": 13, "gcore-diffusion": 0, "gcore-llm": 0, "gcore-runs": 0}
+DEEP_IMPORTS: dict[str, int] = {"gcore-bench": 12, "gcore-diffusion": 0, "gcore-llm": 0, "gcore-runs": 0}
 DIALECT: dict[str, int] = {
     "repository": 0,
     "gcore-bench": 0,
@@ -24,7 +24,7 @@ FRAGMENTS: dict[str, int] = {
     "gcore-trainer": 0,
     "gcore-bench": 0,
     "gcore-diffusion": 1,
-    "gcore-llm": 1,
-    "gcore-runs": 1,
+    "gcore-llm": 0,
+    "gcore-runs": 0,
 }
-TRACED_FILES: dict[str, int] = {"start": 61, "step": 39}
+TRACED_FILES: dict[str, int] = {"start": 46, "step": 31}

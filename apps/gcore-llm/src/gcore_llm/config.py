@@ -21,7 +21,6 @@ from gcore_runs import (
     Positive,
     UserError,
     above,
-    check_bounds,
     check_one_source,
 )
 from gcore_runs.engines import EngineConfig, SpeculativeConfig
@@ -101,7 +100,7 @@ class WarmupConfig(Checked, section="warmup"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig(EngineConfig):
+class RolloutConfig(EngineConfig, section="rollout"):
     """Generation."""
 
     weights_dir: str = ""
@@ -123,8 +122,7 @@ class RolloutConfig(EngineConfig):
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
     def __post_init__(self) -> None:
-        check_bounds(self, "rollout")
-        self.check_engine("rollout")
+        super().__post_init__()
         if self.is_on_servers != bool(self.weights_dir):
             raise UserError(
                 f"rollout.weights_dir is {self.weights_dir!r}; expected a folder with rollout.engine vllm_server or "

@@ -11,10 +11,8 @@ from gcore_runs.settings.judge_options import JudgeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeConfig(EngineConfig, JudgeOptions):
+class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
     """A generative reward model: its engine, how it is asked, and how its verdicts are read."""
-
-    section = "reward_model.judge"
 
     pairwise: bool = False
     """Compare every two responses of a group in both orders: the share of wins is the score, and a tie is half a win.
@@ -33,9 +31,8 @@ class JudgeConfig(EngineConfig, JudgeOptions):
     group out of training. If pairwise 0.5, a tie, or unset."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         prefix = self.section
-        self.check_engine(prefix)
-        JudgeOptions.__post_init__(self)
         if self.pairwise and self.unparsable_score not in (None, 0.5):
             raise UserError(
                 f"{prefix}.unparsable_score is {self.unparsable_score}; expected 0.5, a tie, or none with "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 # By attribute: settings are read without importing engines.
 import gcore_rollout
 from gcore_rollout import EngineKind, RequestError, engine_kind, engine_names
-from gcore_runs import UserError, check_at_least, logged
+from gcore_runs import Checked, Count, NonNegative, UserError, logged
 
 if TYPE_CHECKING:
     from gcore_controller import DeviceTimers
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Checked):
     """The engine of a model."""
 
     engine: str = "hf"
     """hf: transformers; vllm: vLLM; vllm_server and sglang_server: servers of these at urls, which are running already.
     PATH.py:function: an engine of your own (gcore_rollout.Engine), made by a function of the model's folder and the
     keywords device, dtype, max_num_seqs and eos_token_ids."""
-    num_processes: int = 0
+    num_processes: NonNegative = 0
     """Replicas of an engine that is not on servers, each a process of its own that is replaced if it dies; 0: one, in
     the main process. All processes that generate share the threads, and each has a GPU of its own as long as there are
     any."""
@@ -47,9 +47,9 @@ class EngineConfig:
     def takes_speculation(self) -> bool:
         return self.kind.takes_speculative_config
 
-    def check_engine(self, prefix: str) -> None:
-        """Raise a `UserError` if the settings do not fit together; ``prefix`` is their place."""
-        check_at_least(f"{prefix}.num_processes", self.num_processes, 0)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prefix = self.section
         try:
             is_on_servers = self.is_on_servers
         except RequestError as error:
@@ -73,23 +73,24 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
+class SpeculativeConfig(Checked, section="rollout.speculative"):
     """Speculative decoding in vllm: tokens are guessed and verified together; the samples' distribution stays."""
 
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: NonNegative = 0
     """Tokens guessed at a time; 0: none."""
     model: str = ""
     """Hugging Face folder of a smaller model with the same tokens, which guesses; empty: guess what followed the last
     occurrence of the same tokens (ngram)."""
     prompt_lookup_max: int = 4
     """Largest number of tokens that such an occurrence must share."""
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: Count = 2
     """Smallest number of tokens that such an occurrence must share."""
 
     def __post_init__(self) -> None:
-        check_at_least("rollout.speculative.num_speculative_tokens", self.num_speculative_tokens, 0)
-        check_at_least("rollout.speculative.prompt_lookup_min", self.prompt_lookup_min, 1)
-        check_at_least("rollout.speculative.prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
+        super().__post_init__()
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if most < least:
+            raise UserError(f"rollout.speculative.prompt_lookup_max is {most}; expected {least} or more")
         if self.model and not self.num_speculative_tokens:
             raise UserError(
                 "rollout.speculative.num_speculative_tokens is 0; expected 1 or more with "

@@ -113,26 +113,6 @@ def _bounds(kind: type) -> list[tuple[str, Bound, bool]]:
     return found
 
 
-def check_at_least(field: str, value: float, lowest: int) -> None:
-    """Raise `UserError` if the value of a setting is below ``lowest``."""
-    if value < lowest:
-        raise UserError(f"{field} is {value}; expected {lowest} or more")
-
-
-def check_fraction(field: str, value: float, *, above_zero: bool = False, below_one: bool = False) -> None:
-    """Raise `UserError` if the value of a setting is not a number from 0 to 1."""
-    is_low = value <= 0 if above_zero else value < 0
-    if is_low or not (value < 1 if below_one else value <= 1):
-        interval = f"{'(' if above_zero else '['}0, 1{')' if below_one else ']'}"
-        raise UserError(f"{field} is {value}; expected a number in {interval}")
-
-
-def check_finite(field: str, value: float, *, above_zero: bool = False) -> None:
-    """Raise `UserError` if the value of a setting is not finite, or too low."""
-    if not (0 < value < math.inf if above_zero else 0 <= value < math.inf):
-        raise UserError(f"{field} is {value}; expected a finite number{' above 0' if above_zero else ', 0 or more'}")
-
-
 _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
 
 

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from gcore_runs import check_at_least, check_fraction, parse_over
+from gcore_runs import Checked, FractionBelow1, NonNegative, at_least, parse_over
 from gcore_runs.errors import UserError
 from gcore_runs.loop.recorder import Display
 from gcore_runs.simulation.config import SimulateConfig
@@ -113,7 +113,7 @@ def run_simulation(config: SimulateConfig, simulate: "Callable[[Callable[[StepFi
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateConfig:
+class CalibrateConfig(Checked):
     """The choice of runs and steps."""
 
     calibrate: tuple[str, ...] = ()
@@ -122,17 +122,12 @@ class CalibrateConfig:
     """Folders of further runs; all their steps are held out."""
     out: str = ""
     """File to write; empty: simulate.toml in the first run's folder."""
-    warmup_steps: int = 3
+    warmup_steps: NonNegative = 3
     """First steps of each run, which are left out because they compile and allocate."""
-    max_steps: int = 100
+    max_steps: Annotated[int, at_least(2)] = 100
     """Most steps to use of each run, counted from its end."""
-    held_out: float = 0.5
+    held_out: FractionBelow1 = 0.5
     """Share of the steps that is not fitted to, at the end of a run."""
-
-    def __post_init__(self) -> None:
-        check_at_least("warmup_steps", self.warmup_steps, 0)
-        check_at_least("max_steps", self.max_steps, 2)
-        check_fraction("held_out", self.held_out, below_one=True)
 
 
 def parse_calibrate(args: Sequence[str], *, prog: str) -> CalibrateConfig:
