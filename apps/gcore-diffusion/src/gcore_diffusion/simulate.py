@@ -96,4 +96,9 @@ async def _scores(
     names = [str(int.from_bytes(image.tobytes(), "little")) for image in images]
     triples = zip(prompts, names, rows, strict=True)
     found = await asyncio.gather(*(reward.score(prompt=p, completion=name, row=row) for p, name, row in triples))
-    return [scored.score for scored in found if not isinstance(scored, Failed)]
+    scores: list[float] = []
+    for scored in found:
+        if isinstance(scored, Failed):
+            raise scored.error
+        scores.append(scored.score)
+    return scores

@@ -14,10 +14,10 @@ from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer
+from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer, merge
 from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
 from gcore_runs.simulation.command import parse_options, run_calibrate, run_simulation
-from gcore_runs.simulation.config import SimConfig, SimulateConfig, replaced
+from gcore_runs.simulation.config import SimConfig, SimulateConfig
 from gcore_runs.simulation.fit import MeasuredRun, measured_run
 from gcore_runs.simulation.tokens import (
     Replay,
@@ -99,7 +99,7 @@ def train_config(config: SimulateConfig) -> TrainConfig:
     trainer = TrainerConfig(num_processes=config.devices, total_training_steps=config.steps)
     base = TrainConfig(runtime="sim", device="cpu", sim=sim, trainer=trainer, data=DataConfig(shuffle_seed=config.seed))
     values = {path: getattr(config, name) for name, path in _SETTINGS.items()}
-    return replaced(base, values | {"data.train_batch_size": config.batch_size})
+    return merge(base, values | {"data.train_batch_size": config.batch_size})
 
 
 def _cluster(config: TrainConfig, replay: Replay | None = None) -> SimulatedCluster[Any, Any]:
@@ -110,7 +110,7 @@ def _cluster(config: TrainConfig, replay: Replay | None = None) -> SimulatedClus
     values |= {"device": "cpu", "data.num_workers": 0, "trainer.num_processes": sim.devices, "trainer.backend": "torch"}
     # Modelled engines and learners have no policy that could differ.
     values |= {"trainer.parallel": asdict(ParallelConfig()), "algorithm.max_rollout_kl": 0.0}
-    own = replaced(config, values)
+    own = merge(config, values)
     flops = partial(sample_flops, workload)
     return SimulatedCluster(
         job=Job(config=own, prompts=make_prompts(config), workload=workload),

@@ -45,8 +45,8 @@ class Contender(ABC):
         """Load into newly allocated memory; ``like`` has the shapes, for libraries that need them."""
 
     def load_into(self, step: int, template: State) -> None:
-        """Load into the memory of ``template``."""
-        raise NotImplementedError
+        """Load into the memory of ``template``, for libraries with ``loads_in_place``."""
+        raise NotImplementedError(f"{type(self).__name__} loads into new memory only")
 
     def unsynced(self, step: int) -> list[Path]:
         """Return files and folders that the library leaves unsynced, without which a save may not survive a crash."""

@@ -61,7 +61,7 @@ def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, F
     for threads in sorted({min(2**i, max_threads) for i in range(max_threads.bit_length() + 1)}):
         shares = [pairs[i::threads] for i in range(threads)]
         with ThreadPoolExecutor(threads) as executor:
-            seconds = min(seconds_of(lambda: list(executor.map(_copy, shares))) for _ in range(_COPIES))  # noqa: B023
+            seconds = min(seconds_of(partial(_copy_all, executor, shares)) for _ in range(_COPIES))
         rows[f"memcpy, {threads} thread{'s' * (threads > 1)}"] = {"stall": seconds}
     return rows
 
@@ -116,12 +116,13 @@ def _read_rows(path: Path) -> dict[str, Figures]:
         ways = ((row, "in_place", lambda: existing), (row, "load", fresh), (f"{row}, huge", "load", huge))
         for name, way, make in ways:
             prepare(path.parent)
-            seconds = seconds_of(lambda: _read(path, make(), flag))  # noqa: B023
+            seconds = seconds_of(partial(_read, path, make, flag))
             rows.setdefault(name, {})[f"{way}_{temperature}"] = seconds
     return rows
 
 
-def _read(path: Path, arena: Arena, flag: int) -> None:
+def _read(path: Path, make: Callable[[], Arena], flag: int) -> None:
+    arena = make()
     with _opened(path, os.O_RDONLY | flag) as descriptor:
         at = 0
         while at < arena.size_bytes:
@@ -148,6 +149,10 @@ def _pairs(arena: Arena, parts: Sequence[torch.Tensor]) -> list[tuple[_Array, _A
         pairs.append((arena.array[at : at + source.size], source))
         at += source.size
     return pairs
+
+
+def _copy_all(executor: ThreadPoolExecutor, shares: Sequence[Sequence[tuple[_Array, _Array]]]) -> None:
+    list(executor.map(_copy, shares))
 
 
 def _copy(pairs: Sequence[tuple[_Array, _Array]]) -> None:

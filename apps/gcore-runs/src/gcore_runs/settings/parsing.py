@@ -174,7 +174,7 @@ def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") ->
 
     Args:
         base: settings to start from.
-        overrides: as a TOML file has them.
+        overrides: as a TOML file has them, or by dotted names.
         source: the file that they are from, for errors; empty: options of a command line.
 
     Raises:

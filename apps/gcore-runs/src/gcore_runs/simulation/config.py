@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 from gcore_placement import Device, EngineCosts, PlacementError
 from gcore_runs.errors import UserError
-from gcore_runs.settings.parsing import merge
 from gcore_runs.settings.run_config import (
     Amount,
-    BaseRunConfig,
     Count,
     Fraction,
     FractionAbove0,
@@ -17,8 +15,6 @@ from gcore_runs.settings.run_config import (
     Positive,
     check_bounds,
 )
-
-ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 
 
 def _check_divides(field: str, value: int, whole: str, total: int) -> None:
@@ -235,15 +231,3 @@ class SimulateConfig(SimConfig):
     def batch_size(self) -> int:
         """Prompts a step."""
         return self.train_batch_size or max(1, self.devices // 2)
-
-
-def replaced(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
-    """Return a config with other values of some settings, by their dotted names; see `merge`."""
-    nested: dict[str, Any] = {}
-    for name, value in values.items():
-        *sections, last = name.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
-    return merge(config, nested)
