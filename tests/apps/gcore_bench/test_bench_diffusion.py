@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gcore_bench.diffusion import plain_loop
 from gcore_bench.diffusion.bench import GCORE, LIMIT, PLAIN, run
-from gcore_bench.diffusion.options import DiffusionBenchOptions
+from gcore_bench.diffusion.options import DiffusionOptions
 from gcore_bench.diffusion.plain_loop import Loop
 from gcore_bench.harness.options import BenchError
 from gcore_diffusion.config import DemoConfig
@@ -54,7 +54,7 @@ def test_the_plain_loop_steps_as_flow_grpo_does(tmp_path: Path, monkeypatch: pyt
 
 
 def test_bench_measures_and_simulates(tmp_path: Path) -> None:
-    options = DiffusionBenchOptions(quick=True, json=tmp_path / "figures.json")
+    options = DiffusionOptions(quick=True, json=tmp_path / "figures.json")
     run(options, Console(file=io.StringIO(), width=140))
     loop, sim = json.loads((tmp_path / "figures.json").read_text())["parts"]
     assert [row["name"] for row in loop["rows"]] == [*PLAIN, LIMIT, *GCORE]
@@ -76,4 +76,4 @@ def test_bench_measures_and_simulates(tmp_path: Path) -> None:
 )
 def test_bad_options_are_refused(field: dict[str, object]) -> None:
     with pytest.raises(BenchError, match=next(iter(field))):
-        DiffusionBenchOptions(**{**asdict(DiffusionBenchOptions()), **field})  # pyright: ignore[reportArgumentType]
+        DiffusionOptions(**{**asdict(DiffusionOptions()), **field})  # pyright: ignore[reportArgumentType]

@@ -10,36 +10,15 @@ from rich.console import Console
 from gcore_bench.harness.options import BenchError
 
 _BENCHES = {
-    "grpo": (
-        "GrpoOptions",
-        "GRPO steps under gcore and TRL's GRPOTrainer or verl: the same task, model, batch and step count",
-    ),
-    "ckpt": (
-        "CkptOptions",
-        "saves and loads of one state under gcore-ckpt, DCP, Orbax and others, against memory and disk",
-    ),
-    "trainer": (
-        "TrainerOptions",
-        "training steps, log-probabilities and long sequences under gcore-trainer, TRL's and verl's losses",
-    ),
-    "rollout": (
-        "RolloutOptions",
-        "generation, new weights and sandboxed programs under gcore-rollout, bare vLLM and transformers",
-    ),
-    "controller": (
-        "ControllerOptions",
-        "large payloads under gcore-controller and verl's single driver, and its load in simulated clusters",
-    ),
-    "diffusion": (
-        "DiffusionBenchOptions",
-        "Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers; samplers and a judge, simulated",
-    ),
-    "placement": (
-        "PlacementOptions",
-        "sequences distributed over ranks, against verl; predictions against measured runs; live runs",
-    ),
+    "grpo": "GRPO steps under gcore and TRL's GRPOTrainer or verl: the same task, model, batch and step count",
+    "ckpt": "saves and loads of one state under gcore-ckpt, DCP, Orbax and others, against memory and disk",
+    "trainer": "training steps, log-probabilities and long sequences under gcore-trainer, TRL's and verl's losses",
+    "rollout": "generation, new weights and sandboxed programs under gcore-rollout, bare vLLM and transformers",
+    "controller": "large payloads under gcore-controller and verl's single driver, and its load in simulated clusters",
+    "diffusion": "Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers; samplers and a judge, simulated",
+    "placement": "sequences distributed over ranks, against verl; predictions against measured runs; live runs",
 }
-"""Class of the options of each command in its module ``options``, and a line of help; ``bench`` has its `run`."""
+"""A line of help for each command NAME, a folder whose ``options`` has a `NameOptions`, and whose ``bench`` a `run`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in _BENCHES:
         raise SystemExit(f"gcore-bench: the command is {name!r}; expected one of {', '.join(_BENCHES)}")
     try:
-        options_class = getattr(import_module(f"gcore_bench.{name}.options"), _BENCHES[name][0])
+        options_class = getattr(import_module(f"gcore_bench.{name}.options"), f"{name.capitalize()}Options")
         options = tyro.cli(options_class, args=args[1:], prog=f"gcore-bench {name}")
         # Imported after the options are checked, because it may take seconds.
         import_module(f"gcore_bench.{name}.bench").run(options, _console())
@@ -66,7 +45,7 @@ def _usage() -> str:
         "usage: gcore-bench COMMAND [options]\n",
         "Every claim gcore makes, measured against a peer or a physical limit.\n",
         "commands:",
-        *(f"  {name:<12}{summary}" for name, (_, summary) in _BENCHES.items()),
+        *(f"  {name:<12}{summary}" for name, summary in _BENCHES.items()),
         "\ngcore-bench COMMAND --help documents every option.",
     ]
     return "\n".join(lines) + "\n"

@@ -50,14 +50,13 @@ def run(options: CkptOptions, console: Console) -> None:
             for turn in rounds.turns([*[LIMITS] * (not PARTS[part].ratio_to), *options.contenders_of(part)]):
                 try:
                     rows = _rows(part, turn.contender, options, folder)
+                    turn.done(rows, _in_words(part, turn.contender, rows))
                 except BenchError as error:
                     turn.failed(str(error))
-                else:
-                    turn.done(rows, _in_words(part, turn.contender, rows))
             summary = summarise_part(part, rounds.runs)
-            failures = [f"{contender} failed: {failure}" for contender, failure in summary.failures.items()]
+            failures = [f"{contender} failed: {failure}" for contender, failure in summary["failures"].items()]
             session.add(part, tables=[part_table(summary, options)], lines=failures, summary=summary, runs=rounds.runs)
-            has_figures = has_figures or any(line.seconds for line in summary.lines)
+            has_figures = has_figures or any(line["seconds"] for line in summary["lines"])
     if not has_figures:
         raise BenchError("no contender has figures; see the failures above")
 
@@ -99,29 +98,24 @@ def _outcome(part: str, contender: str, options: CkptOptions, folder: Path, phas
 
 
 def _in_words(part: str, contender: str, rows: dict[str, Figures]) -> str:
-    titles = {metric: title.removesuffix(" s") for metric, title in PARTS[part].columns.items()}
-    found = [
-        f"{row if row != contender else ''} {titles[metric]} {seconds[metric]:.3f} s".strip()
+    titles = {metric: title.removesuffix(" s") for metric, title in PARTS[part].columns.items() if metric in _SHOWN}
+    return ", ".join(
+        f"{row if row != contender else ''} {title} {seconds[metric]:.3f} s".strip()
         for row, seconds in rows.items()
-        for metric in _SHOWN
+        for metric, title in titles.items()
         if metric in seconds
-    ]
-    return ", ".join(found)
+    )
 
 
 def check_machine(folder: Path, size_bytes: int) -> None:
     """Check that there is enough disk space and memory before anything is written."""
-    free = shutil.disk_usage(folder).free
-    if free < (needed := _SIZES_ON_DISK * size_bytes):
-        raise BenchError(
-            f"dir is {folder}; expected {needed / 1e9:.1f} GB of free disk space there, found {free / 1e9:.1f}"
-        )
-    available = psutil.virtual_memory().available
-    if available < (needed := _SIZES_IN_MEMORY * size_bytes + _PROCESSES_BYTES):
-        raise BenchError(
-            f"size_gb is {size_bytes / 1e9:g}; expected {needed / 1e9:.1f} GB of available memory for it, "
-            f"found {available / 1e9:.1f}"
-        )
+    memory = _SIZES_IN_MEMORY * size_bytes + _PROCESSES_BYTES
+    for field, needed, free, of in (
+        (f"dir is {folder}", _SIZES_ON_DISK * size_bytes, shutil.disk_usage(folder).free, "free disk space there"),
+        (f"size_gb is {size_bytes / 1e9:g}", memory, psutil.virtual_memory().available, "available memory for it"),
+    ):
+        if free < needed:
+            raise BenchError(f"{field}; expected {needed / 1e9:.1f} GB of {of}, found {free / 1e9:.1f}")
 
 
 @contextmanager

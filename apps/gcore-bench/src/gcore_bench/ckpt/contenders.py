@@ -3,9 +3,8 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -18,8 +17,7 @@ _Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _MAX_CHUNK_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """A save that may continue after its call has returned; by default it was complete then."""
 
     done: Callable[[], bool] = lambda: True
@@ -29,7 +27,6 @@ class Pending:
 class Contender(ABC):
     """One library, saving below one folder."""
 
-    root: Path
     loads_in_place = False
     """Whether it can load into existing memory."""
 
@@ -158,19 +155,17 @@ class DcpAsync(Dcp):
         self._stager = DefaultStager(options) if caches else None
 
     def save(self, step: int, state: State) -> Pending:
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-        future = async_save(
+        # The stagers above copy before they return, so that there is a future of the upload alone.
+        upload: Any = async_save(
             state,
             checkpoint_id=self.path(step),
             async_checkpointer_type=AsyncCheckpointerType(self._kind),
             async_stager=self._stager,
             process_group=self._group,
         )
-        if isinstance(future, AsyncSaveResponse):
-            future.staging_completion.result()
-            future = future.upload_completion
-        return Pending(future.done, future.result)
+        return Pending(upload.done, upload.result)
 
     def close(self) -> None:
         if self._stager is not None:

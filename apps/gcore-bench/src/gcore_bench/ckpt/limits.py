@@ -61,7 +61,8 @@ def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, F
     for threads in sorted({min(2**i, max_threads) for i in range(max_threads.bit_length() + 1)}):
         shares = [pairs[i::threads] for i in range(threads)]
         with ThreadPoolExecutor(threads) as executor:
-            seconds = min(seconds_of(partial(_copy_all, executor, shares)) for _ in range(_COPIES))
+            copy = partial(executor.map, _copy, shares)
+            seconds = min(seconds_of(lambda copy=copy: [*copy()]) for _ in range(_COPIES))
         rows[f"memcpy, {threads} thread{'s' * (threads > 1)}"] = {"stall": seconds}
     return rows
 
@@ -83,11 +84,10 @@ def _file_modes(path: Path) -> dict[str, int]:
     """Return the ways to access a file next to ``path``, and the flag that opens it so."""
     probe = path.with_name(f"probe-{path.name}")
     try:
-        descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        with _opened(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT):
+            probe.unlink()
     except OSError:
         return {"buffered": 0}
-    os.close(descriptor)
-    probe.unlink()
     return {"buffered": 0, "direct": os.O_DIRECT}
 
 
@@ -107,17 +107,14 @@ def _read_rows(path: Path) -> dict[str, Figures]:
     existing = Arena(path.stat().st_size)
     existing.array.fill(0)
     rows: dict[str, Figures] = {}
-
     for (mode, flag), (temperature, prepare) in product(_file_modes(path).items(), TEMPERATURES.items()):
         if flag and temperature == "warm":
             continue
-        row = f"raw-read, {mode}"
         fresh, huge = (partial(Arena, existing.size_bytes, huge_pages=huge_pages) for huge_pages in (False, True))
-        ways = ((row, "in_place", lambda: existing), (row, "load", fresh), (f"{row}, huge", "load", huge))
-        for name, way, make in ways:
+        for pages, way, make in (("", "in_place", lambda: existing), ("", "load", fresh), (", huge", "load", huge)):
             prepare(path.parent)
             seconds = seconds_of(partial(_read, path, make, flag))
-            rows.setdefault(name, {})[f"{way}_{temperature}"] = seconds
+            rows.setdefault(f"raw-read, {mode}{pages}", {})[f"{way}_{temperature}"] = seconds
     return rows
 
 
@@ -143,16 +140,9 @@ def _opened(path: Path, flags: int) -> Generator[int]:
 
 def _pairs(arena: Arena, parts: Sequence[torch.Tensor]) -> list[tuple[_Array, _Array]]:
     """Return target and source of each piece."""
-    pairs: list[tuple[_Array, _Array]] = []
-    at = 0
-    for source in (piece.numpy() for part in parts for piece in part.split(_PIECE_BYTES)):
-        pairs.append((arena.array[at : at + source.size], source))
-        at += source.size
-    return pairs
-
-
-def _copy_all(executor: ThreadPoolExecutor, shares: Sequence[Sequence[tuple[_Array, _Array]]]) -> None:
-    list(executor.map(_copy, shares))
+    sources = [piece.numpy() for part in parts for piece in part.split(_PIECE_BYTES)]
+    ends = np.cumsum([source.size for source in sources])
+    return list(zip(np.split(arena.array[: ends[-1]], ends[:-1]), sources, strict=True))
 
 
 def _copy(pairs: Sequence[tuple[_Array, _Array]]) -> None:

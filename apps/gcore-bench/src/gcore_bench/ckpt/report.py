@@ -1,85 +1,66 @@
 """Ratios to the physical limits, tables and notes of the bench of checkpoints."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from rich.table import Table
 
 from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
-from gcore_bench.harness.report import Figures, Run, figures_table, mb, summarise
+from gcore_bench.harness.report import Row, Run, figures_table, mb, summarise
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One contender, or one way to measure a limit, over all rounds."""
+def summarise_part(part: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """Take medians over all rounds, and their ratios to the fastest limits.
 
-    row: str
-    seconds: Figures
-    """Medians by metric, without those that the contender does not support."""
-    ratios: Figures
-    """Ratios to the limit's seconds, or to those of the metric that the part names."""
-    peak_extra_bytes: float | None
-    """Highest memory of all rounds during the saves, less that before them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """One part, with the fastest way for each metric that has a limit, the first failures, and the mean load."""
-
-    part: str
-    lines: list[Line]
-    limits: list[Line]
-    best: dict[str, str]
-    failures: dict[str, str]
-    load: float
-
-
-def summarise_part(part: str, runs: Sequence[Run]) -> Summary:
-    """Take medians over all rounds, and their ratios to the fastest limits."""
+    Returns:
+        ``lines`` of the contenders and ``limits``: each a row with its ``seconds`` and ``ratios`` by metric, without
+        those that it does not support, and its ``peak_extra_bytes``, the highest memory during the saves less that
+        before; ``best``, the fastest limit of each metric; the first ``failures``; and the mean ``load``.
+    """
     rows = {run.contender: {} for run in runs if run.contender != LIMITS} | summarise(part, runs).rows
     limits = {row: rows[row] for run in runs if run.contender == LIMITS for row in run.rows}
     metrics = dict.fromkeys(metric for figures in limits.values() for metric in figures)
     best = {m: min((row for row in limits if m in limits[row]), key=lambda row: limits[row][m]) for m in metrics}
     fastest = {metric: limits[row][metric] for metric, row in best.items()}
 
-    def line(row: str) -> Line:
+    def line(row: str) -> Row:
         seconds = {metric: value for metric, value in rows[row].items() if metric != "peak_bytes"}
         base = fastest | {m: seconds[of] for m, of in PARTS[part].ratio_to.items() if of in seconds}
         ratios = {m: seconds[m] / base[m] for m in PARTS[part].columns if m in seconds and base.get(m)}
-        return Line(row=row, seconds=seconds, ratios=ratios, peak_extra_bytes=rows[row].get("peak_bytes"))
+        return {"row": row, "seconds": seconds, "ratios": ratios, "peak_extra_bytes": rows[row].get("peak_bytes")}
 
-    return Summary(
-        part=part,
-        lines=[line(row) for row in rows if row not in limits],
-        limits=[line(row) for row in limits],
-        best=best,
-        failures={run.contender: run.failure for run in reversed(runs) if run.failure},
-        load=fmean(run.load for run in runs),
-    )
+    return {
+        "part": part,
+        "lines": [line(row) for row in rows if row not in limits],
+        "limits": [line(row) for row in limits],
+        "best": best,
+        "failures": {run.contender: run.failure for run in reversed(runs) if run.failure},
+        "load": fmean(run.load for run in runs),
+    }
 
 
-def part_table(summary: Summary, options: CkptOptions) -> Table:
+def part_table(summary: dict[str, Any], options: CkptOptions) -> Table:
     """Return a table with a row for each contender, and then the limits that their ratios are taken to."""
-    part = PARTS[summary.part]
-    ranks = f", {options.ranks} save, {options.ranks // 2} load" if summary.part == "ranks" else ""
-    with_peak = any(line.peak_extra_bytes is not None for line in summary.lines)
+    part = PARTS[summary["part"]]
+    ranks = f", {options.ranks} save, {options.ranks // 2} load" if summary["part"] == "ranks" else ""
+    with_peak = any(line["peak_extra_bytes"] is not None for line in summary["lines"])
     title = f"{part.title}{ranks}: {options.size_gb:g} GB in {options.tensors} tensors"
     shown = figures_table(title, *part.columns.values(), *["extra MB"] * with_peak)
-    shown.caption = f"medians of {options.rounds} rounds; load of the machine {summary.load:.1f}"
-    for lines in (summary.lines, summary.limits):
+    shown.caption = f"medians of {options.rounds} rounds; load of the machine {summary['load']:.1f}"
+    for lines in (summary["lines"], summary["limits"]):
         shown.add_section()
         for line in lines:
             cells = [_cell(line, metric) for metric in part.columns]
-            shown.add_row(line.row, *cells, *[mb(line.peak_extra_bytes)] * with_peak)
+            shown.add_row(line["row"], *cells, *[mb(line["peak_extra_bytes"])] * with_peak)
     return shown
 
 
-def _cell(line: Line, metric: str) -> str:
-    if metric not in line.seconds:
+def _cell(line: Row, metric: str) -> str:
+    if metric not in line["seconds"]:
         return "-"
-    ratio = f" ({_short(line.ratios[metric], 2)}x)" if metric in line.ratios else ""
-    return _short(line.seconds[metric], 3) + ratio
+    ratio = f" ({_short(line['ratios'][metric], 2)}x)" if metric in line["ratios"] else ""
+    return _short(line["seconds"][metric], 3) + ratio
 
 
 def _short(value: float, decimals: int) -> str:

@@ -7,11 +7,12 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from timeit import Timer
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -33,29 +34,63 @@ _WIDTH = 512
 _ADDITIONS = 10_000
 
 
+class _Layout(NamedTuple):
+    """The split of tensors over the ranks of a mesh along a dimension, the last where there are fewer; or none."""
+
+    mesh: DeviceMesh | None = None
+    dim: int = 0
+
+    def span(self, plan: TensorPlan) -> tuple[int, int, int]:
+        """Return the dimension that is split, and where this rank's part of it starts and ends."""
+        dim = min(self.dim, len(plan.shape) - 1)
+        rank, ranks = (0, 1) if self.mesh is None else (self.mesh.get_rank(), self.mesh.size())
+        size = math.ceil(plan.shape[dim] / ranks)
+        start, end = (min(at * size, plan.shape[dim]) for at in (rank, rank + 1))
+        return dim, start, end
+
+    def part(self, plan: TensorPlan) -> torch.Tensor:
+        dim, start, end = self.span(plan)
+        return plan.rows(start, end) if dim == 0 else plan.full().narrow(dim, start, end - start)
+
+    def tensor(self, plan: TensorPlan, part: torch.Tensor) -> torch.Tensor:
+        if self.mesh is None:
+            return part
+        split, shape = Shard(self.span(plan)[0]), torch.Size(plan.shape)
+        return DTensor.from_local(part, self.mesh, [split], run_check=False, shape=shape, stride=plan.stride)
+
+
 def run(spec: Spec) -> dict[str, Any]:
     """Measure ``spec.contender`` in a part; of all ranks' seconds the highest count."""
     plans, root = plan_state(spec.options["size_bytes"], spec.options["tensors"]), Path(spec.folder) / "files"
-    if spec.part == "ranks":
-        with joined_world(spec):
-            return _measured_ranks(spec, plans, root)
-    state = {plan.name: plan.full() for plan in plans}
-    if spec.contender == LIMITS:
-        return {"rows": disk_rows([byte_view(tensor) for tensor in state.values()], root)}
-    contender = CONTENDERS[spec.contender](root)
-    if spec.part == "loop":
-        figures = {"rows": {spec.contender: _loop_seconds(contender, state)}}
-    else:
-        figures = _measured_saves(spec, contender, state)
-        figures["rows"][spec.contender] |= _load_seconds(contender, state, plans)
-    contender.close()
-    return figures
+    with joined_world(spec) if spec.part == "ranks" else nullcontext():
+        mesh = init_device_mesh("cpu", (spec.world_size,)) if spec.part == "ranks" else None
+        # Ranks split every tensor along dimension 0, as in fully sharded training.
+        layout = _Layout(mesh)
+        if spec.contender == LIMITS:
+            parts = [byte_view(layout.part(plan)) for plan in plans]
+            return {"rows": _rank_limits(spec, parts, root) if spec.world_size > 1 else disk_rows(parts, root)}
+        contender, figures, seconds = CONTENDERS[spec.contender](root), dict[str, Any](), Figures()
+        load_into = partial(contender.load_into, 1)
+        if spec.options["phase"] == "load":
+            for way, dim in (("rows", 0), ("columns", 1)):
+                seconds |= _load_seconds(spec, contender, plans, way, load_into, _Layout(mesh, dim))
+        else:
+            state = {plan.name: layout.tensor(plan, layout.part(plan)) for plan in plans}
+            if spec.part == "loop":
+                seconds = _loop_seconds(contender, state)
+            else:
+                seconds, figures = _measured_saves(spec, contender, state)
+            if spec.part == "single":
+                load = partial(_load_fresh, contender, state)
+                seconds |= _load_seconds(spec, contender, plans, "load", load, layout)
+                if contender.loads_in_place:
+                    seconds |= _load_seconds(spec, contender, plans, "in_place", load_into, layout)
+        contender.close()
+        return {"rows": {spec.contender: seconds}, **figures}
 
 
-def _measured_saves(
-    spec: Spec, contender: Contender, state: State, barrier: Callable[[], object] = lambda: None
-) -> dict[str, Any]:
-    """Save twice, and return the seconds of the second save, memory before both, and when they were.
+def _measured_saves(spec: Spec, contender: Contender, state: State) -> tuple[Figures, dict[str, Any]]:
+    """Save twice, and return the seconds of the second save, and memory before both and when they were.
 
     The first save allocates buffers and starts processes. ``before_bytes`` is resident memory, where pages that
     processes share are divided among them; ``saving_s`` is on the monotonic clock, the same for all processes. The
@@ -67,16 +102,16 @@ def _measured_saves(
         TEMPERATURES["cold"](contender.root)
         os.sync()
     settle()
-    barrier()
+    _barrier(spec)
     start_s = time.perf_counter()
     pending = contender.save(1, state)
     stall_s = time.perf_counter() - start_s
     pending.wait()
-    barrier()
+    _barrier(spec)
     if spec.rank == 0:
         sync_paths(*contender.unsynced(1))
     seconds = {"stall": stall_s, "durable": time.perf_counter() - start_s}
-    return {"rows": {spec.contender: seconds}, "before_bytes": before_bytes, "saving_s": (begin_s, time.monotonic())}
+    return seconds, {"before_bytes": before_bytes, "saving_s": (begin_s, time.monotonic())}
 
 
 def _save_once(contender: Contender, step: int, state: State) -> None:
@@ -84,32 +119,42 @@ def _save_once(contender: Contender, step: int, state: State) -> None:
     sync_paths(*contender.unsynced(step))
 
 
-def _load_seconds(contender: Contender, state: State, plans: list[TensorPlan]) -> Figures:
+def _barrier(spec: Spec) -> None:
+    if spec.world_size > 1:
+        dist.barrier()
+
+
+def _load_fresh(contender: Contender, like: State, loaded: State) -> None:
+    loaded.update(contender.load(1, like))
+
+
+def _load_seconds(
+    spec: Spec,
+    contender: Contender,
+    plans: list[TensorPlan],
+    way: str,
+    load: Callable[[State], object],
+    layout: _Layout,
+) -> Figures:
+    """Load cold and warm files, into fresh memory or into zeros, and check this rank's part of every tensor."""
     seconds: Figures = {}
-    loaded: State = {}
-
-    def measure(metric: str, prepare: Callable[[Path], None], load: Callable[[], object]) -> None:
-        prepare(contender.root)
-        settle()
-        seconds[metric] = seconds_of(load)
-        for plan in plans:
-            _check(plan, loaded.get(plan.name), plan.full())
-
     for temperature, prepare in TEMPERATURES.items():
-        measure(f"load_{temperature}", prepare, lambda: loaded.update(contender.load(1, state)))
-        loaded.clear()
-    if contender.loads_in_place:
-        loaded |= {name: torch.empty_like(tensor) for name, tensor in state.items()}
-        for temperature, prepare in TEMPERATURES.items():
-            for tensor in loaded.values():
-                tensor.zero_()
-            measure(f"in_place_{temperature}", prepare, lambda: contender.load_into(1, loaded))
+        loaded: State = {}
+        if way != "load":
+            loaded |= {plan.name: layout.tensor(plan, torch.zeros_like(layout.part(plan))) for plan in plans}
+        if spec.rank == 0:
+            prepare(contender.root)
+        settle()
+        _barrier(spec)
+        seconds[f"{way}_{temperature}"] = seconds_of(partial(load, loaded))
+        _barrier(spec)
+        for plan in plans:
+            found = loaded.get(plan.name)
+            if not is_same(found.to_local() if isinstance(found, DTensor) else found, layout.part(plan)):
+                split = f", split by {way}," if spec.part == "ranks" else ""
+                raise ValueError(f"tensor {plan.name}{split} was loaded with other bytes than were saved")
+        del loaded
     return seconds
-
-
-def _check(plan: TensorPlan, found: torch.Tensor | None, expected: torch.Tensor, split: str = "") -> None:
-    if not is_same(found, expected):
-        raise ValueError(f"tensor {plan.name}{split} was loaded with other bytes than were saved")
 
 
 def _loop_seconds(contender: Contender, state: State) -> Figures:
@@ -118,9 +163,9 @@ def _loop_seconds(contender: Contender, state: State) -> Figures:
     left, right, product = (torch.randn(_WIDTH, _WIDTH) for _ in range(3))
     matmul = _steps(contender, 1, state, partial(torch.mm, left, right, out=product))
     python = _steps(contender, 2, state, _add)
-    saves = {"stall": matmul["stall"], "save": matmul["save"]}
     steps = {"matmul": matmul, "python": python}
-    return saves | {f"{name}_{when}": found[when] for name, found in steps.items() for when in ("quiet", "saving")}
+    found = {f"{name}_{when}": step[when] for name, step in steps.items() for when in ("quiet", "saving")}
+    return {"stall": matmul["stall"], "save": matmul["save"], **found}
 
 
 def _steps(contender: Contender, number: int, state: State, work: Callable[[], object]) -> Figures:
@@ -149,24 +194,6 @@ def _add() -> None:
         total += i
 
 
-def _measured_ranks(spec: Spec, plans: list[TensorPlan], root: Path) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (spec.world_size,))
-    if spec.options["phase"] == "load":
-        contender = CONTENDERS[spec.contender](root)
-        figures = {"rows": {spec.contender: _rank_load_seconds(spec, contender, plans, mesh)}}
-        contender.close()
-        return figures
-    # Every tensor is split along dimension 0, as in fully sharded training.
-    shards = [plan.rows(*_span(plan, mesh, 0)[1:]) for plan in plans]
-    if spec.contender == LIMITS:
-        return {"rows": _rank_limits(spec, [byte_view(shard) for shard in shards], root)}
-    state: State = {p.name: _dtensor(shard, p, mesh, 0) for p, shard in zip(plans, shards, strict=True)}
-    contender = CONTENDERS[spec.contender](root)
-    figures = _measured_saves(spec, contender, state, dist.barrier)
-    contender.close()
-    return figures
-
-
 def _rank_limits(spec: Spec, parts: list[torch.Tensor], root: Path) -> dict[str, Figures]:
     """Measure all ranks at the same time, each with a copy of its own shards and a file of its own."""
 
@@ -178,40 +205,3 @@ def _rank_limits(spec: Spec, parts: list[torch.Tensor], root: Path) -> dict[str,
     dist.barrier()
     rows = copy_rows(parts, max_threads=1)
     return rows | write_rows(Arena.of(parts), root / f"raw-{spec.rank}", before=sync, after=dist.barrier)
-
-
-def _rank_load_seconds(spec: Spec, contender: Contender, plans: list[TensorPlan], mesh: DeviceMesh) -> Figures:
-    """Load into zeros that are split along the first or the last dimension."""
-    seconds: Figures = {}
-    for layout, dim in (("rows", 0), ("columns", 1)):
-        spans = {plan: _span(plan, mesh, dim) for plan in plans}
-        for temperature, prepare in TEMPERATURES.items():
-            template: State = {}
-            for plan, (split, start, end) in spans.items():
-                shape = [*plan.shape[:split], end - start, *plan.shape[split + 1 :]]
-                template[plan.name] = _dtensor(torch.zeros(shape, dtype=plan.dtype), plan, mesh, split)
-            if spec.rank == 0:
-                prepare(contender.root)
-            settle()
-            dist.barrier()
-            seconds[f"{layout}_{temperature}"] = seconds_of(partial(contender.load_into, 1, template))
-            dist.barrier()
-            for (plan, (split, start, end)), found in zip(spans.items(), template.values(), strict=True):
-                assert isinstance(found, DTensor)
-                expected = plan.full().narrow(split, start, end - start)
-                _check(plan, found.to_local(), expected, f", split by {layout},")
-    return seconds
-
-
-def _dtensor(local: torch.Tensor, plan: TensorPlan, mesh: DeviceMesh, dim: int) -> DTensor:
-    shape, stride = torch.Size(plan.shape), plan.stride
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-
-
-def _span(plan: TensorPlan, mesh: DeviceMesh, dim: int) -> tuple[int, int, int]:
-    """Return the dimension to split (the last where there are fewer), and where this rank's part starts and ends."""
-    split = min(dim, len(plan.shape) - 1)
-    length = plan.shape[split]
-    size = math.ceil(length / mesh.size())
-    start = min(mesh.get_rank() * size, length)
-    return split, start, min(start + size, length)

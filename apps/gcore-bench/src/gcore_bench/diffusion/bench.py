@@ -12,7 +12,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from gcore_bench.diffusion.options import DiffusionBenchOptions
+from gcore_bench.diffusion.options import DiffusionOptions
 from gcore_bench.diffusion.simulation import run_simulation
 from gcore_bench.harness.processes import Program, Spec, child_program, run_program
 from gcore_bench.harness.report import Figures, Rounds, Session, figures_table, verdict
@@ -47,7 +47,7 @@ class LoopRow:
     """Highest load of the machine as its runs started."""
 
 
-def run(options: DiffusionBenchOptions, console: Console) -> None:
+def run(options: DiffusionOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for.
 
     Raises:
@@ -75,7 +75,7 @@ def run(options: DiffusionBenchOptions, console: Console) -> None:
             session.add(part, tables=[_simulation_table(found)], rows=figures)
 
 
-def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -> list[LoopRow]:
+def _run_loop(options: DiffusionOptions, *, say: Callable[[str], object]) -> list[LoopRow]:
     # The folder is kept, because error messages name logs in it.
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-diffusion-"))
     # The result of pretraining does not affect times.
@@ -110,7 +110,7 @@ def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -
     ]
 
 
-def _plain(name: str, model: Path, options: DiffusionBenchOptions, which: str) -> list[Figures]:
+def _plain(name: str, model: Path, options: DiffusionOptions, which: str) -> list[Figures]:
     threads, folder = PLAIN.index(name) + 1, model.parent
     settings = {"prompts": options.prompts, "n": options.n, "steps": options.warmup + options.steps}
     spec = Spec(
@@ -126,7 +126,7 @@ def _plain(name: str, model: Path, options: DiffusionBenchOptions, which: str) -
     return program.read()
 
 
-def _gcore(name: str, model: Path, options: DiffusionBenchOptions, number: int) -> list[Figures]:
+def _gcore(name: str, model: Path, options: DiffusionOptions, number: int) -> list[Figures]:
     folder, run_name = model.parent, f"run-{number}-{list(GCORE).index(name)}"
     steps = str(options.warmup + options.steps)
     command = [

@@ -14,7 +14,7 @@ _AVAILABLE = Bound(lambda count: count <= len(PROMPTS), f"at most {len(PROMPTS)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionBenchOptions(QuickOptions):
+class DiffusionOptions(QuickOptions):
     """Measure gcore-diffusion against a plain loop on diffusers, and simulate its samplers with a judge."""
 
     parts: tuple[PartName, ...] = get_args(PartName)

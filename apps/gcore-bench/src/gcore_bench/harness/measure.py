@@ -4,7 +4,6 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -46,35 +45,24 @@ def status_bytes(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Medians over calls."""
+def measured(work: Callable[[], object], *, times: int, device: str = "cpu") -> dict[str, float]:
+    """Call ``work`` once for its memory and then ``times`` times for its time; its results are dropped.
 
-    wall_s: float
-    cpu_s: float
-    """Sum over all threads."""
-    peak_bytes: int
-    """Peak of one call, less the memory in use before it."""
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures by the names that tables use."""
-        return {"step_s": self.wall_s, "cpu_s": self.cpu_s, "peak_bytes": float(self.peak_bytes)}
-
-
-def measured(work: Callable[[], object], *, times: int, device: str = "cpu") -> Measured:
-    """Call ``work`` once for its memory and then ``times`` times for its time; its results are dropped."""
+    Returns:
+        Medians of ``step_s`` and of ``cpu_s``, which is the sum over all threads; ``peak_bytes`` of one call, less the
+        memory in use before it.
+    """
     _return_blocks_from(_SMALLEST_BYTES)
     peak_bytes = _peak_bytes(work, device)
     _return_blocks_from(_LARGEST_BYTES)
-    walls: list[float] = []
-    cpus: list[float] = []
+    seconds: list[tuple[float, float]] = []
     for _ in range(times):
-        wall_s, cpu_s = _now(device)
+        start_s, start_cpu_s = _now(device)
         work()
-        end_wall_s, end_cpu_s = _now(device)
-        walls.append(end_wall_s - wall_s)
-        cpus.append(end_cpu_s - cpu_s)
-    return Measured(wall_s=median(walls), cpu_s=median(cpus), peak_bytes=peak_bytes)
+        end_s, end_cpu_s = _now(device)
+        seconds.append((end_s - start_s, end_cpu_s - start_cpu_s))
+    step_s, cpu_s = map(median, zip(*seconds, strict=True))
+    return {"step_s": step_s, "cpu_s": cpu_s, "peak_bytes": float(peak_bytes)}
 
 
 def _return_blocks_from(size_bytes: int) -> None:

@@ -16,10 +16,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from multiprocessing import connection, forkserver
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,9 +42,7 @@ QUIET: dict[str, str] = {
 _PRELOAD = "gcore_bench.trainer.preload"
 _POLL_S = 2.0
 """Reading the memory of thirty processes takes a tenth of a second of a core."""
-_FORKED_TIMEOUT_S = 3600.0
-_GRACE_S = 5.0
-"""Seconds that the other ranks have to report after one has failed."""
+_FORKED_TIMEOUT_S = 3600
 
 _Rows: TypeAlias = dict[str, dict[str, float]]
 
@@ -137,9 +137,10 @@ def run_program(program: Program, *, name: str, log: Path) -> Footprint:
     codes, footprints = _run([program], log, poll_s=_POLL_S)
     if any(codes):
         raise BenchError(f"{name} failed: {_last_line(log)} (see {log})")
-    found = [footprint for _, footprint in footprints]
-    most_bytes, most = max(one.pss_bytes for one in found), max(one.num_processes for one in found)
-    return Footprint(pss_bytes=most_bytes, num_processes=most)
+    return Footprint(
+        pss_bytes=max((one.pss_bytes for _, one in footprints), default=0),
+        num_processes=max((one.num_processes for _, one in footprints), default=0),
+    )
 
 
 def child_program(spec: Spec, output: Path, environment: Mapping[str, str]) -> Program:
@@ -179,32 +180,16 @@ def start_server(threads: int) -> None:
 
 def run_processes(specs: Sequence[Spec]) -> _Rows:
     """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`)."""
-    outputs = _outputs(specs, Path(specs[0].folder))
-    context = multiprocessing.get_context("forkserver")
-    processes = [
-        context.Process(target=_forked_main, args=(spec, output, output.with_name(f"log-{spec.rank}")), daemon=True)
-        for spec, output in zip(specs, outputs, strict=True)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        waiting, end_s = [process.sentinel for process in processes], time.monotonic() + _FORKED_TIMEOUT_S
-        # When one has failed, the others would wait for that one.
-        while waiting and not any(process.exitcode for process in processes):
-            ended = connection.wait(waiting, end_s - time.monotonic())
-            if not ended:
-                raise BenchError(f"a contender did not end within {_FORKED_TIMEOUT_S:.0f} s")
-            waiting = [sentinel for sentinel in waiting if sentinel not in ended]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    outputs, context = _outputs(specs, Path(specs[0].folder)), multiprocessing.get_context("forkserver")
+    # A rank that fails ends its process, and the pool then ends the others, which would wait for that one.
+    with ProcessPoolExecutor(len(specs), context) as pool, suppress(BrokenProcessPool):
+        list(pool.map(_forked_work, specs, outputs))
     reason = _failure_of(outputs)
-    if not reason and not all(path.exists() for path in outputs):
-        reason = f"its processes ended with {', '.join(str(process.exitcode) for process in processes)}"
+    if not reason and not all(output.exists() for output in outputs):
+        reason = f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s"
     if reason:
         raise BenchError(f"{specs[0].contender} failed in part {specs[0].part or specs[0].work}: {reason}")
-    return merge_ranks([json.loads(path.read_text())["result"] for path in outputs])
+    return merge_ranks([json.loads(output.read_text())["result"] for output in outputs])
 
 
 def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
@@ -230,11 +215,12 @@ def _failure_of(outputs: Sequence[Path]) -> str:
     return next(filter(None, found), "")
 
 
-def _forked_main(spec: Spec, output: Path, log: Path) -> None:
-    """Do the work of a spec in a forked process, whose stdout and stderr go to ``log``."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+def _forked_work(spec: Spec, output: Path) -> None:
+    """Do the work of a spec in a forked process, whose stdout and stderr go to a log, and which ends in time."""
+    signal.alarm(_FORKED_TIMEOUT_S)
+    with output.with_name(f"log-{spec.rank}").open("wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
     _work(spec, output)
 
 
@@ -257,10 +243,11 @@ def _work(spec: Spec, output: Path) -> None:
 def _run(
     programs: Sequence[Program], log: Path, *, poll_s: float, timeout_s: float = math.inf
 ) -> tuple[list[int], list[tuple[float, Footprint]]]:
-    """Run programs until all have ended, or a moment after one has failed; return exit codes, and sizes over time."""
+    """Run programs until all have ended or one has failed; return exit codes, and sizes over time."""
     processes: list[subprocess.Popen[Any]] = []
     seen: set[psutil.Process] = set()
     footprints: list[tuple[float, Footprint]] = []
+    end_s = time.monotonic() + timeout_s
     with log.open("wb") as file:
         try:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
@@ -268,13 +255,10 @@ def _run(
                 env, folder = {**os.environ, **QUIET, **program.environment}, program.folder
                 process = subprocess.Popen(program.command, env=env, cwd=folder, start_new_session=True, **streams)
                 processes.append(process)
-            end_s, has_failed = time.monotonic() + timeout_s, False
             while alive := [process for process in processes if process.poll() is None]:
-                if not has_failed and any(process.returncode for process in processes):
-                    has_failed, end_s = True, min(end_s, time.monotonic() + _GRACE_S)
+                if any(process.returncode for process in processes):
+                    break
                 if time.monotonic() > end_s:
-                    if has_failed:
-                        break
                     raise BenchError(f"it did not end within {timeout_s:.0f} s")
                 footprints.append((time.monotonic(), _footprint(processes, seen)))
                 with suppress(subprocess.TimeoutExpired):
@@ -288,8 +272,7 @@ def _run(
                 # May be in a session of its own; psutil kills no process that has reused the number of a dead one.
                 with suppress(psutil.NoSuchProcess):
                     member.kill()
-    nothing = Footprint(pss_bytes=0, num_processes=0)
-    return [process.returncode for process in processes], footprints or [(time.monotonic(), nothing)]
+    return [process.returncode for process in processes], footprints
 
 
 def _footprint(processes: Sequence["subprocess.Popen[Any]"], seen: set[psutil.Process]) -> Footprint:
@@ -306,8 +289,7 @@ def _footprint(processes: Sequence["subprocess.Popen[Any]"], seen: set[psutil.Pr
 
 
 def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it printed nothing"
+    return log.read_text(errors="replace").strip().rpartition("\n")[2] or "it printed nothing"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from rich.table import Table
 Figures = dict[str, float]
 """Figures by metric."""
 Rows = Mapping[str, Mapping[str, float]]
-Cell = Callable[[Mapping[str, float]], str]
+Row = dict[str, Any]
+"""Figures and names of a line of a table; None where there is no figure."""
+Cell = Callable[[Mapping[str, Any]], str]
 """Returns the text of a cell from the figures of its row."""
 
 _LIBRARIES = ("gcore-bench", "torch", "transformers", "vllm", "ray", "trl", "verl", "diffusers", "orbax-checkpoint")
@@ -54,18 +56,21 @@ class Rounds:
         """Yield every contender, in the same order in every round; a list may lose entries between rounds."""
         for number in range(1, self.count + 1):
             for name in tuple(contenders):
-                yield Turn(self, name, number)
+                yield Turn(self, name, number, os.getloadavg()[0])
 
 
+@dataclass(frozen=True)
 class Turn:
     """One contender's turn; its load is the machine's as the turn starts."""
 
-    def __init__(self, rounds: Rounds, contender: str, number: int) -> None:
-        self.contender = contender
-        self.round = number
-        self.load = os.getloadavg()[0]
-        self.where = f"{rounds.part}, round {number} of {rounds.count}: {contender}"
-        self._rounds = rounds
+    rounds: Rounds
+    contender: str
+    round: int
+    load: float
+
+    @property
+    def where(self) -> str:
+        return f"{self.rounds.part}, round {self.round} of {self.rounds.count}: {self.contender}"
 
     def done(self, rows: Mapping[str, Figures], words: str) -> None:
         """Record the figures; ``words`` are printed with the contender's name."""
@@ -76,7 +81,7 @@ class Turn:
         self._add(f"failed: {reason}", failure=reason)
 
     def _add(self, words: str, **found: Any) -> None:
-        rounds = self._rounds
+        rounds = self.rounds
         rounds.runs.append(Run(part=rounds.part, contender=self.contender, round=self.round, load=self.load, **found))
         rounds.say(f"{self.where} {words}")
 
@@ -127,17 +132,21 @@ def figures_table(title: str, *columns: str) -> Table:
     return shown
 
 
-def rows_table(title: str, rows: Rows, columns: Sequence[tuple[str, Cell]]) -> Table:
-    """Return a table with a line for each row; columns are titles and their cells."""
+def rows_table(
+    title: str,
+    rows: Mapping[str, Mapping[str, Any]] | Iterable[tuple[str, Mapping[str, Any]]],
+    columns: Sequence[tuple[str, Cell]],
+) -> Table:
+    """Return a table with a line for each row, by name; columns are titles and their cells."""
     shown = figures_table(title, *(title for title, _ in columns))
-    for name, row in rows.items():
+    for name, row in rows.items() if isinstance(rows, Mapping) else rows:
         shown.add_row(name, *(cell(row) for _, cell in columns))
     return shown
 
 
-def figure(metric: str, form: str) -> Cell:
+def figure(metric: str, form: str = "") -> Cell:
     """Return a cell that formats one metric, and is "-" where a row does not have it."""
-    return lambda row: format(row[metric], form) if metric in row else "-"
+    return lambda row: "-" if row.get(metric) is None else format(row[metric], form)
 
 
 def megabytes(metric: str = "peak_bytes") -> Cell:

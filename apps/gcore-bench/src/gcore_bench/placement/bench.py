@@ -1,7 +1,5 @@
 """`gcore-bench placement`: its parts, their tables, and the file with all figures."""
 
-from dataclasses import asdict
-
 from rich.console import Console
 
 from gcore_bench.harness.report import Session
@@ -17,16 +15,16 @@ def run(options: PlacementOptions, console: Console) -> None:
     options = options.sized()
     with Session(options, console) as session:
         for part in dict.fromkeys(options.parts):
-            if part == "balancer":
-                rows = run_balancer(options, say=session.say)
-                table, lines, figures = balancer_table(rows), balancer_aims(rows), {"rows": rows}
-            elif part == "live":
-                runs = run_live(options, say=session.say)
-                table, lines, figures = live_table(runs), live_aims(runs), {"rows": runs}
-            elif part == "study":
+            if part == "study":
                 session.say(run_study(options))
                 continue
+            if part == "balancer":
+                figures = {"rows": run_balancer(options, say=session.say)}
+                table, lines = balancer_table(figures["rows"]), balancer_aims(figures["rows"])
+            elif part == "live":
+                figures = {"rows": run_live(options, say=session.say)}
+                table, lines = live_table(figures["rows"]), live_aims(figures["rows"])
             else:
-                found = run_planner(options, say=session.say)
-                table, lines, figures = planner_table(found), planner_aims(found), asdict(found)
+                figures = run_planner(options, say=session.say)
+                table, lines = planner_table(figures["rows"], figures["load"]), planner_aims(figures["rows"])
             session.add(part, tables=[table], lines=lines, **figures, aims=lines)

@@ -6,19 +6,20 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Program, run_program
-from gcore_bench.harness.report import figures_table, verdict
-from gcore_bench.placement.options import PlacementOptions
+from gcore_bench.harness.report import Row, figures_table, verdict
+from gcore_bench.placement.options import LiveStrategy, PlacementOptions
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
+from gcore_runs import read_jsonl
 
 PHASE_TOKENS = (8, 72, 8)
 """Tokens of a response in each phase. A verdict has 24: judging takes 3/4 of the work, then 1/4, then most again."""
@@ -34,26 +35,8 @@ _ALIKE = ("response_length/mean", "response_length/max", "critic/score/mean", "c
 _TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True, kw_only=True)
-class LiveRow:
-    """A run. Shares are of the time of the devices that engines and judges are on."""
-
-    strategy: str
-    seconds: float
-    """Seconds from the start of the first step to the end of the last, moves included."""
-    phase_s: list[float]
-    moved_to_judge: int
-    moved_to_policy: int
-    idle_share: float
-    shares: dict[str, float]
-    """Idle shares by cause."""
-    is_alike: bool
-    """Each step had the samples and scores of the first run: no request was lost, and none came twice."""
-    load: float
-
-
-def strategies(num_devices: int) -> dict[str, list[str]]:
-    """Return the options of gcore-llm for each strategy on so many devices."""
+def run_options(num_devices: int, strategies: Sequence[str] = get_args(LiveStrategy)) -> dict[str, list[str]]:
+    """Return the runs of each strategy on so many devices, and the options of gcore-llm for each."""
     half = num_devices // 2
     processes = {
         "colocated": (num_devices, num_devices),
@@ -66,35 +49,43 @@ def strategies(num_devices: int) -> dict[str, list[str]]:
             *("--reward-model.judge.num-processes", str(judge)),
         ]
         for name, (policy, judge) in processes.items()
+        if name.split()[0] in strategies
     }
 
 
-def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list[LiveRow]:
-    """Make all runs, one after the other."""
+def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list[Row]:
+    """Make all runs, one after the other.
+
+    Returns:
+        For each run its ``seconds``, from the start of the first step to the end of the last, moves included; those of
+        each phase; engines moved; idle shares of the time of the devices that engines and judges are on, in all and by
+        cause; and ``is_alike``: each step had the samples and scores of the first run, so that no request was lost,
+        and none came twice.
+    """
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
     disable_progress_bar()
     make_tiny_model(folder / "model", seed=options.seed)
     prompts = [{"prompt": f"{i}+{i % 7}="} for i in range(400)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    rows: list[LiveRow] = []
-    first: list[Mapping[str, Any]] | None = None
-    for number, (strategy, chosen) in enumerate(strategies(options.live_devices).items()):
+    rows: list[Row] = []
+    first: list[dict[str, Any]] = []
+    for number, (strategy, chosen) in enumerate(run_options(options.live_devices, options.live_strategies).items()):
         name, load = f"run-{number}", os.getloadavg()[0]
         run, log = folder / "runs" / name, folder / f"{name}.log"
         main = "from gcore_llm.cli import main; main()"
         command = [sys.executable, "-c", main, *_job(folder, name, options), *chosen]
         program = Program(command=command, environment={"OMP_NUM_THREADS": "1"}, folder=folder)
         run_program(program, name=strategy, log=log)
-        steps = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if "timing_s/step" in row]
+        steps = [row for row in read_jsonl(run / "metrics.jsonl") if "timing_s/step" in row]
         first = first or steps
-        last = _row(strategy, run, log, options, is_alike=_are_alike(steps, first), load=load)
-        rows.append(last)
+        row = {"strategy": strategy, **_figures(run, log, options), "is_alike": _are_alike(steps, first), "load": load}
+        rows.append(row)
         say(
-            f"live: {strategy}: {last.seconds:.1f} s, idle {last.idle_share:.1%}, moved {last.moved_to_judge} to the "
-            f"judge and {last.moved_to_policy} to the policy, load {load:.1f}"
+            f"live: {strategy}: {row['seconds']:.1f} s, idle {row['idle_share']:.1%}, moved {row['moved_to_judge']} to "
+            f"the judge and {row['moved_to_policy']} to the policy, load {load:.1f}"
         )
-        if not last.is_alike:
-            raise BenchError(f"{strategy} had other samples than {rows[0].strategy} (see {run})")
+        if not row["is_alike"]:
+            raise BenchError(f"{strategy} had other samples than {rows[0]['strategy']} (see {run})")
     return rows
 
 
@@ -130,7 +121,7 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
     ]
 
 
-def _row(strategy: str, run: Path, log: Path, options: PlacementOptions, *, is_alike: bool, load: float) -> LiveRow:
+def _figures(run: Path, log: Path, options: PlacementOptions) -> Row:
     steps = read_spans(run)
     ledger = Ledger.of(steps)
     total_ns = sum(ledger.total_ns.get(role, 0) for role in _ROLES)
@@ -138,17 +129,14 @@ def _row(strategy: str, run: Path, log: Path, options: PlacementOptions, *, is_a
     shares = {cause: sum(role_ns[cause] for role_ns in idle_ns) / total_ns for cause in CAUSES}
     phases = [steps[i : i + options.live_phase_steps] for i in range(0, len(steps), options.live_phase_steps)]
     moves = _MOVE.findall(log.read_text(errors="replace"))
-    return LiveRow(
-        strategy=strategy,
-        seconds=(steps[-1].stop_ns - steps[0].start_ns) / 1e9,
-        phase_s=[(phase[-1].stop_ns - phase[0].start_ns) / 1e9 for phase in phases],
-        moved_to_judge=sum(int(count) for count, left in moves if left == "policy"),
-        moved_to_policy=sum(int(count) for count, left in moves if left == "judge"),
-        idle_share=sum(shares.values()),
-        shares=shares,
-        is_alike=is_alike,
-        load=load,
-    )
+    return {
+        "seconds": (steps[-1].stop_ns - steps[0].start_ns) / 1e9,
+        "phase_s": [(phase[-1].stop_ns - phase[0].start_ns) / 1e9 for phase in phases],
+        "moved_to_judge": sum(int(count) for count, left in moves if left == "policy"),
+        "moved_to_policy": sum(int(count) for count, left in moves if left == "judge"),
+        "idle_share": sum(shares.values()),
+        "shares": shares,
+    }
 
 
 def _are_alike(steps: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]) -> bool:
@@ -159,32 +147,34 @@ def _are_alike(steps: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[st
     )
 
 
-def live_table(rows: Sequence[LiveRow]) -> Table:
-    """A line for each strategy."""
-    phases = [f"phase {i} s" for i in range(1, len(rows[0].phase_s) + 1)]
+def live_table(rows: Sequence[Row]) -> Table:
+    """Return a table with a line for each run."""
+    phases = [f"phase {i} s" for i in range(1, len(rows[0]["phase_s"]) + 1)]
     causes = [f"{name.replace('_', ' ')} %" for name in SHOWN_CAUSES]
     title = "real runs on Ray, of the devices that generate and judge"
     shown = figures_table(title, "run s", *phases, "moves", "idle %", *causes, "other %")
     for row in rows:
-        rest = row.idle_share - sum(row.shares[name] for name in SHOWN_CAUSES)
-        shares = [row.idle_share, *(row.shares[name] for name in SHOWN_CAUSES), rest]
-        moves = f"{row.moved_to_judge} + {row.moved_to_policy}" if row.strategy == "dynamic" else "-"
-        seconds = [f"{seconds:.1f}" for seconds in (row.seconds, *row.phase_s)]
-        shown.add_row(row.strategy, *seconds, moves, *(f"{100 * share:.1f}" for share in shares))
+        found = [row["shares"][name] for name in SHOWN_CAUSES]
+        shares = [row["idle_share"], *found, row["idle_share"] - sum(found)]
+        moves = f"{row['moved_to_judge']} + {row['moved_to_policy']}" if row["strategy"] == "dynamic" else "-"
+        seconds = [f"{seconds:.1f}" for seconds in (row["seconds"], *row["phase_s"])]
+        shown.add_row(row["strategy"], *seconds, moves, *(f"{100 * share:.1f}" for share in shares))
     return shown
 
 
-def live_aims(rows: Sequence[LiveRow]) -> list[str]:
-    """Return whether gcore's aims are met."""
-    [dynamic] = [row for row in rows if row.strategy == "dynamic"]
-    others = [row for row in rows if row.strategy != "dynamic"]
-    moves = min(dynamic.moved_to_judge, dynamic.moved_to_policy)
-    fastest, least = min(others, key=lambda row: row.seconds), min(others, key=lambda row: row.idle_share)
+def live_aims(rows: Sequence[Row]) -> list[str]:
+    """Return whether gcore's aims are met; none where dynamic was not compared with another strategy."""
+    runs = {row["strategy"]: row for row in rows}
+    dynamic, others = runs.pop("dynamic", None), runs.values()
+    if dynamic is None or not others:
+        return []
+    moves = min(dynamic["moved_to_judge"], dynamic["moved_to_policy"])
+    fastest, least = (min(others, key=itemgetter(name)) for name in ("seconds", "idle_share"))
     return [
         f"aim: dynamic moves an engine each way ({verdict(moves > 0)}), and no request is lost (met: every "
         "step has the samples and scores of all runs)",
-        f"aim: dynamic idles less than all static strategies: {dynamic.idle_share:.1%} to {least.idle_share:.1%} "
-        f"({least.strategy}; {verdict(dynamic.idle_share < least.idle_share)})",
-        f"the run takes {fastest.seconds / dynamic.seconds:.2f} times as long with the best static strategy "
-        f"({fastest.strategy})",
+        f"aim: dynamic idles less than all static strategies: {dynamic['idle_share']:.1%} to {least['idle_share']:.1%} "
+        f"({least['strategy']}; {verdict(dynamic['idle_share'] < least['idle_share'])})",
+        f"the run takes {fastest['seconds'] / dynamic['seconds']:.2f} times as long with the best static strategy "
+        f"({fastest['strategy']})",
     ]

@@ -12,6 +12,7 @@ from gcore_runs import Bound
 PartName = Literal["balancer", "planner", "live", "study"]
 Counts = Literal["free", "equal", "close"]
 Lengths = Literal["lognormal", "pareto"]
+LiveStrategy = Literal["colocated", "split", "dynamic"]
 _NonNegativeFloat = Annotated[float, at_least(0)]
 
 
@@ -38,6 +39,8 @@ class PlacementOptions(QuickOptions):
     """Most CPU seconds of verl: where its time for the next smaller batch predicts more, it is left out."""
     steps: Count = 3
     """Steps of each run of the planner in a round."""
+    live_strategies: tuple[LiveStrategy, ...] = get_args(LiveStrategy)
+    """Strategies of live runs; split: a run for every split of the devices."""
     live_devices: Annotated[int, at_least(2)] = 4
     """Devices that engines and judges of a live run share."""
     live_phase_steps: Count = 6

@@ -3,8 +3,9 @@
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,9 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from gcore_bench.harness.processes import Spec, run_processes, start_server
-from gcore_bench.harness.report import figures_table
+from gcore_bench.harness.report import Cell, Row, rows_table
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.small_runs import Kind, SmallRun, small_runs
+from gcore_bench.placement.small_runs import SmallRun, small_runs
 from gcore_placement import Cluster, Device, Efficiency, JobCosts, TrainingLayout, predict_step
 from gcore_placement.planning.layouts import TrainingLayouts, total, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
@@ -55,10 +56,8 @@ def predicted_bytes(run: SmallRun, efficiency: Efficiency) -> float:
     return float(total(training_memory(run.job, _layouts(run), activations=efficiency.activations))[0])
 
 
-def fit_laws(
-    runs: Sequence[SmallRun], seconds: Sequence[float], peak_bytes: Sequence[float | None]
-) -> dict[int, Efficiency]:
-    """Fit `Efficiency`, as gcore-placement's README says, to measured seconds, and to the peaks of those that train.
+def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Mapping[str, float]]) -> dict[int, Efficiency]:
+    """Fit `Efficiency`, as gcore-placement's README says, to ``step_s`` and, of runs that train, to ``peak_bytes``.
 
     Engines give the memory's rate, which predicts training's update, and training alone gives attention's; each
     number of training ranks is fitted by itself; activations are fitted to the peaks of all.
@@ -66,15 +65,12 @@ def fit_laws(
     Returns:
         The efficiencies of the devices, by the number of training ranks.
     """
-    measured = dict(zip((run.name for run in runs), zip(seconds, peak_bytes, strict=True), strict=True))
     training = [run for run in runs if run.kind == "training"]
 
-    def fit(
-        chosen: Sequence[SmallRun], names: Sequence[str], start: Efficiency, *, to_bytes: bool = False
-    ) -> Efficiency:
+    def fit(chosen: Sequence[SmallRun], names: Sequence[str], start: Efficiency, metric: str = "step_s") -> Efficiency:
         """Fit fields above 0, so that the logarithms of law and measurement differ least."""
-        law = predicted_bytes if to_bytes else predicted_seconds
-        expected = np.array([measured[run.name][to_bytes] for run in chosen], dtype=np.float64)
+        law = {"step_s": predicted_seconds, "peak_bytes": predicted_bytes}[metric]
+        expected = np.array([measured[run.name][metric] for run in chosen])
 
         def applied(logs: NDArray[np.float64]) -> Efficiency:
             return replace(start, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
@@ -88,11 +84,10 @@ def fit_laws(
         return applied(least_squares(misses, logs, bounds=(-np.inf, most)).x)
 
     alone = fit([run for run in runs if run.kind == "generation"], _ENGINE, Efficiency(overlap=0.0))
-    alone = fit(training, ["activations"], alone, to_bytes=True)
-    alone = fit([run for run in training if run.ranks == 1], (*_TRAINING, "attention"), alone)
-    counts = sorted({run.ranks for run in training} - {1})
-    own = {count: [run for run in training if run.ranks == count] for count in counts}
-    return {1: alone, **{count: fit(own[count], (*_TRAINING, "links"), alone) for count in counts}}
+    alone = fit(training, ["activations"], alone, "peak_bytes")
+    by_ranks = {count: [run for run in training if run.ranks == count] for count in {run.ranks for run in training}}
+    alone = fit(by_ranks.pop(1), (*_TRAINING, "attention"), alone)
+    return {1: alone, **{count: fit(own, (*_TRAINING, "links"), alone) for count, own in sorted(by_ranks.items())}}
 
 
 def _layouts(run: SmallRun) -> TrainingLayouts:
@@ -109,45 +104,13 @@ def _layouts(run: SmallRun) -> TrainingLayouts:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannerRow:
-    """One run: the median of its rounds. Bytes are those of a training process, None elsewhere."""
+def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
+    """Measure each run ``options.rounds`` times in turn, fit the laws to some, and predict all.
 
-    name: str
-    kind: Kind
-    is_held_out: bool
-    measured_s: float
-    rounds_s: list[float]
-    predicted_s: float
-    measured_bytes: float | None
-    predicted_bytes: float | None
-
-    @property
-    def seconds_off(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted_s / self.measured_s - 1
-
-    @property
-    def bytes_off(self) -> float | None:
-        """The same of the peak."""
-        if self.measured_bytes is None or self.predicted_bytes is None:
-            return None
-        return self.predicted_bytes / self.measured_bytes - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannerFigures:
-    """All runs, and the laws that predicted them."""
-
-    rows: list[PlannerRow]
-    efficiencies: dict[str, dict[str, float]]
-    """Efficiencies by the number of training ranks."""
-    load: float
-    """Runnable processes on the machine, the most at the start of a round."""
-
-
-def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> PlannerFigures:
-    """Measure each run ``options.rounds`` times in turn, fit the laws to some, and predict all."""
+    Returns:
+        ``rows``, one a run, with the medians of its rounds: bytes are those of a training process, None elsewhere;
+        ``efficiencies`` by the number of training ranks; ``load``, the highest of the machine as a round started.
+    """
     runs = small_runs(seed=options.seed, quick=options.quick)
     found: dict[str, list[dict[str, float]]] = {run.name: [] for run in runs}
     load = 0.0
@@ -157,27 +120,20 @@ def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> P
         for run in runs:
             found[run.name].append(_measured(run, options))
             say(f"planner, round {number} of {options.rounds}: {run.name} {found[run.name][-1]['step_s']:.3f} s")
-    seconds = {name: median(figures["step_s"] for figures in rounds) for name, rounds in found.items()}
-    training = [run.name for run in runs if run.kind == "training"]
-    peaks = {name: median(figures["peak_bytes"] for figures in found[name]) for name in training}
-    fitted = [run for run in runs if not run.is_held_out]
-    laws = fit_laws(fitted, [seconds[run.name] for run in fitted], [peaks.get(run.name) for run in fitted])
-    rows: list[PlannerRow] = []
+    measured = {
+        name: {metric: median(figures[metric] for figures in rounds) for metric in rounds[0]}
+        for name, rounds in found.items()
+    }
+    laws = fit_laws([run for run in runs if not run.is_held_out], measured)
+    rows: list[Row] = []
     for run in runs:
         law = laws.get(run.ranks, laws[1])
-        row = PlannerRow(
-            name=run.name,
-            kind=run.kind,
-            is_held_out=run.is_held_out,
-            measured_s=seconds[run.name],
-            rounds_s=[figures["step_s"] for figures in found[run.name]],
-            predicted_s=predicted_seconds(run, law),
-            measured_bytes=peaks.get(run.name),
-            predicted_bytes=predicted_bytes(run, law) if run.kind == "training" else None,
-        )
-        rows.append(row)
+        row: Row = {"name": run.name, "kind": run.kind, "is_held_out": run.is_held_out}
+        row |= {"measured_s": measured[run.name]["step_s"], "rounds_s": [one["step_s"] for one in found[run.name]]}
+        row |= {"predicted_s": predicted_seconds(run, law), "measured_bytes": measured[run.name].get("peak_bytes")}
+        rows.append(row | {"predicted_bytes": predicted_bytes(run, law) if run.kind == "training" else None})
     efficiencies = {str(count): asdict(efficiency) for count, efficiency in laws.items()}
-    return PlannerFigures(rows=rows, efficiencies=efficiencies, load=load)
+    return {"rows": rows, "efficiencies": efficiencies, "load": load}
 
 
 def _measured(run: SmallRun, options: PlacementOptions) -> dict[str, float]:
@@ -192,31 +148,39 @@ def _measured(run: SmallRun, options: PlacementOptions) -> dict[str, float]:
         return run_processes([replace(first, rank=rank) for rank in range(run.ranks)])[run.kind]
 
 
-def planner_table(figures: PlannerFigures) -> Table:
-    """A line for each run, those that the laws are fitted to first."""
-    columns = ("", "measured s", "predicted s", "off", "measured MB", "predicted MB", "off")
-    shown = figures_table("small runs, and the predictions of the planner", *columns)
-    for row in figures.rows:
-        seconds = (f"{row.measured_s:.3f}", f"{row.predicted_s:.3f}", f"{row.seconds_off:+.0%}")
-        memory = ("", "", "")
-        if row.measured_bytes is not None and row.predicted_bytes is not None:
-            memory = (f"{row.measured_bytes / 1e6:,.0f}", f"{row.predicted_bytes / 1e6:,.0f}", f"{row.bytes_off:+.0%}")
-        shown.add_row(row.name, "held out" if row.is_held_out else "fitted to", *seconds, *memory)
-    shown.caption = f"seconds: the median of the rounds; load of the machine up to {figures.load:.1f}"
-    return shown
+def _off(row: Row, unit: str) -> float | None:
+    """Return predicted over measured, less 1; None where nothing is predicted."""
+    measured, predicted = row[f"measured_{unit}"], row[f"predicted_{unit}"]
+    return None if measured is None or predicted is None else predicted / measured - 1
 
 
-def planner_aims(figures: PlannerFigures) -> list[str]:
-    """Return whether gcore's aims are met by the held-out runs."""
-    held_out = [row for row in figures.rows if row.is_held_out]
-    return [
-        _within("step time", AIM_SECONDS, {row.name: row.seconds_off for row in held_out}),
-        _within("peak memory", AIM_BYTES, {row.name: row.bytes_off for row in held_out if row.bytes_off is not None}),
+def planner_table(rows: Sequence[Row], load: float) -> Table:
+    """Return a table with a line for each run, those that the laws are fitted to first."""
+
+    def value(name: str, form: str, scale: float = 1.0) -> Cell:
+        return lambda row: "" if row[name] is None else format(row[name] / scale, form)
+
+    columns = [
+        ("", lambda row: "held out" if row["is_held_out"] else "fitted to"),
+        *((f"{kind} s", value(f"{kind}_s", ".3f")) for kind in ("measured", "predicted")),
+        ("off", value("seconds_off", "+.0%")),
+        *((f"{kind} MB", value(f"{kind}_bytes", ",.0f", 1e6)) for kind in ("measured", "predicted")),
+        ("off", value("bytes_off", "+.0%")),
     ]
+    shown = [(row["name"], row | {"seconds_off": _off(row, "s"), "bytes_off": _off(row, "bytes")}) for row in rows]
+    table = rows_table("small runs, and the predictions of the planner", shown, columns)
+    table.caption = f"seconds: the median of the rounds; load of the machine up to {load:.1f}"
+    return table
 
 
-def _within(what: str, aim: float, off: Mapping[str, float]) -> str:
-    worse = [f"{name} {value:+.1%}" for name, value in off.items() if not abs(value) <= aim]
-    verdict = f"not met: {'; '.join(worse)}" if worse else f"met in all {len(off)}"
-    span = f"{min(off.values()):+.1%} to {max(off.values()):+.1%}"
-    return f"aim: predicted {what} of held-out runs within {aim:.0%}: {span} ({verdict})"
+def planner_aims(rows: Sequence[Row]) -> list[str]:
+    """Return whether gcore's aims are met by the held-out runs."""
+    lines: list[str] = []
+    for what, unit, aim in (("step time", "s", AIM_SECONDS), ("peak memory", "bytes", AIM_BYTES)):
+        off = {row["name"]: _off(row, unit) for row in rows if row["is_held_out"]}
+        found = {name: value for name, value in off.items() if value is not None}
+        worse = [f"{name} {value:+.1%}" for name, value in found.items() if not abs(value) <= aim]
+        verdict = f"not met: {'; '.join(worse)}" if worse else f"met in all {len(found)}"
+        span = f"{min(found.values()):+.1%} to {max(found.values()):+.1%}"
+        lines.append(f"aim: predicted {what} of held-out runs within {aim:.0%}: {span} ({verdict})")
+    return lines

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from operator import methodcaller
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +24,7 @@ from gcore_placement import (
     DynamicPartitionConfig,
     EngineCosts,
     JobCosts,
+    Simulator,
     SwapCosts,
     Trace,
     TraceRecipe,
@@ -36,6 +36,8 @@ from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENAR
 T = TypeVar("T")
 
 _JOB, _NUM_DEVICES = "32B", 64
+PAYLOAD_BYTES_PER_S = 2e9
+"""Rate at which a controller packs payloads; a link of 100 Gb/s is faster."""
 
 STUDY_SIZES = (
     (64, None, (*SCENARIOS, *PUBLISHED)),
@@ -62,7 +64,16 @@ def run_study(options: PlacementOptions) -> str:
     drift = drift_study(sizes, processes=processes)
     predictions = prediction_study(num_steps=few, processes=processes)
     breaks = break_study(num_steps=few, processes=processes)
-    text = _study_text(drift, payload_study(), predictions, breaks)
+    parts = {
+        "Dynamic against the best static split": _comparison_table(drift),
+        "Payloads through controllers": _payload_table(),
+        "Wrong costs of the judge": _table(
+            ("believed / true", "split / dynamic, corrected", "split / dynamic, not corrected"),
+            [(f"{error:.3g}", *map(_spread, gains)) for error, *gains in predictions],
+        ),
+        "Conditions broken": _comparison_table(breaks),
+    }
+    text = "\n".join(f"## {title}\n\n{table}" for title, table in parts.items())
     folder.mkdir(exist_ok=True)
     (folder / "tables.md").write_text(text)
     (folder / "study.html").write_text(page([seeded[0] for seeded in (*drift, *breaks)]))
@@ -85,8 +96,12 @@ def drift_study(
     sizes: Sequence[tuple[int, int | None, Sequence[str]]], *, seeds: Sequence[int] = SEEDS, processes: int = 1
 ) -> list[SeededComparison]:
     """Answer question 1: dynamic against the best static split, for devices, steps and scenarios."""
-    cases = [(name, devices, steps, seed) for devices, steps, names in sizes for name in names for seed in seeds]
-    return _by_seeds(run_all([partial(_compared, *case) for case in cases], processes=processes), seeds)
+    cases = [
+        (name, partial(scenario, name, _JOB, devices, num_steps=steps))
+        for devices, steps, names in sizes
+        for name in names
+    ]
+    return _compare_all(cases, seeds, processes)
 
 
 class PayloadLoad(NamedTuple):
@@ -100,27 +115,13 @@ class PayloadLoad(NamedTuple):
     max_over_mean: float
 
 
-def payload_load(
-    trace: Trace, step: int, *, num_controllers: int, link_bytes_per_s: float = 12.5e9, copy_bytes_per_s: float = 2e9
-) -> PayloadLoad:
-    """Return the load of one step's payloads on controllers that take prompts in turn, with a link of 100 Gb/s each."""
+def payload_load(trace: Trace, step: int, *, num_controllers: int) -> PayloadLoad:
+    """Return the load of one step's payloads on controllers that take prompts in turn."""
     payloads = trace.payload_bytes[trace.step_slice(step)]
     shares = np.bincount(np.arange(len(payloads)) % num_controllers, weights=payloads, minlength=num_controllers)
     most, mean = float(shares.max()), float(shares.mean())
     # It comes in once and goes out to the policy, to the judge and to training; packing and sending overlap.
-    seconds = (1 + 3) * most / min(link_bytes_per_s, copy_bytes_per_s)
-    return PayloadLoad(seconds, most, most / mean if mean else 1.0)
-
-
-def payload_study() -> list[tuple[float, int, PayloadLoad]]:
-    """Answer question 2: median payload bytes of a prompt, controllers, and a step's load of the busiest of these."""
-    rows: list[tuple[float, int, PayloadLoad]] = []
-    batch = SCALES[10_000].train_batch_size
-    for median_bytes in (1e5, 8e6, 1e8):
-        recipe = SCENARIOS["multimodal"]
-        trace = replace(recipe, num_steps=1, train_batch_size=batch, payload_median_bytes=median_bytes).trace()
-        rows += [(median_bytes, n, payload_load(trace, 0, num_controllers=n)) for n in (1, 8, 64, 512)]
-    return rows
+    return PayloadLoad((1 + 3) * most / PAYLOAD_BYTES_PER_S, most, most / mean if mean else 1.0)
 
 
 def prediction_study(*, num_steps: int, processes: int) -> list[tuple[float, list[float], list[float]]]:
@@ -139,25 +140,21 @@ def prediction_study(*, num_steps: int, processes: int) -> list[tuple[float, lis
 
 def break_study(*, num_steps: int = 24, seeds: Sequence[int] = SEEDS, processes: int = 1) -> list[SeededComparison]:
     """Break each condition of the scheme, one at a time, on the curriculum, to find where its gain ends."""
-    costs, batch = JOBS[_JOB], SCALES[_NUM_DEVICES].train_batch_size
+    costs = JOBS[_JOB]
     assert costs.reward is not None
     slow = replace(costs, swap=replace(costs.swap, load_s=1200.0))
     large = replace(costs, policy=_on_devices(costs.policy, 16), reward=_on_devices(costs.reward, 16))
     jump, still = SCENARIOS["curriculum"], SCENARIOS["steady"]
-    cases = (
-        ("as it is", jump, costs),
-        ("load stays the same", still, costs),
-        ("load changes at random every step", replace(still, noise=0.6), costs),
-        ("one large wave a step", SCENARIOS["large_waves"], costs),
-        ("four replicas in all", jump, large),
-        ("a move takes 20 minutes", jump, slow),
-        ("swaps take no time", jump, replace(costs, swap=SwapCosts())),
-    )
-    tasks: list[partial[Comparison]] = []
-    for (name, recipe, changed), seed in product(cases, seeds):
-        traced = sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed)
-        tasks.append(partial(_compared_recipe, name, traced, changed))
-    return _by_seeds(run_all(tasks, processes=processes), seeds)
+    cases = {
+        "as it is": (jump, costs),
+        "load stays the same": (still, costs),
+        "load changes at random every step": (replace(still, noise=0.6), costs),
+        "one large wave a step": (SCENARIOS["large_waves"], costs),
+        "four replicas in all": (jump, large),
+        "a move takes 20 minutes": (jump, slow),
+        "swaps take no time": (jump, replace(costs, swap=SwapCosts())),
+    }
+    return _compare_all([(name, partial(_broken, *case, num_steps)) for name, case in cases.items()], seeds, processes)
 
 
 def with_judge_error(costs: JobCosts, error: float) -> JobCosts:
@@ -179,57 +176,35 @@ def _scaled(costs: EngineCosts, factor: float, **changed: float) -> EngineCosts:
     return replace(costs, **{name: getattr(costs, name) * factor for name in names}, **changed)
 
 
-def _compared(name: str, num_devices: int, num_steps: int | None, seed: int) -> Comparison:
-    return compare(name, scenario(name, _JOB, num_devices, num_steps=num_steps, seed=seed))
+def _broken(recipe: TraceRecipe, costs: JobCosts, num_steps: int, *, seed: int) -> Simulator:
+    batch = SCALES[_NUM_DEVICES].train_batch_size
+    trace = sized(recipe, num_steps=num_steps, train_batch_size=batch, seed=seed).trace()
+    return scenario(recipe.name, _JOB, _NUM_DEVICES, trace=trace, costs=costs)
 
 
-def _compared_recipe(name: str, recipe: TraceRecipe, costs: JobCosts) -> Comparison:
-    return compare(name, scenario(recipe.name, _JOB, _NUM_DEVICES, trace=recipe.trace(), costs=costs))
+def _compare_all(
+    cases: Sequence[tuple[str, Callable[..., Simulator]]], seeds: Sequence[int], processes: int
+) -> list[SeededComparison]:
+    """Compare the strategies in the simulator that each case makes for each seed."""
+    tasks = [partial(_compared, name, case, seed) for name, case in cases for seed in seeds]
+    found = run_all(tasks, processes=processes)
+    return [found[first : first + len(seeds)] for first in range(0, len(found), len(seeds))]
+
+
+def _compared(name: str, case: Callable[..., Simulator], seed: int) -> Comparison:
+    return compare(name, case(seed=seed))
 
 
 def _gains(num_steps: int, seed: int, errors: Sequence[float]) -> list[tuple[float, float]]:
     """Return for each error the best split's seconds over dynamic's, corrected and not."""
     simulator = scenario("judge_grows", _JOB, _NUM_DEVICES, num_steps=num_steps, seed=seed)
     split_s = simulator.best_split().seconds
-    configs = DynamicPartitionConfig(), DynamicPartitionConfig(is_corrected=False)
-    gains: list[tuple[float, float]] = []
-    for error in errors:
-        believed = with_judge_error(JOBS[_JOB], error)
-        corrected, uncorrected = (
-            split_s / simulator.dynamic(believed=believed, config=config).seconds for config in configs
-        )
-        gains.append((corrected, uncorrected))
-    return gains
 
+    def gain(error: float, config: DynamicPartitionConfig) -> float:
+        return split_s / simulator.dynamic(believed=with_judge_error(JOBS[_JOB], error), config=config).seconds
 
-def _by_seeds(comparisons: Sequence[Comparison], seeds: Sequence[int]) -> list[SeededComparison]:
-    return [comparisons[first : first + len(seeds)] for first in range(0, len(comparisons), len(seeds))]
-
-
-def _study_text(
-    drift: Sequence[SeededComparison],
-    payloads: Sequence[tuple[float, int, PayloadLoad]],
-    predictions: Sequence[tuple[float, Sequence[float], Sequence[float]]],
-    breaks: Sequence[SeededComparison],
-) -> str:
-    """Return all tables as Markdown: means over seeds, with the least and the most."""
-    errors = [(f"{error:.3g}", _spread(right), _spread(wrong)) for error, right, wrong in predictions]
-    loads = [
-        (
-            *(f"{size / 1e6:g} MB", str(n), f"{load.seconds:,.1f} s"),
-            *(f"{load.held_bytes / 1e9:,.1f} GB", f"{load.max_over_mean:.2f}"),
-        )
-        for size, n, load in payloads
-    ]
-    error_head = ("believed / true", "split / dynamic, corrected", "split / dynamic, not corrected")
-    load_head = ("payload of a prompt", "controllers", "busiest, a step", "it holds", "max / mean")
-    parts = {
-        "Dynamic against the best static split": _comparison_table(drift),
-        "Payloads through controllers": _table(load_head, loads),
-        "Wrong costs of the judge": _table(error_head, errors),
-        "Conditions broken": _comparison_table(breaks),
-    }
-    return "\n".join(f"## {title}\n\n{table}" for title, table in parts.items())
+    corrected, uncorrected = DynamicPartitionConfig(), DynamicPartitionConfig(is_corrected=False)
+    return [(gain(error, corrected), gain(error, uncorrected)) for error in errors]
 
 
 def _comparison_table(comparisons: Iterable[SeededComparison]) -> str:
@@ -242,19 +217,32 @@ def _comparison_table(comparisons: Iterable[SeededComparison]) -> str:
     rows: list[Sequence[str]] = []
     for seeded in comparisons:
         by_strategy = list(zip(*(c.runs for c in seeded), strict=True))
+        ratios = (("colocated", "dynamic"), ("split", "dynamic"), ("split", "clairvoyant"))
+        over = [100 * (c["dynamic"].idle_share - c["clairvoyant"].idle_share) for c in seeded]
         rows.append(
             (
                 *(f"{seeded[0].num_devices:,}", seeded[0].name, str(len(seeded[0]["dynamic"].steps))),
                 *(f"{fmean(run.step_s for run in runs):,.0f} s" for runs in by_strategy),
-                _spread([c["colocated"].seconds / c["dynamic"].seconds for c in seeded]),
-                _spread([c["split"].seconds / c["dynamic"].seconds for c in seeded]),
-                _spread([c["split"].seconds / c["clairvoyant"].seconds for c in seeded]),
+                *(_spread([c[one].seconds / c[other].seconds for c in seeded]) for one, other in ratios),
                 *(f"{fmean(run.idle_share for run in runs):.1%}" for runs in by_strategy),
-                _spread([100 * (c["dynamic"].idle_share - c["clairvoyant"].idle_share) for c in seeded], digits=1),
+                _spread(over, digits=1),
                 f"{fmean(c['dynamic'].num_moves for c in seeded):.0f}",
             )
         )
     return _table(head, rows)
+
+
+def _payload_table() -> str:
+    """Answer question 2: median payload bytes of a prompt, controllers, and a step's load of the busiest of these."""
+    rows: list[Sequence[str]] = []
+    for size in (1e5, 8e6, 1e8):
+        recipe = replace(SCENARIOS["multimodal"], num_steps=1, payload_median_bytes=size)
+        trace = replace(recipe, train_batch_size=SCALES[10_000].train_batch_size).trace()
+        for n in (1, 8, 64, 512):
+            seconds, held_bytes, uneven = payload_load(trace, 0, num_controllers=n)
+            load = (f"{seconds:,.1f} s", f"{held_bytes / 1e9:,.1f} GB", f"{uneven:.2f}")
+            rows.append((f"{size / 1e6:g} MB", str(n), *load))
+    return _table(("payload of a prompt", "controllers", "busiest, a step", "it holds", "max / mean"), rows)
 
 
 def _spread(values: Sequence[float], *, digits: int = 2) -> str:

@@ -125,7 +125,7 @@ def _measured(spec: Spec, stepper: Any) -> dict[str, Figures]:
     stepper.step(_WARMUP, [[0, 1]])
     results: list[StepResult] = []
     times = measured(lambda: results.append(stepper.step(samples, batches)), times=spec.options["steps"])
-    return {spec.contender: times.figures() | dataclasses.asdict(results[0])}
+    return {spec.contender: times | dataclasses.asdict(results[0])}
 
 
 def _figures(spec: Spec, vocab_size: int) -> Figures:
@@ -148,7 +148,7 @@ def _figures(spec: Spec, vocab_size: int) -> Figures:
     work(hidden_ND, weight_VD, targets_N, rows=2)
     sums: list[float] = []
     times = measured(lambda: sums.append(work(hidden_ND, weight_VD, targets_N)), times=options["steps"], device=device)
-    return times.figures() | {
+    return times | {
         "log_probs": sums[0] / num_tokens,
         "logits_bytes": 4.0 * num_tokens * vocab_size,
         "tokens": float(num_tokens),
@@ -191,7 +191,7 @@ def _long_steps(spec: Spec) -> dict[str, Figures]:
             lambda batches=batches, losses=losses: losses.append(trainer.train_step(batches)["sft/loss"]),
             times=spec.options["steps"],
         )
-        rows[f"{length:,} {spec.contender}"] = times.figures() | {"loss": losses[0], "tokens": float(length)}
+        rows[f"{length:,} {spec.contender}"] = times | {"loss": losses[0], "tokens": float(length)}
     return rows
 
 
@@ -217,7 +217,7 @@ def _utilisation(spec: Spec) -> dict[str, Figures]:
     trainer.train_step(batches)
     times = measured(lambda: trainer.train_step(batches), times=spec.options["steps"], device="cuda")
     flops = float(_SHAPE.flops(np.full(_PASSES * _SEQUENCES, _LENGTH)).sum())
-    return {spec.contender: times.figures() | {"mfu": flops / times.wall_s / peak_flops, "target": TARGET}}
+    return {spec.contender: times | {"mfu": flops / times["step_s"] / peak_flops, "target": TARGET}}
 
 
 def _batches(seed: int) -> list[list[Sample]]:
