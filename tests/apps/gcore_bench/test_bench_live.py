@@ -1,28 +1,21 @@
 """The live part of the bench of placement: its engine, its tables; the runs are those of `--quick`."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gcore_bench.placement.live import LiveRow, live_aims, strategies
+from gcore_bench.harness.report import Row
+from gcore_bench.placement.live import live_aims, live_table, run_options
 from gcore_bench.placement.paced_engine import PacedEngine, Phases
 from gcore_placement.ledger import CAUSES
 from gcore_rollout import HFEngine, Request, SamplingParams
 
 OPTIONS = ("--rollout.num-processes", "--reward-model.judge.num-processes")
 
-ROW = LiveRow(
-    strategy="dynamic",
-    seconds=80.0,
-    phase_s=[40.0, 40.0],
-    moved_to_judge=1,
-    moved_to_policy=2,
-    idle_share=0.3,
-    shares=dict.fromkeys(CAUSES, 0.03),
-    is_alike=True,
-    load=1.0,
-)
+ROW: Row = {
+    **{"strategy": "dynamic", "seconds": 80.0, "phase_s": [40.0, 40.0], "moved_to_judge": 1, "moved_to_policy": 2},
+    **{"idle_share": 0.3, "shares": dict.fromkeys(CAUSES, 0.03), "is_alike": True, "load": 1.0},
+}
 
 
 async def sampled(engine: HFEngine) -> list[list[int]]:
@@ -56,24 +49,32 @@ async def test_a_paced_engine_samples_the_same_but_for_lengths(tiny: Path, tmp_p
 
 
 def test_every_split_and_both_other_strategies_run() -> None:
-    chosen = strategies(4)
+    chosen = run_options(4)
     assert list(chosen) == ["colocated", "split 1 + 3", "split 2 + 2", "split 3 + 1", "dynamic"]
+    assert list(run_options(2)) == ["colocated", "split 1 + 1", "dynamic"]
+    assert list(run_options(2, ("dynamic", "colocated"))) == ["colocated", "dynamic"]
     assert chosen["split 3 + 1"][-4:] == ["--rollout.num-processes", "3", "--reward-model.judge.num-processes", "1"]
 
 
 def test_aims_are_judged_against_the_best_of_the_others() -> None:
-    split = replace(ROW, strategy="split 2 + 2", seconds=100.0, idle_share=0.35)
-    moves, idle, seconds = live_aims([split, replace(split, strategy="colocated", seconds=120.0), ROW])
+    split = ROW | {"strategy": "split 2 + 2", "seconds": 100.0, "idle_share": 0.35}
+    moves, idle, seconds = live_aims([split, split | {"strategy": "colocated", "seconds": 120.0}, ROW])
     assert "each way (met)" in moves
     assert "30.0% to 35.0% (split 2 + 2; met)" in idle
     assert "1.25 times" in seconds
-    moves, idle, _ = live_aims([replace(split, idle_share=0.2), replace(ROW, moved_to_judge=0)])
+    moves, idle, _ = live_aims([split | {"idle_share": 0.2}, ROW | {"moved_to_judge": 0}])
     assert "each way (not met)" in moves
     assert "(split 2 + 2; not met)" in idle
+    assert live_aims([split]) == live_aims([ROW]) == []
+
+
+def test_the_table_shows_moves_of_the_dynamic_strategy_only() -> None:
+    moves = live_table([ROW, ROW | {"strategy": "colocated"}]).columns[4]
+    assert list(moves.cells) == ["1 + 2", "-"]
 
 
 @pytest.mark.parametrize("num_devices", [2, 3])
 def test_all_devices_are_used(num_devices: int) -> None:
-    for name, options in strategies(num_devices).items():
+    for name, options in run_options(num_devices).items():
         policy, judge = (int(options[options.index(option) + 1]) for option in OPTIONS)
         assert (policy, judge) == (num_devices,) * 2 if name == "colocated" else policy + judge == num_devices

@@ -89,13 +89,12 @@ def test_payloads_through_controllers() -> None:
         acceptance=steady(1.0),
         payload_median_bytes=1e6,
     ).trace()
-    rates = {"link_bytes_per_s": 4e9, "copy_bytes_per_s": 1e9}
     total = float(trace.payload_bytes.sum())
-    one = payload_load(trace, 0, num_controllers=1, **rates)
-    assert one.seconds == pytest.approx(4 * total / 1e9)
+    one = payload_load(trace, 0, num_controllers=1)
+    assert one.seconds == pytest.approx(4 * total / study.PAYLOAD_BYTES_PER_S)
     assert one.held_bytes == total
     assert one.max_over_mean == 1.0
-    many = payload_load(trace, 0, num_controllers=16, **rates)
+    many = payload_load(trace, 0, num_controllers=16)
     shares = [float(trace.payload_bytes[first::16].sum()) for first in range(16)]
     assert many.held_bytes == max(shares)
     assert many.max_over_mean == pytest.approx(max(shares) / (total / 16))

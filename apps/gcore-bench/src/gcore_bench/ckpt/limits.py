@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from gcore_bench.harness.measure import settle
 from gcore_bench.harness.report import Figures
 
 _Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -43,17 +42,6 @@ class Arena:
         return arena
 
 
-def disk_rows(parts: Sequence[torch.Tensor], root: Path) -> dict[str, Figures]:
-    """Measure copies of ``parts``, and writes and reads of a file with their bytes below ``root``."""
-    rows = copy_rows(parts, max_threads=os.cpu_count() or 1)
-    arena = Arena.of(parts)
-    rows |= write_rows(arena, root / "raw", before=os.sync)
-    _write_file(arena, root / "raw", 0)
-    del arena
-    settle()
-    return rows | _read_rows(root / "raw")
-
-
 def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, Figures]:
     """Measure copies of ``parts`` into warm memory, for each number of threads; the best of a few."""
     pairs = _pairs(Arena.of(parts), parts)
@@ -68,15 +56,16 @@ def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, F
 
 
 def write_rows(
-    arena: Arena, path: Path, *, before: Callable[[], object], after: Callable[[], object] = lambda: None
+    parts: Sequence[torch.Tensor], path: Path, *, before: Callable[[], object], after: Callable[[], object]
 ) -> dict[str, Figures]:
-    """Measure how long it takes to write a new file and to sync it, in each way, with calls around each."""
+    """Measure how long it takes to write ``parts`` to a new file and to sync it, in each way; the last one is left."""
+    arena = Arena.of(parts)
     rows: dict[str, Figures] = {}
     for name, flag in _file_modes(path).items():
+        path.unlink(missing_ok=True)
         before()
         rows[f"raw-write, {name}"] = {"durable": seconds_of(partial(_write_file, arena, path, flag))}
         after()
-        path.unlink()
     return rows
 
 
@@ -102,7 +91,7 @@ def _write_file(arena: Arena, path: Path, flag: int) -> None:
     sync_paths(path.parent)
 
 
-def _read_rows(path: Path) -> dict[str, Figures]:
+def read_rows(path: Path) -> dict[str, Figures]:
     """Measure reads of a whole file, cold and warm, into new and existing memory, with and without the page cache."""
     existing = Arena(path.stat().st_size)
     existing.array.fill(0)

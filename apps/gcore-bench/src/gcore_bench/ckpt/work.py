@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from gcore_bench.ckpt.contenders import CONTENDERS, Contender
-from gcore_bench.ckpt.limits import TEMPERATURES, Arena, copy_rows, disk_rows, seconds_of, sync_paths, write_rows
+from gcore_bench.ckpt.limits import TEMPERATURES, copy_rows, read_rows, seconds_of, sync_paths, write_rows
 from gcore_bench.ckpt.options import LIMITS
 from gcore_bench.ckpt.workload import State, TensorPlan, byte_view, is_same, plan_state
 from gcore_bench.harness.measure import settle
@@ -67,29 +67,28 @@ def run(spec: Spec) -> dict[str, Any]:
         # Ranks split every tensor along dimension 0, as in fully sharded training.
         layout = _Layout(mesh)
         if spec.contender == LIMITS:
-            parts = [byte_view(layout.part(plan)) for plan in plans]
-            return {"rows": _rank_limits(spec, parts, root) if spec.world_size > 1 else disk_rows(parts, root)}
+            return {"rows": _limit_rows(spec, [byte_view(layout.part(plan)) for plan in plans], root)}
         contender, figures, seconds = CONTENDERS[spec.contender](root), dict[str, Any](), Figures()
-        load_into = partial(contender.load_into, 1)
+        load_seconds = partial(_load_seconds, spec, plans, root)
         if spec.options["phase"] == "load":
+            assert contender.load_into is not None
             for way, dim in (("rows", 0), ("columns", 1)):
-                seconds |= _load_seconds(spec, contender, plans, way, load_into, _Layout(mesh, dim))
+                seconds |= load_seconds(_Layout(mesh, dim), way, contender.load_into)
         else:
             state = {plan.name: layout.tensor(plan, layout.part(plan)) for plan in plans}
             if spec.part == "loop":
-                seconds = _loop_seconds(contender, state)
+                seconds = _loop_seconds(contender, root, state)
             else:
-                seconds, figures = _measured_saves(spec, contender, state)
+                seconds, figures = _measured_saves(spec, contender, root, state)
             if spec.part == "single":
-                load = partial(_load_fresh, contender, state)
-                seconds |= _load_seconds(spec, contender, plans, "load", load, layout)
-                if contender.loads_in_place:
-                    seconds |= _load_seconds(spec, contender, plans, "in_place", load_into, layout)
+                seconds |= load_seconds(layout, "load", partial(_load_fresh, contender, state))
+                if contender.load_into is not None:
+                    seconds |= load_seconds(layout, "in_place", contender.load_into)
         contender.close()
         return {"rows": {spec.contender: seconds}, **figures}
 
 
-def _measured_saves(spec: Spec, contender: Contender, state: State) -> tuple[Figures, dict[str, Any]]:
+def _measured_saves(spec: Spec, contender: Contender, root: Path, state: State) -> tuple[Figures, dict[str, Any]]:
     """Save twice, and return the seconds of the second save, and memory before both and when they were.
 
     The first save allocates buffers and starts processes. ``before_bytes`` is resident memory, where pages that
@@ -97,26 +96,31 @@ def _measured_saves(spec: Spec, contender: Contender, state: State) -> tuple[Fig
     seconds are those until the state may be changed, and until the save survives a crash of the machine.
     """
     before_bytes, begin_s = psutil.Process().memory_full_info().pss, time.monotonic()
-    _save_once(contender, 0, state)
+    _save_once(contender, root, state)
     if spec.rank == 0:
-        TEMPERATURES["cold"](contender.root)
+        TEMPERATURES["cold"](root)
         os.sync()
     settle()
     _barrier(spec)
     start_s = time.perf_counter()
-    pending = contender.save(1, state)
+    pending = contender.save(_path(root, 1), state)
     stall_s = time.perf_counter() - start_s
     pending.wait()
     _barrier(spec)
     if spec.rank == 0:
-        sync_paths(*contender.unsynced(1))
+        sync_paths(*contender.unsynced(_path(root, 1)))
     seconds = {"stall": stall_s, "durable": time.perf_counter() - start_s}
     return seconds, {"before_bytes": before_bytes, "saving_s": (begin_s, time.monotonic())}
 
 
-def _save_once(contender: Contender, step: int, state: State) -> None:
-    contender.save(step, state).wait()
-    sync_paths(*contender.unsynced(step))
+def _path(root: Path, step: int) -> Path:
+    return root / f"{step:08d}"
+
+
+def _save_once(contender: Contender, root: Path, state: State) -> None:
+    """Save step 0, which allocates buffers and starts processes."""
+    contender.save(_path(root, 0), state).wait()
+    sync_paths(*contender.unsynced(_path(root, 0)))
 
 
 def _barrier(spec: Spec) -> None:
@@ -124,17 +128,17 @@ def _barrier(spec: Spec) -> None:
         dist.barrier()
 
 
-def _load_fresh(contender: Contender, like: State, loaded: State) -> None:
-    loaded.update(contender.load(1, like))
+def _load_fresh(contender: Contender, like: State, path: Path, loaded: State) -> None:
+    loaded.update(contender.load(path, like))
 
 
 def _load_seconds(
     spec: Spec,
-    contender: Contender,
     plans: list[TensorPlan],
-    way: str,
-    load: Callable[[State], object],
+    root: Path,
     layout: _Layout,
+    way: str,
+    load: Callable[[Path, State], object],
 ) -> Figures:
     """Load cold and warm files, into fresh memory or into zeros, and check this rank's part of every tensor."""
     seconds: Figures = {}
@@ -143,10 +147,10 @@ def _load_seconds(
         if way != "load":
             loaded |= {plan.name: layout.tensor(plan, torch.zeros_like(layout.part(plan))) for plan in plans}
         if spec.rank == 0:
-            prepare(contender.root)
+            prepare(root)
         settle()
         _barrier(spec)
-        seconds[f"{way}_{temperature}"] = seconds_of(partial(load, loaded))
+        seconds[f"{way}_{temperature}"] = seconds_of(partial(load, _path(root, 1), loaded))
         _barrier(spec)
         for plan in plans:
             found = loaded.get(plan.name)
@@ -157,18 +161,18 @@ def _load_seconds(
     return seconds
 
 
-def _loop_seconds(contender: Contender, state: State) -> Figures:
+def _loop_seconds(contender: Contender, root: Path, state: State) -> Figures:
     """Measure steps of matrix products, which release the interpreter lock, and steps of pure Python."""
-    _save_once(contender, 0, state)
+    _save_once(contender, root, state)
     left, right, product = (torch.randn(_WIDTH, _WIDTH) for _ in range(3))
-    matmul = _steps(contender, 1, state, partial(torch.mm, left, right, out=product))
-    python = _steps(contender, 2, state, _add)
+    matmul = _steps(contender, _path(root, 1), state, partial(torch.mm, left, right, out=product))
+    python = _steps(contender, _path(root, 2), state, _add)
     steps = {"matmul": matmul, "python": python}
     found = {f"{name}_{when}": step[when] for name, step in steps.items() for when in ("quiet", "saving")}
     return {"stall": matmul["stall"], "save": matmul["save"], **found}
 
 
-def _steps(contender: Contender, number: int, state: State, work: Callable[[], object]) -> Figures:
+def _steps(contender: Contender, path: Path, state: State, work: Callable[[], object]) -> Figures:
     """Save while steps of a fixed length repeat ``work``."""
     timer = Timer(work)
     repeats, spent_s = timer.autorange()
@@ -176,7 +180,7 @@ def _steps(contender: Contender, number: int, state: State, work: Callable[[], o
     settle()
     quiet = [step() for _ in range(_QUIET_STEPS // 2)]
     start_s = time.perf_counter()
-    pending = contender.save(number, state)
+    pending = contender.save(path, state)
     stall_s = time.perf_counter() - start_s
     saving = [step()]
     while not pending.done():
@@ -194,14 +198,17 @@ def _add() -> None:
         total += i
 
 
-def _rank_limits(spec: Spec, parts: list[torch.Tensor], root: Path) -> dict[str, Figures]:
-    """Measure all ranks at the same time, each with a copy of its own shards and a file of its own."""
+def _limit_rows(spec: Spec, parts: list[torch.Tensor], root: Path) -> dict[str, Figures]:
+    """Measure the limits; several ranks at the same time, each with a copy of its own shards and a file of its own."""
 
     def sync() -> None:
         if spec.rank == 0:
             os.sync()
-        dist.barrier()
+        _barrier(spec)
 
-    dist.barrier()
-    rows = copy_rows(parts, max_threads=1)
-    return rows | write_rows(Arena.of(parts), root / f"raw-{spec.rank}", before=sync, after=dist.barrier)
+    path, is_alone = root / f"raw-{spec.rank}", spec.world_size == 1
+    _barrier(spec)
+    rows = copy_rows(parts, max_threads=os.cpu_count() or 1 if is_alone else 1)
+    rows |= write_rows(parts, path, before=sync, after=partial(_barrier, spec))
+    settle()
+    return rows | read_rows(path) if is_alone else rows

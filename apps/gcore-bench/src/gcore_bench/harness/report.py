@@ -4,10 +4,10 @@ import json
 import os
 import platform
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from contextlib import suppress
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean, median
@@ -43,14 +43,15 @@ class Run:
     """Why there are no figures."""
 
 
+@dataclass
 class Rounds:
     """The turns of contenders in `count` rounds of a part of the bench; `say` prints a line of progress."""
 
-    def __init__(self, part: str, count: int, *, say: Callable[[str], object]) -> None:
-        self.runs: list[Run] = []
-        self.part = part
-        self.count = count
-        self.say = say
+    part: str
+    count: int
+    _: KW_ONLY
+    say: Callable[[str], object]
+    runs: list[Run] = field(default_factory=list[Run])
 
     def turns(self, contenders: Collection[str]) -> "Iterator[Turn]":
         """Yield every contender, in the same order in every round; a list may lose entries between rounds."""
@@ -81,9 +82,10 @@ class Turn:
         self._add(f"failed: {reason}", failure=reason)
 
     def _add(self, words: str, **found: Any) -> None:
-        rounds = self.rounds
-        rounds.runs.append(Run(part=rounds.part, contender=self.contender, round=self.round, load=self.load, **found))
-        rounds.say(f"{self.where} {words}")
+        part = self.rounds.part
+        run = Run(part=part, contender=self.contender, round=self.round, load=self.load, **found)
+        self.rounds.runs.append(run)
+        self.rounds.say(f"{self.where} {words}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +100,10 @@ class Summary:
 
 def summarise(part: str, runs: Sequence[Run]) -> Summary:
     """Take medians over all rounds, and the highest of every ``peak_bytes``."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for run in runs:
-        for row, figures in run.rows.items():
-            for metric, value in figures.items():
-                found.setdefault(row, {}).setdefault(metric, []).append(value)
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row, figures in (item for run in runs for item in run.rows.items()):
+        for metric, value in figures.items():
+            found[row][metric].append(value)
     rows = {
         row: {metric: (max if metric == "peak_bytes" else median)(values) for metric, values in metrics.items()}
         for row, metrics in found.items()
@@ -132,15 +133,18 @@ def figures_table(title: str, *columns: str) -> Table:
     return shown
 
 
-def rows_table(
-    title: str,
-    rows: Mapping[str, Mapping[str, Any]] | Iterable[tuple[str, Mapping[str, Any]]],
-    columns: Sequence[tuple[str, Cell]],
+def rows_table(title: str, rows: Rows, columns: Sequence[tuple[str, Cell]]) -> Table:
+    """Return a table with a line for each row; columns are titles and their cells."""
+    return records_table(title, [{"": name, **row} for name, row in rows.items()], columns, name="")
+
+
+def records_table(
+    title: str, records: Iterable[Mapping[str, Any]], columns: Sequence[tuple[str, Cell]], *, name: str
 ) -> Table:
-    """Return a table with a line for each row, by name; columns are titles and their cells."""
+    """Return a table with a line for each record, whose first column is the field ``name``."""
     shown = figures_table(title, *(title for title, _ in columns))
-    for name, row in rows.items() if isinstance(rows, Mapping) else rows:
-        shown.add_row(name, *(cell(row) for _, cell in columns))
+    for record in records:
+        shown.add_row(str(record[name]), *(cell(record) for _, cell in columns))
     return shown
 
 
@@ -190,25 +194,22 @@ class Session:
         self._notes = notes
         self._unit = unit
         self._found: list[Mapping[str, Any]] = []
-        self._stack = ExitStack()
+        self._scratch = tempfile.TemporaryDirectory(prefix="gcore-bench-")
+        self.folder = Path(self._scratch.name)
+        """A scratch folder that is removed at the end."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        with self._stack:
-            if error_type is None:
-                for note in self._notes:
-                    self.say(note)
-                if self._options.json is not None:
-                    facts = {"options": plain(self._options), "machine": _machine_facts()}
-                    content = {**facts, f"{self._unit}s": self._found}
-                    self._options.json.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
-
-    @cached_property
-    def folder(self) -> Path:
-        """A scratch folder that is removed at the end."""
-        return Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gcore-bench-")))
+        self._scratch.cleanup()
+        if error_type is None:
+            for note in self._notes:
+                self.say(note)
+            if self._options.json is not None:
+                facts = {"options": plain(self._options), "machine": _machine_facts()}
+                content = {**facts, f"{self._unit}s": self._found}
+                self._options.json.write_text(json.dumps(content, indent=1, default=asdict) + "\n")
 
     def say(self, line: str) -> None:
         """Print a line as it is."""

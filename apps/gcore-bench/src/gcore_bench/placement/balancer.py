@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from gcore_bench.harness.report import Cell, Row, figure, rows_table, verdict
+from gcore_bench.harness.report import Cell, Row, figure, records_table, verdict
 from gcore_bench.placement.options import Counts, PlacementOptions
 from gcore_placement import balance
 
@@ -95,7 +95,7 @@ def balancer_table(rows: Sequence[Row]) -> Table:
         ("faster", lambda row: "-" if row["verl_s"] is None else f"{row['verl_s'] / row['ours_s']:.1f}x"),
     ]
     title = "work of the busiest rank over the mean, less 1; CPU seconds"
-    return rows_table(title, [(row["lengths"], row) for row in rows], columns)
+    return records_table(title, rows, columns, name="lengths")
 
 
 def balancer_aims(rows: Sequence[Row]) -> list[str]:

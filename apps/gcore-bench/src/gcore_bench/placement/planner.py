@@ -13,7 +13,7 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from gcore_bench.harness.processes import Spec, run_processes, start_server
-from gcore_bench.harness.report import Cell, Row, rows_table
+from gcore_bench.harness.report import Cell, Row, records_table
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.small_runs import SmallRun, small_runs
 from gcore_placement import Cluster, Device, Efficiency, JobCosts, TrainingLayout, predict_step
@@ -167,8 +167,8 @@ def planner_table(rows: Sequence[Row], load: float) -> Table:
         *((f"{kind} MB", value(f"{kind}_bytes", ",.0f", 1e6)) for kind in ("measured", "predicted")),
         ("off", value("bytes_off", "+.0%")),
     ]
-    shown = [(row["name"], row | {"seconds_off": _off(row, "s"), "bytes_off": _off(row, "bytes")}) for row in rows]
-    table = rows_table("small runs, and the predictions of the planner", shown, columns)
+    shown = [row | {"seconds_off": _off(row, "s"), "bytes_off": _off(row, "bytes")} for row in rows]
+    table = records_table("small runs, and the predictions of the planner", shown, columns, name="name")
     table.caption = f"seconds: the median of the rounds; load of the machine up to {load:.1f}"
     return table
 

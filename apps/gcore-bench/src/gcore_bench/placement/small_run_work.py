@@ -54,7 +54,7 @@ def _train(run: SmallRun, rank: int, times: int, parallel: TorchParallel | None)
     trainer = _trainer(run.config, run, parallel)
     held = _resident_bytes() - before
     figures = measured(lambda: trainer.train_step(batches), times=times)
-    return {"step_s": figures.wall_s, "peak_bytes": float(held + figures.peak_bytes)}
+    return {"step_s": figures["step_s"], "peak_bytes": held + figures["peak_bytes"]}
 
 
 def _trainer(config: Mapping[str, Any], run: SmallRun, parallel: TorchParallel | None) -> TorchTrainer:
@@ -123,7 +123,7 @@ def _generation_s(run: SmallRun, times: int) -> float:
             pass
 
     with asyncio.Runner() as runner:
-        seconds = measured(lambda: runner.run(generate()), times=times).wall_s
+        seconds = measured(lambda: runner.run(generate()), times=times)["step_s"]
         runner.run(engine.close())
     return seconds
 
