@@ -13,9 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from gcore_bench.ckpt.bench import check_machine, scratch_folder
+from gcore_bench.ckpt.bench import check_machine, part_table, scratch_folder, summarise_part
 from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
-from gcore_bench.ckpt.report import part_table, summarise_part
 from gcore_bench.ckpt.workload import is_same, plan_state
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Run

@@ -18,10 +18,10 @@ import pytest
 from rich.console import Console
 
 from gcore_bench.controller import bench, workload
+from gcore_bench.controller.bench import aims, dispatch_rows, dispatch_table, run_sizes, write_page
 from gcore_bench.controller.contenders import gcore
 from gcore_bench.controller.contenders.gcore import BenchWorker, Sample, dispatch_program
 from gcore_bench.controller.options import ControllerOptions
-from gcore_bench.controller.report import aims, dispatch_rows, dispatch_table, run_sizes, write_page
 from gcore_bench.controller.workload import (
     WARMUP_STEPS,
     Payload,

@@ -1,12 +1,13 @@
 """The live part of the bench of placement: its engine, its tables; the runs are those of `--quick`."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from gcore_bench.harness.report import Row
 from gcore_bench.placement.live import live_aims, live_table, run_options
-from gcore_bench.placement.paced_engine import PacedEngine, Phases
+from gcore_bench.placement.paced_engine import PacedEngine, phase_tokens
 from gcore_placement.ledger import CAUSES
 from gcore_rollout import HFEngine, Request, SamplingParams
 
@@ -28,8 +29,7 @@ async def sampled(engine: HFEngine) -> list[list[int]]:
 
 async def test_a_paced_engine_samples_the_same_but_for_lengths(tiny: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    phases = Phases(metrics=metrics, num_steps=2, max_tokens=(3, 12, 6))
-    engine = PacedEngine.paced(tiny, step_s=0.002, phases=phases)
+    engine = PacedEngine.paced(tiny, step_s=0.002, most_tokens=partial(phase_tokens, metrics, 2, (3, 12, 6)))
     plain = HFEngine.from_pretrained(tiny, eos_token_ids=())
     expected = await sampled(plain)
     lengths: list[int] = []

@@ -1,21 +1,23 @@
-"""`gcore-bench ckpt`: limits and contenders in turn, in new processes whose memory is watched."""
+"""`gcore-bench ckpt`: limits and contenders in turn, in new processes whose memory is watched; their tables."""
 
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections import defaultdict
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import psutil
 from rich.console import Console
+from rich.table import Table
 
 from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
-from gcore_bench.ckpt.report import notes, part_table, summarise_part
 from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.processes import Outcome, Spec, merge_ranks, run_children
-from gcore_bench.harness.report import Figures, Rounds, Session
+from gcore_bench.harness.processes import Spec, merge_ranks, run_children
+from gcore_bench.harness.report import Figures, Rounds, Row, Run, Session, figures_table, mb, summarise
 
 _TIMEOUT_S = 300.0
 _TIMEOUT_S_PER_GB = 150.0
@@ -62,39 +64,38 @@ def run(options: CkptOptions, console: Console) -> None:
 
 
 def _rows(part: str, contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
-    (folder / "files").mkdir()
-    try:
-        saved = _outcome(part, contender, options, folder, "save")
-        rows = merge_ranks([value["rows"] for value in saved.values])
-        if part == "ranks" and contender in _LOADS_SHARDS:
-            loaded = _outcome(part, contender, options, folder, "load")
-            rows[contender] |= merge_ranks([value["rows"] for value in loaded.values])[contender]
-    finally:
-        shutil.rmtree(folder / "files")
-    if spans := [value["saving_s"] for value in saved.values if "saving_s" in value]:
-        # The highest memory of all ranks together while they saved, less that before.
-        start_s, end_s = min(start for start, _ in spans), max(end for _, end in spans)
-        during = [footprint.pss_bytes for at_s, footprint in saved.footprints if start_s <= at_s <= end_s]
-        if during:
-            before = sum(value["before_bytes"] for value in saved.values)
-            rows[contender]["peak_bytes"] = float(max(0, max(during) - before))
+    """Return the figures of one turn: of all ranks that save and, in the part ranks, of half as many that load."""
+    ranks = {"save": options.ranks, "load": options.ranks // 2} if part == "ranks" else {"save": 1}
+    rows: dict[str, Figures] = defaultdict(dict)
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        for phase, world_size in ranks.items():
+            if phase == "load" and contender not in _LOADS_SHARDS:
+                continue
+            specs = [
+                Spec(
+                    work="gcore_bench.ckpt.work",
+                    part=part,
+                    contender=contender,
+                    folder=own,
+                    options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
+                    rank=rank,
+                    world_size=world_size,
+                    threads=1 if part == "loop" else max(1, (os.cpu_count() or 1) // world_size),
+                )
+                for rank in range(world_size)
+            ]
+            timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * options.size_gb
+            limits = {"poll_s": _POLL_S, "timeout_s": timeout_s}
+            values, footprints = run_children(specs, folder=Path(own), environment=_ENVIRONMENT, **limits)
+            for row, figures in merge_ranks([value["rows"] for value in values]).items():
+                rows[row] |= figures
+            if spans := [value["saving_s"] for value in values if "saving_s" in value]:
+                # The highest memory of all ranks together while they saved, less that before.
+                start_s, end_s = min(start for start, _ in spans), max(end for _, end in spans)
+                if during := [footprint.pss_bytes for at_s, footprint in footprints if start_s <= at_s <= end_s]:
+                    before_bytes = sum(value["before_bytes"] for value in values)
+                    rows[contender]["peak_bytes"] = float(max(0, max(during) - before_bytes))
     return rows
-
-
-def _outcome(part: str, contender: str, options: CkptOptions, folder: Path, phase: str) -> Outcome:
-    world_size = {"save": options.ranks, "load": options.ranks // 2}[phase] if part == "ranks" else 1
-    first = Spec(
-        work="gcore_bench.ckpt.work",
-        part=part,
-        contender=contender,
-        folder=str(folder),
-        options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
-        world_size=world_size,
-        threads=1 if part == "loop" else max(1, (os.cpu_count() or 1) // world_size),
-    )
-    specs = [replace(first, rank=rank) for rank in range(world_size)]
-    timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * options.size_gb
-    return run_children(specs, folder=folder, environment=_ENVIRONMENT, poll_s=_POLL_S, timeout_s=timeout_s)
 
 
 def _in_words(part: str, contender: str, rows: dict[str, Figures]) -> str:
@@ -105,6 +106,84 @@ def _in_words(part: str, contender: str, rows: dict[str, Figures]) -> str:
         for metric, title in titles.items()
         if metric in seconds
     )
+
+
+def summarise_part(part: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """Take medians over all rounds, and their ratios to the fastest limits.
+
+    Returns:
+        ``lines`` of the contenders and ``limits``: each a row with its ``seconds`` and ``ratios`` by metric, without
+        those that it does not support, and its ``peak_extra_bytes``, the highest memory during the saves less that
+        before; ``best``, the fastest limit of each metric; the first ``failures``; and the mean ``load``.
+    """
+    rows = {run.contender: {} for run in runs if run.contender != LIMITS} | summarise(part, runs).rows
+    limits = {row: rows[row] for run in runs if run.contender == LIMITS for row in run.rows}
+    metrics = dict.fromkeys(metric for figures in limits.values() for metric in figures)
+    best = {m: min((row for row in limits if m in limits[row]), key=lambda row: limits[row][m]) for m in metrics}
+    fastest = {metric: limits[row][metric] for metric, row in best.items()}
+
+    def line(row: str) -> Row:
+        seconds = {metric: value for metric, value in rows[row].items() if metric != "peak_bytes"}
+        base = fastest | {m: seconds[of] for m, of in PARTS[part].ratio_to.items() if of in seconds}
+        ratios = {m: seconds[m] / base[m] for m in PARTS[part].columns if m in seconds and base.get(m)}
+        return {"row": row, "seconds": seconds, "ratios": ratios, "peak_extra_bytes": rows[row].get("peak_bytes")}
+
+    return {
+        "part": part,
+        "lines": [line(row) for row in rows if row not in limits],
+        "limits": [line(row) for row in limits],
+        "best": best,
+        "failures": {run.contender: run.failure for run in reversed(runs) if run.failure},
+        "load": fmean(run.load for run in runs),
+    }
+
+
+def part_table(summary: dict[str, Any], options: CkptOptions) -> Table:
+    """Return a table with a row for each contender, and then the limits that their ratios are taken to."""
+    part = PARTS[summary["part"]]
+    ranks = f", {options.ranks} save, {options.ranks // 2} load" if summary["part"] == "ranks" else ""
+    with_peak = any(line["peak_extra_bytes"] is not None for line in summary["lines"])
+    title = f"{part.title}{ranks}: {options.size_gb:g} GB in {options.tensors} tensors"
+    shown = figures_table(title, *part.columns.values(), *["extra MB"] * with_peak)
+    shown.caption = f"medians of {options.rounds} rounds; load of the machine {summary['load']:.1f}"
+    for lines in (summary["lines"], summary["limits"]):
+        shown.add_section()
+        for line in lines:
+            cells = [_cell(line, metric) for metric in part.columns]
+            shown.add_row(line["row"], *cells, *[mb(line["peak_extra_bytes"])] * with_peak)
+    return shown
+
+
+def _cell(line: Row, metric: str) -> str:
+    if metric not in line["seconds"]:
+        return "-"
+    ratio = f" ({_short(line['ratios'][metric], 2)}x)" if metric in line["ratios"] else ""
+    return _short(line["seconds"][metric], 3) + ratio
+
+
+def _short(value: float, decimals: int) -> str:
+    """Format with two decimals fewer from 10 on, because the table is wide."""
+    return f"{value:.{decimals if value < 10 else decimals - 2}f}"
+
+
+def notes(options: CkptOptions) -> list[str]:
+    """Return what a reader must know to judge the figures."""
+    lines = [
+        "A process for each run, the same bytes for all, one save before the measured one. stall: until the state may "
+        "be changed, the whole call if there is no asynchronous save. durable: until all files are synced; what "
+        "a library leaves unsynced (torch.save and safetensors everything, DCP and tensorstore their folder, Orbax "
+        "its metadata) the bench syncs and counts.",
+        "Cold: the files are out of the page cache; warm: they are in it. Into fresh memory, or in place. What each "
+        "contender loads is compared bitwise with what it saved. (x): over the fastest limit of the column.",
+        "memcpy and the reads marked huge use memory in huge pages, the other reads into fresh memory small ones.",
+        "extra MB: highest resident memory of all processes while saving, less that before the first save.",
+    ]
+    if "loop" in options.part_names:
+        lines.append(
+            "Steps of 0.2 s: matrix products of one thread, and pure Python, which shares the interpreter lock with "
+            "the thread of a save. (x): over the same steps with no save in flight."
+        )
+    return lines
 
 
 def check_machine(folder: Path, size_bytes: int) -> None:

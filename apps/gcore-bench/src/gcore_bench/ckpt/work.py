@@ -62,6 +62,7 @@ class _Layout(NamedTuple):
 def run(spec: Spec) -> dict[str, Any]:
     """Measure ``spec.contender`` in a part; of all ranks' seconds the highest count."""
     plans, root = plan_state(spec.options["size_bytes"], spec.options["tensors"]), Path(spec.folder) / "files"
+    root.mkdir(exist_ok=True)
     with joined_world(spec) if spec.part == "ranks" else nullcontext():
         mesh = init_device_mesh("cpu", (spec.world_size,)) if spec.part == "ranks" else None
         # Ranks split every tensor along dimension 0, as in fully sharded training.
@@ -103,24 +104,20 @@ def _measured_saves(spec: Spec, contender: Contender, root: Path, state: State) 
     settle()
     _barrier(spec)
     start_s = time.perf_counter()
-    pending = contender.save(_path(root, 1), state)
+    pending = contender.save(root / "1", state)
     stall_s = time.perf_counter() - start_s
     pending.wait()
     _barrier(spec)
     if spec.rank == 0:
-        sync_paths(*contender.unsynced(_path(root, 1)))
+        sync_paths(*contender.unsynced(root / "1"))
     seconds = {"stall": stall_s, "durable": time.perf_counter() - start_s}
     return seconds, {"before_bytes": before_bytes, "saving_s": (begin_s, time.monotonic())}
 
 
-def _path(root: Path, step: int) -> Path:
-    return root / f"{step:08d}"
-
-
 def _save_once(contender: Contender, root: Path, state: State) -> None:
     """Save step 0, which allocates buffers and starts processes."""
-    contender.save(_path(root, 0), state).wait()
-    sync_paths(*contender.unsynced(_path(root, 0)))
+    contender.save(root / "0", state).wait()
+    sync_paths(*contender.unsynced(root / "0"))
 
 
 def _barrier(spec: Spec) -> None:
@@ -150,7 +147,7 @@ def _load_seconds(
             prepare(root)
         settle()
         _barrier(spec)
-        seconds[f"{way}_{temperature}"] = seconds_of(partial(load, _path(root, 1), loaded))
+        seconds[f"{way}_{temperature}"] = seconds_of(partial(load, root / "1", loaded))
         _barrier(spec)
         for plan in plans:
             found = loaded.get(plan.name)
@@ -165,8 +162,8 @@ def _loop_seconds(contender: Contender, root: Path, state: State) -> Figures:
     """Measure steps of matrix products, which release the interpreter lock, and steps of pure Python."""
     _save_once(contender, root, state)
     left, right, product = (torch.randn(_WIDTH, _WIDTH) for _ in range(3))
-    matmul = _steps(contender, _path(root, 1), state, partial(torch.mm, left, right, out=product))
-    python = _steps(contender, _path(root, 2), state, _add)
+    matmul = _steps(contender, root / "1", state, partial(torch.mm, left, right, out=product))
+    python = _steps(contender, root / "2", state, _add)
     steps = {"matmul": matmul, "python": python}
     found = {f"{name}_{when}": step[when] for name, step in steps.items() for when in ("quiet", "saving")}
     return {"stall": matmul["stall"], "save": matmul["save"], **found}

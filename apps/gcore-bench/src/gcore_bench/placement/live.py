@@ -91,17 +91,15 @@ def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list
 
 def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
     """Return the part of the command that all strategies have in common."""
-    metrics = folder / "runs" / name / "metrics.jsonl"
-    engine = folder / f"engine_{name}.py"
+    metrics, engine = folder / "runs" / name / "metrics.jsonl", folder / f"engine_{name}.py"
     engine.write_text(
         "from functools import partial\n"
         "from pathlib import Path\n"
-        "from gcore_bench.placement.paced_engine import PacedEngine, Phases\n"
-        f"phases = Phases(metrics=Path({str(metrics)!r}), num_steps={options.live_phase_steps}, "
-        f"max_tokens={PHASE_TOKENS})\n"
+        "from gcore_bench.placement.paced_engine import PacedEngine, phase_tokens\n"
         f"pace = {{'step_s': {options.live_step_ms / 1000}, 'swap_s': {options.live_swap_ms / 1000}}}\n"
         "judge = partial(PacedEngine.paced, **pace)\n"
-        "policy = partial(judge, phases=phases)\n"
+        f"phase = partial(phase_tokens, Path({str(metrics)!r}), {options.live_phase_steps}, {PHASE_TOKENS})\n"
+        "policy = partial(judge, most_tokens=phase)\n"
     )
     model, num_steps = str(folder / "model"), options.live_phase_steps * len(PHASE_TOKENS)
     return [

@@ -2,28 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from gcore_rollout import Completion, HFEngine, Request
 
 
-@dataclass(frozen=True, kw_only=True)
-class Phases:
-    """Most tokens of a response, which change during a run, of which each phase has `num_steps`; the last one lasts."""
+def phase_tokens(metrics: Path, num_steps: int, max_tokens: Sequence[int]) -> int:
+    """Return the most tokens of a response in the present phase of a run.
 
-    metrics: Path
-    """Where the run writes a row for each step."""
-    num_steps: int
-    max_tokens: Sequence[int]
-
-    def present(self) -> int:
-        """Return the most tokens in the present phase."""
-        steps = self.metrics.read_text().count('"timing_s/step"') if self.metrics.exists() else 0
-        return self.max_tokens[min(steps // self.num_steps, len(self.max_tokens) - 1)]
+    Each phase has ``num_steps`` steps, by the rows that the run has written to ``metrics``; the last one lasts.
+    """
+    steps = metrics.read_text().count('"timing_s/step"') if metrics.exists() else 0
+    return max_tokens[min(steps // num_steps, len(max_tokens) - 1)]
 
 
 class PacedEngine(HFEngine):
@@ -32,7 +26,7 @@ class PacedEngine(HFEngine):
 
     step_s = 0.0
     swap_s = 0.0
-    phases: Phases | None = None
+    most_tokens: Callable[[], int] | None = None
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -42,18 +36,24 @@ class PacedEngine(HFEngine):
 
     @classmethod
     def paced(
-        cls, model: Path, *, step_s: float, swap_s: float = 0.0, phases: Phases | None = None, **options: Any
+        cls,
+        model: Path,
+        *,
+        step_s: float,
+        swap_s: float = 0.0,
+        most_tokens: Callable[[], int] | None = None,
+        **options: Any,
     ) -> Self:
-        """Return an engine of this pace, with the weights of a model folder."""
+        """Return an engine of this pace, with the weights of a model folder; ``most_tokens`` limits responses."""
         options["eos_token_ids"] = ()
         engine = cls.from_pretrained(model, **options)
-        engine.step_s, engine.swap_s, engine.phases = step_s, swap_s, phases
+        engine.step_s, engine.swap_s, engine.most_tokens = step_s, swap_s, most_tokens
         return engine
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
         """Cut responses to the length of the phase."""
-        if self.phases is not None:
-            most = self.phases.present()
+        if self.most_tokens is not None:
+            most = self.most_tokens()
             capped = (replace(r.sampling, max_tokens=min(r.sampling.max_tokens, most)) for r in requests)
             requests = [replace(r, sampling=sampling) for r, sampling in zip(requests, capped, strict=True)]
         async with aclosing(super().generate(requests)) as completions:

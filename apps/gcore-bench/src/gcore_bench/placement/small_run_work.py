@@ -9,11 +9,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gcore_bench.harness.measure import measured, settle
+from gcore_bench.harness.measure import measured, settle, status_bytes
 from gcore_bench.harness.processes import Spec, joined_world
 from gcore_bench.placement.small_runs import SmallRun
 from gcore_bench.trainer.updates import LOSS, OPTIMIZER
@@ -44,17 +43,19 @@ def run(spec: Spec) -> dict[str, dict[str, float]]:
 
 
 def _train(run: SmallRun, rank: int, times: int, parallel: TorchParallel | None) -> dict[str, float]:
-    # Buffers of the libraries are not counted as tensors.
-    tiny = {**run.config, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1}
     batches = _batches(run, rank)
-    tiny |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 64}
+    # Buffers of the libraries are not counted as tensors.
+    tiny = {**run.config, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
+    tiny |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1)
     sample = _sample(np.ones(2, np.int64), 2, 64, np.random.default_rng(0))
     _trainer(tiny, run, parallel).train_step([[sample]])
-    before = _resident_bytes()
+    settle()
+    before_bytes = status_bytes("VmRSS")
     trainer = _trainer(run.config, run, parallel)
-    held = _resident_bytes() - before
+    settle()
+    held_bytes = status_bytes("VmRSS") - before_bytes
     figures = measured(lambda: trainer.train_step(batches), times=times)
-    return {"step_s": figures["step_s"], "peak_bytes": held + figures["peak_bytes"]}
+    return {"step_s": figures["step_s"], "peak_bytes": held_bytes + figures["peak_bytes"]}
 
 
 def _trainer(config: Mapping[str, Any], run: SmallRun, parallel: TorchParallel | None) -> TorchTrainer:
@@ -98,11 +99,6 @@ def _sample(prompt_ids: Any, length: int, vocab_size: int, rng: np.random.Genera
     )
 
 
-def _resident_bytes() -> int:
-    settle()
-    return psutil.Process().memory_info().rss
-
-
 def _generation_s(run: SmallRun, times: int) -> float:
     model = _model(run.config, ATTENTION_NAME)
     engine = HFEngine(model, eos_token_ids=[], max_num_seqs=run.max_num_seqs)
@@ -130,11 +126,9 @@ def _generation_s(run: SmallRun, times: int) -> float:
 
 def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
     """The median but for the first, which touches memory for the first time."""
-    from gcore_llm.config import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig
+    from gcore_llm import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig, train
     from gcore_llm.tiny_model import tiny_tokenizer
-    from gcore_llm.training import train
-    from gcore_runs.loop.recorder import Display
-    from gcore_runs.run_folder import read_jsonl
+    from gcore_runs import read_jsonl
 
     model, prompts, reward = folder / "step-model", folder / "prompts.jsonl", folder / "reward.py"
     _model(run.config, "sdpa").save_pretrained(model)
@@ -162,5 +156,5 @@ def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
         actor=ActorConfig(optim=OPTIMIZER, loss=LOSS, ppo_max_token_len=run.max_tokens),
         trainer=TrainerConfig(total_training_steps=times + 1, save_freq=times + 1, tensorboard=False),
     )
-    metrics = read_jsonl(train(config, Display()).run / "metrics.jsonl")
+    metrics = read_jsonl(train(config).run / "metrics.jsonl")
     return median(row["timing_s/step"] for row in metrics if row["step"] > 1 and "timing_s/step" in row)

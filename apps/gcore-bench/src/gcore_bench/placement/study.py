@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from operator import methodcaller
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -104,24 +104,18 @@ def drift_study(
     return _compare_all(cases, seeds, processes)
 
 
-class PayloadLoad(NamedTuple):
-    """The busiest controller's seconds to receive a step's payloads and send them on, and the bytes it holds at once.
+def payload_load(trace: Trace, step: int, *, num_controllers: int) -> tuple[float, float, float]:
+    """Return the load of one step's payloads on controllers that take prompts in turn.
 
-    `max_over_mean` are its bytes over the mean of all controllers; 1 is even.
+    Returns:
+        The busiest controller's seconds to receive its payloads and send them on, the bytes that it holds at once, and
+        these over the mean of all controllers; 1 is even.
     """
-
-    seconds: float
-    held_bytes: float
-    max_over_mean: float
-
-
-def payload_load(trace: Trace, step: int, *, num_controllers: int) -> PayloadLoad:
-    """Return the load of one step's payloads on controllers that take prompts in turn."""
     payloads = trace.payload_bytes[trace.step_slice(step)]
     shares = np.bincount(np.arange(len(payloads)) % num_controllers, weights=payloads, minlength=num_controllers)
     most, mean = float(shares.max()), float(shares.mean())
     # It comes in once and goes out to the policy, to the judge and to training; packing and sending overlap.
-    return PayloadLoad((1 + 3) * most / PAYLOAD_BYTES_PER_S, most, most / mean if mean else 1.0)
+    return (1 + 3) * most / PAYLOAD_BYTES_PER_S, most, most / mean if mean else 1.0
 
 
 def prediction_study(*, num_steps: int, processes: int) -> list[tuple[float, list[float], list[float]]]:
