@@ -142,10 +142,10 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_ranks_are_watched_and_their_figures_merged(tmp_path: Path) -> None:
-    outcome = run_children(specs(tmp_path, "right"), folder=tmp_path, poll_s=0.2)
-    assert merge_ranks(outcome.values) == {"rank": {"wall_s": 2.0, "cpu_s": 2.0, "bytes": 2**27, "total_cpu_s": 4.0}}
-    assert max(footprint.pss_bytes for _, footprint in outcome.footprints) > 2 * 2**27
-    assert max(footprint.num_processes for _, footprint in outcome.footprints) == 2
+    values, footprints = run_children(specs(tmp_path, "right"), folder=tmp_path, poll_s=0.2)
+    assert merge_ranks(values) == {"rank": {"wall_s": 2.0, "cpu_s": 2.0, "bytes": 2**27, "total_cpu_s": 4.0}}
+    assert max(footprint.pss_bytes for _, footprint in footprints) > 2 * 2**27
+    assert max(footprint.num_processes for _, footprint in footprints) == 2
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_laws_are_found_from_the_runs_that_they_are_fitted_to(quick: bool) -> No
     measured = {run.name: {"step_s": predicted_seconds(run, true[run.ranks])} for run in fitted}
     for run in fitted:
         if run.kind == "training":
-            measured[run.name]["peak_bytes"] = predicted_bytes(run, alone)
+            measured[run.name]["process_bytes"] = predicted_bytes(run, alone)
     laws = fit_laws(fitted, measured)
     for run in runs:
         found = predicted_seconds(run, laws[run.ranks])

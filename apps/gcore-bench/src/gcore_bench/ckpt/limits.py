@@ -3,68 +3,61 @@
 import mmap
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from gcore_bench.harness.measure import Array, copy_seconds
 from gcore_bench.harness.report import Figures
-
-_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _PIECE_BYTES = 16 << 20
 _BLOCK_BYTES = 4096
 """Alignment of direct reads and writes."""
-_COPIES = 3
 
 
-class Arena:
-    """Page-aligned memory, in huge pages where the machine has them."""
+def _memory(size_bytes: int, *, huge_pages: bool = True) -> Array:
+    """Return page-aligned memory of whole blocks, in huge pages where the machine has them."""
+    memory = mmap.mmap(-1, -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES)
+    memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
 
-    def __init__(self, size_bytes: int, *, huge_pages: bool = True) -> None:
-        self.size_bytes = size_bytes
-        self.aligned_bytes = -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
-        self._memory = mmap.mmap(-1, self.aligned_bytes)
-        self._memory.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
-        self.array = np.frombuffer(self._memory, dtype=np.uint8)
 
-    @classmethod
-    def of(cls, parts: Sequence[torch.Tensor]) -> "Arena":
-        """Return a copy of ``parts``, one after the other."""
-        arena = cls(sum(part.numel() for part in parts))
-        _copy(_pairs(arena, parts))
-        return arena
+def _filled(parts: Sequence[torch.Tensor]) -> tuple[Array, int]:
+    """Return memory with a copy of ``parts``, one after the other, and their size."""
+    size_bytes = sum(part.numel() for part in parts)
+    memory = _memory(size_bytes)
+    np.concatenate([part.numpy() for part in parts], out=memory[:size_bytes])
+    return memory, size_bytes
 
 
 def copy_rows(parts: Sequence[torch.Tensor], *, max_threads: int) -> dict[str, Figures]:
     """Measure copies of ``parts`` into warm memory, for each number of threads; the best of a few."""
-    pairs = _pairs(Arena.of(parts), parts)
-    rows: dict[str, Figures] = {}
-    for threads in sorted({min(2**i, max_threads) for i in range(max_threads.bit_length() + 1)}):
-        shares = [pairs[i::threads] for i in range(threads)]
-        with ThreadPoolExecutor(threads) as executor:
-            copy = partial(executor.map, _copy, shares)
-            seconds = min(seconds_of(lambda copy=copy: [*copy()]) for _ in range(_COPIES))
-        rows[f"memcpy, {threads} thread{'s' * (threads > 1)}"] = {"stall": seconds}
-    return rows
+    memory, size_bytes = _filled(parts)
+    sources = [piece.numpy() for part in parts for piece in part.split(_PIECE_BYTES)]
+    targets = np.split(memory[:size_bytes], np.cumsum([source.size for source in sources])[:-1])
+    counts = sorted({min(2**i, max_threads) for i in range(max_threads.bit_length() + 1)})
+    return {
+        f"memcpy, {threads} thread{'s' * (threads > 1)}": {"stall": copy_seconds(targets, sources, threads=threads)}
+        for threads in counts
+    }
 
 
 def write_rows(
     parts: Sequence[torch.Tensor], path: Path, *, before: Callable[[], object], after: Callable[[], object]
 ) -> dict[str, Figures]:
     """Measure how long it takes to write ``parts`` to a new file and to sync it, in each way; the last one is left."""
-    arena = Arena.of(parts)
+    memory, size_bytes = _filled(parts)
     rows: dict[str, Figures] = {}
     for name, flag in _file_modes(path).items():
         path.unlink(missing_ok=True)
         before()
-        rows[f"raw-write, {name}"] = {"durable": seconds_of(partial(_write_file, arena, path, flag))}
+        rows[f"raw-write, {name}"] = {"durable": seconds_of(partial(_write_file, memory, size_bytes, path, flag))}
         after()
     return rows
 
@@ -80,41 +73,42 @@ def _file_modes(path: Path) -> dict[str, int]:
     return {"buffered": 0, "direct": os.O_DIRECT}
 
 
-def _write_file(arena: Arena, path: Path, flag: int) -> None:
-    end = arena.aligned_bytes if flag else arena.size_bytes
+def _write_file(memory: Array, size_bytes: int, path: Path, flag: int) -> None:
+    end = memory.size if flag else size_bytes
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flag) as descriptor:
         at = 0
         while at < end:
-            at += os.pwrite(descriptor, arena.array.data[at : min(at + _PIECE_BYTES, end)], at)
-        os.ftruncate(descriptor, arena.size_bytes)
+            at += os.pwrite(descriptor, memory.data[at : min(at + _PIECE_BYTES, end)], at)
+        os.ftruncate(descriptor, size_bytes)
         os.fsync(descriptor)
     sync_paths(path.parent)
 
 
 def read_rows(path: Path) -> dict[str, Figures]:
     """Measure reads of a whole file, cold and warm, into new and existing memory, with and without the page cache."""
-    existing = Arena(path.stat().st_size)
-    existing.array.fill(0)
-    rows: dict[str, Figures] = {}
+    size_bytes = path.stat().st_size
+    existing = _memory(size_bytes)
+    existing.fill(0)
+    fresh, huge = (partial(_memory, size_bytes, huge_pages=huge_pages) for huge_pages in (False, True))
+    ways = (("", "in_place", lambda: existing), ("", "load", fresh), (", huge", "load", huge))
+    rows: dict[str, Figures] = defaultdict(dict)
     for (mode, flag), (temperature, prepare) in product(_file_modes(path).items(), TEMPERATURES.items()):
         if flag and temperature == "warm":
             continue
-        fresh, huge = (partial(Arena, existing.size_bytes, huge_pages=huge_pages) for huge_pages in (False, True))
-        for pages, way, make in (("", "in_place", lambda: existing), ("", "load", fresh), (", huge", "load", huge)):
+        for pages, way, make in ways:
             prepare(path.parent)
-            seconds = seconds_of(partial(_read, path, make, flag))
-            rows.setdefault(f"raw-read, {mode}{pages}", {})[f"{way}_{temperature}"] = seconds
+            seconds = seconds_of(partial(_read, path, size_bytes, make, flag))
+            rows[f"raw-read, {mode}{pages}"][f"{way}_{temperature}"] = seconds
     return rows
 
 
-def _read(path: Path, make: Callable[[], Arena], flag: int) -> None:
-    arena = make()
+def _read(path: Path, size_bytes: int, make: Callable[[], Array], flag: int) -> None:
+    memory, at = make(), 0
     with _opened(path, os.O_RDONLY | flag) as descriptor:
-        at = 0
-        while at < arena.size_bytes:
-            got = os.preadv(descriptor, [arena.array.data[at : at + _PIECE_BYTES]], at)
+        while at < size_bytes:
+            got = os.preadv(descriptor, [memory.data[at : at + _PIECE_BYTES]], at)
             if not got:
-                raise EOFError(f"{path} ended after {at} of {arena.size_bytes} bytes")
+                raise EOFError(f"{path} ended after {at} of {size_bytes} bytes")
             at += got
 
 
@@ -125,18 +119,6 @@ def _opened(path: Path, flags: int) -> Generator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _pairs(arena: Arena, parts: Sequence[torch.Tensor]) -> list[tuple[_Array, _Array]]:
-    """Return target and source of each piece."""
-    sources = [piece.numpy() for part in parts for piece in part.split(_PIECE_BYTES)]
-    ends = np.cumsum([source.size for source in sources])
-    return list(zip(np.split(arena.array[: ends[-1]], ends[:-1]), sources, strict=True))
-
-
-def _copy(pairs: Sequence[tuple[_Array, _Array]]) -> None:
-    for target, source in pairs:
-        np.copyto(target, source)
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -30,15 +30,9 @@ class TensorPlan:
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         """Return the rows of the tensor from ``start`` up to ``end``."""
-        noise = _noise(self.dtype)
-        tensor = torch.empty((end - start, *self.shape[1:]), dtype=self.dtype)
-        flat = tensor.view(-1)
-        done, at = 0, (self.number * 1_234_577 + start * self.stride[0]) % _PERIOD
-        while done < flat.numel():
-            count = min(_PERIOD - at, flat.numel() - done)
-            flat[done : done + count] = noise[at : at + count]
-            done, at = done + count, 0
-        return tensor
+        at, count = (self.number * 1_234_577 + start * self.stride[0]) % _PERIOD, (end - start) * self.stride[0]
+        noise = _noise(self.dtype).repeat(-(-(at + count) // _PERIOD))
+        return noise[at : at + count].clone().view(end - start, *self.shape[1:])
 
     def full(self) -> torch.Tensor:
         """Return the whole tensor."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gcore_bench.controller.options import ControllerOptions
-from gcore_bench.controller.workload import ALONE, MEMCPY, WARMUP_STEPS, Payload, copy_seconds, step_row
+from gcore_bench.controller.workload import ALONE, MEMCPY, WARMUP_STEPS, Payload, memcpy_seconds, step_row
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import environment, stderr_to
 from gcore_bench.harness.report import (
@@ -164,7 +164,7 @@ async def _measure(
     from gcore_controller import run_ray
 
     if name == MEMCPY:
-        return {"step_s": copy_seconds(payload.nbytes)}
+        return {"step_s": memcpy_seconds(payload.nbytes)}
     if name == ALONE:
         return {"step_s": await run_alone(workers, payload, num_steps=num_steps)}
     try:

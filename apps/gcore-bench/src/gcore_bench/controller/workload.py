@@ -1,20 +1,19 @@
 """The payload of a step, samples with image features, and the figures of the processes that control it."""
 
+import mmap
 import os
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing.shared_memory import SharedMemory
 from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from gcore_bench.harness.measure import status_bytes
+from gcore_bench.harness.measure import copy_seconds, status_bytes
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Figures
 
@@ -133,24 +132,13 @@ def step_row(processes: Sequence[StepFigures]) -> Figures:
     }
 
 
-def copy_seconds(nbytes: int) -> float:
+def memcpy_seconds(nbytes: int) -> float:
     """Measure a copy of ``nbytes`` into shared memory whose pages exist, with the best number of threads."""
     size = min(nbytes, MOST_COPIED_BYTES)
-    shared = SharedMemory(create=True, size=size)
-    try:
-        target: Any = np.ndarray(size, np.uint8, shared.buf)
-        target[:] = 0
-        source = np.ones(size, np.uint8)
-        seconds: list[float] = []
-        for threads in {1, os.cpu_count() or 1}:
-            with ThreadPoolExecutor(threads) as pool:
-                for _ in range(3):
-                    start_s = time.perf_counter()
-                    list(pool.map(np.copyto, np.array_split(target, threads), np.array_split(source, threads)))
-                    seconds.append(time.perf_counter() - start_s)
-        # Shared memory with a view cannot be closed.
-        del target
-    finally:
-        shared.close()
-        shared.unlink()
+    target, source = np.frombuffer(mmap.mmap(-1, size), np.uint8), np.ones(size, np.uint8)
+    target[:] = 0
+    seconds = (
+        copy_seconds(np.array_split(target, threads), np.array_split(source, threads), threads=threads)
+        for threads in {1, os.cpu_count() or 1}
+    )
     return min(seconds) * nbytes / size

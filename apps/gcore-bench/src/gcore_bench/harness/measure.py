@@ -3,14 +3,21 @@
 import ctypes
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _SMALLEST_BYTES = 1 << 16
 _LARGEST_BYTES = 1 << 25
+_COPIES = 3
 
 
 def settle() -> None:
@@ -63,6 +70,18 @@ def measured(work: Callable[[], object], *, times: int, device: str = "cpu") -> 
         seconds.append((end_s - start_s, end_cpu_s - start_cpu_s))
     step_s, cpu_s = map(median, zip(*seconds, strict=True))
     return {"step_s": step_s, "cpu_s": cpu_s, "peak_bytes": float(peak_bytes)}
+
+
+def copy_seconds(targets: Sequence[Array], sources: Sequence[Array], *, threads: int) -> float:
+    """Return the seconds in which threads copy all sources to their targets, the best of a few times."""
+
+    def copy() -> float:
+        start_s = time.perf_counter()
+        list(pool.map(np.copyto, targets, sources))
+        return time.perf_counter() - start_s
+
+    with ThreadPoolExecutor(threads) as pool:
+        return min(copy() for _ in range(_COPIES))
 
 
 def _return_blocks_from(size_bytes: int) -> None:

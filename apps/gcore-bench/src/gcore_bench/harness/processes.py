@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -86,11 +86,7 @@ class Footprint:
     num_processes: int
 
 
-class Outcome(NamedTuple):
-    """Results of the children of one measurement by rank, and sizes of all of them by time on the monotonic clock."""
-
-    values: list[Any]
-    footprints: list[tuple[float, Footprint]]
+_Footprints: TypeAlias = list[tuple[float, Footprint]]
 
 
 @contextmanager
@@ -161,14 +157,16 @@ def run_children(
     environment: Mapping[str, str] | None = None,
     poll_s: float = _POLL_S,
     timeout_s: float = math.inf,
-) -> Outcome:
-    """Run a new process for each spec, one a rank, and wait for all of them."""
+) -> tuple[list[Any], _Footprints]:
+    """Run a new process for each spec, one a rank, and wait for all of them.
+
+    Returns:
+        The results by rank, and the sizes of all processes by time on the monotonic clock.
+    """
     outputs, log = _outputs(specs, folder), folder / "log"
     programs = [child_program(spec, output, environment or {}) for spec, output in zip(specs, outputs, strict=True)]
-    codes, footprints = _run(programs, log, poll_s=poll_s, timeout_s=timeout_s)
-    if any(codes):
-        raise BenchError(_failure_of(outputs) or _last_line(log))
-    return Outcome([program.read() for program in programs], footprints)
+    _, footprints = _run(programs, log, poll_s=poll_s, timeout_s=timeout_s)
+    return _results(outputs, otherwise=_last_line(log)), footprints
 
 
 def start_server(threads: int) -> None:
@@ -184,12 +182,11 @@ def run_processes(specs: Sequence[Spec]) -> _Rows:
     # A rank that fails ends its process, and the pool then ends the others, which would wait for that one.
     with ProcessPoolExecutor(len(specs), context) as pool, suppress(BrokenProcessPool):
         list(pool.map(_forked_work, specs, outputs))
-    reason = _failure_of(outputs)
-    if not reason and not all(output.exists() for output in outputs):
-        reason = f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s"
-    if reason:
-        raise BenchError(f"{specs[0].contender} failed in part {specs[0].part or specs[0].work}: {reason}")
-    return merge_ranks([json.loads(output.read_text())["result"] for output in outputs])
+    try:
+        found = _results(outputs, otherwise=f"a process was killed, or did not end within {_FORKED_TIMEOUT_S} s")
+    except BenchError as error:
+        raise BenchError(f"{specs[0].contender} failed in part {specs[0].part or specs[0].work}: {error}") from None
+    return merge_ranks(found)
 
 
 def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
@@ -209,10 +206,13 @@ def _outputs(specs: Sequence[Spec], folder: Path) -> list[Path]:
     return [folder / f"figures-{spec.rank}.json" for spec in specs]
 
 
-def _failure_of(outputs: Sequence[Path]) -> str:
-    """Return the first failure that a child wrote down; empty if none did."""
-    found = (json.loads(output.read_text()).get("failure", "") for output in outputs if output.exists())
-    return next(filter(None, found), "")
+def _results(outputs: Sequence[Path], *, otherwise: str) -> list[Any]:
+    """Return what children wrote down; `BenchError` with the first failure, or ``otherwise`` if one wrote nothing."""
+    found = [json.loads(output.read_text()) for output in outputs if output.exists()]
+    failures = [one["failure"] for one in found if "failure" in one]
+    if failures or len(found) < len(outputs):
+        raise BenchError([*failures, otherwise][0])
+    return [one["result"] for one in found]
 
 
 def _forked_work(spec: Spec, output: Path) -> None:
@@ -242,11 +242,11 @@ def _work(spec: Spec, output: Path) -> None:
 
 def _run(
     programs: Sequence[Program], log: Path, *, poll_s: float, timeout_s: float = math.inf
-) -> tuple[list[int], list[tuple[float, Footprint]]]:
+) -> tuple[list[int], _Footprints]:
     """Run programs until all have ended or one has failed; return exit codes, and sizes over time."""
     processes: list[subprocess.Popen[Any]] = []
     seen: set[psutil.Process] = set()
-    footprints: list[tuple[float, Footprint]] = []
+    footprints: _Footprints = []
     end_s = time.monotonic() + timeout_s
     with log.open("wb") as file:
         try:

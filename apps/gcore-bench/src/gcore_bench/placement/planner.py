@@ -1,10 +1,8 @@
 """The part planner: small runs on this machine, laws fitted to some of them, and predictions of the others."""
 
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,21 +11,15 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from gcore_bench.harness.processes import Spec, run_processes, start_server
-from gcore_bench.harness.report import Cell, Row, records_table
+from gcore_bench.harness.report import Cell, Rounds, Row, records_table, summarise
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.small_runs import SmallRun, small_runs
 from gcore_placement import Cluster, Device, Efficiency, JobCosts, TrainingLayout, predict_step
 from gcore_placement.planning.layouts import TrainingLayouts, total, training_memory
 from gcore_placement.planning.options import EngineRoofline, training_laws
 
-CPU = Device(
-    name="CPU",
-    memory_bytes=64e9,
-    flops_per_s=1e12,
-    memory_bytes_per_s=1e11,
-    link_bytes_per_s=1e11,
-    host_bytes_per_s=1e11,
-)
+_RATES = dict.fromkeys(("memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s"), 1e11)
+CPU = Device(name="CPU", memory_bytes=64e9, flops_per_s=1e12, **_RATES)
 """Round numbers that no core of today reaches: what it does reach is fitted."""
 
 AIM_SECONDS, AIM_BYTES = 0.20, 0.15
@@ -57,7 +49,7 @@ def predicted_bytes(run: SmallRun, efficiency: Efficiency) -> float:
 
 
 def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Mapping[str, float]]) -> dict[int, Efficiency]:
-    """Fit `Efficiency`, as gcore-placement's README says, to ``step_s`` and, of runs that train, to ``peak_bytes``.
+    """Fit `Efficiency`, as gcore-placement's README says, to ``step_s`` and, of runs that train, to ``process_bytes``.
 
     Engines give the memory's rate, which predicts training's update, and training alone gives attention's; each
     number of training ranks is fitted by itself; activations are fitted to the peaks of all.
@@ -69,7 +61,7 @@ def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Mapping[str, float
 
     def fit(chosen: Sequence[SmallRun], names: Sequence[str], start: Efficiency, metric: str = "step_s") -> Efficiency:
         """Fit fields above 0, so that the logarithms of law and measurement differ least."""
-        law = {"step_s": predicted_seconds, "peak_bytes": predicted_bytes}[metric]
+        law = {"step_s": predicted_seconds, "process_bytes": predicted_bytes}[metric]
         expected = np.array([measured[run.name][metric] for run in chosen])
 
         def applied(logs: NDArray[np.float64]) -> Efficiency:
@@ -84,68 +76,55 @@ def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Mapping[str, float
         return applied(least_squares(misses, logs, bounds=(-np.inf, most)).x)
 
     alone = fit([run for run in runs if run.kind == "generation"], _ENGINE, Efficiency(overlap=0.0))
-    alone = fit(training, ["activations"], alone, "peak_bytes")
+    alone = fit(training, ["activations"], alone, "process_bytes")
     by_ranks = {count: [run for run in training if run.ranks == count] for count in {run.ranks for run in training}}
     alone = fit(by_ranks.pop(1), (*_TRAINING, "attention"), alone)
     return {1: alone, **{count: fit(own, (*_TRAINING, "links"), alone) for count, own in sorted(by_ranks.items())}}
 
 
 def _layouts(run: SmallRun) -> TrainingLayouts:
-    return TrainingLayouts.of(
-        TrainingLayout(
-            backend="torch",
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            context_parallel_size=1,
-            data_parallel_size=run.ranks,
-            gradient_checkpointing=run.gradient_checkpointing,
-            ppo_max_token_len=run.max_tokens,
-        )
+    sizes = dict.fromkeys((f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")), 1)
+    layout = TrainingLayout(
+        backend="torch",
+        **sizes,
+        data_parallel_size=run.ranks,
+        gradient_checkpointing=run.gradient_checkpointing,
+        ppo_max_token_len=run.max_tokens,
     )
+    return TrainingLayouts.of(layout)
 
 
 def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
-    """Measure each run ``options.rounds`` times in turn, fit the laws to some, and predict all.
+    """Measure each run in every round, fit the laws to some, and predict all.
 
     Returns:
         ``rows``, one a run, with the medians of its rounds: bytes are those of a training process, None elsewhere;
-        ``efficiencies`` by the number of training ranks; ``load``, the highest of the machine as a round started.
+        ``efficiencies`` by the number of training ranks; ``load``, the highest of the machine before a run.
     """
-    runs = small_runs(seed=options.seed, quick=options.quick)
-    found: dict[str, list[dict[str, float]]] = {run.name: [] for run in runs}
-    load = 0.0
+    runs = {run.name: run for run in small_runs(seed=options.seed, quick=options.quick)}
+    rounds = Rounds("planner", options.rounds, say=say)
     start_server(1)
-    for number in range(1, options.rounds + 1):
-        load = max(load, os.getloadavg()[0])
-        for run in runs:
-            found[run.name].append(_measured(run, options))
-            say(f"planner, round {number} of {options.rounds}: {run.name} {found[run.name][-1]['step_s']:.3f} s")
-    measured = {
-        name: {metric: median(figures[metric] for figures in rounds) for metric in rounds[0]}
-        for name, rounds in found.items()
-    }
-    laws = fit_laws([run for run in runs if not run.is_held_out], measured)
+    for turn in rounds.turns(runs):
+        figures = _measured(runs[turn.contender], options)
+        turn.done({turn.contender: figures}, f"{figures['step_s']:.3f} s")
+    measured = summarise("planner", rounds.runs).rows
+    laws = fit_laws([run for run in runs.values() if not run.is_held_out], measured)
     rows: list[Row] = []
-    for run in runs:
-        law = laws.get(run.ranks, laws[1])
-        row: Row = {"name": run.name, "kind": run.kind, "is_held_out": run.is_held_out}
-        row |= {"measured_s": measured[run.name]["step_s"], "rounds_s": [one["step_s"] for one in found[run.name]]}
-        row |= {"predicted_s": predicted_seconds(run, law), "measured_bytes": measured[run.name].get("peak_bytes")}
+    for name, run in runs.items():
+        law, found = laws.get(run.ranks, laws[1]), measured[name]
+        row: Row = {"name": name, "kind": run.kind, "is_held_out": run.is_held_out, "measured_s": found["step_s"]}
+        row |= {"rounds_s": [one.rows[name]["step_s"] for one in rounds.runs if one.contender == name]}
+        row |= {"predicted_s": predicted_seconds(run, law), "measured_bytes": found.get("process_bytes")}
         rows.append(row | {"predicted_bytes": predicted_bytes(run, law) if run.kind == "training" else None})
     efficiencies = {str(count): asdict(efficiency) for count, efficiency in laws.items()}
-    return {"rows": rows, "efficiencies": efficiencies, "load": load}
+    return {"rows": rows, "efficiencies": efficiencies, "load": max(run.load for run in rounds.runs)}
 
 
 def _measured(run: SmallRun, options: PlacementOptions) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="gcore-bench-") as folder:
-        first = Spec(
-            work="gcore_bench.placement.small_run_work",
-            contender=run.kind,
-            folder=folder,
-            options={"run": run, "steps": options.steps},
-            world_size=run.ranks,
-        )
-        return run_processes([replace(first, rank=rank) for rank in range(run.ranks)])[run.kind]
+        common: dict[str, Any] = {"work": "gcore_bench.placement.small_run_work", "contender": run.kind}
+        common |= {"folder": folder, "options": {"run": run, "steps": options.steps}, "world_size": run.ranks}
+        return run_processes([Spec(**common, rank=rank) for rank in range(run.ranks)])[run.kind]
 
 
 def _off(row: Row, unit: str) -> float | None:

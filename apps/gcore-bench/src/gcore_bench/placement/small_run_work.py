@@ -55,7 +55,7 @@ def _train(run: SmallRun, rank: int, times: int, parallel: TorchParallel | None)
     settle()
     held_bytes = status_bytes("VmRSS") - before_bytes
     figures = measured(lambda: trainer.train_step(batches), times=times)
-    return {"step_s": figures["step_s"], "peak_bytes": held_bytes + figures["peak_bytes"]}
+    return {"step_s": figures["step_s"], "process_bytes": held_bytes + figures["peak_bytes"]}
 
 
 def _trainer(config: Mapping[str, Any], run: SmallRun, parallel: TorchParallel | None) -> TorchTrainer:

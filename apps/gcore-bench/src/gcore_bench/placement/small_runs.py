@@ -100,9 +100,7 @@ def _full_runs(make: Callable[..., SmallRun]) -> list[SmallRun]:
             ]
         fitted += [
             make("training", f"{train}, long responses", prompts=2, n=2, median=500, longest=500, **alike),
-            make("generation", f"{generate}, 2 responses", prompts=2, **alike),
-            make("generation", f"{generate}, 8 responses", prompts=8, **alike),
-            make("generation", f"{generate}, 32 responses", prompts=32, **alike),
+            *(make("generation", f"{generate}, {count} responses", prompts=count, **alike) for count in (2, 8, 32)),
             make("generation", f"{generate}, long prompts", prompts=4, prompt=384, median=2, **alike),
         ]
     medium, huge = _config("qwen2", 384), _config("qwen2", 640)
