@@ -125,13 +125,9 @@ def run(spec):
 """
 
 
-def specs(tmp_path: Path, contender: str) -> list[Spec]:
+def spec(tmp_path: Path, contender: str) -> Spec:
     (tmp_path / "work_of_two.py").write_text(WORK)
-    options = {"cpu_s": 2.0}
-    return [
-        Spec(work="work_of_two", contender=contender, folder=str(tmp_path), options=options, rank=rank, world_size=2)
-        for rank in range(2)
-    ]
+    return Spec(work="work_of_two", contender=contender, folder=str(tmp_path), options={"cpu_s": 2.0}, world_size=2)
 
 
 @pytest.fixture
@@ -142,7 +138,7 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_ranks_are_watched_and_their_figures_merged(tmp_path: Path) -> None:
-    values, footprints = run_children(specs(tmp_path, "right"), folder=tmp_path, poll_s=0.2)
+    values, footprints = run_children(spec(tmp_path, "right"), poll_s=0.2)
     assert merge_ranks(values) == {"rank": {"wall_s": 2.0, "cpu_s": 2.0, "bytes": 2**27, "total_cpu_s": 4.0}}
     assert max(footprint.pss_bytes for _, footprint in footprints) > 2 * 2**27
     assert max(footprint.num_processes for _, footprint in footprints) == 2
@@ -152,11 +148,11 @@ def test_ranks_are_watched_and_their_figures_merged(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("importable")
 def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="ValueError: not me"):
-        run_children(specs(tmp_path, "wrong"), folder=tmp_path, poll_s=0.2)
+        run_children(spec(tmp_path, "wrong"), poll_s=0.2)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_children_that_do_not_end_in_time_are_ended(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="it did not end within 3 s"):
-        run_children(specs(tmp_path, "slow"), folder=tmp_path, poll_s=0.2, timeout_s=3.0)
+        run_children(spec(tmp_path, "slow"), poll_s=0.2, timeout_s=3.0)

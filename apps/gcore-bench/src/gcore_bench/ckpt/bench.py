@@ -71,22 +71,17 @@ def _rows(part: str, contender: str, options: CkptOptions, folder: Path) -> dict
         for phase, world_size in ranks.items():
             if phase == "load" and contender not in _LOADS_SHARDS:
                 continue
-            specs = [
-                Spec(
-                    work="gcore_bench.ckpt.work",
-                    part=part,
-                    contender=contender,
-                    folder=own,
-                    options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
-                    rank=rank,
-                    world_size=world_size,
-                    threads=1 if part == "loop" else max(1, (os.cpu_count() or 1) // world_size),
-                )
-                for rank in range(world_size)
-            ]
-            timeout_s = _TIMEOUT_S + _TIMEOUT_S_PER_GB * options.size_gb
-            limits = {"poll_s": _POLL_S, "timeout_s": timeout_s}
-            values, footprints = run_children(specs, folder=Path(own), environment=_ENVIRONMENT, **limits)
+            spec = Spec(
+                work="gcore_bench.ckpt.work",
+                part=part,
+                contender=contender,
+                folder=own,
+                options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
+                world_size=world_size,
+                threads=1 if part == "loop" else max(1, (os.cpu_count() or 1) // world_size),
+            )
+            limits = {"poll_s": _POLL_S, "timeout_s": _TIMEOUT_S + _TIMEOUT_S_PER_GB * options.size_gb}
+            values, footprints = run_children(spec, environment=_ENVIRONMENT, **limits)
             for row, figures in merge_ranks([value["rows"] for value in values]).items():
                 rows[row] |= figures
             if spans := [value["saving_s"] for value in values if "saving_s" in value]:

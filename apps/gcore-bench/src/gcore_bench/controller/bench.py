@@ -104,11 +104,8 @@ def _local_cluster(store_bytes: int) -> Generator[Any]:
 
         # verl reserves ten cores for each worker; nothing here is scheduled by cores.
         options: dict[str, Any] = {"num_cpus": 1000, "object_store_memory": store_bytes, "include_dashboard": False}
-        ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
-        try:
+        with ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options):
             yield ray
-        finally:
-            ray.shutdown()
 
 
 async def _rounds_of(payload_mb: int, options: ControllerOptions, say: Callable[[str], object]) -> list[Run]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
@@ -62,6 +62,10 @@ class Spec:
     world_size: int = 1
     threads: int = 1
     """Threads of torch."""
+
+    def of_ranks(self) -> "list[Spec]":
+        """Return the same work for each rank."""
+        return [replace(self, rank=rank) for rank in range(self.world_size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,19 +155,19 @@ def child_program(spec: Spec, output: Path, environment: Mapping[str, str]) -> P
 
 
 def run_children(
-    specs: Sequence[Spec],
+    spec: Spec,
     *,
-    folder: Path,
     environment: Mapping[str, str] | None = None,
     poll_s: float = _POLL_S,
     timeout_s: float = math.inf,
 ) -> tuple[list[Any], _Footprints]:
-    """Run a new process for each spec, one a rank, and wait for all of them.
+    """Run a new process for each rank of a spec, and wait for all of them.
 
     Returns:
         The results by rank, and the sizes of all processes by time on the monotonic clock.
     """
-    outputs, log = _outputs(specs, folder), folder / "log"
+    specs, log = spec.of_ranks(), Path(spec.folder) / "log"
+    outputs = _outputs(specs)
     programs = [child_program(spec, output, environment or {}) for spec, output in zip(specs, outputs, strict=True)]
     _, footprints = _run(programs, log, poll_s=poll_s, timeout_s=timeout_s)
     return _results(outputs, otherwise=_last_line(log)), footprints
@@ -178,7 +182,7 @@ def start_server(threads: int) -> None:
 
 def run_processes(specs: Sequence[Spec]) -> _Rows:
     """Fork a process for each spec, one a rank, and return the rows of all ranks together (see `merge_ranks`)."""
-    outputs, context = _outputs(specs, Path(specs[0].folder)), multiprocessing.get_context("forkserver")
+    outputs, context = _outputs(specs), multiprocessing.get_context("forkserver")
     # A rank that fails ends its process, and the pool then ends the others, which would wait for that one.
     with ProcessPoolExecutor(len(specs), context) as pool, suppress(BrokenProcessPool):
         list(pool.map(_forked_work, specs, outputs))
@@ -199,8 +203,9 @@ def merge_ranks(ranks: Sequence[_Rows]) -> _Rows:
     return rows
 
 
-def _outputs(specs: Sequence[Spec], folder: Path) -> list[Path]:
-    """Return the file of each spec's result; what is left of former processes is removed."""
+def _outputs(specs: Sequence[Spec]) -> list[Path]:
+    """Return the file of each rank's result; what is left of former processes is removed."""
+    folder = Path(specs[0].folder)
     for stale in (folder / "store", *folder.glob("figures-*")):
         stale.unlink(missing_ok=True)
     return [folder / f"figures-{spec.rank}.json" for spec in specs]

@@ -7,7 +7,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import fmean, median
@@ -43,35 +43,27 @@ class Run:
     """Why there are no figures."""
 
 
-@dataclass
 class Rounds:
     """The turns of contenders in `count` rounds of a part of the bench; `say` prints a line of progress."""
 
-    part: str
-    count: int
-    _: KW_ONLY
-    say: Callable[[str], object]
-    runs: list[Run] = field(default_factory=list[Run])
+    def __init__(self, part: str, count: int, *, say: Callable[[str], object]) -> None:
+        self.part, self.count, self.say = part, count, say
+        self.runs: list[Run] = []
 
     def turns(self, contenders: Collection[str]) -> "Iterator[Turn]":
         """Yield every contender, in the same order in every round; a list may lose entries between rounds."""
         for number in range(1, self.count + 1):
             for name in tuple(contenders):
-                yield Turn(self, name, number, os.getloadavg()[0])
+                yield Turn(self, name, number)
 
 
-@dataclass(frozen=True)
 class Turn:
     """One contender's turn; its load is the machine's as the turn starts."""
 
-    rounds: Rounds
-    contender: str
-    round: int
-    load: float
-
-    @property
-    def where(self) -> str:
-        return f"{self.rounds.part}, round {self.round} of {self.rounds.count}: {self.contender}"
+    def __init__(self, rounds: Rounds, contender: str, number: int) -> None:
+        self.contender, self.round, self.load = contender, number, os.getloadavg()[0]
+        self.where = f"{rounds.part}, round {number} of {rounds.count}: {contender}"
+        self._rounds = rounds
 
     def done(self, rows: Mapping[str, Figures], words: str) -> None:
         """Record the figures; ``words`` are printed with the contender's name."""
@@ -82,10 +74,9 @@ class Turn:
         self._add(f"failed: {reason}", failure=reason)
 
     def _add(self, words: str, **found: Any) -> None:
-        part = self.rounds.part
-        run = Run(part=part, contender=self.contender, round=self.round, load=self.load, **found)
-        self.rounds.runs.append(run)
-        self.rounds.say(f"{self.where} {words}")
+        part, rounds = self._rounds.part, self._rounds
+        rounds.runs.append(Run(part=part, contender=self.contender, round=self.round, load=self.load, **found))
+        rounds.say(f"{self.where} {words}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,16 +126,9 @@ def figures_table(title: str, *columns: str) -> Table:
 
 def rows_table(title: str, rows: Rows, columns: Sequence[tuple[str, Cell]]) -> Table:
     """Return a table with a line for each row; columns are titles and their cells."""
-    return records_table(title, [{"": name, **row} for name, row in rows.items()], columns, name="")
-
-
-def records_table(
-    title: str, records: Iterable[Mapping[str, Any]], columns: Sequence[tuple[str, Cell]], *, name: str
-) -> Table:
-    """Return a table with a line for each record, whose first column is the field ``name``."""
     shown = figures_table(title, *(title for title, _ in columns))
-    for record in records:
-        shown.add_row(str(record[name]), *(cell(record) for _, cell in columns))
+    for name, row in rows.items():
+        shown.add_row(name, *(cell(row) for _, cell in columns))
     return shown
 
 

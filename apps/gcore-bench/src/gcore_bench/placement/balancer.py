@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from gcore_bench.harness.report import Cell, Row, figure, records_table, verdict
+from gcore_bench.harness.report import Row, figure, figures_table, verdict
 from gcore_bench.placement.options import Counts, PlacementOptions
 from gcore_placement import balance
 
@@ -84,18 +84,14 @@ def _ratio(work: NDArray[np.int64], parts: Sequence[Any]) -> float:
 
 def balancer_table(rows: Sequence[Row]) -> Table:
     """Return a table with a line for each batch and number of ranks."""
-
-    def less_1(name: str) -> Cell:
-        return lambda row: "-" if row[name] is None else f"{row[name] - 1:.1e}"
-
-    columns = [
-        *(("samples", figure("samples", ",")), ("ranks", figure("ranks")), ("counts", figure("counts"))),
-        *((f"{name} - 1", less_1(name)) for name in ("ours", "verl", "random")),
-        *(("ours s", figure("ours_s", ".3f")), ("verl s", figure("verl_s", ".2f"))),
-        ("faster", lambda row: "-" if row["verl_s"] is None else f"{row['verl_s'] / row['ours_s']:.1f}x"),
-    ]
-    title = "work of the busiest rank over the mean, less 1; CPU seconds"
-    return records_table(title, rows, columns, name="lengths")
+    columns = ("samples", "ranks", "counts", "ours - 1", "verl - 1", "random - 1", "ours s", "verl s", "faster")
+    shown = figures_table("work of the busiest rank over the mean, less 1; CPU seconds", *columns)
+    for row in rows:
+        ratios = ("-" if row[name] is None else f"{row[name] - 1:.1e}" for name in ("ours", "verl", "random"))
+        batch = (row["lengths"], f"{row['samples']:,}", str(row["ranks"]), row["counts"])
+        faster = "-" if row["verl_s"] is None else f"{row['verl_s'] / row['ours_s']:.1f}x"
+        shown.add_row(*batch, *ratios, f"{row['ours_s']:.3f}", figure("verl_s", ".2f")(row), faster)
+    return shown
 
 
 def balancer_aims(rows: Sequence[Row]) -> list[str]:

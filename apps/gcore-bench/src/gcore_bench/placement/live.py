@@ -1,6 +1,5 @@
 """The part live: real runs on Ray whose load moves from one role to the other, under every strategy of placement."""
 
-import json
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ from gcore_bench.harness.report import Row, figures_table, verdict
 from gcore_bench.placement.options import LiveStrategy, PlacementOptions
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
-from gcore_runs import read_jsonl
+from gcore_runs import read_jsonl, write_jsonl
 
 PHASE_TOKENS = (8, 72, 8)
 """Tokens of a response in each phase. A verdict has 24: judging takes 3/4 of the work, then 1/4, then most again."""
@@ -65,8 +64,7 @@ def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
     disable_progress_bar()
     make_tiny_model(folder / "model", seed=options.seed)
-    prompts = [{"prompt": f"{i}+{i % 7}="} for i in range(400)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    write_jsonl(folder / "prompts.jsonl", [{"prompt": f"{i}+{i % 7}="} for i in range(400)])
     rows: list[Row] = []
     first: list[dict[str, Any]] = []
     for number, (strategy, chosen) in enumerate(run_options(options.live_devices, options.live_strategies).items()):

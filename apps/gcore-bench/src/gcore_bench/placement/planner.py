@@ -11,7 +11,7 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from gcore_bench.harness.processes import Spec, run_processes, start_server
-from gcore_bench.harness.report import Cell, Rounds, Row, records_table, summarise
+from gcore_bench.harness.report import Rounds, Row, figures_table, summarise
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.small_runs import SmallRun, small_runs
 from gcore_placement import Cluster, Device, Efficiency, JobCosts, TrainingLayout, predict_step
@@ -122,9 +122,9 @@ def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> d
 
 def _measured(run: SmallRun, options: PlacementOptions) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="gcore-bench-") as folder:
-        common: dict[str, Any] = {"work": "gcore_bench.placement.small_run_work", "contender": run.kind}
-        common |= {"folder": folder, "options": {"run": run, "steps": options.steps}, "world_size": run.ranks}
-        return run_processes([Spec(**common, rank=rank) for rank in range(run.ranks)])[run.kind]
+        work, given = "gcore_bench.placement.small_run_work", {"run": run, "steps": options.steps}
+        spec = Spec(work=work, contender=run.kind, folder=folder, options=given, world_size=run.ranks)
+        return run_processes(spec.of_ranks())[run.kind]
 
 
 def _off(row: Row, unit: str) -> float | None:
@@ -135,21 +135,17 @@ def _off(row: Row, unit: str) -> float | None:
 
 def planner_table(rows: Sequence[Row], load: float) -> Table:
     """Return a table with a line for each run, those that the laws are fitted to first."""
-
-    def value(name: str, form: str, scale: float = 1.0) -> Cell:
-        return lambda row: "" if row[name] is None else format(row[name] / scale, form)
-
-    columns = [
-        ("", lambda row: "held out" if row["is_held_out"] else "fitted to"),
-        *((f"{kind} s", value(f"{kind}_s", ".3f")) for kind in ("measured", "predicted")),
-        ("off", value("seconds_off", "+.0%")),
-        *((f"{kind} MB", value(f"{kind}_bytes", ",.0f", 1e6)) for kind in ("measured", "predicted")),
-        ("off", value("bytes_off", "+.0%")),
-    ]
-    shown = [row | {"seconds_off": _off(row, "s"), "bytes_off": _off(row, "bytes")} for row in rows]
-    table = records_table("small runs, and the predictions of the planner", shown, columns, name="name")
-    table.caption = f"seconds: the median of the rounds; load of the machine up to {load:.1f}"
-    return table
+    columns = ("", "measured s", "predicted s", "off", "measured MB", "predicted MB", "off")
+    shown = figures_table("small runs, and the predictions of the planner", *columns)
+    for row in rows:
+        cells = ["held out" if row["is_held_out"] else "fitted to"]
+        for unit, scale, form in (("s", 1.0, ".3f"), ("bytes", 1e6, ",.0f")):
+            if (off := _off(row, unit)) is not None:
+                values = (row[f"{kind}_{unit}"] / scale for kind in ("measured", "predicted"))
+                cells += [*(format(value, form) for value in values), f"{off:+.0%}"]
+        shown.add_row(row["name"], *cells)
+    shown.caption = f"seconds: the median of the rounds; load of the machine up to {load:.1f}"
+    return shown
 
 
 def planner_aims(rows: Sequence[Row]) -> list[str]:

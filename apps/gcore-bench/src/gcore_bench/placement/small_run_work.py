@@ -1,7 +1,6 @@
 """The work of a process of a small run: a training step, generation, or a whole run of `gcore-llm train`."""
 
 import asyncio
-import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -128,7 +127,7 @@ def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
     """The median but for the first, which touches memory for the first time."""
     from gcore_llm import ActorConfig, AlgorithmConfig, DataConfig, RolloutConfig, TrainConfig, TrainerConfig, train
     from gcore_llm.tiny_model import tiny_tokenizer
-    from gcore_runs import read_jsonl
+    from gcore_runs import read_jsonl, write_jsonl
 
     model, prompts, reward = folder / "step-model", folder / "prompts.jsonl", folder / "reward.py"
     _model(run.config, "sdpa").save_pretrained(model)
@@ -136,7 +135,7 @@ def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
     tiny_tokenizer().save_pretrained(model)
     rng = np.random.default_rng(0)
     rows = [{"prompt": "".join(rng.choice(list("abcdefgh"), size))} for _ in range(times + 1) for size in run.prompts]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(prompts, rows)
     reward.write_text(_REWARD)
     config = TrainConfig(
         runs_dir=str(folder / "runs"),
