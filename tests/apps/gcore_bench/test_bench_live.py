@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gcore_bench.harness.report import Row
-from gcore_bench.placement.live import live_aims, live_table, run_options
+from gcore_bench.placement.live import aims, run_options, table
 from gcore_bench.placement.paced_engine import PacedEngine, phase_tokens
 from gcore_placement.ledger import CAUSES
 from gcore_rollout import HFEngine, Request, SamplingParams
@@ -58,18 +58,18 @@ def test_every_split_and_both_other_strategies_run() -> None:
 
 def test_aims_are_judged_against_the_best_of_the_others() -> None:
     split = ROW | {"strategy": "split 2 + 2", "seconds": 100.0, "idle_share": 0.35}
-    moves, idle, seconds = live_aims([split, split | {"strategy": "colocated", "seconds": 120.0}, ROW])
+    moves, idle, seconds = aims([split, split | {"strategy": "colocated", "seconds": 120.0}, ROW])
     assert "each way (met)" in moves
     assert "30.0% to 35.0% (split 2 + 2; met)" in idle
     assert "1.25 times" in seconds
-    moves, idle, _ = live_aims([split | {"idle_share": 0.2}, ROW | {"moved_to_judge": 0}])
+    moves, idle, _ = aims([split | {"idle_share": 0.2}, ROW | {"moved_to_judge": 0}])
     assert "each way (not met)" in moves
     assert "(split 2 + 2; not met)" in idle
-    assert live_aims([split]) == live_aims([ROW]) == []
+    assert aims([split]) == aims([ROW]) == []
 
 
 def test_the_table_shows_moves_of_the_dynamic_strategy_only() -> None:
-    moves = live_table([ROW, ROW | {"strategy": "colocated"}]).columns[4]
+    moves = table({"rows": [ROW, ROW | {"strategy": "colocated"}]}).columns[4]
     assert list(moves.cells) == ["1 + 2", "-"]
 
 

@@ -13,9 +13,10 @@ import pytest
 
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Row
-from gcore_bench.placement.balancer import balancer_aims, run_balancer, simulated_work
+from gcore_bench.placement import balancer, planner
+from gcore_bench.placement.balancer import simulated_work
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.planner import fit_laws, planner_aims, predicted_bytes, predicted_seconds
+from gcore_bench.placement.planner import fit_laws, predicted_bytes, predicted_seconds
 from gcore_bench.placement.small_runs import small_runs
 from gcore_placement import Efficiency
 
@@ -33,23 +34,23 @@ def test_lengths_have_a_long_tail() -> None:
 
 
 def test_aims_are_judged_to_the_precision_that_is_told() -> None:
-    even, fast = balancer_aims([ROW])
+    even, fast = balancer.aims([ROW])
     assert even.endswith("(met in all 1)")
     assert fast.endswith("free counts: 30.0 to 30.0 times (met)")
-    even, fast = balancer_aims([ROW, ROW | {"ours": 1.01, "ours_s": 1.0}, ROW | {"samples": 8}])
+    even, fast = balancer.aims([ROW, ROW | {"ours": 1.01, "ours_s": 1.0}, ROW | {"samples": 8}])
     assert even.endswith("(not met: 100,352 over 8 (lognormal, free))")
     assert fast.endswith("3.0 to 30.0 times (not met)")
     close = ROW | {"counts": "close", "ours": 1.0009, "tolerance": 1e-3}
-    assert balancer_aims([close])[0].endswith("(met in all 1)")
-    assert "not met" in balancer_aims([close | {"ours": 1.0011}])[0]
-    assert balancer_aims([ROW | {"verl": None, "verl_s": None}]) == []
-    assert len(balancer_aims([ROW | {"samples": 8}])) == 1
+    assert balancer.aims([close])[0].endswith("(met in all 1)")
+    assert "not met" in balancer.aims([close | {"ours": 1.0011}])[0]
+    assert balancer.aims([ROW | {"verl": None, "verl_s": None}]) == []
+    assert len(balancer.aims([ROW | {"samples": 8}])) == 1
 
 
 def test_verl_is_not_asked_for_more_than_it_may_take() -> None:
     options = PlacementOptions(samples=(64, 512), ranks=(8,), verl_s=0, lengths=("pareto",))
     said: list[str] = []
-    rows = run_balancer(options, say=said.append)
+    rows = balancer.run(options, say=said.append)["rows"]
     assert [row["verl"] for row in rows] == [None] * 6
     assert all("verl not asked" in line for line in said)
     assert all(1 <= row["ours"] <= row["random"] for row in rows)
@@ -189,10 +190,10 @@ def test_only_held_out_runs_are_judged() -> None:
         **{"measured_s": 1.0, "predicted_s": 1.19, "measured_bytes": 100.0, "predicted_bytes": 86.0},
     }
     wild = row | {"name": "fitted", "is_held_out": False, "predicted_s": 9.0, "predicted_bytes": 9.0}
-    seconds, memory = planner_aims([row, wild])
+    seconds, memory = planner.aims([row, wild])
     assert seconds == "aim: predicted step time of held-out runs within 20%: +19.0% to +19.0% (met in all 1)"
     assert memory == "aim: predicted peak memory of held-out runs within 15%: -14.0% to -14.0% (met in all 1)"
     slow = row | {"name": "slow", "predicted_s": 0.7, "kind": "step", "measured_bytes": None, "predicted_bytes": None}
-    seconds, memory = planner_aims([row, slow])
+    seconds, memory = planner.aims([row, slow])
     assert seconds.endswith("-30.0% to +19.0% (not met: slow -30.0%)")
     assert memory.endswith("(met in all 1)")

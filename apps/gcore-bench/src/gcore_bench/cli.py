@@ -20,12 +20,22 @@ _BENCHES = {
 }
 """A line of help for each command NAME, a folder whose ``options`` has a `NameOptions`, and whose ``bench`` a `run`."""
 
+_USAGE = "\n".join(
+    [
+        "usage: gcore-bench COMMAND [options]\n",
+        "Every claim gcore makes, measured against a peer or a physical limit.\n",
+        "commands:",
+        *(f"  {name:<12}{summary}" for name, summary in _BENCHES.items()),
+        "\ngcore-bench COMMAND --help documents every option.",
+    ]
+)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; wrong input, or a contender that fails, ends it with exit code 2 and one message."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
-        print(_usage(), end="")
+        print(_USAGE)
         raise SystemExit(0 if args else 2)
     name = args[0]
     if name not in _BENCHES:
@@ -33,27 +43,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         options_class = getattr(import_module(f"gcore_bench.{name}.options"), f"{name.capitalize()}Options")
         options = tyro.cli(options_class, args=args[1:], prog=f"gcore-bench {name}")
+        # rich assumes 80 columns of a file or a pipe, in which the tables would be folded.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
         # Imported after the options are checked, because it may take seconds.
-        import_module(f"gcore_bench.{name}.bench").run(options, _console())
+        import_module(f"gcore_bench.{name}.bench").run(options, console)
     except BenchError as error:
         print(f"gcore-bench: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def _usage() -> str:
-    lines = [
-        "usage: gcore-bench COMMAND [options]\n",
-        "Every claim gcore makes, measured against a peer or a physical limit.\n",
-        "commands:",
-        *(f"  {name:<12}{summary}" for name, summary in _BENCHES.items()),
-        "\ngcore-bench COMMAND --help documents every option.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _console() -> Console:
-    # rich assumes 80 columns of a file or a pipe, in which the tables would be folded.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 if __name__ == "__main__":

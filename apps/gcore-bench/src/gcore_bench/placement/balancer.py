@@ -1,7 +1,7 @@
 """The part balancer: long-tailed sequences over ranks, under gcore-placement, verl and random."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -26,12 +26,12 @@ _VERL_GROWTH = 1.1
 """Exponent of verl's time in the number of sequences."""
 
 
-def run_balancer(options: PlacementOptions, *, say: Callable[[str], object]) -> list[Row]:
+def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
     """Divide each batch over each number of ranks, for every distribution and kind of counts, the batches ascending.
 
     Returns:
-        Work of the busiest rank over the mean with ``ours``, ``verl`` and ``random``, and CPU seconds (``ours_s``,
-        ``verl_s``). verl's are None where it was not asked; ours may end within ``tolerance`` of the mean.
+        ``rows``: work of the busiest rank over the mean with ``ours``, ``verl`` and ``random``, and CPU seconds
+        (``ours_s``, ``verl_s``). verl's are None where it was not asked; ours may end within ``tolerance`` of the mean.
     """
     rows: list[Row] = []
     if options.verl_s:
@@ -59,7 +59,7 @@ def run_balancer(options: PlacementOptions, *, say: Callable[[str], object]) -> 
                 f"{lengths}, {samples:,} over {ranks}, {counts} counts: {ours:.9f} in {ours_s:.3f} s; "
                 f"verl {theirs}; random {row['random']:.3f}"
             )
-    return rows
+    return {"rows": rows}
 
 
 def simulated_work(lengths: str, samples: int, *, seed: int) -> NDArray[np.int64]:
@@ -82,11 +82,11 @@ def _ratio(work: NDArray[np.int64], parts: Sequence[Any]) -> float:
     return float(sums.max() / sums.mean())
 
 
-def balancer_table(rows: Sequence[Row]) -> Table:
+def table(figures: Mapping[str, Any]) -> Table:
     """Return a table with a line for each batch and number of ranks."""
     columns = ("samples", "ranks", "counts", "ours - 1", "verl - 1", "random - 1", "ours s", "verl s", "faster")
     shown = figures_table("work of the busiest rank over the mean, less 1; CPU seconds", *columns)
-    for row in rows:
+    for row in figures["rows"]:
         ratios = ("-" if row[name] is None else f"{row[name] - 1:.1e}" for name in ("ours", "verl", "random"))
         batch = (row["lengths"], f"{row['samples']:,}", str(row["ranks"]), row["counts"])
         faster = "-" if row["verl_s"] is None else f"{row['verl_s'] / row['ours_s']:.1f}x"
@@ -94,7 +94,7 @@ def balancer_table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def balancer_aims(rows: Sequence[Row]) -> list[str]:
+def aims(rows: Sequence[Row]) -> list[str]:
     """Return whether gcore's aims are met, where verl was measured."""
     asked = [row for row in rows if row["verl"] is not None]
     if not asked:

@@ -52,14 +52,14 @@ def run_options(num_devices: int, strategies: Sequence[str] = get_args(LiveStrat
     }
 
 
-def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list[Row]:
+def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
     """Make all runs, one after the other.
 
     Returns:
-        For each run its ``seconds``, from the start of the first step to the end of the last, moves included; those of
-        each phase; engines moved; idle shares of the time of the devices that engines and judges are on, in all and by
-        cause; and ``is_alike``: each step had the samples and scores of the first run, so that no request was lost,
-        and none came twice.
+        ``rows``, one a run: its ``seconds``, from the start of the first step to the end of the last, moves included;
+        those of each phase; engines moved; idle shares of the time of the devices that engines and judges are on, in
+        all and by cause; and ``is_alike``: each step had the samples and scores of the first run, so that no request
+        was lost, and none came twice.
     """
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
     disable_progress_bar()
@@ -84,7 +84,7 @@ def run_live(options: PlacementOptions, *, say: Callable[[str], object]) -> list
         )
         if not row["is_alike"]:
             raise BenchError(f"{strategy} had other samples than {rows[0]['strategy']} (see {run})")
-    return rows
+    return {"rows": rows}
 
 
 def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
@@ -143,8 +143,9 @@ def _are_alike(steps: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[st
     )
 
 
-def live_table(rows: Sequence[Row]) -> Table:
+def table(figures: Mapping[str, Any]) -> Table:
     """Return a table with a line for each run."""
+    rows = figures["rows"]
     phases = [f"phase {i} s" for i in range(1, len(rows[0]["phase_s"]) + 1)]
     causes = [f"{name.replace('_', ' ')} %" for name in SHOWN_CAUSES]
     title = "real runs on Ray, of the devices that generate and judge"
@@ -158,7 +159,7 @@ def live_table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def live_aims(rows: Sequence[Row]) -> list[str]:
+def aims(rows: Sequence[Row]) -> list[str]:
     """Return whether gcore's aims are met; none where dynamic was not compared with another strategy."""
     runs = {row["strategy"]: row for row in rows}
     dynamic, others = runs.pop("dynamic", None), runs.values()

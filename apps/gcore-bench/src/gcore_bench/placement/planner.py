@@ -94,7 +94,7 @@ def _layouts(run: SmallRun) -> TrainingLayouts:
     return TrainingLayouts.of(layout)
 
 
-def run_planner(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
+def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
     """Measure each run in every round, fit the laws to some, and predict all.
 
     Returns:
@@ -133,22 +133,22 @@ def _off(row: Row, unit: str) -> float | None:
     return None if measured is None or predicted is None else predicted / measured - 1
 
 
-def planner_table(rows: Sequence[Row], load: float) -> Table:
+def table(figures: Mapping[str, Any]) -> Table:
     """Return a table with a line for each run, those that the laws are fitted to first."""
     columns = ("", "measured s", "predicted s", "off", "measured MB", "predicted MB", "off")
     shown = figures_table("small runs, and the predictions of the planner", *columns)
-    for row in rows:
+    for row in figures["rows"]:
         cells = ["held out" if row["is_held_out"] else "fitted to"]
         for unit, scale, form in (("s", 1.0, ".3f"), ("bytes", 1e6, ",.0f")):
             if (off := _off(row, unit)) is not None:
                 values = (row[f"{kind}_{unit}"] / scale for kind in ("measured", "predicted"))
                 cells += [*(format(value, form) for value in values), f"{off:+.0%}"]
         shown.add_row(row["name"], *cells)
-    shown.caption = f"seconds: the median of the rounds; load of the machine up to {load:.1f}"
+    shown.caption = f"seconds: the median of the rounds; load of the machine up to {figures['load']:.1f}"
     return shown
 
 
-def planner_aims(rows: Sequence[Row]) -> list[str]:
+def aims(rows: Sequence[Row]) -> list[str]:
     """Return whether gcore's aims are met by the held-out runs."""
     lines: list[str] = []
     for what, unit, aim in (("step time", "s", AIM_SECONDS), ("peak memory", "bytes", AIM_BYTES)):

@@ -21,10 +21,6 @@ from gcore_rollout.engines.hf.decoding import ATTENTION_NAME
 from gcore_trainer import PackedModel, ParallelConfig, PolicyObjective, Sample, TorchParallel, TorchTrainer
 from gcore_trainer.torch import packed_model as packed_attention
 
-_REWARD = """def score(prompt, completion, row):
-    return float(len(completion) % 3)
-"""
-
 
 def run(spec: Spec) -> dict[str, dict[str, float]]:
     """Seconds of the run, and of a training process its peak bytes."""
@@ -136,7 +132,7 @@ def _whole_step_s(run: SmallRun, folder: Path, times: int) -> float:
     rng = np.random.default_rng(0)
     rows = [{"prompt": "".join(rng.choice(list("abcdefgh"), size))} for _ in range(times + 1) for size in run.prompts]
     write_jsonl(prompts, rows)
-    reward.write_text(_REWARD)
+    reward.write_text("def score(prompt, completion, row):\n    return float(len(completion) % 3)\n")
     config = TrainConfig(
         runs_dir=str(folder / "runs"),
         model=str(model),
