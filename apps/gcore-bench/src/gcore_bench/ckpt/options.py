@@ -30,10 +30,7 @@ def _seconds(*metrics: str) -> dict[str, str]:
 
 
 PARTS = {
-    "single": Part(
-        title="one process",
-        columns=_seconds("load_cold", "load_warm", "in_place_cold", "in_place_warm"),
-    ),
+    "single": Part(title="one process", columns=_seconds("load_cold", "load_warm", "in_place_cold", "in_place_warm")),
     "ranks": Part(
         title="several ranks",
         contenders=("gcore", "dcp", "dcp-async-thread"),

@@ -3,7 +3,6 @@
 In the part ranks, processes save their shards (DTensors), and half as many load them, split by rows and by columns.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -12,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from timeit import Timer
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gcore_bench.ckpt.contenders import CONTENDERS, Contender
 from gcore_bench.ckpt.limits import TEMPERATURES, copy_rows, read_rows, seconds_of, sync_paths, write_rows
@@ -34,31 +33,6 @@ _WIDTH = 512
 _ADDITIONS = 10_000
 
 
-class _Layout(NamedTuple):
-    """The split of tensors over the ranks of a mesh along a dimension, the last where there are fewer; or none."""
-
-    mesh: DeviceMesh | None = None
-    dim: int = 0
-
-    def span(self, plan: TensorPlan) -> tuple[int, int, int]:
-        """Return the dimension that is split, and where this rank's part of it starts and ends."""
-        dim = min(self.dim, len(plan.shape) - 1)
-        rank, ranks = (0, 1) if self.mesh is None else (self.mesh.get_rank(), self.mesh.size())
-        size = math.ceil(plan.shape[dim] / ranks)
-        start, end = (min(at * size, plan.shape[dim]) for at in (rank, rank + 1))
-        return dim, start, end
-
-    def part(self, plan: TensorPlan) -> torch.Tensor:
-        dim, start, end = self.span(plan)
-        return plan.rows(start, end) if dim == 0 else plan.full().narrow(dim, start, end - start)
-
-    def tensor(self, plan: TensorPlan, part: torch.Tensor) -> torch.Tensor:
-        if self.mesh is None:
-            return part
-        split, shape = Shard(self.span(plan)[0]), torch.Size(plan.shape)
-        return DTensor.from_local(part, self.mesh, [split], run_check=False, shape=shape, stride=plan.stride)
-
-
 def run(spec: Spec) -> dict[str, Any]:
     """Measure ``spec.contender`` in a part; of all ranks' seconds the highest count."""
     plans, root = plan_state(spec.options["size_bytes"], spec.options["tensors"]), Path(spec.folder) / "files"
@@ -66,27 +40,40 @@ def run(spec: Spec) -> dict[str, Any]:
     with joined_world(spec) if spec.part == "ranks" else nullcontext():
         mesh = init_device_mesh("cpu", (spec.world_size,)) if spec.part == "ranks" else None
         # Ranks split every tensor along dimension 0, as in fully sharded training.
-        layout = _Layout(mesh)
+        make = partial(_tensor, mesh, 0)
         if spec.contender == LIMITS:
-            return {"rows": _limit_rows(spec, [byte_view(layout.part(plan)) for plan in plans], root)}
+            return {"rows": _limit_rows(spec, [byte_view(_local(make(plan))) for plan in plans], root)}
         contender, figures, seconds = CONTENDERS[spec.contender](root), dict[str, Any](), Figures()
         load_seconds = partial(_load_seconds, spec, plans, root)
         if spec.options["phase"] == "load":
             assert contender.load_into is not None
             for way, dim in (("rows", 0), ("columns", 1)):
-                seconds |= load_seconds(_Layout(mesh, dim), way, contender.load_into)
+                seconds |= load_seconds(partial(_tensor, mesh, dim), way, contender.load_into)
         else:
-            state = {plan.name: layout.tensor(plan, layout.part(plan)) for plan in plans}
+            state = {plan.name: make(plan) for plan in plans}
             if spec.part == "loop":
                 seconds = _loop_seconds(contender, root, state)
             else:
                 seconds, figures = _measured_saves(spec, contender, root, state)
             if spec.part == "single":
-                seconds |= load_seconds(layout, "load", partial(_load_fresh, contender, state))
+                seconds |= load_seconds(make, "load", partial(_load_fresh, contender, state))
                 if contender.load_into is not None:
-                    seconds |= load_seconds(layout, "in_place", contender.load_into)
+                    seconds |= load_seconds(make, "in_place", contender.load_into)
         contender.close()
         return {"rows": {spec.contender: seconds}, **figures}
+
+
+def _tensor(mesh: DeviceMesh | None, dim: int, plan: TensorPlan) -> torch.Tensor:
+    """Return a tensor, with a mesh split over its ranks along a dimension, the last where there are fewer."""
+    full = plan.full()
+    if mesh is None:
+        return full
+    # A copy, because parts are views of the whole.
+    return distribute_tensor(full, mesh, [Shard(min(dim, full.dim() - 1))], src_data_rank=None).clone()
+
+
+def _local(tensor: torch.Tensor | None) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _measured_saves(spec: Spec, contender: Contender, root: Path, state: State) -> tuple[Figures, dict[str, Any]]:
@@ -133,7 +120,7 @@ def _load_seconds(
     spec: Spec,
     plans: list[TensorPlan],
     root: Path,
-    layout: _Layout,
+    make: Callable[[TensorPlan], torch.Tensor],
     way: str,
     load: Callable[[Path, State], object],
 ) -> Figures:
@@ -142,7 +129,7 @@ def _load_seconds(
     for temperature, prepare in TEMPERATURES.items():
         loaded: State = {}
         if way != "load":
-            loaded |= {plan.name: layout.tensor(plan, torch.zeros_like(layout.part(plan))) for plan in plans}
+            loaded |= {plan.name: torch.zeros_like(make(plan)) for plan in plans}
         if spec.rank == 0:
             prepare(root)
         settle()
@@ -150,8 +137,7 @@ def _load_seconds(
         seconds[f"{way}_{temperature}"] = seconds_of(partial(load, root / "1", loaded))
         _barrier(spec)
         for plan in plans:
-            found = loaded.get(plan.name)
-            if not is_same(found.to_local() if isinstance(found, DTensor) else found, layout.part(plan)):
+            if not is_same(_local(loaded.get(plan.name)), _local(make(plan))):
                 split = f", split by {way}," if spec.part == "ranks" else ""
                 raise ValueError(f"tensor {plan.name}{split} was loaded with other bytes than were saved")
         del loaded

@@ -1,4 +1,4 @@
-"""The state that every contender saves: each process can make any part of the same bytes."""
+"""The state that every contender saves: each process can make any tensor of the same bytes."""
 
 import math
 from dataclasses import dataclass
@@ -24,19 +24,11 @@ class TensorPlan:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
-    def stride(self) -> tuple[int, ...]:
-        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
-
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """Return the rows of the tensor from ``start`` up to ``end``."""
-        at, count = (self.number * 1_234_577 + start * self.stride[0]) % _PERIOD, (end - start) * self.stride[0]
-        noise = _noise(self.dtype).repeat(-(-(at + count) // _PERIOD))
-        return noise[at : at + count].clone().view(end - start, *self.shape[1:])
-
     def full(self) -> torch.Tensor:
         """Return the whole tensor."""
-        return self.rows(0, self.shape[0])
+        at, count = self.number * 1_234_577 % _PERIOD, math.prod(self.shape)
+        noise = _noise(self.dtype).repeat(-(-(at + count) // _PERIOD))
+        return noise[at : at + count].clone().view(self.shape)
 
 
 @cache
@@ -63,9 +55,8 @@ def plan_state(size_bytes: int, num_tensors: int) -> list[TensorPlan]:
 
 def is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     """Return whether dtype, shape and every bit are equal."""
-    if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    return torch.equal(byte_view(found), byte_view(expected))
+    is_alike = found is not None and found.shape == expected.shape and found.dtype == expected.dtype
+    return is_alike and torch.equal(byte_view(found), byte_view(expected))
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from gcore_rollout import Completion, HFEngine, Request
+
+MostTokens: TypeAlias = Callable[[], int] | None
+"""Returns the most tokens of a response at present; None: as many as are asked for."""
 
 
 def phase_tokens(metrics: Path, num_steps: int, max_tokens: Sequence[int]) -> int:
@@ -26,7 +29,7 @@ class PacedEngine(HFEngine):
 
     step_s = 0.0
     swap_s = 0.0
-    most_tokens: Callable[[], int] | None = None
+    most_tokens: MostTokens = None
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -36,13 +39,7 @@ class PacedEngine(HFEngine):
 
     @classmethod
     def paced(
-        cls,
-        model: Path,
-        *,
-        step_s: float,
-        swap_s: float = 0.0,
-        most_tokens: Callable[[], int] | None = None,
-        **options: Any,
+        cls, model: Path, *, step_s: float, swap_s: float = 0.0, most_tokens: MostTokens = None, **options: Any
     ) -> Self:
         """Return an engine of this pace, with the weights of a model folder; ``most_tokens`` limits responses."""
         options["eos_token_ids"] = ()
