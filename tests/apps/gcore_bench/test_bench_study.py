@@ -90,11 +90,11 @@ def test_payloads_through_controllers() -> None:
         payload_median_bytes=1e6,
     ).trace()
     total = float(trace.payload_bytes.sum())
-    seconds, held_bytes, max_over_mean = payload_load(trace, 0, num_controllers=1)
+    seconds, held_bytes, max_over_mean = payload_load(trace, num_controllers=1)
     assert seconds == pytest.approx(4 * total / study.PAYLOAD_BYTES_PER_S)
     assert held_bytes == total
     assert max_over_mean == 1.0
-    _, held_bytes, max_over_mean = payload_load(trace, 0, num_controllers=16)
+    _, held_bytes, max_over_mean = payload_load(trace, num_controllers=16)
     shares = [float(trace.payload_bytes[first::16].sum()) for first in range(16)]
     assert held_bytes == max(shares)
     assert max_over_mean == pytest.approx(max(shares) / (total / 16))

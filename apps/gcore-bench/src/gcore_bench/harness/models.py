@@ -27,14 +27,8 @@ def make_model(folder: Path, shape: TransformerWorkload, *, max_length: int, see
 
     sizes = dataclasses.asdict(shape)
     del sizes["head_dim"]
-    config = Qwen2Config(
-        **sizes,
-        max_position_embeddings=max_length,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=1,
-        tie_word_embeddings=True,
-    )
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    config = Qwen2Config(**sizes, **tokens, max_position_embeddings=max_length, tie_word_embeddings=True)
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -104,14 +104,14 @@ def drift_study(
     return _compare_all(cases, seeds, processes)
 
 
-def payload_load(trace: Trace, step: int, *, num_controllers: int) -> tuple[float, float, float]:
-    """Return the load of one step's payloads on controllers that take prompts in turn.
+def payload_load(trace: Trace, *, num_controllers: int) -> tuple[float, float, float]:
+    """Return the load of a trace of one step, by its payloads, on controllers that take prompts in turn.
 
     Returns:
         The busiest controller's seconds to receive its payloads and send them on, the bytes that it holds at once, and
         these over the mean of all controllers; 1 is even.
     """
-    payloads = trace.payload_bytes[trace.step_slice(step)]
+    payloads = trace.payload_bytes
     shares = np.bincount(np.arange(len(payloads)) % num_controllers, weights=payloads, minlength=num_controllers)
     most, mean = float(shares.max()), float(shares.mean())
     # It comes in once and goes out to the policy, to the judge and to training; packing and sending overlap.
@@ -233,7 +233,7 @@ def _payload_table() -> str:
         recipe = replace(SCENARIOS["multimodal"], num_steps=1, payload_median_bytes=size)
         trace = replace(recipe, train_batch_size=SCALES[10_000].train_batch_size).trace()
         for n in (1, 8, 64, 512):
-            seconds, held_bytes, uneven = payload_load(trace, 0, num_controllers=n)
+            seconds, held_bytes, uneven = payload_load(trace, num_controllers=n)
             load = (f"{seconds:,.1f} s", f"{held_bytes / 1e9:,.1f} GB", f"{uneven:.2f}")
             rows.append((f"{size / 1e6:g} MB", str(n), *load))
     return _table(("payload of a prompt", "controllers", "busiest, a step", "it holds", "max / mean"), rows)
