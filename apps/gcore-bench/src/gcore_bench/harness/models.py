@@ -27,7 +27,7 @@ def make_model(folder: Path, shape: TransformerWorkload, *, max_length: int, see
 
     sizes = dataclasses.asdict(shape)
     del sizes["head_dim"]
-    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    tokens: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     config = Qwen2Config(**sizes, **tokens, max_position_embeddings=max_length, tie_word_embeddings=True)
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config)
