@@ -55,8 +55,9 @@ def plan_state(size_bytes: int, num_tensors: int) -> list[TensorPlan]:
 
 def is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     """Return whether dtype, shape and every bit are equal."""
-    is_alike = found is not None and found.shape == expected.shape and found.dtype == expected.dtype
-    return is_alike and torch.equal(byte_view(found), byte_view(expected))
+    if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return torch.equal(byte_view(found), byte_view(expected))
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
