@@ -1,9 +1,8 @@
 """Objectives of language models: their interface, the aggregation of token losses, and the objective of a policy.
 
 An objective turns a micro-batch's scores into its part of the batch's loss. Parts add up, over micro-batches and over
-ranks, so a batch's gradient does not depend on how it is split.
-
-Shapes: N response tokens of any number of sequences, laid end to end.
+ranks, so a batch's gradient does not depend on how it is split. Shapes: N response tokens of any number of sequences,
+laid end to end.
 """
 
 from abc import ABC, abstractmethod
@@ -55,8 +54,8 @@ class BatchTotals:
         return cls(num_sequences=len(masks), num_tokens=int(sum(m.sum() for m in masks)))
 
     def __add__(self, other: "BatchTotals") -> "BatchTotals":
-        sums = self.num_sequences + other.num_sequences, self.num_tokens + other.num_tokens
-        return BatchTotals(num_sequences=sums[0], num_tokens=sums[1])
+        num_sequences = self.num_sequences + other.num_sequences
+        return BatchTotals(num_sequences=num_sequences, num_tokens=self.num_tokens + other.num_tokens)
 
 
 def aggregation_weights(
@@ -68,17 +67,12 @@ def aggregation_weights(
 ) -> list[NDArray[np.float32]]:
     """Return the weight of every token, such that the batch's loss is the plain sum of weight times token loss.
 
-    Because the weights are fixed before the batch is split, the sum does not depend on how it is split into
-    micro-batches, nor on samples left out because their gradient is known to be zero.
-
     - ``token-mean``: 1 / (tokens in the batch), DAPO (arXiv 2503.14476, eq. 8)
     - ``seq-mean-token-sum``: 1 / (sequences)
     - ``seq-mean-token-mean``: 1 / (sequences x tokens of the sequence), GRPO (arXiv 2402.03300, eq. 3)
     - ``seq-mean-token-sum-norm``: 1 / (sequences x max_response_length), Dr. GRPO (arXiv 2503.20783)
 
-    Args:
-        masks: [R_i] of each sequence of a part of the batch, True where a token counts.
-        max_response_length: the divisor of ``seq-mean-token-sum-norm``; unused in other modes.
+    The masks [R_i] are of the sequences of any part of the batch, True where a token counts.
 
     Raises:
         ConfigError: the mode needs ``max_response_length``, and there is none.
@@ -173,17 +167,14 @@ def policy_loss(
         ConfigError: there is no such loss, no such file, or the file does not import.
         BatchError: a user's own loss has another shape than [N].
     """
-    log_probs, old_log_probs, advantages = (torch.where(mask, x, 0.0) for x in (log_probs, old_log_probs, advantages))
-    tokens = PolicyTokens(
-        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, lengths=lengths
-    )
+    given = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
+    tokens = PolicyTokens(**{n: torch.where(mask, x, 0.0) for n, x in given.items()}, mask=mask, lengths=lengths)
     found = _loss_function(config.loss_mode)(tokens, config)
     if isinstance(found, torch.Tensor):
         found = PolicyLoss.without_clip(found, tokens.ratio.detach())
-    if found.loss.shape != log_probs.shape:
+    if found.loss.shape != mask.shape:
         raise BatchError(
-            f"the policy loss has shape {tuple(found.loss.shape)}; expected that of its tokens, "
-            f"{tuple(log_probs.shape)}"
+            f"the policy loss has shape {tuple(found.loss.shape)}; expected that of its tokens, {tuple(mask.shape)}"
         )
     return found
 
@@ -198,10 +189,7 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, *, low: flo
 
 
 class Objective(ABC, Generic[ScoresT]):
-    """A loss over samples.
-
-    ``ScoresT`` is what the loss reads of the model: `TokenScores` of a policy, or values [N] of a critic.
-    """
+    """A loss over samples, which reads ``ScoresT`` of the model."""
 
     scores: ClassVar[Literal["tokens", "values"]]
     loss_name: ClassVar[str]
@@ -211,11 +199,7 @@ class Objective(ABC, Generic[ScoresT]):
 
     @abstractmethod
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Check that the samples have all that the loss reads.
-
-        Raises:
-            BatchError: a field is missing, or an entry that counts is not finite.
-        """
+        """Raise `BatchError` for a field that is missing, or an entry that counts and is not finite."""
 
     def totals(self, samples: Sequence[Sample]) -> BatchTotals:
         """Return what these samples add to the batch's denominators."""
@@ -227,11 +211,7 @@ class Objective(ABC, Generic[ScoresT]):
 
     @abstractmethod
     def partial_loss(self, scores: ScoresT, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
-        """Compute the part of the batch's loss that these samples make up.
-
-        Args:
-            scores: of the samples' response tokens, in their order.
-        """
+        """Compute the part of the batch's loss that these samples, whose response tokens are scored, make up."""
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Make metrics of the batch's sums: those named ``mean:...`` are divided by ``count``, the others stay."""
@@ -249,20 +229,17 @@ def mask_of(samples: MicroBatch, *, like: torch.Tensor) -> torch.Tensor:
 
 
 def field_of(samples: MicroBatch, field: str, *, like: torch.Tensor) -> torch.Tensor:
-    """Lay a per-token array of the samples end to end: [N], of the type and on the device of ``like``.
-
-    Masked-out entries are 0 rather than multiplied by 0: NaN times 0 is NaN, in the gradient too.
-    """
+    """Lay a per-token array of the samples end to end: [N], like ``like``, and 0 where a token does not count."""
+    # Not multiplied by 0: NaN times 0 is NaN, in the gradient too.
     arrays = [np.where(s.mask, getattr(s, field), 0.0) for s in samples]
     return torch.from_numpy(np.concatenate(arrays)).to(like)
 
 
 def token_weights(
-    samples: MicroBatch, mode: LossAggMode, max_response_length: int | None, *, totals: BatchTotals, like: torch.Tensor
+    samples: MicroBatch, mode: LossAggMode, longest: int | None, *, totals: BatchTotals, like: torch.Tensor
 ) -> torch.Tensor:
     """Lay the samples' `aggregation_weights` end to end: [N], on the device of ``like``."""
-    masks = [s.mask for s in samples]
-    weights = aggregation_weights(masks, mode, totals=totals, max_response_length=max_response_length)
+    weights = aggregation_weights([s.mask for s in samples], mode, totals=totals, max_response_length=longest)
     return torch.from_numpy(np.concatenate(weights)).to(like.device)
 
 
@@ -272,11 +249,7 @@ def named_scores(scores: TokenScores | torch.Tensor) -> torch.Tensor:
 
 
 def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -> None:
-    """Check that every sample has some arrays, which ``loss`` reads, and that they are finite where they count.
-
-    Raises:
-        BatchError: a sample lacks one, or an entry that counts is not finite; the error names the sample's place.
-    """
+    """Raise `BatchError` for a sample that lacks a field, which ``loss`` reads, or that fails `check_finite` in it."""
     for field in fields:
         if any(getattr(s, field) is None for batch in micro_batches for s in batch):
             raise BatchError(f"{field} is None; expected an array for every sample, which {loss} needs")
@@ -338,8 +311,8 @@ class PolicyObjective(Objective[TokenScores]):
         mask = mask_of(samples, like=scores.log_probs)
         log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
         current = log_probs.detach()
-        mode, longest = config.loss_agg_mode, config.max_response_length
-        weight_N = token_weights(samples, mode, longest, totals=totals, like=current)
+        longest = config.max_response_length
+        weight_N = token_weights(samples, config.loss_agg_mode, longest, totals=totals, like=current)
         given = {f: field_of(samples, f, like=current) for f in _OPTIONAL if getattr(samples[0], f) is not None}
         old = given.get("old_log_probs", current)
         advantages = field_of(samples, "advantages", like=current)

@@ -16,11 +16,7 @@ def remax(group: ScoredGroup, config: AdvantageConfig) -> list[NDArray[np.floati
 
 
 def remax_advantages(scores: ArrayLike, greedy_score: float) -> NDArray[np.float32]:
-    """Return the advantages [n] of responses over the greedy one: ReMax (arXiv 2310.10505).
-
-    Args:
-        scores: [n] rewards of the sampled responses, n >= 1.
-        greedy_score: reward of the greedy response.
+    """Return the advantages [n] of responses with scores [n] over the greedy one: ReMax (arXiv 2310.10505).
 
     Raises:
         BatchError: a score is not finite.
