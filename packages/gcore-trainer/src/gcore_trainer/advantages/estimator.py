@@ -71,7 +71,7 @@ class AdvantageEstimator:
     def __call__(
         self, group: ScoredGroup, config: AdvantageConfig
     ) -> tuple[Sequence[NDArray[np.floating]], Sequence[NDArray[np.floating]] | None]:
-        """Return advantages and any returns; raise `BatchError` for a group or a function that does not fit the needs."""
+        """Return advantages and any returns; raise `BatchError` if the group or the function does not fit the needs."""
         for field, is_needed in (("values", self.needs_critic), ("greedy_score", self.needs_greedy)):
             if is_needed and getattr(group, field) is None:
                 raise BatchError(f"{field} is None; expected a value, which the advantage estimator needs")
@@ -229,8 +229,10 @@ async def with_advantages(
         masks = [s.mask for s in own]
         scored = ScoredGroup(rewards=own_rewards, masks=masks, values=values, greedy_score=greedy_score)
         advantages, returns = estimator(scored, config)
-        columns = {"advantages": advantages} | ({} if returns is None else {"returns": returns})
-        found.append([replace(s, **{n: c[i].astype(np.float32) for n, c in columns.items()}) for i, s in enumerate(own)])
+        changed = [replace(s, advantages=a.astype(np.float32)) for s, a in zip(own, advantages, strict=True)]
+        if returns is not None:
+            changed = [replace(s, returns=r.astype(np.float32)) for s, r in zip(changed, returns, strict=True)]
+        found.append(changed)
     metrics = await _statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
     if estimator.whiten:
         everyone = [s for own in found for s in own]

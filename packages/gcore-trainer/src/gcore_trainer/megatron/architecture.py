@@ -66,11 +66,7 @@ class Architecture:
         """Experts of each feed-forward layer; 0: it is dense."""
 
     def check_layout(self, parallel: ParallelConfig, world_size: int) -> None:
-        """Check that a layout divides the model.
-
-        Raises:
-            ConfigError: the sizes do not divide the world or the model.
-        """
+        """Raise `ConfigError` for a layout that does not divide the world or the model."""
         pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
         ranks_of_stage = parallel.data_parallel_size(world_size) * (parallel.model_parallel_size // pp)
