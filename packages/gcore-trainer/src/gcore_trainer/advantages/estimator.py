@@ -146,14 +146,18 @@ def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray
 
 
 class FixedKLController:
-    """A constant weight of the KL penalty in the reward."""
+    """A constant weight of the KL penalty in the reward; `ConfigError` if it is negative or not finite."""
 
     def __init__(self, *, kl_coef: float) -> None:
         NOT_NEGATIVE.require("kl_coef", kl_coef)
         self.value = float(kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Follow the mean divergence of one batch of ``n_steps`` responses, or what else the horizon counts."""
+        """Follow the mean divergence of a batch of ``n_steps`` responses, or what else the horizon counts.
+
+        Raises:
+            BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
+        """
 
     def state(self) -> dict[str, float]:
         """Return the state for `load_state`."""
@@ -169,7 +173,8 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """A weight of the KL penalty that follows the divergence: a controller in log space (arXiv 1909.08593, sec. 2.2).
 
-    e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon), from ``kl_coef`` on.
+    e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon), from ``kl_coef`` on. A setting
+    out of its bounds is a `ConfigError`.
 
     Args:
         target_kl: divergence that is sought, in the unit that `update` is given.
@@ -186,7 +191,6 @@ class AdaptiveKLController(FixedKLController):
     def update(self, current_kl: float, n_steps: int) -> None:
         if not math.isfinite(current_kl):
             raise BatchError(f"current_kl is {current_kl}; expected a finite number")
-        # More, and the value could leave the positive side.
         if not 0 <= n_steps < 5 * self._horizon:
             raise BatchError(
                 f"n_steps is {n_steps}; expected 0 or more, and less than five times horizon={self._horizon}"

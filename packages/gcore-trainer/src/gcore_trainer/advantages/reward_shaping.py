@@ -21,7 +21,7 @@ def overlong_penalty(
     """Return the penalty of a response that comes close to the length limit: DAPO (arXiv 2503.14476, eq. 13).
 
     0 up to max_response_length - overlong_buffer_len tokens, from there falling linearly to -penalty_factor at the
-    limit, and -penalty_factor beyond it.
+    limit, and -penalty_factor beyond it. A buffer beyond the limit, or a negative factor, is a `ConfigError`.
     """
     if not 1 <= overlong_buffer_len <= max_response_length:
         raise ConfigError(

@@ -61,7 +61,7 @@ class DiffusionSample:
         return 0 if self.latents is None else len(self.latents)
 
     def check_finite(self, name: str, *names: str) -> None:
-        """Raise `BatchError` for an entry that is not finite, in the named arrays or the conditions of image ``name``."""
+        """Raise `BatchError` if the named arrays or the conditions, of image ``name``, hold NaN or infinities."""
         arrays = {field: getattr(self, field) for field in names}
         for field_name in ("conditions", "shared_conditions"):
             arrays |= {f"{field_name}[{key!r}]": value for key, value in getattr(self, field_name).items()}

@@ -159,11 +159,7 @@ def _box(
 
 
 def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece, Piece]]:
-    """Return the adapters of the Hugging Face layers that a linear layer is made of, each as a parameter.
-
-    Returns:
-        by name of the Hugging Face layer, what this rank has of A [rank, in] and B [out, rank].
-    """
+    """Return what this rank has of A [rank, in] and B [out, rank] of each Hugging Face layer in a linear layer."""
     of_layer: dict[str, list[Piece]] = {}
     for piece in weight:
         of_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)

@@ -232,7 +232,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return list(stacks[0])
 
     def divide_tokens(self, context: ContextParallel) -> None:
-        """Compute a part of every row on each of several ranks, whose gradients are then to be summed."""
+        """Compute a part of every row on each of several ranks, whose gradients are then to be summed.
+
+        Raises:
+            UnsupportedModelError: a model that sees images or has linear attention, among several ranks.
+        """
         if context.size == 1:
             return
         for is_undivided, what in ((self._has_linear_attention, "has linear attention"), (self.vision, "sees images")):
