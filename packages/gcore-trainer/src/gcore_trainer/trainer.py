@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, StateError, TrainerError
 from gcore_trainer.lora import merge_lora
-from gcore_trainer.objectives.policy import BatchTotals, Objective, PartialLoss, add_sums, added, named_scores
+from gcore_trainer.objectives.policy import BatchTotals, Objective, PartialLoss, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.packing.vision import checkpoint_name, copy_processor
 from gcore_trainer.sample import NOTHING, MicroBatch, by_sample, filled_up
@@ -145,7 +145,10 @@ class BaseTrainer:
 
     def _update(self, sums: dict[str, float]) -> dict[str, float]:
         """Update with the gradient; return its metrics, and the objective's of all replicas' sums."""
-        metrics = self._objective.metrics(added(self._replicas.gather(sums)))
+        total: dict[str, float] = {}
+        for part in self._replicas.gather(sums):
+            add_sums(total, part)
+        metrics = self._objective.metrics(total)
         lr = learning_rate(self._config, self.step)
         grad_norm, limit = self._optimizer.update(lr), self._config.max_nonfinite_steps
         self._nonfinite_steps = 0 if np.isfinite(grad_norm) else self._nonfinite_steps + 1

@@ -14,7 +14,7 @@ from gcore_trainer.errors import BatchError, StateError
 from gcore_trainer.sample import Sample, require_finite
 
 MAX_LOG_RATIO = 20.0
-"""Beyond this a ratio is a number that overflows sooner or later, and says nothing more."""
+"""Log-ratios are clamped to +- this much, so that no ratio overflows."""
 _ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 

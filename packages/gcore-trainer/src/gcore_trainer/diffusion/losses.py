@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-from gcore_trainer.objectives.policy import MAX_LOG_RATIO, PolicyLoss, clipped_surrogate
+from gcore_trainer.advantages.estimator import MAX_LOG_RATIO
+from gcore_trainer.objectives.policy import PolicyLoss, clipped_surrogate
 
 
 class NoiseProcess(ABC):

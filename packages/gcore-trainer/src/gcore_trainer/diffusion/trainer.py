@@ -109,7 +109,11 @@ class DiffusionTrainer(BaseTrainer):
         total = sum(weight for weight, *_ in everyones) * num_passes
         sums = self._backward(micro_batches, max(count for *_, count in everyones), num_passes, total)
         metrics = self._update(sums)
-        self._follow()
+        if self._ema is not None:
+            self._ema.update(self.step)
+        growth, bound = self._old_decay
+        for name, tensor in self._averages().get("old", {}).items():
+            tensor.lerp_(self._adamw.parameters[name].detach(), 1 - min(growth * self.step, bound))
         return metrics
 
     def _backward(
@@ -128,13 +132,6 @@ class DiffusionTrainer(BaseTrainer):
                 if is_real:
                     add_sums(sums, parts)
         return {name: value.item() for name, value in sums.items()}
-
-    def _follow(self) -> None:
-        if self._ema is not None:
-            self._ema.update(self.step)
-        growth, bound = self._old_decay
-        for name, tensor in self._averages().get("old", {}).items():
-            tensor.lerp_(self._adamw.parameters[name].detach(), 1 - min(growth * self.step, bound))
 
     def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield diffusers' names and whole tensors of the policy that samples, one at a time, on every rank.

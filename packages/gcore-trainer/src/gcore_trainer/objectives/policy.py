@@ -9,19 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, assert_never
+from typing import Any, ClassVar, Generic, Literal, TypeVar, assert_never
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.config import POLICY_LOSSES, LossAggMode, PolicyLossConfig
+from gcore_trainer.advantages.estimator import MAX_LOG_RATIO
+from gcore_trainer.advantages.reward_shaping import MAX_K3
+from gcore_trainer.config import POLICY_LOSSES, KLPenalty, LossAggMode, PolicyLossConfig
 from gcore_trainer.errors import BatchError, ConfigError
-from gcore_trainer.losses.kl import kl_penalty
 from gcore_trainer.sample import MicroBatch, Sample
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +- this much, so that no ratio overflows."""
 _OPTIONAL = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")
 
 
@@ -126,12 +125,6 @@ class PolicyLoss:
     clipped_lower: torch.Tensor
     """True where the dual clip of a negative advantage is active."""
 
-    @classmethod
-    def without_clip(cls, loss: torch.Tensor, ratio: torch.Tensor) -> Self:
-        """Make the result of a loss that clips nothing."""
-        nothing = torch.zeros_like(loss, dtype=torch.bool)
-        return cls(loss=loss, ratio=ratio, clipped=nothing, clipped_lower=nothing)
-
 
 _loss_function = cache(POLICY_LOSSES.load)
 _Function = Callable[[PolicyTokens, PolicyLossConfig], PolicyLoss | torch.Tensor]
@@ -171,7 +164,8 @@ def policy_loss(
     tokens = PolicyTokens(**{n: torch.where(mask, x, 0.0) for n, x in given.items()}, mask=mask, lengths=lengths)
     found = _loss_function(config.loss_mode)(tokens, config)
     if isinstance(found, torch.Tensor):
-        found = PolicyLoss.without_clip(found, tokens.ratio.detach())
+        nothing = torch.zeros_like(found, dtype=torch.bool)
+        found = PolicyLoss(loss=found, ratio=tokens.ratio.detach(), clipped=nothing, clipped_lower=nothing)
     if found.loss.shape != mask.shape:
         raise BatchError(
             f"the policy loss has shape {tuple(found.loss.shape)}; expected that of its tokens, {tuple(mask.shape)}"
@@ -269,12 +263,30 @@ def add_sums(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
         sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, torch.Tensor) else value)
 
 
-def added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Add up sums by name."""
-    total: dict[str, float] = {}
-    for part in parts:
-        add_sums(total, part)
-    return total
+def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPenalty) -> torch.Tensor:
+    """Estimate KL(policy || reference) at every token, shape [N] (J. Schulman, "Approximating KL divergence", 2020).
+
+    k1: log p - log q;  k2: (log p - log q)^2 / 2;  k3: q/p - 1 - log(q/p), GRPO's (arXiv 2402.03300, eq. 4), at most
+    10 as in verl: a token at the bound has no gradient.
+
+    k1 and, below its bound, k3 estimate the divergence without bias, but their gradients do not estimate its gradient
+    (k1's is zero in expectation); k2's does, under the policy's own samples (arXiv 2510.01555). k1+ and k3+ have the
+    value of k1 and k3 and the gradient of k2.
+    """
+    log_ratio = log_probs - ref_log_probs
+    match kind:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            negative = (-log_ratio).clamp(-20.0, 20.0)
+            return (negative.exp() - 1 - negative).clamp(max=MAX_K3)
+        case "k1+" | "k3+":
+            value = kl_penalty(log_probs.detach(), ref_log_probs, "k1" if kind == "k1+" else "k3")
+            return value + log_ratio.square() / 2 - (log_ratio.square() / 2).detach()
+        case _:
+            assert_never(kind)
 
 
 class PolicyObjective(Objective[TokenScores]):
