@@ -6,7 +6,7 @@ import pytest
 
 from gcore_llm.cli import RECIPES
 from gcore_llm.config import TrainConfig
-from gcore_llm.finetune.config import FINE_TUNING_RECIPES
+from gcore_llm.finetune.command import FINE_TUNING_RECIPES
 from gcore_runs.settings.parsing import merge, to_toml
 
 

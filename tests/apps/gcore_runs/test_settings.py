@@ -15,7 +15,8 @@ from gcore_diffusion.cli import parse_train as parse_diffusion
 from gcore_diffusion.config import DiffusionConfig
 from gcore_llm.cli import parse_train
 from gcore_llm.config import RolloutConfig, TrainConfig
-from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig, parse_fine_tuning
+from gcore_llm.finetune.command import parse_fine_tuning
+from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.simulate import parse_simulate
 from gcore_runs import NonNegative, UserError
 from gcore_runs.settings.other_names import NOT_HERE, OTHER_NAMES, hint

@@ -17,7 +17,7 @@ from gcore_llm.config import (
     TrainerConfig,
     WarmupConfig,
 )
-from gcore_llm.finetune.config import run_fine_tuning
+from gcore_llm.finetune.command import run_fine_tuning
 from gcore_runs import (
     Amount,
     Checked,
