@@ -27,7 +27,8 @@ class Registry:
     """The algorithms of one kind: a folder of this package holds a file for each; a user's own is PATH.py:function."""
 
     def __init__(self, package: str, setting: str) -> None:
-        self._package, self._setting = package, setting
+        self._package = package
+        self._setting = setting
 
     @cached_property
     def names(self) -> list[str]:

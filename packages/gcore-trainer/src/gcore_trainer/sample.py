@@ -244,6 +244,7 @@ class PackedBatch:
     """T packed tokens that predict N response tokens, in the samples' order, from U distinct places."""
 
     input_ids: NDArray[np.int64]
+    """[T]."""
     positions: NDArray[np.int64]
     """[T] place of each token in its own sequence; padding at the end of a segment repeats the last."""
     segments: list[Segment]
@@ -256,6 +257,7 @@ class PackedBatch:
     target_place: NDArray[np.int64]
     """[N] which of those U predicts each response token."""
     target_ids: NDArray[np.int64]
+    """[N]."""
     last_prompt_places: NDArray[np.int64]
     """Place of each sample's last prompt token in the row."""
     first_response_places: NDArray[np.int64]

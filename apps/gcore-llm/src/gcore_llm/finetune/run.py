@@ -106,7 +106,10 @@ class _Loop:
     """The steps of one run, with its model, checkpoints and evaluations."""
 
     def __init__(self, config: FineTuneConfig, sets: ExampleSets, supervisor: Supervisor, tokenizer: Any) -> None:
-        self._config, self._sets, self._supervisor, self._tokenizer = config, sets, supervisor, tokenizer
+        self._config = config
+        self._sets = sets
+        self._supervisor = supervisor
+        self._tokenizer = tokenizer
         self._display = supervisor.display
         self._objective = _objective(config)
         num_rows = math.ceil(config.trainer.total_epochs * len(sets.train))

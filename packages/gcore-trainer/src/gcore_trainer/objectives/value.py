@@ -28,6 +28,7 @@ def value_loss(
     Args:
         values: [N] of the critic, with their gradient.
         old_values: [N] of the critic before the step's first update.
+        returns: [N] that the critic learns to predict.
         cliprange_value: c; infinity: no clip.
 
     Returns:

@@ -122,6 +122,7 @@ class Row:
     source_index: torch.Tensor
     """[n] which of the T tokens predicts each response token."""
     target_ids: torch.Tensor
+    """[n]."""
     cp: ContextParallel | None
     """The ranks that divide the row; None: this one has all of it."""
     places: NDArray[np.int64]
