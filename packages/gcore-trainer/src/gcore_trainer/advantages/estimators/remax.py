@@ -8,9 +8,8 @@ from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator(needs_greedy=True)
-def remax(group: ScoredGroup, config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def remax(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
     """Give all tokens of a response its `remax_advantages`."""
-    del config
     assert group.greedy_score is not None
     return group.at_every_token(remax_advantages(group.scores, group.greedy_score))
 
