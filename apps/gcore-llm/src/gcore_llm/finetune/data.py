@@ -43,11 +43,7 @@ class ExampleSets:
 
 
 def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row], list[Row]] | None) -> ExampleSets:
-    """Return the examples of data.train-files and data.val-files, or of ``rows``, a task's training and held-out rows.
-
-    Raises:
-        UserError: see `read_rows`, `sft_tokens` and `pair_tokens`; or nothing is left to train on.
-    """
+    """Return the examples of data.train-files and data.val-files, or of ``rows``, a task's own of both."""
     data = config.data
     too_long, equal = f"longer than {data.max_length} tokens", "whose chosen and rejected answers are equal"
     left_out = dict.fromkeys((too_long, equal), 0)
@@ -78,11 +74,7 @@ def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row
 
 
 def task_rows(config: FineTuneConfig) -> tuple[list[Row], list[Row]]:
-    """Return a task's training and held-out problems with their worked answers, and wrong ones for pairs.
-
-    Raises:
-        UserError: there are no worked answers to the task, or see `make_problems`.
-    """
+    """Return a task's training and held-out problems with their worked answers, and wrong ones for pairs."""
     require_worked_examples(config.task.name, instead="or rows of your own: --data.train-files FILE")
     rng = np.random.default_rng(config.seed)
 
@@ -106,11 +98,7 @@ def _read(paths: Sequence[str]) -> list[Row]:
 
 
 def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
-    """Encode a row to imitate: ``messages``, or ``prompt`` and ``completion`` (text or messages each), or ``text``.
-
-    Raises:
-        UserError: other columns, or other things in them.
-    """
+    """Encode a row to imitate: ``messages``, or ``prompt`` and ``completion`` (text or messages each), or ``text``."""
     given = {key for key in ("messages", "prompt", "completion", "text") if row.get(key) is not None}
     if given == {"messages"}:
         return encoder.conversation(_messages(row, "messages", where), where)
@@ -124,11 +112,7 @@ def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
 
 
 def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[Tokens, Tokens]:
-    """Encode a ``chosen`` and a ``rejected`` answer to ``prompt``, text or messages; without it, to their shared start.
-
-    Raises:
-        UserError: other columns, or other things in them.
-    """
+    """Encode a ``chosen`` and a ``rejected`` answer to ``prompt``, or without it to the start that they share."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None or rejected is None:
         raise UserError(
