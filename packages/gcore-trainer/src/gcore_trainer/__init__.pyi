@@ -77,7 +77,6 @@ from .errors import (
     UnsupportedModelError as UnsupportedModelError,
 )
 from .lora import merge_lora as merge_lora
-from .losses.kl import kl_penalty as kl_penalty
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
 from .objectives.policy import (
     BatchTotals as BatchTotals,
@@ -89,6 +88,7 @@ from .objectives.policy import (
     TokenScores as TokenScores,
     aggregation_weights as aggregation_weights,
     clipped_surrogate as clipped_surrogate,
+    kl_penalty as kl_penalty,
     policy_loss as policy_loss,
     policy_loss_function as policy_loss_function,
 )

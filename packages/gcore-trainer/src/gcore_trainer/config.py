@@ -38,11 +38,7 @@ class Registry:
         return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
 
     def load(self, name: str) -> Any:
-        """Import a built-in algorithm by its name, or a user's own by ``PATH.py:function``.
-
-        Raises:
-            ConfigError: there is no such algorithm, no such file, or the file does not import.
-        """
+        """Import a built-in algorithm by its name, or a user's own by ``PATH.py:function``; raise `ConfigError`."""
         if name in self.names:
             return getattr(importlib.import_module(f"{self._package}.{name}"), name)
         file, _, function = name.rpartition(":")
@@ -110,11 +106,7 @@ _Length = Annotated[int | None, Bound(lambda v: v is None or v >= 1, "1 or more"
 
 
 class Checked:
-    """A dataclass of settings, each within what its type says: a ``Literal``, or ``Annotated`` with a `Bound`.
-
-    Raises:
-        ConfigError: a setting is out of its bounds.
-    """
+    """A dataclass of settings, each within what its type says: a ``Literal``, or ``Annotated`` with a `Bound`."""
 
     def __post_init__(self) -> None:
         for name, bound in _bounds(type(self)):
@@ -383,11 +375,7 @@ class ParallelConfig(Checked):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of groups of ranks that work on different samples.
-
-        Raises:
-            ConfigError: the sizes do not divide the world.
-        """
+        """Return the number of groups of ranks that work on different samples; `ConfigError` if there is a rest."""
         num_ranks = self.model_parallel_size
         if world_size % num_ranks:
             sizes = " x ".join(f"{n}={getattr(self, n)}" for n in (_TP, _PP, _CP) if getattr(self, n) > 1)

@@ -37,11 +37,7 @@ _PER_TOKEN = (
 
 
 def require_finite(field: str, values: NDArray[Any], mask: NDArray[np.bool_] | None = None) -> None:
-    """Refuse NaN, infinities and numbers that float32 cannot hold, at the entries that count (None: at all of them).
-
-    Raises:
-        BatchError: an entry that counts is not finite; the error names the field and the entry.
-    """
+    """Raise `BatchError` for NaN, infinities and what float32 cannot hold, at entries that count (None: at all)."""
     # A comparison with NaN is False.
     is_bad = ~(np.abs(values) <= _LARGEST)
     if mask is not None:
@@ -85,10 +81,8 @@ class Images:
 class Sample:
     """One prompt and one response. Every per-token array has shape [R], R the response's length.
 
-    Entries of masked-out tokens are never read: they may be NaN or infinite.
-
-    Samples with equal prompts, and equal images in them, that land in one micro-batch share the prompt's forward and
-    backward pass.
+    Entries of masked-out tokens are never read: they may be NaN or infinite. Samples of one micro-batch with equal
+    prompts, and equal images in them, share the prompt's forward and backward pass.
     """
 
     prompt_ids: NDArray[np.int64]
@@ -153,11 +147,7 @@ class Sample:
         return np.ones(self.response_ids.size, np.bool_) if self.response_mask is None else self.response_mask
 
     def check_finite(self, name: str, *fields: str) -> None:
-        """Refuse NaN and infinities at the tokens that count in per-token arrays; one that is None passes.
-
-        Raises:
-            BatchError: an entry that counts is not finite.
-        """
+        """Apply `require_finite` to per-token arrays, at the tokens that count; one that is None passes."""
         for field in fields:
             values: NDArray[np.float32] | None = getattr(self, field)
             if values is not None:
@@ -170,6 +160,11 @@ MicroBatch = list[Sample]
 
 NOTHING: MicroBatch = [Sample(prompt_ids=np.zeros(1, np.int64), response_ids=np.zeros(1, np.int64))]
 """A micro-batch that a rank computes while others still have some: a divided model's collectives need all ranks."""
+
+
+def filled_up(micro_batches: Sequence[MicroBatch], num_passes: int) -> list[MicroBatch]:
+    """Return ``num_passes`` micro-batches: these, and then `NOTHING`."""
+    return [*micro_batches, *[NOTHING] * (num_passes - len(micro_batches))]
 
 
 def by_sample(
@@ -284,11 +279,7 @@ class PackedBatch:
 def pack(
     samples: MicroBatch, *, share_prefix: bool = True, multiple_of: int = 1, segment_multiple_of: int = 1
 ) -> PackedBatch:
-    """Pack one micro-batch.
-
-    Args:
-        multiple_of: pad the row so that T is a multiple of it.
-        segment_multiple_of: pad every segment so that its length is a multiple of it.
+    """Pack one micro-batch; its row, and every segment, are padded to a multiple of a number of tokens.
 
     Raises:
         ConfigError: a multiple is below 1, or segments are to be padded where they share prompts: the padding of a

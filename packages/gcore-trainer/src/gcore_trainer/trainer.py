@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, StateError, TrainerError
 from gcore_trainer.lora import merge_lora
-from gcore_trainer.objectives.policy import BatchTotals, Objective, add_sums, added, named_scores
+from gcore_trainer.objectives.policy import BatchTotals, Objective, PartialLoss, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.packing.vision import checkpoint_name, copy_processor
-from gcore_trainer.sample import NOTHING, MicroBatch, by_sample
+from gcore_trainer.sample import NOTHING, MicroBatch, by_sample, filled_up
 
 if TYPE_CHECKING:
     from gcore_trainer.torch.packed_model import PackedTransformer
@@ -63,10 +63,7 @@ class Replicas:
 
 
 class AdamW:
-    """torch's fused AdamW, with gradients and moments from the start, so that a checkpoint can be loaded into them.
-
-    Parameters are whole or sharded, by their names in a checkpoint.
-    """
+    """torch's fused AdamW, with gradients and moments from the start, so that a checkpoint can be loaded into them."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters = dict(parameters)
@@ -103,11 +100,9 @@ class AdamW:
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`."""
-        moments = self._optimizer.state
-        found = {"model": {name: p.detach() for name, p in self.parameters.items()}}
-        return found | {
-            key: {name: moments[p][key] for name, p in self.parameters.items()} for key in ("exp_avg", "exp_avg_sq")
-        }
+        named, moments = self.parameters.items(), self._optimizer.state
+        averages = {key: {name: moments[p][key] for name, p in named} for key in ("exp_avg", "exp_avg_sq")}
+        return {"model": {name: p.detach() for name, p in named}, **averages}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -129,9 +124,6 @@ class BaseTrainer:
 
     All ranks call the same methods in the same order. The ranks of one data-parallel replica (those that divide its
     layers, matrices or tokens) pass the same samples and get the same results; different replicas pass different ones.
-
-    Raises:
-        ConfigError: the learning rate decays, and ``total_training_steps`` is not set.
     """
 
     def __init__(self, *, config: OptimizerConfig, optimizer: AdamW, objective: Any, replicas: Replicas) -> None:
@@ -153,7 +145,10 @@ class BaseTrainer:
 
     def _update(self, sums: dict[str, float]) -> dict[str, float]:
         """Update with the gradient; return its metrics, and the objective's of all replicas' sums."""
-        metrics = self._objective.metrics(added(self._replicas.gather(sums)))
+        total: dict[str, float] = {}
+        for part in self._replicas.gather(sums):
+            add_sums(total, part)
+        metrics = self._objective.metrics(total)
         lr = learning_rate(self._config, self.step)
         grad_norm, limit = self._optimizer.update(lr), self._config.max_nonfinite_steps
         self._nonfinite_steps = 0 if np.isfinite(grad_norm) else self._nonfinite_steps + 1
@@ -240,9 +235,7 @@ class Trainer(BaseTrainer, ABC):
         """Make one update on all samples of all replicas; the result does not depend on how they are split.
 
         Samples whose gradient is known to be zero are left out of the passes; they count in the loss's denominators.
-
-        Args:
-            micro_batches: this replica's; another may have more of them, or none.
+        Another replica may have more micro-batches, or none.
 
         Returns:
             metrics of the objective and the update, and ``perf/computed_tokens`` (those that passed through the model,
@@ -273,11 +266,7 @@ class Trainer(BaseTrainer, ABC):
     def log_probs_and_routing(
         self, micro_batches: Sequence[MicroBatch]
     ) -> list[list[tuple[NDArray[np.float32], NDArray[np.int16]]]]:
-        """Return `log_probs`, and the experts [P + R - 1, L, K] that every token passed through: see `router_replay`.
-
-        Raises:
-            TrainerError: the model has no routers.
-        """
+        """Return `log_probs`, and the experts [P + R - 1, L, K] of every token; `TrainerError` if there are none."""
         if not self.num_routers:
             raise TrainerError("the model has no routers whose choice of experts could be recorded")
         routing: Routing = []
@@ -295,6 +284,12 @@ class Trainer(BaseTrainer, ABC):
             raise TrainerError(f"the trainer's model gives {self._objective.scores}; expected {scores}")
         num_passes = max(self._replicas.gather(len(micro_batches)))
         return by_sample(self._predict(micro_batches, num_passes, routing), micro_batches)
+
+    def _partial_loss(self, scores: Any, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
+        """Compute the objective's part of the loss, or 0 with the scores' gradients for `NOTHING`."""
+        if samples is NOTHING:
+            return named_scores(scores).sum() * 0.0, {}
+        return self._objective.partial_loss(scores, samples, totals)
 
     @abstractmethod
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -316,14 +311,11 @@ class Trainer(BaseTrainer, ABC):
 
 
 class TorchTrainer(Trainer):
-    """Trains a `PackedModel` or `PackedValueModel`.
+    """Trains a `PackedModel` or `PackedValueModel`; `ConfigError` if the objective needs the other one.
 
     Args:
         packed: the model; its parameters are updated in place.
         parallel: the ranks among which parameters and samples are divided; None: this process is alone.
-
-    Raises:
-        ConfigError: the objective needs another kind of model.
     """
 
     def __init__(
@@ -378,13 +370,9 @@ class TorchTrainer(Trainer):
         # FSDP averages over ranks; the parts of the loss are to be added.
         scale = self._parallel.world_size if self._parallel else 1
         tokens_before = self._packed.num_computed_tokens
-        for i in range(num_passes):
-            samples = micro_batches[i] if i < len(micro_batches) else None
-            scores = self._packed.score(samples or NOTHING, entropy_grad=self._objective.entropy_grad)
-            if samples is None:
-                torch.autograd.backward(named_scores(scores).sum() * 0.0)
-                continue
-            loss, parts = self._objective.partial_loss(scores, samples, totals)
+        for samples in filled_up(micro_batches, num_passes):
+            scores = self._packed.score(samples, entropy_grad=self._objective.entropy_grad)
+            loss, parts = self._partial_loss(scores, samples, totals)
             torch.autograd.backward(loss * scale)
             add_sums(sums, parts)
         computed_tokens = self._packed.num_computed_tokens - tokens_before

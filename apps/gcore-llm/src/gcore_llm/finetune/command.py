@@ -1,4 +1,4 @@
-"""The commands `sft`, `reward-model` and `dpo`: their recipes, arguments and output."""
+"""The commands `sft`, `reward-model` and `dpo`, and the recipes that they start from."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,21 +47,12 @@ FINE_TUNING_RECIPES: dict[str, dict[str, Callable[[], FineTuneConfig]]] = {
     "reward-model": {"embedded": reward_model_embedded, "own_data": RewardModelRunConfig},
     "dpo": {"embedded": dpo_embedded, "own_data": DPORunConfig},
 }
-_DESCRIPTIONS = {
-    "sft": "Fine-tune on messages, on prompts with completions, or on text.",
-    "reward-model": "Train a reward model on pairs of a chosen and a rejected answer.",
-    "dpo": "Train a policy on pairs of a chosen and a rejected answer, without sampling and without a reward model.",
-}
 
 
 def parse_fine_tuning(command: str, args: Sequence[str]) -> FineTuneConfig:
-    """Return settings from a recipe, a TOML file and the command line, each over the one before.
-
-    Raises:
-        UserError: see `merge`.
-    """
-    recipes, description = FINE_TUNING_RECIPES[command], _DESCRIPTIONS[command]
-    return parse(args, prog=f"gcore-llm {command}", recipes=recipes, description=description)
+    """Return settings from a recipe, a TOML file and the command line, each over the one before; see `parse`."""
+    recipes = FINE_TUNING_RECIPES[command]
+    return parse(args, prog=f"gcore-llm {command}", recipes=recipes, description=recipes["own_data"].__doc__ or "")
 
 
 def run_fine_tuning(command: str, args: Sequence[str]) -> None:

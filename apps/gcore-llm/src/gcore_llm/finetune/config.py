@@ -113,11 +113,10 @@ class FineTuneConfig(BaseRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTRunConfig(FineTuneConfig):
-    """Supervised fine-tuning on messages, on prompts with completions, or on text."""
+    """Fine-tune on messages, on prompts with completions, or on text."""
 
     command: Annotated[Literal["sft"], tyro.conf.Suppress] = "sft"
     name: str = "sft"
-    """The run's folder is RUNS_DIR/NAME."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,20 +130,18 @@ class PairsConfig(FineTuneConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelRunConfig(PairsConfig):
-    """Bradley-Terry training of a reward model on pairs of a chosen and a rejected answer."""
+    """Train a reward model on pairs of a chosen and a rejected answer."""
 
     command: Annotated[Literal["reward-model"], tyro.conf.Suppress] = "reward-model"
     name: str = "reward-model"
-    """The run's folder is RUNS_DIR/NAME."""
     loss: RewardModelConfig = field(default_factory=RewardModelConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPORunConfig(PairsConfig):
-    """Direct preference optimisation of a policy on pairs of a chosen and a rejected answer."""
+    """Train a policy on pairs of a chosen and a rejected answer, without sampling and without a reward model."""
 
     command: Annotated[Literal["dpo"], tyro.conf.Suppress] = "dpo"
     name: str = "dpo"
-    """The run's folder is RUNS_DIR/NAME."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-6))
     loss: DPOConfig = field(default_factory=DPOConfig)

@@ -1,7 +1,7 @@
 """Examples of a run: rows of files or of a task, checked, tokenized, filtered and split."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 from gcore_llm.data.prompts import Problem, are_messages
 from gcore_llm.data.tasks import WORKED_EXAMPLES, make_problems, require_worked_examples
-from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig, RowsConfig
+from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig
 from gcore_llm.finetune.tokens import Encoder, Messages, Tokens
 from gcore_placement import TransformerWorkload, micro_batches
 from gcore_runs import hold_out, read_rows
@@ -43,54 +43,48 @@ class ExampleSets:
 
 
 def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row], list[Row]] | None) -> ExampleSets:
-    """Return the examples of data.train-files and data.val-files, or of ``rows``, a task's training and held-out rows.
-
-    Raises:
-        UserError: see `read_rows`, `sft_tokens` and `pair_tokens`; or nothing is left to train on.
-    """
+    """Return the examples of data.train-files and data.val-files, or of ``rows``, a task's own of both."""
     data = config.data
-    train_rows, val_rows = rows or (_read(data.train_files), _read(data.val_files))
-    counts = {"too long": 0, "equal": 0}
+    too_long, equal = f"longer than {data.max_length} tokens", "whose chosen and rejected answers are equal"
+    left_out = dict.fromkeys((too_long, equal), 0)
 
-    def encode(row: Row) -> tuple[Tokens, ...]:
-        return pair_tokens(encoder, *row) if config.rows_are_pairs else (sft_tokens(encoder, *row),)
+    def kept(part: Sequence[Row]) -> list[tuple[Tokens, ...]]:
+        found: list[tuple[Tokens, ...]] = []
+        for row in part:
+            sides = pair_tokens(encoder, *row) if config.rows_are_pairs else (sft_tokens(encoder, *row),)
+            if max(side.ids.size for side in sides) > data.max_length:
+                left_out[too_long] += 1
+            elif len(sides) == 2 and np.array_equal(sides[0].ids, sides[1].ids):
+                left_out[equal] += 1
+            else:
+                found.append(sides)
+        return found
 
-    train, val = (_kept(map(encode, part), data, counts) for part in (train_rows, val_rows))
+    train, val = map(kept, rows or (_read(data.train_files), _read(data.val_files)))
     if not train:
         raise UserError(
-            f"no row is left to train on: {counts['too long']} are longer than data.max_length={data.max_length} tokens"
-            + (f", in {counts['equal']} chosen and rejected are equal" if counts["equal"] else "")
+            f"no row is left to train on: {left_out[too_long]} are longer than data.max_length={data.max_length} tokens"
+            + (f", in {left_out[equal]} chosen and rejected are equal" if left_out[equal] else "")
         )
     if not rows and not data.val_files:
         train, val = hold_out(train, size=data.val_size, seed=data.shuffle_seed)
-    notices: list[str] = []
-    if counts["too long"]:
-        notices.append(f"left out {counts['too long']} rows longer than {data.max_length} tokens")
-    if counts["equal"]:
-        notices.append(f"left out {counts['equal']} rows whose chosen and rejected answers are equal")
+    notices = [f"left out {count} rows {reason}" for reason, count in left_out.items() if count]
     prepare = _scored if isinstance(config, RewardModelRunConfig) else _learned
     return ExampleSets(train=[prepare(t) for t in train], val=[prepare(t) for t in val], notices=notices)
 
 
 def task_rows(config: FineTuneConfig) -> tuple[list[Row], list[Row]]:
-    """Return a task's training and held-out problems with their worked answers, and wrong ones for pairs.
-
-    Raises:
-        UserError: there are no worked answers to the task, or see `make_problems`.
-    """
+    """Return a task's training and held-out problems with their worked answers, and wrong ones for pairs."""
     require_worked_examples(config.task.name, instead="or rows of your own: --data.train-files FILE")
     rng = np.random.default_rng(config.seed)
-    train, val = (
-        [_row(config, problem, rng) for problem in part] for part in make_problems(config.task, seed=config.seed)
-    )
+
+    def row(problem: Problem) -> Row:
+        answer = WORKED_EXAMPLES[config.task.name](problem.row)
+        pair = {"chosen": answer, "rejected": _miscounted(answer, rng)} if config.rows_are_pairs else None
+        return {"prompt": problem.value, **(pair or {"completion": answer})}, f"task {config.task.name}"
+
+    train, val = (list(map(row, part)) for part in make_problems(config.task, seed=config.seed))
     return train, val
-
-
-def _row(config: FineTuneConfig, problem: Problem, rng: np.random.Generator) -> Row:
-    answer = WORKED_EXAMPLES[config.task.name](problem.row)
-    if not config.rows_are_pairs:
-        return {"prompt": problem.value, "completion": answer}, f"task {config.task.name}"
-    return {"prompt": problem.value, "chosen": answer, "rejected": _miscounted(answer, rng)}, f"task {config.task.name}"
 
 
 def _miscounted(answer: str, rng: np.random.Generator) -> str:
@@ -103,24 +97,8 @@ def _read(paths: Sequence[str]) -> list[Row]:
     return [(row, f"{path}: row {n}") for path in paths for n, row in enumerate(read_rows(path), 1)]
 
 
-def _kept(rows: Iterable[tuple[Tokens, ...]], data: RowsConfig, counts: dict[str, int]) -> list[tuple[Tokens, ...]]:
-    kept: list[tuple[Tokens, ...]] = []
-    for sides in rows:
-        if max(side.ids.size for side in sides) > data.max_length:
-            counts["too long"] += 1
-        elif len(sides) == 2 and np.array_equal(sides[0].ids, sides[1].ids):
-            counts["equal"] += 1
-        else:
-            kept.append(sides)
-    return kept
-
-
 def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
-    """Encode a row to imitate: ``messages``, or ``prompt`` and ``completion`` (text or messages each), or ``text``.
-
-    Raises:
-        UserError: other columns, or other things in them.
-    """
+    """Encode a row to imitate: ``messages``, or ``prompt`` and ``completion`` (text or messages each), or ``text``."""
     given = {key for key in ("messages", "prompt", "completion", "text") if row.get(key) is not None}
     if given == {"messages"}:
         return encoder.conversation(_messages(row, "messages", where), where)
@@ -134,38 +112,28 @@ def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:
 
 
 def pair_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> tuple[Tokens, Tokens]:
-    """Encode a ``chosen`` and a ``rejected`` answer to ``prompt``, text or messages; without it, to their shared start.
-
-    Raises:
-        UserError: other columns, or other things in them.
-    """
-    for key in ("chosen", "rejected"):
-        if row.get(key) is None:
-            raise UserError(
-                f"{where} has the columns {', '.join(row) or 'none'}; expected chosen and rejected, and prompt "
-                "unless they are whole conversations"
-            )
-    chosen, rejected = row["chosen"], row["rejected"]
-    if are_messages(chosen) and are_messages(rejected):
-        num_shared = _num_shared(chosen, rejected)
-        # Some data sets repeat the start of their conversations as text in `prompt`.
-        if num_shared and not are_messages(row.get("prompt")):
-            num_given = min(num_shared, len(chosen) - 1, len(rejected) - 1)
-            return (
-                encoder.conversation(chosen, f"{where}, chosen", num_given=num_given),
-                encoder.conversation(rejected, f"{where}, rejected", num_given=num_given),
-            )
-    if row.get("prompt") is None:
-        return (
-            encoder.text(_text(row, "chosen", where), f"{where}, chosen"),
-            encoder.text(_text(row, "rejected", where), f"{where}, rejected"),
+    """Encode a ``chosen`` and a ``rejected`` answer to ``prompt``, or without it to the start that they share."""
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if chosen is None or rejected is None:
+        raise UserError(
+            f"{where} has the columns {', '.join(row) or 'none'}; expected chosen and rejected, and prompt "
+            "unless they are whole conversations"
         )
-    return _answered(encoder, row, "chosen", where), _answered(encoder, row, "rejected", where)
+    num_given: int | None = None
+    # Some data sets repeat the start of their conversations as text in `prompt`.
+    if are_messages(chosen) and are_messages(rejected) and not are_messages(row.get("prompt")):
+        shortest = min(len(chosen), len(rejected))
+        num_shared = next((i for i in range(shortest) if chosen[i] != rejected[i]), shortest)
+        num_given = min(num_shared, shortest - 1) if num_shared else None
 
+    def encode(key: str) -> Tokens:
+        if num_given is not None:
+            return encoder.conversation(row[key], f"{where}, {key}", num_given=num_given)
+        if row.get("prompt") is None:
+            return encoder.text(_text(row, key, where), f"{where}, {key}")
+        return _answered(encoder, row, key, where)
 
-def _num_shared(a: Messages, b: Messages) -> int:
-    """Return the number of first messages that two conversations share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return encode("chosen"), encode("rejected")
 
 
 def _answered(encoder: Encoder, row: Mapping[str, Any], key: str, where: str) -> Tokens:
@@ -232,8 +200,7 @@ def in_micro_batches(
     Computed are an example's prompt once, and each response without its last token.
     """
     tokens = [e[0].prompt_ids.size + sum(s.response_ids.size - 1 for s in e) for e in examples]
-    costs = [
-        float(workload.group_flops(e[0].prompt_ids.size, np.array([s.response_ids.size for s in e]))) for e in examples
-    ]
+    lengths = [np.array([s.response_ids.size for s in e]) for e in examples]
+    costs = [float(workload.group_flops(e[0].prompt_ids.size, own)) for e, own in zip(examples, lengths, strict=True)]
     parts = micro_batches(tokens, max_tokens=max_tokens, costs=costs)
     return [[sample for i in part.tolist() for sample in examples[i]] for part in parts]

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +88,7 @@ def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
 
 def _check_fits(sets: ExampleSets, model: Path | None) -> None:
     limit = longest_sequence(model)
-    longest = max(_num_tokens([s]) for e in (*sets.train, *sets.val) for s in e)
+    longest = max(s.prompt_ids.size + s.response_ids.size for e in (*sets.train, *sets.val) for s in e)
     if limit and longest > limit:
         raise UserError(
             f"the longest row has {longest} tokens; expected at most {limit}, which the model takes; a lower "
@@ -96,16 +96,10 @@ def _check_fits(sets: ExampleSets, model: Path | None) -> None:
         )
 
 
-def _num_tokens(samples: Iterable[Any]) -> int:
-    return sum(s.prompt_ids.size + s.response_ids.size for s in samples)
-
-
 def _objective(config: FineTuneConfig) -> Objective[Any]:
     if isinstance(config, DPORunConfig):
         return DPOObjective(config.loss)
-    if isinstance(config, RewardModelRunConfig):
-        return RewardModelObjective(config.loss)
-    return SFTObjective()
+    return RewardModelObjective(config.loss) if isinstance(config, RewardModelRunConfig) else SFTObjective()
 
 
 class _Loop:
@@ -163,13 +157,10 @@ class _Loop:
         self._supervisor.export(self._export)
 
     def _export(self, path: Path) -> None:
-        """Write a Hugging Face folder.
-
-        transformers scores a classifier's last token that is no padding. So the tokenizer's padding token is set only
-        where it does not end responses; otherwise a padded batch would be scored before its end, and is refused
-        instead.
-        """
+        """Write a Hugging Face folder."""
         if self._objective.scores == "values":
+            # transformers scores the last token that is no padding: if padding ends responses, it would score a padded
+            # batch before its end. Without a padding token it refuses such a batch.
             pad = self._tokenizer.pad_token_id
             self._packed.model.config.pad_token_id = None if pad == self._tokenizer.eos_token_id else pad
         self._trainer.save_pretrained(path)
@@ -178,8 +169,8 @@ class _Loop:
     def _with_reference(self, *, is_resumed: bool) -> tuple[list[Example], list[Example]]:
         """Return the training and held-out pairs with their log-probs under the initial model.
 
-        They are computed once for the whole data set, and kept in the run's folder: a frozen copy of the model would
-        take memory during the whole run and a forward pass whenever a pair is used again.
+        They are computed once, and kept in the run's folder: a frozen copy of the model would take memory during the
+        whole run and a forward pass whenever a pair is used again.
         """
         examples = [*self._sets.train, *self._sets.val]
         path = self._supervisor.run.path / "reference_log_probs.npz"
@@ -232,7 +223,8 @@ class _Loop:
                 batch = [example for _, example in loader.take(config.data.train_batch_size)]
                 metrics = self._trainer.train_step(self._micro_batches(batch))
                 step += 1
-                num_tokens, step_s = sum(map(_num_tokens, batch)), time.perf_counter() - start_s
+                num_tokens = sum(s.prompt_ids.size + s.response_ids.size for example in batch for s in example)
+                step_s = time.perf_counter() - start_s
                 metrics |= {
                     "data/epoch": loader.epoch,
                     "perf/total_num_tokens": float(num_tokens),
@@ -278,19 +270,15 @@ class _Loop:
         totals = self._objective.totals([s for batch in self._val for s in batch])
         sums: dict[str, float] = {}
         for batch in self._val:
-            for name, value in self._objective.partial_loss(self._scores(batch), batch, totals)[1].items():
+            scores: Any = torch.from_numpy(self._packed.predict([batch])[0])
+            if self._objective.scores == "tokens":
+                # Predictions come without entropies.
+                scores = TokenScores(log_probs=scores, entropies=torch.zeros_like(scores))
+            for name, value in self._objective.partial_loss(scores, batch, totals)[1].items():
                 sums[name] = sums.get(name, 0.0) + float(value)
             self._stop.check()
-        # Predictions come without entropies.
         found = {name: value for name, value in self._objective.metrics(sums).items() if name != "sft/entropy"}
         writer.write(step, {f"val/{name}": value for name, value in found.items()})
         shown = {name.rpartition("/")[2].replace("_", " "): f"{value:.3f}" for name, value in found.items()}
         self._held_out = shown["loss"]
         self._display.say(f"step {step}: held-out " + ", ".join(f"{name} {value}" for name, value in shown.items()))
-
-    def _scores(self, batch: MicroBatch) -> Any:
-        predict = self._trainer.values if self._objective.scores == "values" else self._trainer.log_probs
-        scores = torch.cat([torch.from_numpy(own) for own in predict([batch])[0]])
-        if self._objective.scores == "values":
-            return scores
-        return TokenScores(log_probs=scores, entropies=torch.zeros_like(scores))

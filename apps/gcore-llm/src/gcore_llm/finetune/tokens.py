@@ -36,15 +36,9 @@ class Tokens:
 
 
 class Encoder:
-    """Turns rows into `Tokens`, whose last token to learn ends a response.
+    """Turns rows into `Tokens`, whose last token to learn is one of ``eos_token_ids``, which end a response.
 
-    Args:
-        tokenizer: the model's.
-        eos_token_ids: tokens that end a response.
-        apply_chat_template: make messages of a prompt and its answer given as text, where there is a template.
-
-    Raises:
-        UserError: the tokenizer does not give the positions of its tokens in the text.
+    A prompt and its answer given as text become messages if ``apply_chat_template`` is set and there is a template.
     """
 
     def __init__(self, tokenizer: Any, *, eos_token_ids: Collection[int], apply_chat_template: bool) -> None:
@@ -58,11 +52,7 @@ class Encoder:
         self.makes_messages = apply_chat_template and tokenizer.chat_template is not None
 
     def text(self, text: str, where: str) -> Tokens:
-        """Encode text that is learned as a whole.
-
-        Raises:
-            UserError: it is empty.
-        """
+        """Encode text that is learned as a whole."""
         if not text:
             raise UserError(f"{where} is empty")
         ids, _ = self._encode(text, add_special_tokens=takes_special_tokens(text, self._tokenizer))
@@ -83,10 +73,6 @@ class Encoder:
         The chat template says itself which tokens are the assistant's, if it holds ``{% generation %}``. Otherwise
         it is rendered up to every such message, which has to give a prefix of the whole; learned is what follows, up to
         the first token that ends a response, as in generation, or to the end of the message.
-
-        Raises:
-            UserError: no chat template, no message of the assistant, a template that renders a conversation
-                differently once it continues.
         """
         if self._tokenizer.chat_template is None:
             raise UserError(f"{where} holds chat messages: the model's tokenizer has no chat template to render them")

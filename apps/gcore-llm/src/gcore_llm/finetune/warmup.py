@@ -33,10 +33,7 @@ async def make_warm_model(
     reward: "RewardRunner",
     display: Display,
 ) -> None:
-    """Make ``run.model``: the embedded model, trained until it samples enough right answers.
-
-    Each check samples answers to the held-out prompts, and is recorded in ``warmup.jsonl``.
-    """
+    """Make ``run.model``: the embedded model, trained until it samples enough right answers to held-out prompts."""
     from gcore_llm.sampling.engines import start_policy
     from gcore_llm.sampling.rewards import evaluate
     from gcore_rollout import RolloutRoles

@@ -4,16 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import gcore_trainer
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.preparation import memory, sample_flops, workload_of
 from gcore_runs import BaseTrainerWorker, UserError
 from gcore_trainer import MicroBatch
-
-if TYPE_CHECKING:
-    from gcore_trainer import FrozenModel, TorchParallel, Trainer
 
 
 def has_critic(config: TrainConfig) -> bool:
@@ -84,14 +82,10 @@ def start_trainer(config: TrainConfig, model: Path, checkpoints: Path) -> Shared
     return LocalTrainerGroup(spec, cost_of=partial(sample_flops, workload_of(model)))
 
 
-def _join(config: TrainConfig) -> "TorchParallel | None":
-    from gcore_trainer import TorchParallel
-
-    parallel = config.trainer.parallel
-    if config.trainer.backend == "megatron":
-        # The reference does not run on Megatron; it is sharded over all ranks.
-        parallel = type(parallel)()
-    return TorchParallel.join(parallel, device_type=config.device.split(":")[0])
+def _join(config: TrainConfig) -> "gcore_trainer.TorchParallel":
+    # The reference does not run on Megatron; there it is sharded over all ranks.
+    parallel = gcore_trainer.ParallelConfig() if config.trainer.backend == "megatron" else config.trainer.parallel
+    return gcore_trainer.TorchParallel.join(parallel, device_type=config.device.split(":")[0])
 
 
 ray_trainer_spec = LLMTrainerWorker.spec
@@ -110,33 +104,23 @@ def _model_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def _build(
-    config: TrainConfig, role: Literal["actor", "critic"], model: Path, parallel: "TorchParallel | None"
-) -> "Trainer":
+    config: TrainConfig, role: Literal["actor", "critic"], model: Path, parallel: "gcore_trainer.TorchParallel | None"
+) -> "gcore_trainer.Trainer":
     """Make the trainer of the actor or the critic."""
     import torch
-
-    from gcore_trainer import (
-        MegatronTrainer,
-        PackedModel,
-        PackedValueModel,
-        PolicyObjective,
-        TorchTrainer,
-        ValueObjective,
-    )
 
     is_actor = role == "actor"
     own = config.actor if is_actor else config.critic
     longest = own.loss.max_response_length or config.data.max_response_length
-    objective_class: Any = PolicyObjective if is_actor else ValueObjective
+    objective_class: Any = gcore_trainer.PolicyObjective if is_actor else gcore_trainer.ValueObjective
     objective = objective_class(replace(own.loss, max_response_length=longest))
     optimizer, actor, batch = own.optim, config.actor, config.data.train_batch_size
     if not optimizer.total_training_steps:
         updates = -(-batch // (actor.ppo_mini_batch_size or batch)) * actor.ppo_epochs
         optimizer = replace(optimizer, total_training_steps=config.trainer.total_training_steps * updates)
-    temperature = config.rollout.temperature
-    lora: dict[str, Any] = {"lora": actor.lora} if is_actor else {}
+    temperature, lora = config.rollout.temperature, actor.lora if is_actor else None
     if config.trainer.backend == "megatron":
-        return MegatronTrainer(
+        return gcore_trainer.MegatronTrainer(
             model,
             parallel=config.trainer.parallel,
             optimizer=optimizer,
@@ -145,18 +129,19 @@ def _build(
             recompute=actor.enable_gradient_checkpointing,
             device=torch.device(config.device),
             temperature=temperature,
-            **lora,
+            lora=lora,
         )
     options = _model_options(config)
     if is_actor:
-        packed = PackedModel.from_pretrained(model, temperature=temperature, **lora, **options)
+        packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=temperature, lora=lora, **options)
     else:
-        packed = PackedValueModel.from_pretrained(model, **options)
-    return TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
+        packed = gcore_trainer.PackedValueModel.from_pretrained(model, **options)
+    return gcore_trainer.TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
 
 
-def _build_reference(config: TrainConfig, model: Path, parallel: "TorchParallel | None") -> "FrozenModel":
-    from gcore_trainer import FrozenModel, PackedModel
-
-    packed = PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **_model_options(config))
-    return FrozenModel(packed, parallel=parallel)
+def _build_reference(
+    config: TrainConfig, model: Path, parallel: "gcore_trainer.TorchParallel | None"
+) -> "gcore_trainer.FrozenModel":
+    options = _model_options(config)
+    packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **options)
+    return gcore_trainer.FrozenModel(packed, parallel=parallel)

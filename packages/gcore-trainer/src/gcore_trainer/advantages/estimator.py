@@ -14,7 +14,7 @@ from gcore_trainer.errors import BatchError, StateError
 from gcore_trainer.sample import Sample, require_finite
 
 MAX_LOG_RATIO = 20.0
-"""Beyond this a ratio is a number that overflows sooner or later, and says nothing more."""
+"""Log-ratios are clamped to +- this much, so that no ratio overflows."""
 _ESTIMATORS = Registry("gcore_trainer.advantages.estimators", "adv_estimator")
 
 
@@ -43,11 +43,10 @@ class ScoredGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdvantagesAndReturns:
-    """The output of an estimator that needs a critic; [R_i] of each response."""
+    """The output of an estimator that needs a critic; returns, [R_i] of each response, are the critic's targets."""
 
     advantages: Sequence[NDArray[np.floating]]
     returns: Sequence[NDArray[np.floating]]
-    """The critic's targets."""
 
 
 _Function = Callable[[ScoredGroup, AdvantageConfig], Sequence[NDArray[np.floating]] | AdvantagesAndReturns]
@@ -72,11 +71,7 @@ class AdvantageEstimator:
     def __call__(
         self, group: ScoredGroup, config: AdvantageConfig
     ) -> tuple[Sequence[NDArray[np.floating]], Sequence[NDArray[np.floating]] | None]:
-        """Return the advantages [R_i] of each response, and its returns [R_i] if the estimator needs a critic.
-
-        Raises:
-            BatchError: the group lacks something that the estimator needs, or the function's result does not fit it.
-        """
+        """Return advantages and any returns; raise `BatchError` if the group or the function does not fit the needs."""
         for field, is_needed in (("values", self.needs_critic), ("greedy_score", self.needs_greedy)):
             if is_needed and getattr(group, field) is None:
                 raise BatchError(f"{field} is None; expected a value, which the advantage estimator needs")
@@ -117,11 +112,7 @@ def advantage_estimators() -> dict[str, AdvantageEstimator]:
 
 
 def checked_scores(scores: ArrayLike) -> NDArray[np.float64]:
-    """Return the scores [n] of a group in float64.
-
-    Raises:
-        BatchError: there are none, or one is not finite.
-    """
+    """Return the scores [n] of a group in float64; raise `BatchError` if there are none, or one is not finite."""
     r = np.asarray(scores, dtype=np.float64)
     if r.ndim != 1 or r.size == 0 or not np.isfinite(r).all():
         raise BatchError(f"scores is {r}; expected one dimension, at least one entry and finite numbers")
@@ -145,12 +136,8 @@ def whitening_moments(
 def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray[np.float64]) -> NDArray[np.float32]:
     """Shift and scale the values of one response to the batch's mean 0 and standard deviation 1; 0 outside the mask.
 
-    (v - mean) / sqrt(var + 1e-8), var with n - 1 in the denominator. A batch of one token is only centred.
-
-    Args:
-        values: [R] of one response.
-        mask: [R] tokens that count.
-        batch: `whitening_moments` of the whole batch.
+    (v - mean) / sqrt(var + 1e-8), var with n - 1 in the denominator. A batch of one token is only centred. Values and
+    mask are [R]; ``batch`` are the `whitening_moments` of the whole batch.
     """
     count, total, squares = batch.tolist()
     mean = total / max(count, 1.0)
@@ -159,18 +146,18 @@ def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray
 
 
 class FixedKLController:
-    """A constant weight of the KL penalty in the reward.
-
-    Raises:
-        ConfigError: the weight is negative or not finite.
-    """
+    """A constant weight of the KL penalty in the reward; `ConfigError` if it is negative or not finite."""
 
     def __init__(self, *, kl_coef: float) -> None:
         NOT_NEGATIVE.require("kl_coef", kl_coef)
         self.value = float(kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Do nothing."""
+        """Follow the mean divergence of a batch of ``n_steps`` responses, or what else the horizon counts.
+
+        Raises:
+            BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
+        """
 
     def state(self) -> dict[str, float]:
         """Return the state for `load_state`."""
@@ -186,14 +173,12 @@ class FixedKLController:
 class AdaptiveKLController(FixedKLController):
     """A weight of the KL penalty that follows the divergence: a controller in log space (arXiv 1909.08593, sec. 2.2).
 
-    e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon), from ``kl_coef`` on.
+    e = clip(KL / target_kl - 1, -0.2, 0.2);  value <- value (1 + e n_steps / horizon), from ``kl_coef`` on. A setting
+    out of its bounds is a `ConfigError`.
 
     Args:
         target_kl: divergence that is sought, in the unit that `update` is given.
         horizon: n_steps over which an error takes its full effect.
-
-    Raises:
-        ConfigError: a setting is out of its bounds.
     """
 
     def __init__(self, *, kl_coef: float, target_kl: float, horizon: int) -> None:
@@ -204,15 +189,6 @@ class AdaptiveKLController(FixedKLController):
         self._horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Follow one batch.
-
-        Args:
-            current_kl: mean divergence of the batch.
-            n_steps: responses in the batch, or what else the horizon counts.
-
-        Raises:
-            BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
-        """
         if not math.isfinite(current_kl):
             raise BatchError(f"current_kl is {current_kl}; expected a finite number")
         if not 0 <= n_steps < 5 * self._horizon:
@@ -251,23 +227,24 @@ async def with_advantages(
     Raises:
         BatchError: a group lacks something that the estimator needs, or a number that counts is not finite.
     """
-    found: list[list[Sample]] = []
+    found: list[list[Any]] = []
     for own, own_rewards, greedy_score in zip(samples, rewards, greedy_scores, strict=True):
         values = [s.values for s in own if s.values is not None] or None
         masks = [s.mask for s in own]
         scored = ScoredGroup(rewards=own_rewards, masks=masks, values=values, greedy_score=greedy_score)
         advantages, returns = estimator(scored, config)
-        columns = zip(own, advantages, returns or [None] * len(own), strict=True)
-        found.append([_replaced(s, advantages=a, returns=r) for s, a, r in columns])
+        changed = [replace(s, advantages=a.astype(np.float32)) for s, a in zip(own, advantages, strict=True)]
+        if returns is not None:
+            changed = [replace(s, returns=r.astype(np.float32)) for s, r in zip(changed, returns, strict=True)]
+        found.append(changed)
     metrics = await _statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
     if estimator.whiten:
         everyone = [s for own in found for s in own]
-        moments = whitening_moments([_array(s, "advantages") for s in everyone], [s.mask for s in everyone])
+        moments = whitening_moments([s.advantages for s in everyone], [s.mask for s in everyone])
         batch = sum(await group.all_gather(moments), np.zeros(3))
-        for own in found:
-            own[:] = [_replaced(s, advantages=whiten(_array(s, "advantages"), s.mask, batch)) for s in own]
+        found = [[replace(s, advantages=whiten(s.advantages, s.mask, batch)) for s in own] for own in found]
     for field in ("values", "returns", "advantages") if estimator.needs_critic else ("advantages",):
-        counted = [_array(s, field)[s.mask] for own in found for s in own]
+        counted = [getattr(s, field)[s.mask] for own in found for s in own]
         metrics |= await _statistics(f"critic/{field}", counted, group)
     return found, metrics
 
@@ -306,11 +283,3 @@ async def _statistics(name: str, values: Sequence[NDArray[Any]], group: Collecti
         return {}
     count, total, highest, lowest = zip(*parts, strict=True)
     return {f"{name}/mean": sum(total) / sum(count), f"{name}/max": max(highest), f"{name}/min": min(lowest)}
-
-
-def _array(sample: Sample, field: str) -> NDArray[np.floating]:
-    return getattr(sample, field)
-
-
-def _replaced(sample: Sample, **arrays: NDArray[Any] | None) -> Sample:
-    return replace(sample, **{n: array.astype(np.float32) for n, array in arrays.items() if array is not None})

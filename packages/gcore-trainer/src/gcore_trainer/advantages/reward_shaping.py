@@ -21,10 +21,7 @@ def overlong_penalty(
     """Return the penalty of a response that comes close to the length limit: DAPO (arXiv 2503.14476, eq. 13).
 
     0 up to max_response_length - overlong_buffer_len tokens, from there falling linearly to -penalty_factor at the
-    limit, and -penalty_factor beyond it.
-
-    Raises:
-        ConfigError: the buffer is not within the limit, or the factor is negative.
+    limit, and -penalty_factor beyond it. A buffer beyond the limit, or a negative factor, is a `ConfigError`.
     """
     if not 1 <= overlong_buffer_len <= max_response_length:
         raise ConfigError(
@@ -71,17 +68,11 @@ def kl_rewards(
     coef: float,
     kind: RewardKL = "k1",
 ) -> NDArray[np.float64]:
-    """Compute the rewards of one response's tokens, with the KL divergence to a reference policy in them.
+    """Compute the rewards [R] of one response's tokens, with the KL divergence to a reference policy in them.
 
     -coef * KL_t at every token, and the score on the last one: arXiv 1909.08593, eq. 2, and arXiv 2009.01325,
-    section 3.4, where ``kind`` is k1.
-
-    Args:
-        log_probs: [R] of the policy that wrote it, before its update.
-        coef: weight of the divergence; a controller's value.
-
-    Returns:
-        [R], 0 outside the mask.
+    section 3.4, where ``kind`` is k1; 0 outside the mask. The log-probs [R] are of the policy that wrote it, before its
+    update.
 
     Raises:
         BatchError: the mask has no token that the score could be given to, or a log-probability in it is not finite.

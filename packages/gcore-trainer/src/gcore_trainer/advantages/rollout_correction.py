@@ -35,12 +35,10 @@ def rollout_correction(
 
     Truncated importance sampling weighs by min(pi_old / pi_rollout, C): F. Yao et al., "Your Efficient RL Framework
     Secretly Brings You Off-Policy RL Training", 2025; with rejection: J. Liu et al., "When Speed Kills Stability:
-    Demystifying RL Collapse from the Training-Inference Mismatch", 2025; IcePop: arXiv 2510.18855.
+    Demystifying RL Collapse from the Training-Inference Mismatch", 2025; IcePop: arXiv 2510.18855. Log-probs and masks
+    are [R_i] of each sample.
 
     Args:
-        old_log_probs: [R_i] of each sample, of the trainer's policy before its first update.
-        rollout_log_probs: [R_i] of each sample, of the policy that generated it.
-        masks: [R_i] of each sample, the tokens that count.
         batch: `weight_moments` of the whole batch, for ``rollout_is_batch_normalize``. None: these samples are it.
 
     Returns:
@@ -57,7 +55,7 @@ def rollout_correction(
         weights_N, weight_metrics = _weights(tokens, config)
         metrics |= weight_metrics
         if config.rollout_is_batch_normalize:
-            total, count = (_weight_moments(tokens, weights_N, config) if batch is None else batch).tolist()
+            total, count = (tokens.moments(weights_N, config) if batch is None else batch).tolist()
             factor = total / count if total > 1e-8 * count else 1.0
             metrics["rollout_is_batch_norm_factor"] = factor
             weights_N = weights_N / factor
@@ -85,11 +83,7 @@ async def with_rollout_correction(
 ) -> tuple[list[list[Sample]], dict[str, float]]:
     """Add weights and masks against the mismatch of engine and trainer to samples with ``old_log_probs``.
 
-    Args:
-        samples: of each prompt of this process.
-
-    Returns:
-        the samples, and metrics of the whole batch.
+    The samples are those of each prompt of this process; the metrics are the whole batch's.
     """
     counted = [s for part in samples for s in part if s.old_log_probs is not None and s.mask.any()]
     columns: dict[str, Any] = {
@@ -136,14 +130,12 @@ def weight_moments(
 ) -> _Array:
     """Return sum and count of the weights, shape [2]; those of parts of a batch add up. A sequence may count as one.
 
-    Raises:
-        BatchError: as `rollout_correction`.
-        ConfigError: there are no weights, ``rollout_is`` being none.
+    Errors are those of `rollout_correction`, and a `ConfigError` without ``rollout_is``.
     """
     if config.rollout_is is None:
         raise ConfigError("rollout_is is None; expected token or sequence for weights")
     tokens = _Tokens.of(old_log_probs, rollout_log_probs, masks)
-    return _weight_moments(tokens, _weights(tokens, config)[0], config)
+    return tokens.moments(_weights(tokens, config)[0], config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +161,12 @@ class _Tokens:
         counts = np.array([mask.sum() for mask in masks], np.int64)
         if not counts.any():
             raise BatchError(f"masks of {len(masks)} samples have no token that counts; expected at least one")
+        joined: list[_Array] = []
         for field, arrays in (("old_log_probs", old_log_probs), ("rollout_log_probs", rollout_log_probs)):
             for i, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
                 require_finite(f"{field}[{i}]", array, mask)
-        old, rollout = (
-            np.concatenate([array[mask] for array, mask in zip(arrays, masks, strict=True)]).astype(np.float64)
-            for arrays in (old_log_probs, rollout_log_probs)
-        )
+            joined.append(np.concatenate([a[m] for a, m in zip(arrays, masks, strict=True)]).astype(np.float64))
+        old, rollout = joined
         return cls(log_ratio=old - rollout, old=old, rollout=rollout, counts=counts[counts > 0])
 
     @property
@@ -192,6 +183,10 @@ class _Tokens:
     def maxima(self, values_N: _Array) -> _Array:
         return np.maximum.reduceat(values_N, self.starts)
 
+    def moments(self, weights_N: _Array, config: RolloutCorrectionConfig) -> _Array:
+        weights = self.means(weights_N) if config.rollout_is == "sequence" else weights_N
+        return np.array([weights.sum(), weights.size], np.float64)
+
     def spread(self, values_S: NDArray[_Scalar]) -> NDArray[_Scalar]:
         """Repeat each sequence's value at its tokens: [N]."""
         return np.repeat(values_S, self.counts)
@@ -207,11 +202,6 @@ class _Tokens:
 
 def _ratios(log_ratio: _Array) -> _Array:
     return np.exp(log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def _weight_moments(tokens: _Tokens, weights_N: _Array, config: RolloutCorrectionConfig) -> _Array:
-    weights = tokens.means(weights_N) if config.rollout_is == "sequence" else weights_N
-    return np.array([weights.sum(), weights.size], np.float64)
 
 
 def _weights(tokens: _Tokens, config: RolloutCorrectionConfig) -> tuple[_Array, dict[str, Any]]:

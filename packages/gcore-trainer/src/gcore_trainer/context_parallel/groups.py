@@ -50,13 +50,10 @@ class ContextParallel:
         return math.lcm(2 * self.ring_size, self.size), 2 * self.ring_size
 
     def places(self, segment_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the places [T / size] of the row that this rank holds, in its order.
+        """Return the places [T / size] of the row that this rank holds, in its order; `BatchError` unless it divides.
 
         A ring shard has segments of equal length side by side, shorter ones first; its Ulysses ranks hold equal
         contiguous slices of it.
-
-        Raises:
-            BatchError: the row, or a segment, does not divide; `padding` says what would.
         """
         ring_rank, ulysses_rank = divmod(self.rank, self.ulysses_size)
         shard = _ring_shard(segment_lengths, ring_size=self.ring_size, ring_rank=ring_rank)
@@ -71,11 +68,7 @@ class ContextParallel:
 def make_context_parallel(cp_groups: list[list[int]], ulysses_size: int) -> ContextParallel:
     """Make the process groups of all context-parallel groups, and return this rank's; all ranks of the world call it.
 
-    Args:
-        cp_groups: world ranks of each group, ascending: consecutive `ulysses_size` of them exchange heads.
-
-    Raises:
-        ConfigError: the groups do not hold every rank once, are not ascending, or do not divide by `ulysses_size`.
+    The world ranks of each group are ascending: consecutive ``ulysses_size`` of them exchange heads.
     """
     world_size = dist.get_world_size()
     if sorted(rank for ranks in cp_groups for rank in ranks) != list(range(world_size)):
@@ -125,11 +118,7 @@ def _ring_shard(segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank
 
 
 class DividedRow:
-    """Attention over a row from and to the tokens that each rank of a context-parallel group holds.
-
-    Raises:
-        BatchError: the row does not divide, or shares prompts where a ring divides it.
-    """
+    """Attention over a row from and to the tokens that each rank of a context-parallel group holds."""
 
     def __init__(self, batch: PackedBatch, cp: ContextParallel) -> None:
         self._cp = cp
@@ -194,10 +183,9 @@ class _SumOverRanks(torch.autograd.Function):
 def _scatter_heads(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Exchange a slice of the tokens with all heads for all tokens with a slice of the heads, [T, heads / U, D].
 
-    DeepSpeed-Ulysses, arXiv:2309.14509, section 3.1. All tensors travel in one message.
+    DeepSpeed-Ulysses, arXiv:2309.14509, section 3.1.
     """
-    size = group.size()
-    parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in tensors]
+    parts = [x.unflatten(1, (group.size(), -1)).transpose(0, 1) for x in tensors]
     message = torch.cat([part.flatten(2) for part in parts], dim=-1)
     received = _AllToAll.apply(group, message).flatten(0, 1)
     widths = [part.shape[2] * part.shape[3] for part in parts]
@@ -211,11 +199,7 @@ def _gather_heads(x_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def _repeated(x_TKD: torch.Tensor, *, num_query_heads: int, size: int) -> torch.Tensor:
-    """Repeat key-value heads until `size` ranks divide them, each head next to its query heads.
-
-    Raises:
-        ConfigError: the ranks do not divide the query heads.
-    """
+    """Repeat key-value heads until `size` ranks divide them, each head next to its query heads."""
     if num_query_heads % size:
         raise ConfigError(
             f"ulysses_size is {size}; expected a divisor of the {num_query_heads} query heads of attention"

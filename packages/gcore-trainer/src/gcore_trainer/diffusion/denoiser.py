@@ -60,23 +60,14 @@ class Denoiser:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, device: str = "cpu", **options: Any) -> Self:
-        """Load the model of a pipeline's folder, in float32.
-
-        Raises:
-            UnsupportedModelError: the folder is no pipeline's, or it has neither a transformer nor a unet.
-        """
+        """Load the model of a pipeline's folder, in float32; errors are those of `pipeline_component`."""
         name, kind = pipeline_component(path)
         load = getattr(diffusers, kind).from_pretrained
         model = load(Path(path) / name, dtype=torch.float32, local_files_only=True)
         return cls(model.to(device), **options)
 
     def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor:
-        """The output that a pipeline's scheduler was given, [B, ...] in float32.
-
-        Args:
-            latents: [B, ...].
-            timesteps: [B].
-        """
+        """Return what a pipeline's scheduler was given for latents [B, ...] and timesteps [B], [B, ...] in float32."""
         num_images, scale = len(latents), conditions.guidance_scale
         per_image = conditions.per_image
         if scale is not None:
@@ -103,8 +94,7 @@ class Denoiser:
     def shard(self, mesh: DeviceMesh) -> None:
         """Shard the parameters in place, block by block (FSDP2, ZeRO-3: arXiv 1910.02054)."""
         lists = [part for part in self.model.children() if isinstance(part, torch.nn.ModuleList)]
-        is_cast = self._compute_dtype != torch.float32
-        dtype = self._compute_dtype if is_cast else None
+        dtype = None if self._compute_dtype == torch.float32 else self._compute_dtype
         shard_modules([*chain(*lists), self.model], mesh, dtype=dtype)
         self._is_sharded = True
 
@@ -121,11 +111,7 @@ class Denoiser:
         return {name: p for name, p in self.parameters().items() if p.requires_grad}
 
     def weights(self, trained: dict[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors by diffusers' names, adapters merged in, on every rank.
-
-        Args:
-            trained: to be taken in the place of the trained parameters.
-        """
+        """Yield whole tensors by diffusers' names, adapters merged in, on every rank; ``trained`` replaces its own."""
         own: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
         named = ((n, whole(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
         if self.lora is not None:

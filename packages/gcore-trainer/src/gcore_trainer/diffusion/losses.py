@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-from gcore_trainer.objectives.policy import MAX_LOG_RATIO, PolicyLoss, clipped_surrogate
+from gcore_trainer.advantages.estimator import MAX_LOG_RATIO
+from gcore_trainer.objectives.policy import PolicyLoss, clipped_surrogate
 
 
 class NoiseProcess(ABC):
@@ -105,10 +106,8 @@ def guard_step_loss(
     e (m - m_old), e the noise that was drawn: the same at every step. The loss is divided by -dt.
 
     Args:
-        next_latents: [B, ...] that were drawn.
+        next_latents: [B, ...] that were drawn, from Gaussians of ``old_means`` [B, ...] and ``std`` [B].
         means: [B, ...] of the policy, with its gradient.
-        old_means: [B, ...] of the policy that drew.
-        std: [B] of the Gaussians.
         dt: [B] the change of the noise level, below 0.
         advantages: [B].
     """
@@ -139,10 +138,8 @@ def nft_loss(
     x_0 = x_s - s v+-, divided by its own mean absolute error (without gradient).
 
     Args:
-        velocity: [B, ...] of the policy.
-        old_velocity: [B, ...] of the policy that made the images.
-        noised: [B, ...] latents that both saw.
-        clean: [B, ...] latents of the images.
+        velocity: [B, ...] of the policy, ``old_velocity`` of the one that made the images.
+        noised: [B, ...] latents that both saw, ``clean`` those of the images.
         level: [B] sigma.
         optimality: [B] r, in [0, 1]: how good the images are.
     """
@@ -162,12 +159,8 @@ def diffusion_dpo_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Diffusion-DPO (arXiv 2311.12908, eq. 14): compute -log sigmoid(-beta / 2 ((e_w - e_ref,w) - (e_l - e_ref,l))).
 
-    Args:
-        errors: [2 P] mean squared errors of the policy: of pairs, the chosen image's before the rejected one's.
-        ref_errors: [2 P] of the reference, with the same noise.
-
-    Returns:
-        [P] losses, and [P] whether the policy prefers the chosen image.
+    Errors are mean squared ones, [2 P], of the policy and the reference with the same noise: of pairs, the chosen
+    image's before the rejected one's. Returns losses [P], and whether the policy prefers the chosen image [P].
     """
     gaps = (errors - ref_errors).reshape(-1, 2)
     margins = -0.5 * beta * (gaps[:, 0] - gaps[:, 1])

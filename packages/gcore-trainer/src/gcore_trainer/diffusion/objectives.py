@@ -1,7 +1,4 @@
-"""Objectives of diffusion trainers, which turn a pass over a micro-batch into its part of the batch's loss.
-
-Parts add up, over passes, micro-batches and ranks. So a batch's gradient does not depend on how it is split.
-"""
+"""Objectives of diffusion trainers: their parts of a batch's loss add up, over passes, micro-batches and ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,7 +17,7 @@ from gcore_trainer.diffusion.losses import (
     guard_step_loss,
     nft_loss,
 )
-from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, DiffusionSample, stacked
+from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, DiffusionSample, require_fields, stacked
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.policy import PartialLoss
 
@@ -65,9 +62,9 @@ class DiffusionObjective(ABC):
     num_timesteps: int = 1
     """Passes over each micro-batch, where they do not depend on it."""
 
-    @abstractmethod
     def check(self, samples: Sequence[DiffusionSample]) -> None:
         """Raise `BatchError` if the images lack something that the loss reads."""
+        require_fields(samples, self.reads)
 
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:  # noqa: ARG002 - of objectives over recorded steps
         """Return the number of passes over each micro-batch; the same on all ranks."""
@@ -79,11 +76,7 @@ class DiffusionObjective(ABC):
 
     @abstractmethod
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
-        """Compute the part of the batch's loss that a pass over these images makes up.
-
-        Args:
-            total: the batch's denominator: weights of all images, times passes.
-        """
+        """Compute this pass's part of the batch's loss; ``total``, its denominator, is all weights times passes."""
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Make metrics of the batch's sums."""
@@ -108,25 +101,20 @@ class DenoisingPolicyObjective(DiffusionObjective):
             raise BatchError(
                 f"latents have {sorted({s.num_steps for s in samples})} steps; expected one number above 0"
             )
-        for name in self.reads:
-            if any(getattr(s, name) is None for s in samples):
-                raise BatchError(f"{name} is None: the policy gradient needs it for every image")
+        super().check(samples)
 
     def num_passes(self, samples: Sequence[DiffusionSample]) -> int:
         return samples[0].num_steps
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         device = models.policy.device
-        names = ("latents", "next_latents", "levels", "next_levels", "timesteps", "old_log_probs")
-        columns = stacked(samples, device, *names, step=index)
-        latents, following, levels, next_levels, timesteps, old_log_probs = columns
+        following, old_log_probs = stacked(samples, device, "next_latents", "old_log_probs", step=index)
         [advantages] = stacked(samples, device, "advantage")
-        output = models.policy(latents, timesteps, Conditioned.of(samples, device))
-        drawn = self._kernel(output, latents, levels, next_levels)
+        drawn, dt = drawn_at(models.policy, self._kernel, samples, index)
         log_probs = drawn.log_prob(following)
         if self._config.loss_mode == "guard":
             [old_means] = stacked(samples, device, "old_means", step=index)
-            given = following, drawn.mean, old_means, drawn.std.flatten(), next_levels - levels, advantages
+            given = following, drawn.mean, old_means, drawn.std.flatten(), dt, advantages
             found = guard_step_loss(*given, clip_ratio=self._config.clip_ratio)
         else:
             found = clipped_step_loss(log_probs, old_log_probs, advantages, clip_ratio=self._config.clip_ratio)
@@ -159,10 +147,6 @@ class NFTObjective(DiffusionObjective):
         self._process = process or FlowProcess()
         self.num_timesteps = config.num_timesteps
         self.needs_reference = config.kl_loss_coef > 0
-
-    def check(self, samples: Sequence[DiffusionSample]) -> None:
-        if any(s.advantage is None for s in samples):
-            raise BatchError("advantage is None: the loss needs it for every image")
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         assert models.old is not None
@@ -250,15 +234,27 @@ class RewardGradientObjective(DiffusionObjective):
 
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
         del index
-        device, conditions = models.policy.device, Conditioned.of(samples, models.policy.device)
-        [latents] = stacked(samples, device, "latents", step=0)
+        [latents] = stacked(samples, models.policy.device, "latents", step=0)
         for step in range(samples[0].num_steps):
-            names = ("levels", "next_levels", "timesteps")
-            level, next_level, timesteps = stacked(samples, device, *names, step=step)
-            output = models.policy(latents, timesteps, conditions)
-            latents = self._kernel(output, latents, level, next_level).mean
+            drawn, _ = drawn_at(models.policy, self._kernel, samples, step, latents)
+            latents = drawn.mean
         reward = self._reward(latents, [s.prompt for s in samples]).sum() / total
         return -reward, {"actor/reward": reward.detach()}
+
+
+def drawn_at(
+    model: "Denoiser",
+    kernel: TransitionKernel,
+    samples: DiffusionMicroBatch,
+    step: int,
+    latents: torch.Tensor | None = None,
+) -> tuple[Gaussian, torch.Tensor]:
+    """Return a model's distribution at a recorded step, from other ``latents`` if given, and dt [B] of the step."""
+    levels, next_levels, timesteps = stacked(samples, model.device, "levels", "next_levels", "timesteps", step=step)
+    if latents is None:
+        [latents] = stacked(samples, model.device, "latents", step=step)
+    output = model(latents, timesteps, Conditioned.of(samples, model.device))
+    return kernel(output, latents, levels, next_levels), next_levels - levels
 
 
 def drawn_noise(

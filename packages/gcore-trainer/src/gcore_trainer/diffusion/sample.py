@@ -61,11 +61,7 @@ class DiffusionSample:
         return 0 if self.latents is None else len(self.latents)
 
     def check_finite(self, name: str, *names: str) -> None:
-        """Refuse NaN and infinities in the named arrays and in the conditions.
-
-        Raises:
-            BatchError: an entry is not finite; the error names the image ``name`` and the field.
-        """
+        """Raise `BatchError` if the named arrays or the conditions, of image ``name``, hold NaN or infinities."""
         arrays = {field: getattr(self, field) for field in names}
         for field_name in ("conditions", "shared_conditions"):
             arrays |= {f"{field_name}[{key!r}]": value for key, value in getattr(self, field_name).items()}
@@ -96,27 +92,25 @@ class Conditioned:
     def of(cls, samples: Sequence[DiffusionSample], device: torch.device) -> "Conditioned":
         """Collect those of a micro-batch, whose images were made with the same settings."""
         first = samples[0]
-        per_image = {
-            name: torch.from_numpy(np.stack([s.conditions[name] for s in samples])).to(device)
-            for name in first.conditions
-        }
-        shared = {name: torch.from_numpy(np.asarray(v)).to(device) for name, v in first.shared_conditions.items()}
+        stacks = {name: np.stack([s.conditions[name] for s in samples]) for name in first.conditions}
+        per_image, shared = (
+            {name: torch.from_numpy(np.asarray(value)).to(device) for name, value in arrays.items()}
+            for arrays in (stacks, first.shared_conditions)
+        )
         return cls(per_image=per_image, shared=shared, guidance_scale=first.guidance_scale)
+
+
+def require_fields(samples: Sequence[DiffusionSample], names: Sequence[str]) -> None:
+    """Raise `BatchError` for an image that lacks one of these fields."""
+    for name in names:
+        if any(getattr(s, name) is None for s in samples):
+            raise BatchError(f"{name} is None: the objective needs it for every image")
 
 
 def stacked(
     samples: Sequence[DiffusionSample], device: torch.device, *names: str, step: int | None = None
 ) -> list[torch.Tensor]:
-    """Stack fields of samples to [B, ...], at one step if they have an entry for each.
-
-    Raises:
-        BatchError: an image has none.
-    """
-    columns: list[torch.Tensor] = []
-    for name in names:
-        values = [getattr(s, name) for s in samples]
-        if any(value is None for value in values):
-            raise BatchError(f"{name} is None: the objective needs it for every image")
-        rows = values if step is None else [value[step] for value in values]
-        columns.append(torch.from_numpy(np.stack(rows).astype(np.float32)).to(device))
-    return columns
+    """Stack fields of samples, which all have them, to [B, ...], at one step if they have an entry for each."""
+    require_fields(samples, names)
+    columns = [[getattr(s, name) if step is None else getattr(s, name)[step] for s in samples] for name in names]
+    return [torch.from_numpy(np.stack(column).astype(np.float32)).to(device) for column in columns]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.denoiser import Denoiser
-from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel
-from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, stacked
+from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
+from gcore_trainer.diffusion.sample import DiffusionMicroBatch
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.objectives.policy import add_sums, check_finite
 from gcore_trainer.torch.parallel import TorchParallel
@@ -65,12 +65,11 @@ class DiffusionTrainer(BaseTrainer):
         objective: DiffusionObjective,
         reference: Denoiser | None = None,
         ema_decay: float | None = None,
-        old_decay: "tuple[float, float]" = (0.001, 0.5),
+        old_decay: tuple[float, float] = (0.001, 0.5),
         parallel: TorchParallel | None = None,
     ) -> None:
         if objective.needs_reference and reference is None:
             raise ConfigError(f"reference is None: {type(objective).__name__} asks the initial policy")
-        self._denoiser = denoiser
         self._world_size = parallel.world_size if parallel else 1
         self._is_first = parallel is None or parallel.mesh.get_rank() == 0
         old = denoiser.copied() if objective.needs_old else None
@@ -81,29 +80,17 @@ class DiffusionTrainer(BaseTrainer):
         if not parameters:
             raise ConfigError("the model has no parameters to train")
         self._adamw = AdamW(parameters, optimizer)
-        super().__init__(
-            config=optimizer,
-            optimizer=self._adamw,
-            objective=objective,
-            replicas=Replicas(parallel.replicas if parallel else None),
-        )
+        replicas = Replicas(parallel.replicas if parallel else None)
+        super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
         self._models = Models(policy=denoiser, old=old, reference=reference)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
-        self._old = old
         self._old_decay = old_decay
 
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """Make one update on all images of all replicas; the result does not depend on how they are split.
 
-        Args:
-            micro_batches: this replica's, one at least; another may have more of them.
-
-        Returns:
-            the metrics of the objective and of the update, the same on all ranks.
-
-        Raises:
-            BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
-            NonFiniteGradientError: too many skipped steps in a row.
+        This replica has one micro-batch at least; another may have more. Returns and errors are those of
+        `gcore_trainer.Trainer.train_step`.
         """
 
         def checked() -> tuple[int, int, int]:
@@ -122,7 +109,11 @@ class DiffusionTrainer(BaseTrainer):
         total = sum(weight for weight, *_ in everyones) * num_passes
         sums = self._backward(micro_batches, max(count for *_, count in everyones), num_passes, total)
         metrics = self._update(sums)
-        self._follow()
+        if self._ema is not None:
+            self._ema.update(self.step)
+        growth, bound = self._old_decay
+        for name, tensor in self._averages().get("old", {}).items():
+            tensor.lerp_(self._adamw.parameters[name].detach(), 1 - min(growth * self.step, bound))
         return metrics
 
     def _backward(
@@ -142,15 +133,6 @@ class DiffusionTrainer(BaseTrainer):
                     add_sums(sums, parts)
         return {name: value.item() for name, value in sums.items()}
 
-    def _follow(self) -> None:
-        if self._ema is not None:
-            self._ema.update(self.step)
-        if self._old is not None:
-            growth, bound = self._old_decay
-            share = 1 - min(growth * self.step, bound)
-            for name, tensor in self._averages()["old"].items():
-                tensor.lerp_(self._adamw.parameters[name].detach(), share)
-
     def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield diffusers' names and whole tensors of the policy that samples, one at a time, on every rank.
 
@@ -159,22 +141,23 @@ class DiffusionTrainer(BaseTrainer):
         """
         if averaged and self._ema is None:
             raise ConfigError("ema_decay is None: there is no average of the weights")
-        yield from self._denoiser.weights(self._averages().get("ema" if averaged else "old"))
+        yield from self._models.policy.weights(self._averages().get("ema" if averaged else "old"))
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
         weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
         if not self._is_first:
             return
-        model = type(self._denoiser.model).from_config(copy.deepcopy(dict(self._denoiser.model.config)))
+        own = self._models.policy.model
+        model = type(own).from_config(copy.deepcopy(dict(own.config)))
         buffers = {n: t for n, t in model.state_dict().items() if n not in weights}
         model.load_state_dict({**weights, **buffers})
         model.save_pretrained(path)
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
         groups = {} if self._ema is None else {"ema": dict(self._ema.tensors)}
-        if self._old is not None:
-            old = self._old.parameters()
+        if self._models.old is not None:
+            old = self._models.old.parameters()
             groups["old"] = {name: old[name].detach() for name in self._adamw.parameters}
         return groups
 
@@ -194,13 +177,8 @@ def step_means(
     found: list[list[NDArray[np.float32]]] = []
     for i in range(num_batches):
         samples = micro_batches[min(i, len(micro_batches) - 1)]
-        conditions = Conditioned.of(samples, denoiser.device)
-        means: list[NDArray[np.float32]] = []
-        for step in range(samples[0].num_steps):
-            names = ("latents", "levels", "next_levels", "timesteps")
-            latents, levels, next_levels, timesteps = stacked(samples, denoiser.device, *names, step=step)
-            output = denoiser(latents, timesteps, conditions)
-            means.append(kernel(output, latents, levels, next_levels).mean.cpu().numpy())
+        steps = range(samples[0].num_steps)
+        means = [drawn_at(denoiser, kernel, samples, step)[0].mean.cpu().numpy() for step in steps]
         if i < len(micro_batches):
             found.append(list(np.stack(means, axis=1)))
     return found

@@ -1,1 +1,1 @@
-"""Losses of policies, critics and pairs of responses, as functions of tensors."""
+"""Losses of policies, a file for each."""

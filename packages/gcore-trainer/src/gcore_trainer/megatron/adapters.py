@@ -27,11 +27,7 @@ Pieces = dict[torch.nn.Parameter, list[Piece]]
 
 
 def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[str]:
-    """Return Hugging Face names of the layers of the whole model that get an adapter; experts get none.
-
-    Raises:
-        ConfigError: a name matches no layer.
-    """
+    """Return Hugging Face names of the layers of the whole model that get an adapter; experts get none."""
     kinds = _ATTENTION if architecture.num_experts else _ATTENTION + _MLP
     layers = [f"model.layers.{i}.{kind}" for i in range(architecture.num_layers) for kind in kinds]
     if config.target_modules == ("all-linear",):
@@ -55,13 +51,7 @@ def add_adapters(
     targets: frozenset[str],
     config: LoRAConfig,
 ) -> Pieces:
-    """Add adapters to linear layers, and freeze all else.
-
-    B starts at 0, so that the model computes what it did; A is `initial_a`'s.
-
-    Returns:
-        the pieces of the adapters' parameters, which are this rank's only ones that learn.
-    """
+    """Add adapters to linear layers as `add_lora` does; return the pieces of their parameters, which alone learn."""
     adapters: Pieces = {}
     for stage in stages:
         stage.requires_grad_(requires_grad=False)

@@ -27,11 +27,7 @@ _NEUTRAL: dict[str, Any] = {
 
 
 class Architecture:
-    """A decoder of one of `MODEL_TYPES`, by its config of transformers.
-
-    Raises:
-        UnsupportedModelError: the model has something that is not converted.
-    """
+    """A decoder of one of `MODEL_TYPES`, by its config of transformers; `UnsupportedModelError` for any other."""
 
     def __init__(self, hf_config: Any) -> None:
         model_type = hf_config.model_type
@@ -66,11 +62,7 @@ class Architecture:
         """Experts of each feed-forward layer; 0: it is dense."""
 
     def check_layout(self, parallel: ParallelConfig, world_size: int) -> None:
-        """Check that a layout divides the model.
-
-        Raises:
-            ConfigError: the sizes do not divide the world or the model.
-        """
+        """Raise `ConfigError` for a layout that does not divide the world or the model."""
         pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
         ranks_of_stage = parallel.data_parallel_size(world_size) * (parallel.model_parallel_size // pp)
@@ -128,9 +120,6 @@ def join_groups(parallel: ParallelConfig, device: torch.device) -> ContextParall
     """Make the groups, or find those that an earlier trainer of this process made; all ranks call this together.
 
     Ranks are numbered as Megatron-Core does: tensor parallel ranks are neighbours, then context, data, pipeline.
-
-    Raises:
-        ConfigError: this process has groups of other sizes.
     """
     global joined
     if joined is not None:

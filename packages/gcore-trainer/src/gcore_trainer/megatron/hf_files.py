@@ -32,8 +32,7 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piec
     """Copy what parameters are made of from a folder; a value head that it lacks stays as it is.
 
     Raises:
-        UnsupportedModelError: the folder has no safetensors files, lacks a tensor, has it in another shape, or has
-            tensors of layers that are of no kind that was read.
+        UnsupportedModelError: there are no safetensors files, or a tensor is missing, misshapen or of no known kind.
     """
     with ExitStack() as stack:
         opened = cache(lambda name: stack.enter_context(safe_open(folder / name, framework="pt")))

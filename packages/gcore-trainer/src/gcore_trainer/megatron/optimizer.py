@@ -102,11 +102,7 @@ class DistributedAdamW(AdamW):
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over the tensors of a state and its ``optimizer_step``; afterwards all ranks have all parameters.
-
-        Raises:
-            StateError: the boxes differ from this rank's.
-        """
+        """Take over the tensors of a state and its ``optimizer_step``; afterwards all ranks have all parameters."""
         own = self.tensors()
         pairs = [(f"{g}[{n!r}]", state[g][n], parts) for g, tensors in own.items() for n, parts in tensors.items()]
         for name, *sides in pairs:

@@ -94,6 +94,7 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         "pre_mlp_layernorm": ("post_attention_layernorm", (hidden,)),
         "self_attention.q_layernorm": ("self_attn.q_norm", (a.head_dim,)),
         "self_attention.k_layernorm": ("self_attn.k_norm", (a.head_dim,)),
+        "mlp.router": ("mlp.gate", (a.num_experts, hidden)),
     }
     by_columns = {
         "self_attention.linear_proj": ("self_attn.o_proj", a.num_heads * a.head_dim),
@@ -133,8 +134,6 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
                 hub_name = f"{prefix}self_attn.{letter}_proj.{kind}"
                 pieces.append(_box(hub_name, shape, 0, group * rows, rows, start=start))
         return pieces
-    if name == "mlp.router.weight":
-        return [_box(f"{prefix}mlp.gate.weight", (a.num_experts, hidden))]
     # One expert of a tensor that holds all of a layer's.
     match = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name)
     assert match is not None, f"no rule for parameter {name!r}"
@@ -159,11 +158,7 @@ def _box(
 
 
 def adapter_pieces(weight: Sequence[Piece], rank: int) -> dict[str, tuple[Piece, Piece]]:
-    """Return the adapters of the Hugging Face layers that a linear layer is made of, each as a parameter.
-
-    Returns:
-        by name of the Hugging Face layer, what this rank has of A [rank, in] and B [out, rank].
-    """
+    """Return what this rank has of A [rank, in] and B [out, rank] of each Hugging Face layer in a linear layer."""
     of_layer: dict[str, list[Piece]] = {}
     for piece in weight:
         of_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)

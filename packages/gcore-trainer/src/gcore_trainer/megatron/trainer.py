@@ -30,10 +30,11 @@ from gcore_trainer.megatron.routing import LayerRouters
 from gcore_trainer.objectives.policy import BatchTotals, Objective, TokenScores, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.packing.row import Row, VocabShard, make_rows, token_scores
-from gcore_trainer.sample import NOTHING, MicroBatch
+from gcore_trainer.sample import NOTHING, MicroBatch, filled_up
 from gcore_trainer.trainer import Replicas, Trainer
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -82,13 +83,15 @@ class MegatronTrainer(Trainer):
             )
         architecture = Architecture(AutoConfig.from_pretrained(path))
         architecture.check_layout(parallel, dist.get_world_size())
-        targets = None if lora is None else target_layers(architecture, lora)
-        self._device = device or _default_device()
+        targets = frozenset[str]() if lora is None else target_layers(architecture, lora)
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        self._device = device
         self._path = Path(path)
         self._architecture = architecture
         self._temperature = temperature
         self._parallel = parallel
-        self._dtype = dtype
+        self._gather = partial(gather_weights, dtype=dtype, device=device)
         self._lora = lora
         self._has_value_head = objective.scores == "values"
         with megatron_runtime(self._device):
@@ -97,36 +100,30 @@ class MegatronTrainer(Trainer):
             config = transformer_config(architecture, parallel, dtype=dtype, recompute=recompute)
             config.finalize_model_grads_func = finalize_model_grads
             stages = make_chunks(architecture, parallel, config, has_value_head=self._has_value_head)
-            named = pieces_of(architecture, parallel, stages)
-            load_weights(self._path, named)
-            trained = named if lora is None or targets is None else add_adapters(stages, named, targets, lora)
+            self._pieces = self._trained = pieces_of(architecture, parallel, stages)
+            load_weights(self._path, self._pieces)
+            if lora is not None:
+                self._trained = add_adapters(stages, self._pieces, targets, lora)
             settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-            self._chunks = [DistributedDataParallel(config, settings, stage.to(self._device)) for stage in stages]
-            self._pieces = named
-            self._trained = trained
-            super().__init__(
-                config=optimizer,
-                optimizer=DistributedAdamW(optimizer, self._chunks, trained, dtype=dtype, device=self._device),
-                objective=objective,
-                replicas=Replicas(replicas),
-            )
+            self._chunks = [DistributedDataParallel(config, settings, stage.to(device)) for stage in stages]
+            adamw = DistributedAdamW(optimizer, self._chunks, self._trained, dtype=dtype, device=device)
+            super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(replicas))
             self._routers = LayerRouters(architecture, parallel, stages)
             self.num_routers = self._routers.num_routers
         self._make_rows = partial(
             make_rows,
             cp=cp if cp.size > 1 else None,
             multiple_of=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
-            device=self._device,
+            device=device,
             dtype=dtype,
             share_prefix=share_prefix,
             replay_routing=not self._has_value_head,
         )
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        weights = gather_weights(self._pieces, dtype=self._dtype, device=self._device)
+        weights = self._gather(self._pieces)
         if self._lora is not None:
-            adapters = dict(gather_weights(self._trained, dtype=self._dtype, device=self._device))
-            weights = merge_lora(weights, adapters, self._lora)
+            weights = merge_lora(weights, dict(self._gather(self._trained)), self._lora)
         yield from weights
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -141,10 +138,7 @@ class MegatronTrainer(Trainer):
         sums: dict[str, torch.Tensor] = {}
 
         def finish(chunk: Any, hidden: torch.Tensor, row: Row) -> tuple[torch.Tensor, None]:
-            scores = self._scores(chunk, hidden, row)
-            if row.samples is NOTHING:
-                return named_scores(scores).sum() * 0.0, None
-            loss, parts = self._objective.partial_loss(scores, row.samples, totals)
+            loss, parts = self._partial_loss(self._scores(chunk, hidden, row), row.samples, totals)
             add_sums(sums, parts)
             return loss, None
 
@@ -209,25 +203,15 @@ class MegatronTrainer(Trainer):
         if is_interleaved:
             # That schedule takes groups of as many as there are stages, all of one length.
             num_passes += -num_passes % self._parallel.pipeline_model_parallel_size
-        samples = [*micro_batches, *[NOTHING] * (num_passes - len(micro_batches))]
-        rows = self._make_rows(samples, equal_lengths=is_interleaved)
+        rows = self._make_rows(filled_up(micro_batches, num_passes), equal_lengths=is_interleaved)
         self._routers.check(rows)
         return rows
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _run_passes(chunks: Sequence[Any], rows: Sequence[Row], finish: Callable[..., Any]) -> list[Any]:
     """Run all passes, backwards too where gradients are enabled.
 
-    Args:
-        rows: that go through the stages; those of `NOTHING` go while other replicas still have micro-batches.
-        finish: makes a loss, and a result, of the last stage, its output and the row.
-
-    Returns:
-        the results on the last stage, on the others nothing.
+    ``finish`` makes a loss, and a result, of the last stage, its output and the row. The results are on the last stage.
     """
 
     def forward_step(rows: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:

@@ -1,28 +1,26 @@
 """Objectives of language models: their interface, the aggregation of token losses, and the objective of a policy.
 
 An objective turns a micro-batch's scores into its part of the batch's loss. Parts add up, over micro-batches and over
-ranks, so a batch's gradient does not depend on how it is split.
-
-Shapes: N response tokens of any number of sequences, laid end to end.
+ranks, so a batch's gradient does not depend on how it is split. Shapes: N response tokens of any number of sequences,
+laid end to end.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, assert_never
+from typing import Any, ClassVar, Generic, Literal, TypeVar, assert_never
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.config import POLICY_LOSSES, LossAggMode, PolicyLossConfig
+from gcore_trainer.advantages.estimator import MAX_LOG_RATIO
+from gcore_trainer.advantages.reward_shaping import MAX_K3
+from gcore_trainer.config import POLICY_LOSSES, KLPenalty, LossAggMode, PolicyLossConfig
 from gcore_trainer.errors import BatchError, ConfigError
-from gcore_trainer.losses.kl import kl_penalty
 from gcore_trainer.sample import MicroBatch, Sample
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +- this much, so that no ratio overflows."""
 _OPTIONAL = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")
 
 
@@ -55,8 +53,8 @@ class BatchTotals:
         return cls(num_sequences=len(masks), num_tokens=int(sum(m.sum() for m in masks)))
 
     def __add__(self, other: "BatchTotals") -> "BatchTotals":
-        sums = self.num_sequences + other.num_sequences, self.num_tokens + other.num_tokens
-        return BatchTotals(num_sequences=sums[0], num_tokens=sums[1])
+        num_sequences = self.num_sequences + other.num_sequences
+        return BatchTotals(num_sequences=num_sequences, num_tokens=self.num_tokens + other.num_tokens)
 
 
 def aggregation_weights(
@@ -68,17 +66,12 @@ def aggregation_weights(
 ) -> list[NDArray[np.float32]]:
     """Return the weight of every token, such that the batch's loss is the plain sum of weight times token loss.
 
-    Because the weights are fixed before the batch is split, the sum does not depend on how it is split into
-    micro-batches, nor on samples left out because their gradient is known to be zero.
-
     - ``token-mean``: 1 / (tokens in the batch), DAPO (arXiv 2503.14476, eq. 8)
     - ``seq-mean-token-sum``: 1 / (sequences)
     - ``seq-mean-token-mean``: 1 / (sequences x tokens of the sequence), GRPO (arXiv 2402.03300, eq. 3)
     - ``seq-mean-token-sum-norm``: 1 / (sequences x max_response_length), Dr. GRPO (arXiv 2503.20783)
 
-    Args:
-        masks: [R_i] of each sequence of a part of the batch, True where a token counts.
-        max_response_length: the divisor of ``seq-mean-token-sum-norm``; unused in other modes.
+    The masks [R_i] are of the sequences of any part of the batch, True where a token counts.
 
     Raises:
         ConfigError: the mode needs ``max_response_length``, and there is none.
@@ -132,12 +125,6 @@ class PolicyLoss:
     clipped_lower: torch.Tensor
     """True where the dual clip of a negative advantage is active."""
 
-    @classmethod
-    def without_clip(cls, loss: torch.Tensor, ratio: torch.Tensor) -> Self:
-        """Make the result of a loss that clips nothing."""
-        nothing = torch.zeros_like(loss, dtype=torch.bool)
-        return cls(loss=loss, ratio=ratio, clipped=nothing, clipped_lower=nothing)
-
 
 _loss_function = cache(POLICY_LOSSES.load)
 _Function = Callable[[PolicyTokens, PolicyLossConfig], PolicyLoss | torch.Tensor]
@@ -173,17 +160,15 @@ def policy_loss(
         ConfigError: there is no such loss, no such file, or the file does not import.
         BatchError: a user's own loss has another shape than [N].
     """
-    log_probs, old_log_probs, advantages = (torch.where(mask, x, 0.0) for x in (log_probs, old_log_probs, advantages))
-    tokens = PolicyTokens(
-        log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask, lengths=lengths
-    )
+    given = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
+    tokens = PolicyTokens(**{n: torch.where(mask, x, 0.0) for n, x in given.items()}, mask=mask, lengths=lengths)
     found = _loss_function(config.loss_mode)(tokens, config)
     if isinstance(found, torch.Tensor):
-        found = PolicyLoss.without_clip(found, tokens.ratio.detach())
-    if found.loss.shape != log_probs.shape:
+        nothing = torch.zeros_like(found, dtype=torch.bool)
+        found = PolicyLoss(loss=found, ratio=tokens.ratio.detach(), clipped=nothing, clipped_lower=nothing)
+    if found.loss.shape != mask.shape:
         raise BatchError(
-            f"the policy loss has shape {tuple(found.loss.shape)}; expected that of its tokens, "
-            f"{tuple(log_probs.shape)}"
+            f"the policy loss has shape {tuple(found.loss.shape)}; expected that of its tokens, {tuple(mask.shape)}"
         )
     return found
 
@@ -198,10 +183,7 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, *, low: flo
 
 
 class Objective(ABC, Generic[ScoresT]):
-    """A loss over samples.
-
-    ``ScoresT`` is what the loss reads of the model: `TokenScores` of a policy, or values [N] of a critic.
-    """
+    """A loss over samples, which reads ``ScoresT`` of the model."""
 
     scores: ClassVar[Literal["tokens", "values"]]
     loss_name: ClassVar[str]
@@ -211,11 +193,7 @@ class Objective(ABC, Generic[ScoresT]):
 
     @abstractmethod
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Check that the samples have all that the loss reads.
-
-        Raises:
-            BatchError: a field is missing, or an entry that counts is not finite.
-        """
+        """Raise `BatchError` for a field that is missing, or an entry that counts and is not finite."""
 
     def totals(self, samples: Sequence[Sample]) -> BatchTotals:
         """Return what these samples add to the batch's denominators."""
@@ -227,11 +205,7 @@ class Objective(ABC, Generic[ScoresT]):
 
     @abstractmethod
     def partial_loss(self, scores: ScoresT, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
-        """Compute the part of the batch's loss that these samples make up.
-
-        Args:
-            scores: of the samples' response tokens, in their order.
-        """
+        """Compute the part of the batch's loss that these samples, whose response tokens are scored, make up."""
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Make metrics of the batch's sums: those named ``mean:...`` are divided by ``count``, the others stay."""
@@ -249,20 +223,17 @@ def mask_of(samples: MicroBatch, *, like: torch.Tensor) -> torch.Tensor:
 
 
 def field_of(samples: MicroBatch, field: str, *, like: torch.Tensor) -> torch.Tensor:
-    """Lay a per-token array of the samples end to end: [N], of the type and on the device of ``like``.
-
-    Masked-out entries are 0 rather than multiplied by 0: NaN times 0 is NaN, in the gradient too.
-    """
+    """Lay a per-token array of the samples end to end: [N], like ``like``, and 0 where a token does not count."""
+    # Not multiplied by 0: NaN times 0 is NaN, in the gradient too.
     arrays = [np.where(s.mask, getattr(s, field), 0.0) for s in samples]
     return torch.from_numpy(np.concatenate(arrays)).to(like)
 
 
 def token_weights(
-    samples: MicroBatch, mode: LossAggMode, max_response_length: int | None, *, totals: BatchTotals, like: torch.Tensor
+    samples: MicroBatch, mode: LossAggMode, longest: int | None, *, totals: BatchTotals, like: torch.Tensor
 ) -> torch.Tensor:
     """Lay the samples' `aggregation_weights` end to end: [N], on the device of ``like``."""
-    masks = [s.mask for s in samples]
-    weights = aggregation_weights(masks, mode, totals=totals, max_response_length=max_response_length)
+    weights = aggregation_weights([s.mask for s in samples], mode, totals=totals, max_response_length=longest)
     return torch.from_numpy(np.concatenate(weights)).to(like.device)
 
 
@@ -272,11 +243,7 @@ def named_scores(scores: TokenScores | torch.Tensor) -> torch.Tensor:
 
 
 def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -> None:
-    """Check that every sample has some arrays, which ``loss`` reads, and that they are finite where they count.
-
-    Raises:
-        BatchError: a sample lacks one, or an entry that counts is not finite; the error names the sample's place.
-    """
+    """Raise `BatchError` for a sample that lacks a field, which ``loss`` reads, or that fails `check_finite` in it."""
     for field in fields:
         if any(getattr(s, field) is None for batch in micro_batches for s in batch):
             raise BatchError(f"{field} is None; expected an array for every sample, which {loss} needs")
@@ -296,12 +263,30 @@ def add_sums(sums: dict[str, Any], parts: Mapping[str, Any]) -> None:
         sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, torch.Tensor) else value)
 
 
-def added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Add up sums by name."""
-    total: dict[str, float] = {}
-    for part in parts:
-        add_sums(total, part)
-    return total
+def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLPenalty) -> torch.Tensor:
+    """Estimate KL(policy || reference) at every token, shape [N] (J. Schulman, "Approximating KL divergence", 2020).
+
+    k1: log p - log q;  k2: (log p - log q)^2 / 2;  k3: q/p - 1 - log(q/p), GRPO's (arXiv 2402.03300, eq. 4), at most
+    10 as in verl: a token at the bound has no gradient.
+
+    k1 and, below its bound, k3 estimate the divergence without bias, but their gradients do not estimate its gradient
+    (k1's is zero in expectation); k2's does, under the policy's own samples (arXiv 2510.01555). k1+ and k3+ have the
+    value of k1 and k3 and the gradient of k2.
+    """
+    log_ratio = log_probs - ref_log_probs
+    match kind:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return log_ratio.square() / 2
+        case "k3":
+            negative = (-log_ratio).clamp(-20.0, 20.0)
+            return (negative.exp() - 1 - negative).clamp(max=MAX_K3)
+        case "k1+" | "k3+":
+            value = kl_penalty(log_probs.detach(), ref_log_probs, "k1" if kind == "k1+" else "k3")
+            return value + log_ratio.square() / 2 - (log_ratio.square() / 2).detach()
+        case _:
+            assert_never(kind)
 
 
 class PolicyObjective(Objective[TokenScores]):
@@ -338,8 +323,8 @@ class PolicyObjective(Objective[TokenScores]):
         mask = mask_of(samples, like=scores.log_probs)
         log_probs, entropies = (torch.where(mask, x, 0.0) for x in (scores.log_probs, scores.entropies))
         current = log_probs.detach()
-        mode, longest = config.loss_agg_mode, config.max_response_length
-        weight_N = token_weights(samples, mode, longest, totals=totals, like=current)
+        longest = config.max_response_length
+        weight_N = token_weights(samples, config.loss_agg_mode, longest, totals=totals, like=current)
         given = {f: field_of(samples, f, like=current) for f in _OPTIONAL if getattr(samples[0], f) is not None}
         old = given.get("old_log_probs", current)
         advantages = field_of(samples, "advantages", like=current)

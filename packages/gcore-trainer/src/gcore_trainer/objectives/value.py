@@ -1,7 +1,4 @@
-"""The objective of a critic: PPO's clipped value loss, and the quality of the critic's predictions.
-
-Shapes: N response tokens of any number of sequences, laid end to end.
-"""
+"""The objective of a critic: PPO's clipped value loss, and the quality of its predictions of N response tokens."""
 
 from collections.abc import Sequence
 
@@ -56,9 +53,7 @@ def explained_variance(moments: torch.Tensor) -> float:
     """Return the explained fraction of the returns' variance: 1 - var(R - V) / (var(R) + 1e-5), verl's form.
 
     1 is a perfect critic, 0 one that knows only the mean; less is worse than that. Of fewer than two tokens it is 0.
-
-    Args:
-        moments: [5], `value_moments` of the whole batch.
+    The moments [5] are the `value_moments` of the whole batch.
     """
     count, total, squares, error_total, error_squares = moments.tolist()
     if count < 2:
@@ -86,8 +81,7 @@ class ValueObjective(Objective[torch.Tensor]):
 
     def partial_loss(self, scores: torch.Tensor, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
         config = self._config
-        mode, longest = config.loss_agg_mode, config.max_response_length
-        weight_N = token_weights(samples, mode, longest, totals=totals, like=scores)
+        weight_N = token_weights(samples, config.loss_agg_mode, config.max_response_length, totals=totals, like=scores)
         old, returns = (field_of(samples, field, like=scores) for field in ("values", "returns"))
         mask = mask_of(samples, like=scores)
         scores = torch.where(mask, scores, 0.0)

@@ -81,11 +81,7 @@ class _TopK(TorchFunctionMode):
 
 
 def routing_of_row(samples: MicroBatch, batch: PackedBatch) -> NDArray[np.int64]:
-    """Return the experts [T, L, K] of each token of a packed row; of a shared prompt, what its first sample has.
-
-    Raises:
-        BatchError: some samples have a routing and others do not, or for other models.
-    """
+    """Return the experts [T, L, K] of each token of a packed row; of a shared prompt, what its first sample has."""
     given = [s.routed_experts for s in samples if s.routed_experts is not None]
     if len(given) < len(samples) or len({r.shape[1:] for r in given}) > 1:
         shapes = sorted({None if s.routed_experts is None else s.routed_experts.shape[1:] for s in samples}, key=str)

@@ -35,9 +35,6 @@ class PackedPlan:
 
     Args:
         cp: the ranks that divide the row; None: this process holds all of it.
-
-    Raises:
-        BatchError: the row does not divide, or shares prompts where a ring divides it.
     """
 
     def __init__(
@@ -173,18 +170,14 @@ def make_rows(
     multiple_of: int = 1,
     equal_lengths: bool = False,
 ) -> list[Row]:
-    """Make a row of each micro-batch.
+    """Make a row of each micro-batch; all ranks that work on them pass the same.
 
     Args:
-        micro_batches: the same on all ranks that work on them.
         dtype: of the model's activations.
         share_prefix: compute equal prompts of a micro-batch once, where the row need not be cut within sequences.
         replay_routing: impose the experts that samples bring: the policy's, not those of a critic.
         multiple_of: of the number of each rank's tokens.
         equal_lengths: pad all to the longest.
-
-    Raises:
-        BatchError: a sample has images, and the model sees none; or they do not fit their prompt.
     """
     row_multiple, segment_multiple = (1, 1) if cp is None else cp.padding
 
@@ -264,15 +257,12 @@ def token_scores(
     memory is that of ``max_logits`` of them, and of the head's gradient.
 
     Args:
-        hidden_ND: [N, D], the same on all ranks of ``vocab.group``.
-        weight_VD: [V, D], this rank's rows.
-        targets_N: [N] int64 tokens of the whole vocabulary.
-        bias_V: [V].
-        logit_scale: multiplies the logits before anything else.
+        hidden_ND: the same on all ranks of ``vocab.group``.
+        weight_VD: this rank's rows.
+        targets_N: int64 tokens of the whole vocabulary.
         softcap: cap(x) is softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2); None: x.
         entropy_grad: make the entropies differentiable too.
         vocab: what part of the vocabulary this rank has; None: all of it.
-        max_logits: most logits at once.
     """
     chunk = max(1, max_logits // weight_VD.shape[0])
     head = _Head(temperature=temperature, scale=logit_scale, softcap=softcap, vocab=vocab, chunk=chunk)

@@ -41,11 +41,7 @@ class Vision:
         self._merge: int = model.config.vision_config.spatial_merge_size
 
     def row_images(self, samples: MicroBatch, batch: PackedBatch) -> RowImages | None:
-        """Collect the images of a row's samples; None: there are none.
-
-        Raises:
-            BatchError: a prompt's image tokens are not those of its images.
-        """
+        """Collect the images of a row's samples; None: there are none."""
         if all(sample.images is None for sample in samples):
             return None
         positions_3T = np.repeat(batch.positions[None], 3, axis=0)

@@ -1,8 +1,7 @@
 """Loading of transformers models, and the checks that a packed row is scored as transformers scores each sequence.
 
 transformers' models differ in more than their configuration says: masks, positions, heads and state that a packed row
-would get wrong without an error. When a model is loaded, one packed row of a few sequences, and each of these sequences
-on its own by transformers' attention, show whether a model is scored as transformers does.
+would get wrong without an error. So a loaded model scores a packed row of a few sequences, and each on its own.
 """
 
 from collections.abc import Generator, Sequence
@@ -91,11 +90,7 @@ def check_layer_types(text_config: Any, model_type: str) -> bool:
 
 
 def logit_changes(config: Any) -> tuple[float, float | None]:
-    """Return the factor and the soft cap of the logits in a model of this config: see `token_scores`.
-
-    Raises:
-        UnsupportedModelError: a setting changes them in a way that is not known of this type of model.
-    """
+    """Return the factor and the soft cap of the logits (see `token_scores`); `UnsupportedModelError` if unknown."""
     model_type, values = config.model_type, [getattr(config, name, None) for name in _LOGIT_SETTINGS]
     for value, (name, (neutral, known)) in zip(values, _LOGIT_SETTINGS.items(), strict=True):
         if value not in (None, neutral) and model_type not in known:
@@ -116,13 +111,7 @@ def freeze_rope(model: torch.nn.Module, max_length: int | None) -> bool:
     transformers chooses the factors of ``longrope`` (LongRoPE, arXiv 2402.13753) and the base of ``dynamic`` by the
     largest position of its input, so a sequence's log-probabilities would depend on its neighbours in a packed row.
     Here the choice is made once, for the longest sequence of the run. vLLM chooses likewise, by ``max_model_len``.
-
-    Returns:
-        whether the model has such embeddings; if so, it must not see longer sequences.
-
-    Raises:
-        UnsupportedModelError: the model has such embeddings and ``max_length`` is None, or more than the model's
-            ``max_position_embeddings`` for ``dynamic``.
+    Returns whether the model has such embeddings: then it must not see longer sequences.
     """
     found: dict[Any, str] = {}
     for module in model.modules():
@@ -187,12 +176,9 @@ def probe_samples(model: Any, max_length: int | None) -> list[Sample]:
 
 
 def check_scores(packed: Any, max_length: int | None) -> None:
-    """Compare scores of a packed row with those of transformers, before the model is wrapped or sharded.
+    """Raise `UnsupportedModelError` if scores of a packed row differ from those of transformers by more than rounding.
 
     Random state, parameters, modes and configuration of the model are afterwards what they were.
-
-    Raises:
-        UnsupportedModelError: they differ by more than rounding, or the model cannot be called in one of these ways.
     """
     samples = probe_samples(packed.model, max_length)
     routing: list[torch.Tensor] = []
@@ -254,9 +240,8 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _rounds(model: Any) -> bool:
-    if model.dtype not in (torch.float32, torch.float64):
-        return True
-    return model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    is_rounded = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return is_rounded or model.dtype not in (torch.float32, torch.float64)
 
 
 @contextmanager

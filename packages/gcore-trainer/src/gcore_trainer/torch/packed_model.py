@@ -28,7 +28,7 @@ from gcore_trainer.packing.linear_attention import mix_by_sequence
 from gcore_trainer.packing.router_replay import ReplayedRouter, Routing, check_routing
 from gcore_trainer.packing.row import PackedPlan, Row, make_rows, token_scores
 from gcore_trainer.packing.vision import VISION_MODELS, Vision
-from gcore_trainer.sample import NOTHING, MicroBatch, Sample, by_sample
+from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import loading
 
 ATTENTION_NAME = "gcore_packed"
@@ -91,10 +91,7 @@ def describe_mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> DescribedMask:
-    """Describe a mask instead of computing it; the arguments are those of ``transformers.masking_utils.sdpa_mask``.
-
-    A packed row's attention follows its plan, but a mask can hide more than causality does: a sliding window.
-    """
+    """Describe a mask instead of computing it; the arguments are those of ``transformers.masking_utils.sdpa_mask``."""
     del others
     mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
     described = mask.as_subclass(DescribedMask)
@@ -184,6 +181,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.vision = Vision(model) if model.config.model_type in VISION_MODELS else None
         """Vision tower of the model; None: there is none."""
         self.share_prefix = share_prefix
+        self.num_attention_heads: int = self._text_config.num_attention_heads
         self.compute_dtype = model.dtype
         self.root = _Root(model, self._forward)
         """Module of the whole forward pass; FSDP wraps it."""
@@ -209,21 +207,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             for layer in self.layers():
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
-    @property
-    def num_attention_heads(self) -> int:
-        """Query heads of each layer."""
-        return self._text_config.num_attention_heads
-
     @classmethod
     def from_pretrained(
         cls, path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
     ) -> Self:
-        """Load a local Hugging Face folder.
-
-        Raises:
-            UnsupportedModelError: the model has layers that packed attention does not compute.
-            StateError: the folder lacks some of the model's tensors.
-        """
+        """Load a local Hugging Face folder; errors are those of the class, and of `loading.load_model`."""
         register()
         model = loading.load_model(cls, path, attention=ATTENTION_NAME, dtype=dtype)
         return cls(model.to(device), **options)
@@ -233,7 +221,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """Return scores [R] of a sample by transformers' forward pass alone."""
 
     def _probe(self, max_length: int | None) -> None:
-        """Check that a packed row is scored as by transformers; see `loading.check_scores`."""
         loading.check_scores(self, max_length)
         self.num_computed_tokens = 0
 
@@ -245,9 +232,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return list(stacks[0])
 
     def divide_tokens(self, context: ContextParallel) -> None:
-        """Compute a part of every row on each of several ranks.
-
-        Gradients are then parts, to be summed over these ranks.
+        """Compute a part of every row on each of several ranks, whose gradients are then to be summed.
 
         Raises:
             UnsupportedModelError: a model that sees images or has linear attention, among several ranks.
@@ -291,11 +276,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         if routing is not None:
             chosen = [router.recorded.pop() for router in self._routers if router.recorded]
             routing.append(row.of_samples(torch.stack(chosen, dim=1)))
-        return self._scores(*scores)
-
-    @abstractmethod
-    def _scores(self, *parts: torch.Tensor) -> ScoresT:
-        """Return the scores [N] that `_of_hidden` gives in parts."""
+        found: Any = TokenScores(log_probs=scores[0], entropies=scores[1]) if self.scores == "tokens" else scores[0]
+        return found
 
     @abstractmethod
     def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
@@ -306,12 +288,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None, routing: Routing | None = None
     ) -> list[NDArray[np.float32]]:
         """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
-        results: list[NDArray[np.float32]] = []
-        for i in range(len(micro_batches) if num_passes is None else num_passes):
-            scores = self.score(micro_batches[i] if i < len(micro_batches) else NOTHING, routing=routing)
-            if i < len(micro_batches):
-                results.append(named_scores(scores).float().cpu().numpy())
-        return results
+        scores = (self.score(samples, routing=routing) for samples in filled_up(micro_batches, num_passes or 0))
+        return [named_scores(own).float().cpu().numpy() for own in scores][: len(micro_batches)]
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
         """Impose a routing until the next pass, because a backward pass may compute layers again."""
@@ -346,10 +324,7 @@ class _Root(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, forward: Any) -> None:
         super().__init__()
         self.model = model
-        self._forward = forward
-
-    def forward(self, *arguments: Any) -> Any:
-        return self._forward(*arguments)
+        self.forward = forward
 
 
 class PackedModel(PackedTransformer[TokenScores]):
@@ -373,9 +348,6 @@ class PackedModel(PackedTransformer[TokenScores]):
         input_ids, target_ids = loading.input_and_target_ids(sample, self.model.device)
         logits_RV = self.model(input_ids=input_ids, use_cache=False).logits[0, -target_ids.numel() :]
         return (logits_RV.float() / self.temperature).log_softmax(-1).gather(1, target_ids[:, None])[:, 0]
-
-    def _scores(self, *parts: torch.Tensor) -> TokenScores:
-        return TokenScores(log_probs=parts[0], entropies=parts[1])
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Compute log-probabilities [R] of each sample's response, without gradient."""

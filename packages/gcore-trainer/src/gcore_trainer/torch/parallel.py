@@ -68,8 +68,6 @@ class TorchParallel:
 
 def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None) -> None:
     """Shard modules, the outer ones last; ``dtype`` is that of their passes, None: that of the parameters."""
-    policy = MixedPrecisionPolicy()
-    if dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)

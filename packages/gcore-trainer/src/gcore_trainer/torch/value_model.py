@@ -44,9 +44,6 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
             torch.nn.init.zeros_(packed.model.score.weight)
         return packed
 
-    def _scores(self, *parts: torch.Tensor) -> torch.Tensor:
-        return parts[0]
-
     def _probe(self, max_length: int | None) -> None:
         # The head of a new critic is zeros, and would hide every difference.
         weight: torch.Tensor = self.model.score.weight.data

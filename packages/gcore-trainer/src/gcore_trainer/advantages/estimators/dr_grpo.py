@@ -9,7 +9,6 @@ from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator(min_group_size=2)
-def dr_grpo(group: ScoredGroup, config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def dr_grpo(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
     """Return A_i = r_i - mean(r) (arXiv 2503.20783)."""
-    del config
     return group.at_every_token(grpo_advantages(group.scores, norm_adv_by_std_in_grpo=False))

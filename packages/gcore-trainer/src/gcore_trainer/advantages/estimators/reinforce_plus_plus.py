@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
+from gcore_trainer.advantages.estimators.gae import gae_advantages
 from gcore_trainer.config import AdvantageConfig
-from gcore_trainer.sample import require_finite
 
 
 @advantage_estimator(reads_token_rewards=True, whiten=True)
@@ -17,22 +17,7 @@ def reinforce_plus_plus(group: ScoredGroup, config: AdvantageConfig) -> list[NDA
 def discounted_returns(rewards: NDArray[np.floating], mask: NDArray[np.bool_], *, gamma: float) -> NDArray[np.float64]:
     """Return the discounted sum of the rewards from each token on: REINFORCE++ (arXiv 2501.03262), before whitening.
 
-    Tokens outside the mask (a tool's output) take no part: their rewards do not count, and time does not pass.
-
-    Args:
-        rewards: [R] of one response.
-        mask: [R] tokens of the policy.
-
-    Returns:
-        [R], 0 outside the mask.
-
-    Raises:
-        BatchError: the reward of a token in the mask is not finite.
+    Tokens outside the mask (a tool's output) take no part: their rewards do not count, and time does not pass. It is
+    `gae_advantages` of a critic that knows nothing: shapes and errors are the same.
     """
-    require_finite("rewards", rewards, mask)
-    returns = np.zeros(rewards.shape, np.float64)
-    running = 0.0
-    for t in np.flatnonzero(mask)[::-1]:
-        running = float(rewards[t]) + gamma * running
-        returns[t] = running
-    return returns
+    return gae_advantages(rewards, np.zeros(rewards.shape), mask, gamma=gamma, lam=1.0)[0]

@@ -8,19 +8,14 @@ from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator(needs_greedy=True)
-def remax(group: ScoredGroup, config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def remax(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
     """Give all tokens of a response its `remax_advantages`."""
-    del config
     assert group.greedy_score is not None
     return group.at_every_token(remax_advantages(group.scores, group.greedy_score))
 
 
 def remax_advantages(scores: ArrayLike, greedy_score: float) -> NDArray[np.float32]:
-    """Return the advantages [n] of responses over the greedy one: ReMax (arXiv 2310.10505).
-
-    Args:
-        scores: [n] rewards of the sampled responses, n >= 1.
-        greedy_score: reward of the greedy response.
+    """Return the advantages [n] of responses with scores [n] over the greedy one: ReMax (arXiv 2310.10505).
 
     Raises:
         BatchError: a score is not finite.

@@ -9,9 +9,8 @@ from gcore_trainer.config import AdvantageConfig
 
 
 @advantage_estimator(min_group_size=2)
-def rloo(group: ScoredGroup, config: AdvantageConfig) -> list[NDArray[np.floating]]:
+def rloo(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
     """Give all tokens of a response its `rloo_advantages`."""
-    del config
     return group.at_every_token(rloo_advantages(group.scores))
 
 

@@ -3,11 +3,11 @@
 import torch
 
 from gcore_trainer.config import PolicyLossConfig
-from gcore_trainer.objectives.policy import PolicyLoss, PolicyTokens
+from gcore_trainer.objectives.policy import PolicyTokens
 
 
-def sapo(tokens: PolicyTokens, config: PolicyLossConfig) -> PolicyLoss:
+def sapo(tokens: PolicyTokens, config: PolicyLossConfig) -> torch.Tensor:
     """Compute -A (4 / tau) sigmoid(tau (r - 1)), tau = ``tau_pos`` if A > 0, else ``tau_neg`` (arXiv 2511.20347)."""
     ratio, advantages = tokens.ratio, tokens.advantages
     tau = torch.where(advantages > 0, torch.full_like(ratio, config.tau_pos), torch.full_like(ratio, config.tau_neg))
-    return PolicyLoss.without_clip(-advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau, ratio)
+    return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
