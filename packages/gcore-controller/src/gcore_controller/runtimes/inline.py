@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import (
     CallLog,
@@ -28,6 +28,7 @@ from gcore_controller.context import (
     run_program,
 )
 from gcore_controller.errors import ControllerError, DeadlineError
+from gcore_controller.rlhf.events import Recorder
 from gcore_controller.runtimes.backend import Recovery
 from gcore_controller.trainer_group import (
     BatchT,
@@ -40,13 +41,9 @@ from gcore_controller.trainer_group import (
     digests_of,
 )
 
-if TYPE_CHECKING:
-    from gcore_controller.rlhf.modality import Recorder
-
 T = TypeVar("T")
 JobT = TypeVar("JobT")
 ConfigT = TypeVar("ConfigT")
-EvaluationT = TypeVar("EvaluationT")
 OwnRolesT = TypeVar("OwnRolesT")
 
 
@@ -330,7 +327,7 @@ def share_trainer(
 
 
 @dataclass(eq=False)
-class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
+class InlineBackend(Generic[JobT, ConfigT, RolesT]):
     """A `Backend` whose controllers, and what they share, belong to this process."""
 
     config: ConfigT
@@ -339,14 +336,14 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
     """Services that the controllers share."""
     world_size: int
     learner: TrainerGroup
-    program: "Callable[[JobT, Recorder[EvaluationT]], Program[RolesT, None]]"
+    program: Callable[[JobT, Recorder], Program[RolesT, None]]
     """The program of a job, whose events go to a recorder."""
     close_services: Callable[[], Awaitable[Any]]
     """Ends the services other than the trainer group."""
     shortfall: str = field(default="", init=False)
     _timers: Sequence[StageTimer] = field(default=(), init=False)
 
-    async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
+    async def run(self, job: JobT, recorder: Recorder) -> None:
         run = InlineRun(self.program(job, recorder), roles=self.roles, world_size=self.world_size)
         self._timers = run.timers
         await run.run()

@@ -6,38 +6,25 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import ray
 
 from gcore_controller.context import Context, Span
 from gcore_controller.errors import ControllerDiedError, ControllerError, RankError
+from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating
 from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
-from gcore_controller.runtimes.events import Announced, Event, Reached, Stepped, Updating, record
 from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.role_actors import RoleActors
 from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
 from gcore_controller.trainer_group import TrainerSpec
 
-if TYPE_CHECKING:
-    from gcore_controller.rlhf.modality import Recorder
-
 _OBSERVE_EVERY_S = 1.0
 
 
-class RayJob(Protocol):
-    """A job, as far as the backend reads it."""
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run."""
-        ...
-
-
-JobT = TypeVar("JobT", bound=RayJob)
+JobT = TypeVar("JobT")
 ConfigT = TypeVar("ConfigT", bound=SizedConfig)
-EvaluationT = TypeVar("EvaluationT")
 
 
 class Placement(Protocol):
@@ -82,7 +69,7 @@ class Handles:
 
 
 @dataclass(eq=False)
-class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
+class RayBackend(Generic[JobT, ConfigT]):
     """A `Backend` on a Ray cluster that this process is connected to."""
 
     config: ConfigT
@@ -124,7 +111,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
     def shortfall(self) -> str:
         return self._capacity.shortfall
 
-    async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
+    async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
             engines=self.engines.handles["engine"],
             judges=self.engines.handles.get("judge", []),
@@ -135,9 +122,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         self._is_updating = False
         observing = asyncio.create_task(self._observe_stages())
         try:
-            run = self._controllers.run(
-                self.program(job), roles=handles, reported=partial(self._take_in, job, recorder)
-            )
+            run = self._controllers.run(self.program(job), roles=handles, reported=partial(self._take_in, recorder))
             await self._while_capacity_lasts(run)
         finally:
             observing.cancel()
@@ -176,7 +161,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
                 await self._controllers.close()
             ray.shutdown()
 
-    async def _take_in(self, job: JobT, recorder: "Recorder[EvaluationT]", rank: int, event: Event) -> None:
+    async def _take_in(self, recorder: Recorder, rank: int, event: Event) -> None:
         """Record an event; raise `CapacityChangedError` or `PlacementMovedError` if that calls for other processes."""
         del rank
         placement = self._placement
@@ -188,11 +173,11 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
             return
         if isinstance(event, Stepped) and placement is not None:
             event.metrics.update(placement.metrics())
-        await record(recorder, event)
+        await recorder(event)
         self._is_updating = isinstance(event, Updating)
         if isinstance(event, Stepped) and placement is not None:
             placement.observe(event.metrics, event.devices)
-        if isinstance(event, Reached) and event.step < job.total_steps:
+        if isinstance(event, Reached) and not event.is_last:
             self._capacity.check_growth()
             if placement is not None and (sizes := placement.sizes) != (now := self.config.sizes):
                 raise PlacementMovedError(_move(now, sizes))
