@@ -312,11 +312,8 @@ def share_trainer(
 ) -> Callable[[Context[Any]], Coroutine[Any, Any, None]]:
     """Return the program for controllers of this process that share a trainer group.
 
-    Args:
-        trainer: the group.
-        program: for a controller that has a `TrainerClient`.
-        roles: class of that controller's roles: the fields of the shared roles, and ``learner``, the client.
-        num_ranks: number of ranks whose work is recorded.
+    ``program`` is for a controller that has a `TrainerClient`, in the class ``roles``, which has the fields of the
+    shared roles and ``learner``, the client. ``num_ranks`` is the number of ranks whose work is recorded.
     """
 
     async def run(ctx: Context[Any]) -> None:

@@ -73,12 +73,11 @@ class RoleActors(Generic[ConfigT]):
             while len(handles) < wanted[role]:
                 factory = self.factory(role, config, self._num_made[role])
                 self._num_made[role] += 1
-                if role == "judge" and sizes.in_turns:
-                    handles.append(await self._start_on_device(self.handles["engine"][len(handles)], factory, config))
-                elif spare:
+                neighbour = self.handles["engine"][len(handles)] if role == "judge" and sizes.in_turns else None
+                if spare and neighbour is None:
                     handles.append(spare.pop().becoming(factory))
                 else:
-                    handles.append(self._start(factory, config))
+                    handles.append(await self._started(factory, config, neighbour))
         await self._end(spare)
 
     async def swap_seconds(self, config: ConfigT) -> float:
@@ -100,30 +99,24 @@ class RoleActors(Generic[ConfigT]):
         """End all actors."""
         await self._end([handle for handles in self.handles.values() for handle in handles])
 
-    def _start(self, factory: Factory, config: ConfigT) -> Any:
+    async def _started(self, factory: Factory, config: ConfigT, neighbour: Any) -> Any:
+        """Start an actor, on the device of a neighbour if it has one."""
+        num_threads = max(1, config.threads // config.sizes.num_engine_devices)
+        if neighbour is not None:
+            node, gpus = await neighbour.actor.__ray_call__.remote(_place)
+            place = NodeAffinitySchedulingStrategy(node, soft=True)
+            factory = partial(_on_gpus, gpus, factory)
+            return self.start(factory, num_cpus=0, num_threads=num_threads, scheduling_strategy=place)
         return self.start(
             factory,
             num_cpus=config.ray.cpus_per_process,
             num_gpus=config.ray.gpus_per_engine if config.device.startswith("cuda") else 0,
-            num_threads=_num_threads(config),
+            num_threads=num_threads,
             scheduling_strategy="SPREAD",
-        )
-
-    async def _start_on_device(self, neighbour: Any, factory: Factory, config: ConfigT) -> Any:
-        node, gpus = await neighbour.actor.__ray_call__.remote(_place)
-        return self.start(
-            partial(_on_gpus, gpus, factory),
-            num_cpus=0,
-            num_threads=_num_threads(config),
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
         )
 
     async def _end(self, handles: Sequence[Any]) -> None:
         await asyncio.gather(*map(self.end, handles), return_exceptions=True)
-
-
-def _num_threads(config: SizedConfig) -> int:
-    return max(1, config.threads // config.sizes.num_engine_devices)
 
 
 def _place(actor: Any) -> tuple[str, list[str]]:
