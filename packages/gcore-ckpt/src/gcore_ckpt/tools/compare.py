@@ -78,21 +78,12 @@ def _checksums(tensor: StoredTensor) -> dict[tuple[Box, int], str]:
 def _read_and_compare(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
     import torch
 
-    from gcore_ckpt.loading.loader import Request, fill
-    from gcore_ckpt.ranks.shards import TORCH_DTYPES
+    from gcore_ckpt.loading.loader import read_box
     from gcore_ckpt.threads import Workers
 
     tensor = a.index.tensors[name_a]
-    if not tensor.size_bytes:
-        return True
     with Workers(_THREADS, "gcore-ckpt-read") as workers:
-        for part in Box.whole(tensor.shape).split(_PART_BYTES // tensor.itemsize):
-            found: list[torch.Tensor] = []
-            for reader, name in ((a, name_a), (b, name_b)):
-                data = torch.empty(part.size * tensor.itemsize, dtype=torch.uint8)
-                target = data.view(TORCH_DTYPES[tensor.dtype]).view(part.shape)
-                fill(reader, [Request(name, part, target)], workers)
-                found.append(data)
-            if not torch.equal(*found):
-                return False
-    return True
+        return all(
+            torch.equal(read_box(a, name_a, part, workers), read_box(b, name_b, part, workers))
+            for part in Box.whole(tensor.shape).split(_PART_BYTES // tensor.itemsize)
+        )
