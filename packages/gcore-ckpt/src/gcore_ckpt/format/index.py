@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gcore_ckpt.format import validation
-from gcore_ckpt.format.boxes import DTYPES, Box, overlap
-from gcore_ckpt.format.data_file import BLOCK_BYTES, DIGITS, PREFIX, block_count, checksum
+from gcore_ckpt.format.boxes import BLOCK_BYTES, DIGITS, DTYPES, PREFIX, Box, block_count, checksum, overlap
 from gcore_ckpt.format.tree import Node
 
 FORMAT = "gcore-ckpt"

@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import tree, validation
-from gcore_ckpt.format.boxes import DTYPES
-from gcore_ckpt.format.data_file import DIGITS, block_count, checksum, digest
+from gcore_ckpt.format.boxes import DIGITS, DTYPES, block_count, checksum, digest
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor, decode_index
 from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath
 from gcore_ckpt.storage import StepFiles, Storage, step_name

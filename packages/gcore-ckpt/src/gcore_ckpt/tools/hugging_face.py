@@ -11,8 +11,7 @@ from typing import TypeAlias
 import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError, CheckpointWriteError
-from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
-from gcore_ckpt.format.data_file import safetensors_header
+from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox, safetensors_header
 from gcore_ckpt.loading.loader import read_box
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves
 from gcore_ckpt.ranks.shards import TORCH_DTYPES

@@ -14,9 +14,9 @@ from gcore_controller.context import Context, Span
 from gcore_controller.errors import ControllerDiedError, ControllerError, RankError
 from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating
 from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
+from gcore_controller.runtimes.ray.actors import RoleActors
 from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch
 from gcore_controller.runtimes.ray.controllers import RayControllers
-from gcore_controller.runtimes.ray.role_actors import RoleActors
 from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
 from gcore_controller.trainer_group import TrainerSpec
 
