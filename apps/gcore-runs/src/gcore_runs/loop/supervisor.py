@@ -155,8 +155,6 @@ class Supervisor:
             Exception: what cannot be replaced, or too much was lost without a step in between.
         """
         display = self.display
-        if services.shortfall:
-            display.say(services.shortfall)
         job = self._resumed(services, job, None)
         job = replace(job, is_policy_behind=job.first_step > 0)
         display.phase("training", total=job.total_steps, done=job.first_step)

@@ -34,11 +34,6 @@ class Backend(Protocol[JobT_contra, ConfigT_co]):
     @property
     def learner(self) -> TrainerGroup: ...
 
-    @property
-    def shortfall(self) -> str:
-        """Which of the settings' sizes there is no capacity for, in a line; empty if there is capacity for all."""
-        ...
-
     async def run(self, job: JobT_contra, recorder: Recorder) -> None:
         """Run a job's program on every controller."""
 

@@ -26,6 +26,7 @@ from gcore_controller.context import (
     rank_name,
     refuse_report,
     run_program,
+    run_until_done,
 )
 from gcore_controller.errors import ControllerError, DeadlineError
 from gcore_controller.rlhf.events import Recorder
@@ -180,32 +181,25 @@ class InlineRun(Generic[RolesT, ResultT]):
     async def run(self, timeout_s: float | None = None) -> list[ResultT]:
         loop = asyncio.get_running_loop()
         self.timers.extend(StageTimer(loop.time) for _ in range(self.world_size))
+        return await run_until_done(self._run_all(), *([] if timeout_s is None else [self._deadline(timeout_s)]))
+
+    async def _run_all(self) -> list[ResultT]:
         running: list[asyncio.Task[ResultT]] = []
-        overdue: list[str] = []
-
-        def end() -> None:
-            overdue.append(self.whereabouts())
-            for task in running:
-                task.cancel()
-
-        deadline = None if timeout_s is None else loop.call_later(timeout_s, end)
         try:
             async with asyncio.TaskGroup() as tasks:
                 ranks = range(self.world_size)
                 running.extend(tasks.create_task(self._run_one(rank), name=f"controller-{rank}") for rank in ranks)
         except BaseExceptionGroup as errors:
-            if not overdue:
-                first = errors.exceptions[0]
-                for rank, task in enumerate(running):
-                    if len(running) > 1 and task.done() and not task.cancelled() and task.exception() is first:
-                        first.add_note(f"raised by controller {rank}")
-                raise first from None
-        finally:
-            if deadline is not None:
-                deadline.cancel()
-        if overdue:
-            raise DeadlineError(f"the run is not done after {timeout_s} s: {overdue[0]}")
+            first = errors.exceptions[0]
+            for rank, task in enumerate(running):
+                if len(running) > 1 and task.done() and not task.cancelled() and task.exception() is first:
+                    first.add_note(f"raised by controller {rank}")
+            raise first from None
         return [task.result() for task in running]
+
+    async def _deadline(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        raise DeadlineError(f"the run is not done after {timeout_s} s: {self.whereabouts()}")
 
     def whereabouts(self) -> str:
         """Describe where each controller is now."""
@@ -337,7 +331,6 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT]):
     """The program of a job, whose events go to a recorder."""
     close_services: Callable[[], Awaitable[Any]]
     """Ends the services other than the trainer group."""
-    shortfall: str = field(default="", init=False)
     _timers: Sequence[StageTimer] = field(default=(), init=False)
 
     async def run(self, job: JobT, recorder: Recorder) -> None:

@@ -1,7 +1,7 @@
 """A backend whose controllers, engines and training ranks are Ray actors, which are replaced when they die."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import ray
 
-from gcore_controller.context import Context, Span
+from gcore_controller.context import Context, Span, run_until_done
 from gcore_controller.errors import ControllerDiedError, ControllerError, RankError
 from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating
 from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
@@ -99,17 +99,18 @@ class RayBackend(Generic[JobT, ConfigT]):
         self._is_updating = False
 
     async def start(self) -> Self:
-        """Start the actors of all roles, or raise `ClusterError` if the cluster lacks the capacity."""
+        """Start the actors of all roles, or raise `ClusterError` if the cluster lacks the capacity.
+
+        If some of them find no capacity, it is announced.
+        """
         try:
             await self._settle(keeps_models=False)
         except BaseException:
             await self.close()
             raise
+        if self.announce is not None and self._capacity.shortfall:
+            self.announce(self._capacity.shortfall)
         return self
-
-    @property
-    def shortfall(self) -> str:
-        return self._capacity.shortfall
 
     async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
@@ -120,12 +121,8 @@ class RayBackend(Generic[JobT, ConfigT]):
         )
         assert self._controllers is not None
         self._is_updating = False
-        observing = asyncio.create_task(self._observe_stages())
-        try:
-            run = self._controllers.run(self.program(job), roles=handles, reported=partial(self._take_in, recorder))
-            await self._while_capacity_lasts(run)
-        finally:
-            observing.cancel()
+        run = self._controllers.run(self.program(job), roles=handles, reported=partial(self._take_in, recorder))
+        await run_until_done(run, self._watch_capacity(), self._observe_stages())
 
     def stages(self) -> Sequence[str | None]:
         return self._stages
@@ -197,7 +194,7 @@ class RayBackend(Generic[JobT, ConfigT]):
                     self.learner.close()
                 keeps_models = False
             try:
-                await self._while_capacity_lasts(self._resize(config, keeps_models=keeps_models))
+                await run_until_done(self._resize(config, keeps_models=keeps_models), self._watch_capacity())
                 return keeps_models
             except CapacityChangedError:
                 keeps_models = False
@@ -224,26 +221,13 @@ class RayBackend(Generic[JobT, ConfigT]):
                 timeout_s=config.ray.timeout_s,
             )
 
-    async def _while_capacity_lasts(self, work: Coroutine[Any, Any, list[None] | None]) -> None:
-        """Wait for the end of some work, or raise `CapacityChangedError` once not all processes fit any more."""
-
-        async def capacity_loss() -> CapacityChangedError:
-            while True:
-                loss = await self._capacity.loss(self.config.sizes)
-                # In the middle of an update the ranks find it out; otherwise the step is completed.
-                if not self._is_updating:
-                    return loss
-
-        working, observing = asyncio.create_task(work), asyncio.create_task(capacity_loss())
-        try:
-            await asyncio.wait([working, observing], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise observing.result()
-            await working
-        finally:
-            observing.cancel()
-            working.cancel()
-            await asyncio.wait([working])
+    async def _watch_capacity(self) -> None:
+        """Raise `CapacityChangedError` once not all processes fit any more."""
+        while True:
+            loss = await self._capacity.loss(self.config.sizes)
+            # In the middle of an update the ranks find it out; otherwise the step is completed.
+            if not self._is_updating:
+                raise loss
 
     async def _observe_stages(self) -> None:
         assert self._controllers is not None

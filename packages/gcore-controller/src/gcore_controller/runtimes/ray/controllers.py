@@ -15,7 +15,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gcore_controller.collectives.base import TicketCounters, Whereabouts, describe
 from gcore_controller.collectives.peer import Message, PeerCollectives
-from gcore_controller.context import Context, Program, Reported, ResultT, RolesT, StageTimer, refuse_report, run_program
+from gcore_controller.context import (
+    Context,
+    Program,
+    Reported,
+    ResultT,
+    RolesT,
+    StageTimer,
+    refuse_report,
+    run_program,
+    run_until_done,
+)
 from gcore_controller.errors import (
     ClusterError,
     CollectiveMismatchError,
@@ -244,22 +254,13 @@ class RayControllers:
             self._num_runs += 1
             group = await self._introduced()
             packed = ray.put((program, roles))
-            forwarding = [asyncio.create_task(_forward_reports(c, r, reported)) for r, c in enumerate(group.actors)]
             calls = {rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)}
-            running = asyncio.create_task(group.answers(calls))
+            watchers = [_forward_reports(controller, rank, reported) for rank, controller in enumerate(group.actors)]
+            if timeout_s is not None:
+                watchers.append(self._deadline(timeout_s))
             try:
-                await asyncio.wait([running, *forwarding], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in forwarding:
-                    if task.done():
-                        task.result()
-                if not running.done():
-                    where = describe(dict(enumerate(await self._whereabouts())))
-                    raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
-                return [*running.result().values()]
+                return [*(await run_until_done(group.answers(calls), *watchers)).values()]
             finally:
-                for task in (running, *forwarding):
-                    task.cancel()
-                await asyncio.gather(running, *forwarding, return_exceptions=True)
                 await self._end_programs()
 
     async def stages(self) -> list[str | None]:
@@ -289,6 +290,11 @@ class RayControllers:
         what = f"{self._world_size} controllers did not all start"
         places = await _in_time(_Controllers(actors).answers(calls), self._start_timeout_s, what)
         return _Controllers(actors, [*places.values()])
+
+    async def _deadline(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        where = describe(dict(enumerate(await self._whereabouts())))
+        raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
 
     async def _whereabouts(self) -> list[Whereabouts | None]:
         """Return where each controller is, by rank; None: it has died, or its event loop is blocked."""
