@@ -33,7 +33,7 @@ _CONFIG_PATTERNS = (
 
 
 _Weights: TypeAlias = dict[str, HeldBox]
-"""What tensors become in a file, by their names in the step."""
+"""Tensors as they are in a file, by their names in the step."""
 
 
 def export_hf(
