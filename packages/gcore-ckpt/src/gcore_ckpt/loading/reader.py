@@ -110,17 +110,14 @@ def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
     where = f"{storage}/{step_name(step)}"
     try:
         with storage.open_step(step) as files:
-            try:
-                index = decode_index(files.read_index(), f"{where}/index.json")
-                for name, file in index.files.items():
-                    _open(files, f"{where}/{name}", name, file)
-            except FileNotFoundError as error:
-                if step not in storage.steps():
-                    raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
-                raise CorruptCheckpointError(f"{error.filename or error}: the file is missing") from error
+            index = decode_index(files.read_index(), f"{where}/index.json")
+            for name, file in index.files.items():
+                _open(files, f"{where}/{name}", name, file)
             yield StepReader(where, index, files)
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
+        if step not in storage.steps():
+            raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
+        raise CorruptCheckpointError(f"{error.filename or error}: the file is missing") from error
 
 
 def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:

@@ -94,11 +94,11 @@ def future_of(call: Any) -> "asyncio.Future[Any]":
     return future
 
 
-async def answers_in_time(calls: Iterable[Any], timeout_s: float) -> list[Any]:
-    """Return the answers to calls of actors; None for each that fails or takes longer."""
+async def answers_in_time(calls: Iterable[Any]) -> list[Any]:
+    """Return the answers to calls of actors; None for each that fails or takes long."""
     asked = [future_of(call) for call in calls]
     if asked:
-        await asyncio.wait(asked, timeout=timeout_s)
+        await asyncio.wait(asked, timeout=_ANSWER_TIMEOUT_S)
     return [reply.result() if reply.done() and not reply.exception() else None for reply in asked]
 
 
@@ -166,7 +166,7 @@ class RoleActors(Generic[ConfigT]):
             # Judges that are to share devices with engines give up their own.
             num_kept = 0 if role == "judge" and sizes.in_turns and not self._is_in_turns else wanted[role]
             if handles and len(handles) != num_kept:
-                answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles], _ANSWER_TIMEOUT_S)
+                answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles])
                 await self._end([handle for handle, is_there in zip(handles, answers, strict=True) if not is_there])
                 there = [handle for handle, is_there in zip(handles, answers, strict=True) if is_there]
                 handles[:] = there[:num_kept]

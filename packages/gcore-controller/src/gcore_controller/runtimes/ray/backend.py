@@ -128,15 +128,14 @@ class RayBackend(Generic[JobT, ConfigT]):
         return self._stages
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        if isinstance(error, ControllerDiedError):
-            done = "another one takes over its share"
-        elif isinstance(error, self.engine_errors):
-            done = "they were started again"
-        elif isinstance(error, RankError):
-            done = "all training ranks were started again"
-        elif isinstance(error, CapacityChangedError | PlacementMovedError):
-            done = ""
-        else:
+        remedies = (
+            (ControllerDiedError, "another one takes over its share"),
+            (self.engine_errors, "they were started again"),
+            (RankError, "all training ranks were started again"),
+            ((CapacityChangedError, PlacementMovedError), ""),
+        )
+        done = next((remedy for kinds, remedy in remedies if isinstance(error, kinds)), None)
+        if done is None:
             raise error
         before = self._capacity.whole
         keeps_models = await self._settle(keeps_models=keeps_models)

@@ -38,9 +38,6 @@ from gcore_controller.runtimes.ray.cluster import check_capacity, connect, free_
 
 T = TypeVar("T")
 
-_ANSWER_TIMEOUT_S = 10.0
-_END_TIMEOUT_S = 10.0
-
 
 class ControllerActor(Generic[RolesT, ResultT]):
     """Runs a program, and carries messages between it and the other controllers."""
@@ -298,11 +295,11 @@ class RayControllers:
 
     async def _whereabouts(self) -> list[Whereabouts | None]:
         """Return where each controller is, by rank; None: it has died, or its event loop is blocked."""
-        return await answers_in_time([c.whereabouts.remote() for c in self._controllers], _ANSWER_TIMEOUT_S)
+        return await answers_in_time([c.whereabouts.remote() for c in self._controllers])
 
     async def _end_programs(self) -> None:
         """Cancel programs that still run and let them clean up; replace controllers that do not answer."""
-        ends = await answers_in_time([c.end.remote() for c in self._controllers], _END_TIMEOUT_S)
+        ends = await answers_in_time([c.end.remote() for c in self._controllers])
         for rank, has_ended in enumerate(ends):
             if not has_ended:
                 ray.kill(self._controllers[rank])
