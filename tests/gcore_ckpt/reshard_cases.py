@@ -39,7 +39,7 @@ import gcore_ckpt.loading.loader
 import gcore_ckpt.ranks.dtensor
 import gcore_ckpt.saving.pipeline
 from gcore_ckpt import Checkpointer, CheckpointError, PerRank, Shard, verify
-from gcore_ckpt.format.data_file import BLOCK_BYTES, lay_out
+from gcore_ckpt.format.boxes import BLOCK_BYTES, lay_out
 from gcore_ckpt.saving.staging import CHUNK_BYTES
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, verify
-from gcore_ckpt.format.data_file import checksum
+from gcore_ckpt.format.boxes import checksum
 from gcore_ckpt.format.index import decode_index
 
 DATA, INDEX = "data-00000.safetensors", "index.json"

@@ -215,8 +215,8 @@ def test_an_incremental_save_builds_on_no_damaged_step(tmp_path: Path) -> None:
 
 
 def test_a_step_of_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gcore_ckpt.format.data_file._FILE_BYTES", 1)
-    monkeypatch.setattr("gcore_ckpt.format.data_file._MAX_FILES", 10_000)
+    monkeypatch.setattr("gcore_ckpt.format.boxes._FILE_BYTES", 1)
+    monkeypatch.setattr("gcore_ckpt.format.boxes._MAX_FILES", 10_000)
     state = {f"x{i}": torch.tensor([i]) for i in range(450)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)

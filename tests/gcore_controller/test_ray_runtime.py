@@ -171,7 +171,7 @@ async def test_a_lost_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
 
 async def test_deadline_when_a_controller_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that blocks its event loop neither keeps a run from ending nor a later one from starting."""
-    monkeypatch.setattr("gcore_controller.runtimes.ray.controllers._END_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("gcore_controller.runtimes.ray.actors._ANSWER_TIMEOUT_S", 1.0)
 
     async def program(ctx: Ctx) -> None:
         if ctx.rank:

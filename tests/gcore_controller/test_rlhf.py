@@ -10,12 +10,16 @@ from tones import NUM_TONES, Roles, Synthesizer, Take, Tones, Trainer
 
 from gcore_controller import (
     Context,
+    Evaluated,
+    Event,
     Generated,
+    Reached,
     RLHFConfig,
     RLHFLoop,
     RunStart,
-    Span,
     State,
+    Stepped,
+    Updating,
     Wave,
     run_inline,
     run_simulated,
@@ -39,26 +43,22 @@ class Notebook:
     first_step: int = 0
     logits: Any = None
 
-    async def evaluated(self, step: int, evaluation: float) -> None:
-        self.evaluations[step] = evaluation
-
-    async def updating(self) -> None:
-        self.num_updating += 1
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        del devices
-        assert step == self.num_updating + self.first_step
-        assert all(spans)
-        self.metrics.append({name: value for name, value in metrics.items() if not name.startswith(CLOCKS)})
-
-    async def rewards_failed(self, step: int, failures: list[Any]) -> None: ...
-
-    async def reached(self, step: int, controllers: list[State]) -> None:
-        assert step == self.num_updating + self.first_step
-        self.states.append(controllers)
-        self.weights.append(self.logits.copy())
+    async def __call__(self, event: Event) -> None:
+        match event:
+            case Evaluated(step=step, evaluation=evaluation):
+                self.evaluations[step] = evaluation
+            case Updating():
+                self.num_updating += 1
+            case Stepped(step=step, metrics=metrics, spans=spans):
+                assert step == self.num_updating + self.first_step
+                assert all(spans)
+                self.metrics.append({name: value for name, value in metrics.items() if not name.startswith(CLOCKS)})
+            case Reached(step=step, controllers=controllers):
+                assert step == self.num_updating + self.first_step
+                self.states.append(controllers)
+                self.weights.append(self.logits.copy())
+            case _:
+                pass
 
 
 def run(

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import Announced, Announcer, RankError, RayTrainerGroup
-from gcore_controller.runtimes.events import Event
+from gcore_controller.rlhf.events import Event
 from gcore_llm.config import TrainConfig, TrainerConfig
 from gcore_llm.learning.trainer_worker import ray_trainer_spec
 

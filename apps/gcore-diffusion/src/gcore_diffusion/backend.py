@@ -16,7 +16,7 @@ from gcore_controller import (
     DeviceTimers,
     Handles,
     RayTrainerClient,
-    RemoteRecorder,
+    Recorder,
     TrainerGroup,
 )
 from gcore_diffusion.config import EVALUATED, DiffusionConfig
@@ -52,7 +52,7 @@ async def start(
     rewards: Rewards | None,
     checkpoints: Path,
     display: Display,
-) -> Backend[Job, DiffusionConfig, Evaluation]:
+) -> Backend[Job, DiffusionConfig]:
     """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
@@ -103,9 +103,7 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
             await try_reward(reward, first, height=height, width=width)
 
 
-async def _run_controller(
-    job: Job, ctx: Context[Handles], own: "ControllerServices", recorder: RemoteRecorder[Evaluation]
-) -> None:
+async def _run_controller(job: Job, ctx: Context[Handles], own: "ControllerServices", recorder: Recorder) -> None:
     """Build a controller's roles in its process on Ray, and run the program with them."""
     # Ray gives controllers no GPU.
     rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)

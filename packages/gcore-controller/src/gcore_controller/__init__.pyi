@@ -24,12 +24,22 @@ from .rlhf.batch_producer import (
     ShardedSampler as ShardedSampler,
     SharedPrompts as SharedPrompts,
 )
+from .rlhf.events import (
+    Announced as Announced,
+    Announcer as Announcer,
+    Evaluated as Evaluated,
+    Event as Event,
+    Reached as Reached,
+    Recorder as Recorder,
+    RewardsFailed as RewardsFailed,
+    Stepped as Stepped,
+    Updating as Updating,
+)
 from .rlhf.modality import (
     Generated as Generated,
     Group as Group,
     Modality as Modality,
     Prepared as Prepared,
-    Recorder as Recorder,
     RLHFConfig as RLHFConfig,
     RLHFRoles as RLHFRoles,
     RunStart as RunStart,
@@ -40,7 +50,6 @@ from .rlhf.modality import (
 )
 from .rlhf.step import RLHFLoop as RLHFLoop
 from .runtimes.backend import Backend as Backend, Recovery as Recovery, SizedConfig as SizedConfig, Sizes as Sizes
-from .runtimes.events import Announced as Announced, Announcer as Announcer, RemoteRecorder as RemoteRecorder
 from .runtimes.inline import (
     InlineBackend as InlineBackend,
     InlineCollectives as InlineCollectives,

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -217,6 +217,21 @@ class Context(Generic[RolesT]):
 
 Program = Callable[[Context[RolesT]], Awaitable[ResultT]]
 """``async def program(ctx)``: the same function under every runtime, called once for each controller."""
+
+
+async def run_until_done(work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, Any]) -> T:
+    """Return the result of some work, or raise what a watcher raises before that; then cancel the others.
+
+    Watchers run until they are cancelled, or raise.
+    """
+    tasks = [asyncio.create_task(coroutine) for coroutine in (work, *watchers)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task in done).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run_program(program: Program[RolesT, ResultT], context: Context[RolesT]) -> ResultT:

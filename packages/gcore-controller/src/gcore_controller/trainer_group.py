@@ -9,12 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-P = ParamSpec("P")
 BatchT = TypeVar("BatchT", bound=Sequence[Any])
 """A micro-batch."""
 BatchT_contra = TypeVar("BatchT_contra", bound=Sequence[Any], contravariant=True)
@@ -153,16 +152,6 @@ Message = Callable[[TrainerWorker[Any]], Any]
 """A question to a rank: called with its worker, in its process, it returns the answer. It can be pickled."""
 
 
-class Call:
-    """A call of a method of a protocol, to be made on an object in another process."""
-
-    def __init__(self, method: Callable[Concatenate[Any, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        self._name, self._args, self._kwargs = method.__name__, args, kwargs
-
-    def __call__(self, target: object) -> Any:
-        return getattr(target, self._name)(*self._args, **self._kwargs)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """The message to call `TrainerWorker.score`."""
@@ -189,9 +178,34 @@ class TrainStep:
 Computation = Score | TrainStep
 
 
-def num_updates(worker: TrainerWorker[Any]) -> int:
-    """Return `TrainerGroup.num_updates`, as a message."""
+@dataclass(frozen=True, kw_only=True)
+class _SavePretrained:
+    path: Path
+
+    def __call__(self, worker: TrainerWorker[Any]) -> None:
+        worker.save_pretrained(self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    step: int
+    rest: State
+
+    def __call__(self, worker: TrainerWorker[Any]) -> None:
+        worker.save(self.step, self.rest)
+
+
+def _num_updates(worker: TrainerWorker[Any]) -> int:
     return worker.num_updates
+
+
+def _load(worker: TrainerWorker[Any]) -> State:
+    return worker.load()
+
+
+def close(worker: TrainerWorker[Any]) -> None:
+    """Close a worker, as a message."""
+    worker.close()
 
 
 class MessageTrainerGroup(ABC):
@@ -199,16 +213,16 @@ class MessageTrainerGroup(ABC):
 
     @property
     def num_updates(self) -> int:
-        return self._ask_all(num_updates)
+        return self._ask_all(_num_updates)
 
     def save_pretrained(self, path: Path) -> None:
-        self._ask_all(Call(TrainerGroup.save_pretrained, path.absolute()))
+        self._ask_all(_SavePretrained(path=path.absolute()))
 
     def save(self, step: int, rest: State) -> None:
-        self._ask_all(Call(TrainerGroup.save, step, rest))
+        self._ask_all(_Save(step=step, rest=rest))
 
     def load(self) -> State:
-        return self._ask_all(Call(TrainerGroup.load))
+        return self._ask_all(_load)
 
     @abstractmethod
     def _ask_all(self, message: Message) -> Any:

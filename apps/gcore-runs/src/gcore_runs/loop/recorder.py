@@ -19,7 +19,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from gcore_controller import Context, Modality, Program, RankError, Recorder, RunStart, Span, TrainerGroup
+from gcore_controller import (
+    Context,
+    Evaluated,
+    Event,
+    Modality,
+    Program,
+    RankError,
+    Reached,
+    Recorder,
+    RewardsFailed,
+    RunStart,
+    Span,
+    Stepped,
+    TrainerGroup,
+    Updating,
+)
 from gcore_placement import Ledger
 from gcore_rollout import Failure
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans, read_jsonl
@@ -164,7 +179,7 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
         """Steps of the whole run."""
         return self.config.trainer.total_training_steps
 
-    def program(self, recorder: Recorder[Any]) -> Program[Any, None]:
+    def program(self, recorder: Recorder) -> Program[Any, None]:
         """Return the program of the job, to be run by a runtime on every controller."""
         from gcore_controller import RLHFLoop
 
@@ -270,16 +285,30 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         del step, metrics
         return {}
 
-    async def evaluated(self, step: int, evaluation: EvaluationT) -> None:
-        metrics = self.show_evaluation(step, evaluation)
-        self.display.latest |= metrics
-        self._writer.write(step, metrics)
+    async def __call__(self, event: Event) -> None:
+        match event:
+            case Updating():
+                self.stop.hold_back()
+            case Evaluated(step=step, evaluation=evaluation):
+                metrics = self.show_evaluation(step, evaluation)
+                self.display.latest |= metrics
+                self._writer.write(step, metrics)
+            case Stepped():
+                self._record_step(event)
+            case RewardsFailed():
+                self._warn_of_rewards(event)
+            case Reached(step=step, controllers=controllers, is_last=is_last):
+                self._last, self._num_updates = (step, controllers), self._learner.num_updates
+                if is_last or step % self.job.config.trainer.save_freq == 0:
+                    self.save_last()
+                self.stop.let_through()
+            case _:
+                pass
 
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
+    def _record_step(self, event: Stepped) -> None:
+        step, spans, devices = event.step, event.spans, event.devices
         intervals = StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices).intervals()
-        metrics = metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
+        metrics = event.metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
         metrics |= self.step_metrics(step, metrics)
         self._writer.write(step, metrics)
         self._spans.write(step, spans, devices)
@@ -292,22 +321,14 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         if not all(math.isfinite(v) for v in metrics.values()):
             self.display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
-    async def updating(self) -> None:
-        self.stop.hold_back()
-
-    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
+    def _warn_of_rewards(self, event: RewardsFailed) -> None:
+        failures: list[Failure] = event.failures
         for failure in failures:
             message = (
                 f"a reward failed and its group was dropped: {failure.kind}: {failure.message or 'no message'}; "
                 f"the traceback is in {self.run.logs}"
             )
-            self.warnings.warn(step, message, key=failure.kind, count=failure.count)
-
-    async def reached(self, step: int, controllers: list[dict[str, Any]]) -> None:
-        self._last, self._num_updates = (step, controllers), self._learner.num_updates
-        if step % self.job.config.trainer.save_freq == 0 or step == self.job.total_steps:
-            self.save_last()
-        self.stop.let_through()
+            self.warnings.warn(event.step, message, key=failure.kind, count=failure.count)
 
     @property
     def last_step(self) -> int:

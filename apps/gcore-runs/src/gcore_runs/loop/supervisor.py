@@ -144,7 +144,7 @@ class Supervisor:
         return first_step
 
     def train(
-        self, services: Backend[JobT, Any, Any], job: JobT, recorder: Callable[..., BaseRunRecorder[JobT, Any]]
+        self, services: Backend[JobT, Any], job: JobT, recorder: Callable[..., BaseRunRecorder[JobT, Any]]
     ) -> None:
         """Run a job to its end, and continue from where its models are whenever something that can be replaced is lost.
 
@@ -155,8 +155,6 @@ class Supervisor:
             Exception: what cannot be replaced, or too much was lost without a step in between.
         """
         display = self.display
-        if services.shortfall:
-            display.say(services.shortfall)
         job = self._resumed(services, job, None)
         job = replace(job, is_policy_behind=job.first_step > 0)
         display.phase("training", total=job.total_steps, done=job.first_step)
@@ -184,7 +182,7 @@ class Supervisor:
 
     def _attempt(
         self,
-        services: Backend[JobT, Any, Any],
+        services: Backend[JobT, Any],
         job: JobT,
         make_recorder: Callable[..., BaseRunRecorder[JobT, Any]],
         spans: SpanWriter,
@@ -215,7 +213,7 @@ class Supervisor:
                 return _Loss(error, recorder.present(), has_progressed)
         return None
 
-    def _resumed(self, services: Backend[JobT, Any, Any], job: JobT, present: Present | None) -> JobT:
+    def _resumed(self, services: Backend[JobT, Any], job: JobT, present: Present | None) -> JobT:
         """Return the job from where its models are: at the last finished step, or at the last checkpoint."""
         step, controllers = present or (0, None)
         if present is None and Checkpointer(self.run.checkpoints).steps():
@@ -288,7 +286,7 @@ def inline_backend(
     learner: SharedTrainerGroup[Any],
     num_ranks: int,
     close: Callable[[], Awaitable[Any]],
-) -> InlineBackend[Any, ConfigT, Any, Any]:
+) -> InlineBackend[Any, ConfigT, Any]:
     """Return the backend of a run whose controllers are in this process, and share a trainer group.
 
     ``roles`` is the class of a controller's roles, with the fields of the ``shared`` ones and ``learner``; ``close``

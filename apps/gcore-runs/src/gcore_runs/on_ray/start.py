@@ -23,7 +23,7 @@ from gcore_controller import (
     DeviceTimers,
     Handles,
     RayBackend,
-    RemoteRecorder,
+    Recorder,
     RoleActors,
     TrainerSpec,
     check_token,
@@ -64,7 +64,7 @@ JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
 
 EngineFactory = Callable[[], Engine[Any, Any]]
-RunController = Callable[[JobT, Context[Handles], ControllerServices, RemoteRecorder[Any]], Awaitable[None]]
+RunController = Callable[[JobT, Context[Handles], ControllerServices, Recorder], Awaitable[None]]
 """Runs the program of a job on one controller, with the services that it is connected to."""
 
 
@@ -117,7 +117,7 @@ async def start_ray_backend(
     run_controller: RunController[JobT],
     checkpoints: Path,
     announce: Callable[[str], None] | None = None,
-) -> RayBackend[JobT, ConfigT, Any]:
+) -> RayBackend[JobT, ConfigT]:
     """Start the actors of all roles, on the cluster that the config names or a new one on this machine.
 
     Args:
@@ -142,7 +142,7 @@ async def start_ray_backend(
         list(factories), factory, start=start_engine_actor, end=end_engine_actor, connect=RayEngine[Any, Any].connect
     )
     follows_load = STRATEGIES[config.placement.strategy].follows_load
-    backend = RayBackend[JobT, ConfigT, Any](
+    backend = RayBackend[JobT, ConfigT](
         config,
         engines=engines,
         trainer_spec=trainer_spec,
@@ -180,7 +180,7 @@ async def _run_controller(job: Any, run_controller: RunController[Any], logs: Pa
             await policy.wake()
             policy, judge = TimeSharedEngines([policy, judge]).engines
         own = ControllerServices(policy=policy, judge=judge, devices=devices, num_engines=len(engines))
-        await run_controller(job, ctx, own, RemoteRecorder[Any](ctx.report))
+        await run_controller(job, ctx, own, ctx.report)
 
 
 def _own(engines: Sequence[EngineHandle], rank: int, world_size: int) -> dict[int, EngineHandle]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Generic
 from gcore_controller import (
     Context,
     DeviceTimers,
+    Event,
     InlineBackend,
     Program,
     Recorder,
-    Span,
     StageTimer,
+    Stepped,
     run_simulated,
     share_trainer,
 )
@@ -108,7 +109,7 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
             own, size = self.job.config, config.controllers
             learner, program = self._program(LoadMeter(size), None)
             nothing = partial(asyncio.sleep, 0)
-            backend: InlineBackend[Any, Any, Any, Any] = InlineBackend(
+            backend: InlineBackend[Any, Any, Any] = InlineBackend(
                 own, roles=None, world_size=size, learner=learner, program=program, close_services=nothing
             )
             supervisor.train(backend, self.job, recorder)
@@ -138,7 +139,7 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
 
     def _program(
         self, meter: LoadMeter, ledger: RunningLedger | None
-    ) -> tuple[ModelledLearner, Callable[[RunJob[Any], Recorder[Any]], Program[Any, None]]]:
+    ) -> tuple[ModelledLearner, Callable[[RunJob[Any], Recorder], Program[Any, None]]]:
         """Return the trainer, and what makes a job's program; the ledger counts work, or timers do."""
         state = SharedState(
             config=self.sim, modality=self.modality, seed=self.job.config.seed, meter=meter, ledger=ledger
@@ -152,7 +153,7 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
             own_roles.append(self.services(policy=policy, policy_slots=slots, reward=reward, devices=devices))
         num_ranks = 0 if ledger else learner.num_replicas
 
-        def program(job: RunJob[Any], recorder: Recorder[Any]) -> Program[Any, None]:
+        def program(job: RunJob[Any], recorder: Recorder) -> Program[Any, None]:
             run = share_trainer(learner, job.program(recorder), roles=self.roles, num_ranks=num_ranks)
 
             async def run_own(ctx: Context[Any]) -> None:
@@ -173,7 +174,7 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         return [(ModelledEngine(state, count), slots and count * slots) for count in counts]
 
 
-class _FiguresRecorder(Recorder[Any]):
+class _FiguresRecorder:
     """Records the figures of steps, and nothing else."""
 
     def __init__(
@@ -183,17 +184,14 @@ class _FiguresRecorder(Recorder[Any]):
         self.steps: list[StepFigures] = []
         self._config, self._meter, self._report = config, meter, report
 
-    async def evaluated(self, step: int, evaluation: Any) -> None:
-        """Do nothing: there are no held-out prompts."""
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        del spans, devices
+    async def __call__(self, event: Event) -> None:
+        if not isinstance(event, Stepped):
+            return
+        metrics = event.metrics
         with self._meter.paused():
             step_s = metrics["timing_s/step"]
             figures = StepFigures(
-                step=step,
+                step=event.step,
                 step_s=step_s,
                 num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self._config.token_unit,
                 device_s=self.ledger.cut(),

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gcore_ckpt.errors import CorruptCheckpointError
 from gcore_ckpt.format import validation
-from gcore_ckpt.format.boxes import DTYPES, Box, overlap
-from gcore_ckpt.format.data_file import BLOCK_BYTES, DIGITS, PREFIX, block_count, checksum
+from gcore_ckpt.format.boxes import BLOCK_BYTES, DIGITS, DTYPES, PREFIX, Box, block_count, checksum, overlap
 from gcore_ckpt.format.tree import Node
 
 FORMAT = "gcore-ckpt"
@@ -99,7 +97,7 @@ def encode_index(index: Index) -> bytes:
 
 def decode_index(data: bytes, where: str) -> Index:
     """Read and check `index.json`; shards are checked against the files it names, not against the disk."""
-    try:
+    with validation.reading(where, KeyError, RecursionError):
         content = validation.expect(dict, json.loads(data), "index")
         is_first = _check_first_line(content, data) == 1
         block_bytes = None if is_first else validation.size(content["checksum_block_bytes"], "checksum_block_bytes")
@@ -112,12 +110,6 @@ def decode_index(data: bytes, where: str) -> Index:
             saved_at=str(content.get("saved_at", "")),
             num_ranks=1 if is_first else validation.size(content["num_ranks"], "num_ranks"),
         )
-    except (ValueError, KeyError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{where}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:
@@ -160,7 +152,7 @@ def decode_tensor(name: str, entry: object, files: Mapping[str, DataFile], block
         if len(shards) > 1 and overlap([shard.box for shard in shards]) is not None:
             raise ValueError("its shards overlap")
     except (ValueError, KeyError) as error:
-        raise ValueError(f"tensor {name!r}: {_reason(error)}") from error
+        raise ValueError(f"tensor {name!r}: {validation.reason(error)}") from error
     return StoredTensor(dtype=dtype, shape=shape, shards=shards)
 
 

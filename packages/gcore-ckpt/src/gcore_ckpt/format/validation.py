@@ -1,13 +1,30 @@
 """Validation of JSON from untrusted sources: each part by its exact type and within its bounds, else `ValueError`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
+
+from gcore_ckpt.errors import CorruptCheckpointError
 
 T = TypeVar("T")
 
 MAX_ELEMENTS = 2**63 - 1
 """Most elements that a tensor can have, even where another dimension is 0."""
+
+
+@contextmanager
+def reading(where: object, *kinds: type[Exception]) -> Generator[None]:
+    """Raise a `ValueError` of the block, or an error of other kinds, as `CorruptCheckpointError`."""
+    try:
+        yield
+    except (ValueError, *kinds) as error:
+        raise CorruptCheckpointError(f"{where}: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """Return the message of an error; for a `KeyError`, of a member that `member` does not find, that it is missing."""
+    return f"{error} is missing" if type(error) is KeyError else str(error)
 
 
 def expect(kind: type[T], value: object, name: str) -> T:

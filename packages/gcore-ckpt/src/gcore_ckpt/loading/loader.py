@@ -11,7 +11,7 @@ import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError
 from gcore_ckpt.format import tree
-from gcore_ckpt.format.boxes import Box
+from gcore_ckpt.format.boxes import DTYPES, Box
 from gcore_ckpt.format.index import StoredShard, StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, describe
 from gcore_ckpt.loading.reader import StepReader, pieces
@@ -266,6 +266,15 @@ def fill(
 ) -> None:
     """Fill every request, reading only the blocks that hold something of it."""
     workers.run(_batches((read for request in requests for read in _reads(reader, request)), check))
+
+
+def read_box(reader: StepReader, name: str, box: Box, workers: Workers, dtype: str | None = None) -> torch.Tensor:
+    """Return the bytes of a box of a stored tensor, as elements of `dtype` or else of its own type."""
+    dtype = dtype or reader.index.tensors[name].dtype
+    data = torch.empty(box.size * DTYPES[dtype].size_bytes, dtype=torch.uint8)
+    if box.size:
+        fill(reader, [Request(name, box, data.view(TORCH_DTYPES[dtype]).view(box.shape))], workers)
+    return data
 
 
 def _batches(reads: Iterable[_SizedRead], check: Callable[[], None]) -> Iterator[Callable[[], None]]:

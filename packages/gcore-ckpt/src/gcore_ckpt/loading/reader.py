@@ -8,9 +8,8 @@ from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from gcore_ckpt.format import tree
-from gcore_ckpt.format.boxes import DTYPES
-from gcore_ckpt.format.data_file import DIGITS, block_count, checksum, digest
+from gcore_ckpt.format import tree, validation
+from gcore_ckpt.format.boxes import DIGITS, DTYPES, block_count, checksum, digest
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor, decode_index
 from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath
 from gcore_ckpt.storage import StepFiles, Storage, step_name
@@ -48,10 +47,8 @@ class StepReader:
                 raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
             return array(kind, name, stored)
 
-        try:
+        with validation.reading(f"{self.where}/index.json: tree"):
             return tree.decode(node, checked, per_rank)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{self.where}/index.json: tree: {error}") from error
 
     def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` of a shard; all blocks that hold some of it are read and checked."""
@@ -113,24 +110,19 @@ def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
     where = f"{storage}/{step_name(step)}"
     try:
         with storage.open_step(step) as files:
-            try:
-                index = decode_index(files.read_index(), f"{where}/index.json")
-                for name, file in index.files.items():
-                    _open(files, f"{where}/{name}", name, file)
-            except FileNotFoundError as error:
-                if step not in storage.steps():
-                    raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
-                raise CorruptCheckpointError(f"{error.filename or error}: the file is missing") from error
+            index = decode_index(files.read_index(), f"{where}/index.json")
+            for name, file in index.files.items():
+                _open(files, f"{where}/{name}", name, file)
             yield StepReader(where, index, files)
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
+        if step not in storage.steps():
+            raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
+        raise CorruptCheckpointError(f"{error.filename or error}: the file is missing") from error
 
 
 def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:
-    try:
+    with validation.reading(where):
         size_bytes = files.open(name)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{where}: {error}") from error
     if size_bytes != expected.size_bytes:
         raise CorruptCheckpointError(f"{where}: has {size_bytes} bytes; expected {expected.size_bytes}")
     header = bytearray(expected.header_size_bytes)
@@ -151,13 +143,11 @@ class StepLeaf(NamedTuple):
 
 def step_leaves(reader: StepReader, prefix: str = "") -> list[StepLeaf]:
     """Return the leaves of a step, or of what lies under a dotted path, in the order of its state."""
-    try:
+    with validation.reading(f"{reader.where}/index.json: tree"):
         leaves = list(_leaves(reader.index.tree, (), per_rank=False))
         for leaf in leaves:
             if leaf.tensor is not None and leaf.tensor not in reader.index.tensors:
                 raise ValueError(f"{leaf.tensor!r} is not in the index")
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{reader.where}/index.json: tree: {error}") from error
     return [leaf for leaf in leaves if not prefix or leaf.path == prefix or leaf.path.startswith(f"{prefix}.")]
 
 

@@ -10,8 +10,7 @@ from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
-from gcore_ckpt.format.boxes import Box, HeldBox, overlap
-from gcore_ckpt.format.data_file import FileLayout, lay_out
+from gcore_ckpt.format.boxes import Box, FileLayout, HeldBox, lay_out, overlap
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.ranks.shards import Holdings, collect

@@ -2,19 +2,18 @@
 
 import socket
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
 from gcore_ckpt.format import index as stored
-from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.data_file import BLOCK_BYTES, FileLayout, PlacedBox, checksum, digest, lay_out_file
-from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
+from gcore_ckpt.format.boxes import BLOCK_BYTES, FileLayout, PlacedBox, checksum, digest, lay_out_file
+from gcore_ckpt.format.index import DataFile, Index, StoredShard
 from gcore_ckpt.format.tree import Node, merge, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
@@ -41,17 +40,7 @@ class _Report:
         tensor["shards"].append(stored.encode_shard(file, offset_bytes, held.box, checksums))
 
 
-class _Base(NamedTuple):
-    """The committed step that an incremental save builds on, and its shards by tensor and box."""
-
-    step: int
-    files: Mapping[str, DataFile]
-    shards: Mapping[tuple[str, Box], tuple[StoredTensor, StoredShard]]
-
-    @classmethod
-    def of(cls, step: int, index: Index) -> "_Base":
-        tensors = index.tensors.items()
-        return cls(step, index.files, {(name, shard.box): (t, shard) for name, t in tensors for shard in t.shards})
+_Base: TypeAlias = tuple[int, Index]  # the committed step that an incremental save builds on
 
 
 class Saver:
@@ -83,14 +72,13 @@ class Saver:
             return self._storage.begin(step), base[0] if base else None
 
         attempt, base = root_decides(self._group, choose)
-        if base is None:
+        if self._base is not None and self._base[0] != base:
             self._base = None
-        elif self._base is None or self._base.step != base:
-            self._base = None
+        if self._base is None and base is not None:
             with suppress(Exception):  # a damaged or unreadable step is none to build on; this save writes all
                 with self._storage.open_step(base) as files:
                     index = stored.decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
-                self._base = _Base.of(base, index)
+                self._base = base, index
         return attempt
 
     def _write_files(self, attempt: str, report: _Report, staged: Iterable[StagedFile]) -> None:
@@ -183,7 +171,7 @@ class Saver:
         sizes = {name: file.size_bytes for name, file in index.files.items()}
         self._storage.commit(attempt, step, stored.encode_index(index), sizes)
         if self._incremental:
-            self._base = _Base.of(step, index)
+            self._base = step, index
 
     def _failure(self, step: int, error: Exception) -> CheckpointWriteError:
         return CheckpointWriteError(f"saving step {step} to {self._storage} failed: {str(error) or repr(error)}")
@@ -203,21 +191,23 @@ def _digests(file: StagedFile, *, waits: bool) -> list[str]:
 
 def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str], base: _Base) -> list[int]:
     """Report the boxes that the base holds, to be linked; return the numbers of the others."""
+    base_step, index = base
     unchanged: dict[str, list[tuple[int, StoredShard]]] = {}
     for i, (box, checksums) in enumerate(zip(layout.boxes, digests, strict=True)):
-        tensor, shard = base.shards.get((box.held.name, box.held.box), (None, None))
-        if tensor is None or shard is None or (tensor.dtype, tensor.shape) != (box.held.dtype, box.held.shape):
+        held, tensor = box.held, index.tensors.get(box.held.name)
+        if tensor is None or (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
             continue
-        if shard.checksums == checksums and shard.block_bytes == BLOCK_BYTES:
-            unchanged.setdefault(shard.file, []).append((i, shard))
+        for shard in tensor.shards:
+            if (shard.box, shard.checksums, shard.block_bytes) == (held.box, checksums, BLOCK_BYTES):
+                unchanged.setdefault(shard.file, []).append((i, shard))
     linked: set[int] = set()
     for file, shards in unchanged.items():
-        old = base.files[file]
+        old = index.files[file]
         if sum(layout.boxes[i].held.size_bytes for i, _ in shards) < _LIVE_SHARE * old.size_bytes:
             continue
-        name = file if file.startswith("step-") else f"{step_name(base.step)}-{file}"
+        name = file if file.startswith("step-") else f"{step_name(base_step)}-{file}"
         writer = old.writer.partition(" at step ")[0] + f" at step {int(name.split('-')[1])}"
-        report.links[name] = (base.step, file)
+        report.links[name] = (base_step, file)
         report.files[name] = asdict(old) | {"writer": writer}
         for i, shard in shards:
             linked.add(i)

@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
-from gcore_ckpt.format.boxes import DTYPES, Box
-from gcore_ckpt.format.data_file import FileLayout, PlacedBox
+from gcore_ckpt.format.boxes import DTYPES, Box, FileLayout, PlacedBox
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, NumpyArray
 from gcore_ckpt.threads import Workers
 

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Protocol, Self
 
-from gcore_ckpt.errors import CorruptCheckpointError
 from gcore_ckpt.format import validation
 
 STEP_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
@@ -134,15 +133,13 @@ class Journal:
         """Return the content of the file at `where`; `data` is None if it does not exist."""
         if data is None:
             return cls(id="")
-        try:
+        with validation.reading(where):
             content = validation.expect(dict, json.loads(data), "content")
             if content.get("format") != _JOURNAL_FORMAT:
                 raise ValueError(f"format is {str(content.get('format'))[:40]!r}; expected {_JOURNAL_FORMAT!r}")
             pending = validation.sizes(content.get("pending"), "pending")
             set_aside = [_entry(entry) for entry in validation.expect(list, content.get("set_aside"), "set_aside")]
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{where}: {error}") from error
-        return cls(id=str(content.get("id")), pending=pending, set_aside=tuple(set_aside))
+            return cls(id=str(content.get("id")), pending=pending, set_aside=tuple(set_aside))
 
 
 def _entry(entry: object) -> tuple[int, str]:

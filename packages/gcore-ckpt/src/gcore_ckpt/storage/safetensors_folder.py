@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from gcore_ckpt.errors import CheckpointNotFoundError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import DTYPES, Box
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
@@ -66,8 +66,8 @@ def open_weights(storage: Storage) -> Generator[tuple[str, StepFiles, Index]]:
 def _read_sharded(files: StepFiles, folder: Path) -> tuple[dict[str, DataFile], dict[str, StoredTensor]]:
     """Return the files of a folder of several, and the tensors that its weight map names."""
     where = folder / WEIGHTS_INDEX_FILE
-    with _corrupt(where):
-        size_bytes = files.open(WEIGHTS_INDEX_FILE)
+    with validation.reading(where):
+        size_bytes = _open(files, where)
         if size_bytes > _MAX_JSON_BYTES:
             raise ValueError(f"has {size_bytes} bytes; expected at most {_MAX_JSON_BYTES}")
         content = _parse(_read(files, WEIGHTS_INDEX_FILE, 0, size_bytes))
@@ -78,7 +78,7 @@ def _read_sharded(files: StepFiles, folder: Path) -> tuple[dict[str, DataFile], 
             for name, file in validation.expect(dict, content["weight_map"], "weight_map").items()
         }
     found = {name: _read_header(files, folder, name) for name in dict.fromkeys(file_of.values())}
-    with _corrupt(where):
+    with validation.reading(where):
         for name, file in file_of.items():
             if name not in found[file][1]:
                 raise ValueError(f"tensor {name!r} is not in {file}, where its weight_map puts it")
@@ -88,8 +88,8 @@ def _read_sharded(files: StepFiles, folder: Path) -> tuple[dict[str, DataFile], 
 
 def _read_header(files: StepFiles, folder: Path, name: str) -> tuple[DataFile, dict[str, StoredTensor]]:
     """Return the tensors of a safetensors file in the order of its header."""
-    with _corrupt(folder / name):
-        size_bytes = files.open(name)
+    with validation.reading(folder / name):
+        size_bytes = _open(files, folder / name)
         length = _LENGTH_BYTES
         if size_bytes >= _LENGTH_BYTES:
             length += int.from_bytes(_read(files, name, 0, _LENGTH_BYTES), "little")
@@ -106,15 +106,10 @@ def _read_header(files: StepFiles, folder: Path, name: str) -> tuple[DataFile, d
     return DataFile(size_bytes=size_bytes, header_size_bytes=length, header_checksum=None), tensors
 
 
-@contextmanager
-def _corrupt(where: Path) -> Generator[None]:
-    """Name the file in errors of what it holds."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{where}: the file is missing") from error
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{where}: {error}") from error
+def _open(files: StepFiles, path: Path) -> int:
+    if not path.exists():
+        raise ValueError("the file is missing")
+    return files.open(path.name)
 
 
 def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> StoredTensor:

@@ -1,6 +1,7 @@
 """Differences between two steps: leaves, and the tensors' bytes, which are read only where no checksums settle it."""
 
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import NamedTuple
 
 from gcore_ckpt.format.boxes import Box
@@ -23,7 +24,7 @@ class Difference(NamedTuple):
 def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
     """Return the differences between two open steps, in the order of the first."""
     leaves_a, leaves_b = _by_path(a), _by_path(b)
-    same: dict[tuple[str, str], bool] = {}
+    are_same = cache(partial(_are_same, a, b))  # tensors may share their memory
     for path in [*leaves_a, *(path for path in leaves_b if path not in leaves_a)]:
         leaf_a, leaf_b = leaves_a.get(path), leaves_b.get(path)
         text_a, text_b = _describe(a, leaf_a), _describe(b, leaf_b)
@@ -33,19 +34,12 @@ def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
             kind = "kind" if leaf_a.tensor != leaf_b.tensor else "value" if text_a != text_b else ""
         else:
             tensor_a, tensor_b = a.index.tensors[leaf_a.tensor], b.index.tensors[leaf_b.tensor]
-            pair = leaf_a.tensor, leaf_b.tensor
             if tensor_a.shape != tensor_b.shape:
                 kind = "shape"
             elif tensor_a.dtype != tensor_b.dtype:
                 kind = "dtype"
             else:
-                if pair not in same:
-                    checksums_a, checksums_b = _checksums(tensor_a), _checksums(tensor_b)
-                    if checksums_a and checksums_b and checksums_a.keys() == checksums_b.keys():
-                        same[pair] = checksums_a == checksums_b
-                    else:
-                        same[pair] = _read_and_compare(a, b, *pair)
-                kind = "" if same[pair] else "bytes"
+                kind = "" if are_same(leaf_a.tensor, leaf_b.tensor) else "bytes"
         if kind:
             yield Difference(kind, path, text_a, text_b)
 
@@ -75,24 +69,18 @@ def _checksums(tensor: StoredTensor) -> dict[tuple[Box, int], str]:
     return {(shard.box, shard.block_bytes): shard.checksums for shard in shards if shard.checksums is not None}
 
 
-def _read_and_compare(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
+def _are_same(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
+    tensor = a.index.tensors[name_a]
+    checksums_a, checksums_b = _checksums(tensor), _checksums(b.index.tensors[name_b])
+    if checksums_a and checksums_b and checksums_a.keys() == checksums_b.keys():
+        return checksums_a == checksums_b
     import torch
 
-    from gcore_ckpt.loading.loader import Request, fill
-    from gcore_ckpt.ranks.shards import TORCH_DTYPES
+    from gcore_ckpt.loading.loader import read_box
     from gcore_ckpt.threads import Workers
 
-    tensor = a.index.tensors[name_a]
-    if not tensor.size_bytes:
-        return True
     with Workers(_THREADS, "gcore-ckpt-read") as workers:
-        for part in Box.whole(tensor.shape).split(_PART_BYTES // tensor.itemsize):
-            found: list[torch.Tensor] = []
-            for reader, name in ((a, name_a), (b, name_b)):
-                data = torch.empty(part.size * tensor.itemsize, dtype=torch.uint8)
-                target = data.view(TORCH_DTYPES[tensor.dtype]).view(part.shape)
-                fill(reader, [Request(name, part, target)], workers)
-                found.append(data)
-            if not torch.equal(*found):
-                return False
-    return True
+        return all(
+            torch.equal(read_box(a, name_a, part, workers), read_box(b, name_b, part, workers))
+            for part in Box.whole(tensor.shape).split(_PART_BYTES // tensor.itemsize)
+        )

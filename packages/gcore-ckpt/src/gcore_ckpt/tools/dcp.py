@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from gcore_ckpt.checkpointer import Checkpointer
-from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError
+from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import Box, overlap
 from gcore_ckpt.format.tree import MAX_DEPTH, State
@@ -62,14 +62,12 @@ def import_dcp(source: str | os.PathLike[str], path: str | os.PathLike[str], *, 
 
 
 class _Record:
-    """The record of an object in a pickle: the arguments of its call, and its state."""
+    """The record of an object in a pickle: its state."""
 
-    def __init__(self, *args: object) -> None:
-        self.args = args
+    def __init__(self, *_: object) -> None:
         self.fields: Mapping[str, object] = {}
 
     def __setstate__(self, state: object) -> None:
-        self.args = ()
         self.fields = cast("dict[str, object]", state) if isinstance(state, dict) else {"": state}
 
 
@@ -116,21 +114,14 @@ def _read(folder: Path) -> State:
     where = folder / _METADATA_FILE
     if not where.is_file():
         raise CheckpointNotFoundError(f"{folder} holds no {_METADATA_FILE}, as torch.distributed.checkpoint writes it")
-    try:
-        with where.open("rb") as file:
-            entries = dict(_entries(_Unpickler(file).load()))
-    except Exception as error:  # unpickling raises anything
-        raise CorruptCheckpointError(f"{where}: {error}") from error
+    with validation.reading(where, Exception), where.open("rb") as file:  # unpickling raises anything
+        entries = dict(_entries(_Unpickler(file).load()))
     state = _Children()
     for name, entry in entries.items():
-        try:
+        with validation.reading(f"{folder}: {name!r}", OSError):
             _put(state, entry.path, _value(folder, entry))
-        except (ValueError, OSError) as error:
-            raise CorruptCheckpointError(f"{folder}: {name!r}: {error}") from error
-    try:
+    with validation.reading(where):
         return {key: _with_lists(value) for key, value in state.items()}
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{where}: {error}") from error
 
 
 def _entries(metadata: object) -> Iterator[tuple[str, _Entry]]:

@@ -4,16 +4,15 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError, CheckpointWriteError
-from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
-from gcore_ckpt.format.data_file import safetensors_header
-from gcore_ckpt.loading.loader import Request, fill
+from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox, safetensors_header
+from gcore_ckpt.loading.loader import read_box
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.storage import STEP_NAME
@@ -33,11 +32,8 @@ _CONFIG_PATTERNS = (
 )
 
 
-class _Weight(NamedTuple):
-    """A tensor to write: its name in the step, and what it is in the file."""
-
-    stored: str
-    held: HeldBox
+_Weights: TypeAlias = dict[str, HeldBox]
+"""Tensors as they are in a file, by their names in the step."""
 
 
 def export_hf(
@@ -117,11 +113,11 @@ def _read_configs(folder: Path, float_dtype: str | None) -> dict[str, bytes]:
     return files
 
 
-def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> list[_Weight]:
+def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> _Weights:
     """Return the tensors under the prefix, each stored one once."""
     leaves = step_leaves(reader)
     start = f"{prefix}." if prefix else ""
-    weights: dict[str, _Weight] = {}  # by their names in the step
+    weights: _Weights = {}
     names: set[str] = set()
     for leaf in leaves:
         if leaf.tensor is None or not leaf.path.startswith(start):
@@ -139,10 +135,10 @@ def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> list[_
         raise CheckpointMismatchError(
             f"{reader.where} holds no tensors under the prefix {prefix!r}; it holds some under {', '.join(found)}"
         )
-    return list(weights.values())
+    return weights
 
 
-def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: str | None) -> _Weight:
+def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: str | None) -> HeldBox:
     tensor = reader.index.tensors[stored]
     dtype = tensor.dtype
     packed = dtype == "float4_e2m1fn_x2"  # two numbers in each element
@@ -159,49 +155,44 @@ def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: 
         raise CheckpointMismatchError(f"{reader.where}: {path!r} is no text; safetensors names are UTF-8") from None
     if name == "__metadata__":
         raise CheckpointMismatchError(f"{reader.where}: {path} has a name that safetensors keeps for itself")
-    return _Weight(stored, HeldBox(name=name, dtype=dtype, shape=tensor.shape, box=Box.whole(tensor.shape)))
+    return HeldBox(name=name, dtype=dtype, shape=tensor.shape, box=Box.whole(tensor.shape))
 
 
-def _split(weights: Sequence[_Weight], max_bytes: int) -> dict[str, list[_Weight]]:
+def _split(weights: _Weights, max_bytes: int) -> dict[str, _Weights]:
     """Return the tensors of each file by its name, the widest elements first, so that all are aligned."""
-    files: list[list[_Weight]] = [[]]
+    files: list[_Weights] = [{}]
     used_bytes = 0
-    for weight in weights:
-        if files[-1] and used_bytes + weight.held.size_bytes > max_bytes:
-            files.append([])
+    for stored, held in weights.items():
+        if files[-1] and used_bytes + held.size_bytes > max_bytes:
+            files.append({})
             used_bytes = 0
-        files[-1].append(weight)
-        used_bytes += weight.held.size_bytes
+        files[-1][stored] = held
+        used_bytes += held.size_bytes
     count = len(files)
     names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [WEIGHTS_FILE]
-    widest = [sorted(file, key=lambda weight: -DTYPES[weight.held.dtype].size_bytes) for file in files]
-    return dict(zip(names, widest, strict=True))
+    widest = [sorted(file.items(), key=lambda item: -DTYPES[item[1].dtype].size_bytes) for file in files]
+    return dict(zip(names, map(dict, widest), strict=True))
 
 
 def _write_all(
     reader: StepReader,
     folder: Path,
-    files: dict[str, list[_Weight]],
+    files: dict[str, _Weights],
     copied: dict[str, bytes],
     progress: Callable[[int], None],
 ) -> None:
     with Workers(_THREADS, "gcore-ckpt-read") as workers:
         for name, weights in files.items():
             with (folder / name).open("xb") as file:
-                file.write(safetensors_header([weight.held for weight in weights]))
-                for weight in weights:
-                    held = weight.held
-                    data = torch.empty(held.size_bytes, dtype=torch.uint8)
-                    target = data.view(TORCH_DTYPES[held.dtype]).view(held.shape)
-                    if held.size_bytes:
-                        fill(reader, [Request(weight.stored, held.box, target)], workers)
-                    file.write(data.numpy().data)
+                file.write(safetensors_header([*weights.values()]))
+                for stored, held in weights.items():
+                    file.write(read_box(reader, stored, held.box, workers, held.dtype).numpy().data)
                     progress(held.size_bytes)
                 file.flush()
                 os.fsync(file.fileno())
     if len(files) > 1:
-        total = sum(weight.held.size_bytes for weights in files.values() for weight in weights)
-        weight_map = {weight.held.name: name for name, weights in files.items() for weight in weights}
+        total = sum(held.size_bytes for weights in files.values() for held in weights.values())
+        weight_map = {held.name: name for name, weights in files.items() for held in weights.values()}
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         copied = {**copied, WEIGHTS_INDEX_FILE: (json.dumps(content, indent=2) + "\n").encode()}
     for name, data in copied.items():

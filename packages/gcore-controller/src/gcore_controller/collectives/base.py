@@ -149,14 +149,13 @@ class Whereabouts:
     waiting: tuple[CollectiveCall, ...]
     has_returned: bool
 
-    @property
-    def words(self) -> str:
+    def __str__(self) -> str:
         return "has returned" if self.has_returned else f"in {self.stage or 'no stage'}"
 
 
 def describe(whereabouts: Mapping[int, Whereabouts | None]) -> str:
     """Return in words where each controller is, and which ranks collectives wait for; None: it does not answer."""
-    stages = [f"controller {rank} {where.words if where else 'does not answer'}" for rank, where in whereabouts.items()]
+    stages = [f"controller {rank} {where or 'does not answer'}" for rank, where in whereabouts.items()]
     waiting: defaultdict[CollectiveCall, list[int]] = defaultdict(list)
     for rank, where in whereabouts.items():
         for call in where.waiting if where else ():

@@ -8,7 +8,6 @@ a wave, to count.
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
@@ -89,12 +88,11 @@ class PromptLoader(Generic[RowT]):
     rank: int = 0
     world_size: int = 1
     num_workers: int = 0
-    timer: StageTimer | None = None
+    timer: StageTimer = field(default_factory=StageTimer)
     cursor: int = field(default=0, init=False)
     """The first prompt index of the next `take` over all controllers."""
 
     def __post_init__(self) -> None:
-        self._stage = nullcontext if self.timer is None else partial(self.timer.stage, "data")
         self._open()
 
     def _open(self) -> None:
@@ -112,12 +110,12 @@ class PromptLoader(Generic[RowT]):
         """
         first = _first_index(self.cursor, self.rank, self.world_size)
         self.cursor += count
-        with self._stage():
+        with self.timer.stage("data"):
             return [(index, next(self._iterator)) for index in range(first, self.cursor, self.world_size)]
 
     def row(self, prompt_index: int) -> RowT:
         """Return the row that a prompt index stands for."""
-        with self._stage():
+        with self.timer.stage("data"):
             return self.rows[self._order.row(prompt_index)]
 
     @property

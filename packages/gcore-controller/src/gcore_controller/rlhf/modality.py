@@ -126,7 +126,6 @@ GroupT = TypeVar("GroupT", bound=Group)
 IndexedT = TypeVar("IndexedT", bound=Indexed)
 UpdateT = TypeVar("UpdateT")
 EvaluationT = TypeVar("EvaluationT")
-EvaluationT_contra = TypeVar("EvaluationT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,23 +287,3 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     def load_state(self, state: State) -> None:
         """Restore `state`, which is part of a controller's whole state."""
         del state
-
-
-class Recorder(Protocol[EvaluationT_contra]):
-    """Takes in what happens in a run; only rank 0 calls it."""
-
-    async def evaluated(self, step: int, evaluation: EvaluationT_contra) -> None: ...
-
-    async def updating(self) -> None:
-        """Note that from here to `reached` the models are between two steps."""
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        """Record a step's metrics, and where its time went: on each controller, by rank, and each device, by name."""
-
-    async def rewards_failed(self, step: int, failures: list[Any]) -> None:
-        """Record rewards that failed since the last call and were dropped: kind, message and count of each."""
-
-    async def reached(self, step: int, controllers: list[State]) -> None:
-        """Take a checkpoint, if one is due: all controllers are at the end of ``step``, with these states."""

@@ -11,13 +11,13 @@ from typing import Any, Generic
 from gcore_controller.context import Context, Span, StageTimer, merge_spans, on_wall_clock, seconds_by_stage
 from gcore_controller.errors import RewardFailuresError
 from gcore_controller.rlhf.batch_producer import BatchProducer
+from gcore_controller.rlhf.events import Evaluated, Reached, Recorder, RewardsFailed, Stepped, Updating
 from gcore_controller.rlhf.modality import (
     EvaluationT,
     FailureLog,
     GroupT,
     Modality,
     PromptT,
-    Recorder,
     RewardCalls,
     RLHFConfig,
     RolesT,
@@ -39,7 +39,8 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     modality: Modality[RolesT, PromptT, GroupT, UpdateT, EvaluationT]
     config: RLHFConfig
     start: RunStart
-    recorder: Recorder[EvaluationT]
+    recorder: Recorder
+    """Called by rank 0."""
 
     def __post_init__(self) -> None:
         ctx, config, start = self.ctx, self.config, self.start
@@ -82,7 +83,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         batch = await self._batches.next()
         metrics = {**batch.metrics, modality.HAS_SIGNAL: 0.0}
         if ctx.rank == 0:
-            await self.recorder.updating()
+            await self.recorder(Updating())
         if batch.num_groups:
             with ctx.timer.stage("prepare"):
                 prepared = await modality.prepare(ctx, step, batch)
@@ -103,8 +104,8 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         failures, _ = self._failures.merge(await self.ctx.group.all_gather(self._failures.drain()))
         if self.ctx.rank == 0:
             if failures:
-                await self.recorder.rewards_failed(step, failures)
-            await self.recorder.evaluated(step, evaluation)
+                await self.recorder(RewardsFailed(step=step, failures=failures))
+            await self.recorder(Evaluated(step=step, evaluation=evaluation))
         self._failures.check()
         self._forget_times()
 
@@ -148,10 +149,12 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             if loads:
                 metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
             if failures:
-                await self.recorder.rewards_failed(step, failures)
+                await self.recorder(RewardsFailed(step=step, failures=failures))
             merged = merge_spans(part.devices for part in parts)
-            await self.recorder.stepped(step, metrics, [part.spans for part in parts], merged)
-            await self.recorder.reached(step, [part.state for part in parts])
+            all_spans, states = [part.spans for part in parts], [part.state for part in parts]
+            await self.recorder(Stepped(step=step, metrics=metrics, spans=all_spans, devices=merged))
+            is_last = step == self.config.total_steps
+            await self.recorder(Reached(step=step, controllers=states, is_last=is_last))
         self._failures.check()
 
 

@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
+from gcore_controller.rlhf.events import Recorder
 from gcore_controller.trainer_group import TrainerGroup
-
-if TYPE_CHECKING:
-    from gcore_controller.rlhf.modality import Recorder
 
 JobT_contra = TypeVar("JobT_contra", contravariant=True)
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
-EvaluationT_co = TypeVar("EvaluationT_co", covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +23,7 @@ class Recovery:
     """The cause that the time counts as; swap: nothing died, engines changed their role."""
 
 
-class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
+class Backend(Protocol[JobT_contra, ConfigT_co]):
     """Everything that a job runs on."""
 
     @property
@@ -37,12 +34,7 @@ class Backend(Protocol[JobT_contra, ConfigT_co, EvaluationT_co]):
     @property
     def learner(self) -> TrainerGroup: ...
 
-    @property
-    def shortfall(self) -> str:
-        """Which of the settings' sizes there is no capacity for, in a line; empty if there is capacity for all."""
-        ...
-
-    async def run(self, job: JobT_contra, recorder: "Recorder[EvaluationT_co]") -> None:
+    async def run(self, job: JobT_contra, recorder: Recorder) -> None:
         """Run a job's program on every controller."""
 
     def stages(self) -> Sequence[str | None]:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gcore_controller.collectives.base import (
     CallLog,
@@ -26,8 +26,10 @@ from gcore_controller.context import (
     rank_name,
     refuse_report,
     run_program,
+    run_until_done,
 )
 from gcore_controller.errors import ControllerError, DeadlineError
+from gcore_controller.rlhf.events import Recorder
 from gcore_controller.runtimes.backend import Recovery
 from gcore_controller.trainer_group import (
     BatchT,
@@ -40,13 +42,9 @@ from gcore_controller.trainer_group import (
     digests_of,
 )
 
-if TYPE_CHECKING:
-    from gcore_controller.rlhf.modality import Recorder
-
 T = TypeVar("T")
 JobT = TypeVar("JobT")
 ConfigT = TypeVar("ConfigT")
-EvaluationT = TypeVar("EvaluationT")
 OwnRolesT = TypeVar("OwnRolesT")
 
 
@@ -183,32 +181,25 @@ class InlineRun(Generic[RolesT, ResultT]):
     async def run(self, timeout_s: float | None = None) -> list[ResultT]:
         loop = asyncio.get_running_loop()
         self.timers.extend(StageTimer(loop.time) for _ in range(self.world_size))
+        return await run_until_done(self._run_all(), *([] if timeout_s is None else [self._deadline(timeout_s)]))
+
+    async def _run_all(self) -> list[ResultT]:
         running: list[asyncio.Task[ResultT]] = []
-        overdue: list[str] = []
-
-        def end() -> None:
-            overdue.append(self.whereabouts())
-            for task in running:
-                task.cancel()
-
-        deadline = None if timeout_s is None else loop.call_later(timeout_s, end)
         try:
             async with asyncio.TaskGroup() as tasks:
                 ranks = range(self.world_size)
                 running.extend(tasks.create_task(self._run_one(rank), name=f"controller-{rank}") for rank in ranks)
         except BaseExceptionGroup as errors:
-            if not overdue:
-                first = errors.exceptions[0]
-                for rank, task in enumerate(running):
-                    if len(running) > 1 and task.done() and not task.cancelled() and task.exception() is first:
-                        first.add_note(f"raised by controller {rank}")
-                raise first from None
-        finally:
-            if deadline is not None:
-                deadline.cancel()
-        if overdue:
-            raise DeadlineError(f"the run is not done after {timeout_s} s: {overdue[0]}")
+            first = errors.exceptions[0]
+            for rank, task in enumerate(running):
+                if len(running) > 1 and task.done() and not task.cancelled() and task.exception() is first:
+                    first.add_note(f"raised by controller {rank}")
+            raise first from None
         return [task.result() for task in running]
+
+    async def _deadline(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        raise DeadlineError(f"the run is not done after {timeout_s} s: {self.whereabouts()}")
 
     def whereabouts(self) -> str:
         """Describe where each controller is now."""
@@ -315,11 +306,8 @@ def share_trainer(
 ) -> Callable[[Context[Any]], Coroutine[Any, Any, None]]:
     """Return the program for controllers of this process that share a trainer group.
 
-    Args:
-        trainer: the group.
-        program: for a controller that has a `TrainerClient`.
-        roles: class of that controller's roles: the fields of the shared roles, and ``learner``, the client.
-        num_ranks: number of ranks whose work is recorded.
+    ``program`` is for a controller that has a `TrainerClient`, in the class ``roles``, which has the fields of the
+    shared roles and ``learner``, the client. ``num_ranks`` is the number of ranks whose work is recorded.
     """
 
     async def run(ctx: Context[Any]) -> None:
@@ -330,7 +318,7 @@ def share_trainer(
 
 
 @dataclass(eq=False)
-class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
+class InlineBackend(Generic[JobT, ConfigT, RolesT]):
     """A `Backend` whose controllers, and what they share, belong to this process."""
 
     config: ConfigT
@@ -339,14 +327,13 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT, EvaluationT]):
     """Services that the controllers share."""
     world_size: int
     learner: TrainerGroup
-    program: "Callable[[JobT, Recorder[EvaluationT]], Program[RolesT, None]]"
+    program: Callable[[JobT, Recorder], Program[RolesT, None]]
     """The program of a job, whose events go to a recorder."""
     close_services: Callable[[], Awaitable[Any]]
     """Ends the services other than the trainer group."""
-    shortfall: str = field(default="", init=False)
     _timers: Sequence[StageTimer] = field(default=(), init=False)
 
-    async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
+    async def run(self, job: JobT, recorder: Recorder) -> None:
         run = InlineRun(self.program(job, recorder), roles=self.roles, world_size=self.world_size)
         self._timers = run.timers
         await run.run()

@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any, Generic
 from gcore_controller.errors import RankError
 from gcore_controller.trainer_group import (
     BatchT,
-    Call,
     Computation,
     Message,
     MessageTrainerGroup,
     Score,
-    TrainerGroup,
     TrainerSpec,
     TrainerWorker,
     TrainStep,
     Weights,
+    close,
     deal_message,
     join_ranks,
 )
@@ -149,7 +148,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
 
     def close(self) -> None:
         if self._connections:
-            self._ask_all(Call(TrainerGroup.close))
+            self._ask_all(close)
             self._end()
 
     async def _compute(self, message: Computation) -> tuple[list[list[int]], list[Any]]:

@@ -8,6 +8,7 @@ from gcore_controller.errors import MissingExtraError
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 try:
+    from gcore_controller.runtimes.ray.actors import ActorRole as ActorRole, RoleActors as RoleActors
     from gcore_controller.runtimes.ray.backend import Handles as Handles, RayBackend as RayBackend
     from gcore_controller.runtimes.ray.cluster import (
         RayReference as RayReference,
@@ -16,7 +17,6 @@ try:
         put as put,
     )
     from gcore_controller.runtimes.ray.controllers import RayControllers as RayControllers, run_ray as run_ray
-    from gcore_controller.runtimes.ray.role_actors import ActorRole as ActorRole, RoleActors as RoleActors
     from gcore_controller.runtimes.ray.trainer_group import (
         RayTrainerClient as RayTrainerClient,
         RayTrainerGroup as RayTrainerGroup,

@@ -1,43 +1,30 @@
 """A backend whose controllers, engines and training ranks are Ray actors, which are replaced when they die."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import ray
 
-from gcore_controller.context import Context, Span
+from gcore_controller.context import Context, Span, run_until_done
 from gcore_controller.errors import ControllerDiedError, ControllerError, RankError
+from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating
 from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
-from gcore_controller.runtimes.events import Announced, Event, Reached, Stepped, Updating, record
+from gcore_controller.runtimes.ray.actors import RoleActors
 from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch
 from gcore_controller.runtimes.ray.controllers import RayControllers
-from gcore_controller.runtimes.ray.role_actors import RoleActors
 from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
 from gcore_controller.trainer_group import TrainerSpec
-
-if TYPE_CHECKING:
-    from gcore_controller.rlhf.modality import Recorder
 
 _OBSERVE_EVERY_S = 1.0
 
 
-class RayJob(Protocol):
-    """A job, as far as the backend reads it."""
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run."""
-        ...
-
-
-JobT = TypeVar("JobT", bound=RayJob)
+JobT = TypeVar("JobT")
 ConfigT = TypeVar("ConfigT", bound=SizedConfig)
-EvaluationT = TypeVar("EvaluationT")
 
 
 class Placement(Protocol):
@@ -82,7 +69,7 @@ class Handles:
 
 
 @dataclass(eq=False)
-class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
+class RayBackend(Generic[JobT, ConfigT]):
     """A `Backend` on a Ray cluster that this process is connected to."""
 
     config: ConfigT
@@ -112,19 +99,20 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         self._is_updating = False
 
     async def start(self) -> Self:
-        """Start the actors of all roles, or raise `ClusterError` if the cluster lacks the capacity."""
+        """Start the actors of all roles, or raise `ClusterError` if the cluster lacks the capacity.
+
+        If some of them find no capacity, it is announced.
+        """
         try:
             await self._settle(keeps_models=False)
         except BaseException:
             await self.close()
             raise
+        if self.announce is not None and self._capacity.shortfall:
+            self.announce(self._capacity.shortfall)
         return self
 
-    @property
-    def shortfall(self) -> str:
-        return self._capacity.shortfall
-
-    async def run(self, job: JobT, recorder: "Recorder[EvaluationT]") -> None:
+    async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
             engines=self.engines.handles["engine"],
             judges=self.engines.handles.get("judge", []),
@@ -133,28 +121,21 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
         )
         assert self._controllers is not None
         self._is_updating = False
-        observing = asyncio.create_task(self._observe_stages())
-        try:
-            run = self._controllers.run(
-                self.program(job), roles=handles, reported=partial(self._take_in, job, recorder)
-            )
-            await self._while_capacity_lasts(run)
-        finally:
-            observing.cancel()
+        run = self._controllers.run(self.program(job), roles=handles, reported=partial(self._take_in, recorder))
+        await run_until_done(run, self._watch_capacity(), self._observe_stages())
 
     def stages(self) -> Sequence[str | None]:
         return self._stages
 
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
-        if isinstance(error, ControllerDiedError):
-            done = "another one takes over its share"
-        elif isinstance(error, self.engine_errors):
-            done = "they were started again"
-        elif isinstance(error, RankError):
-            done = "all training ranks were started again"
-        elif isinstance(error, CapacityChangedError | PlacementMovedError):
-            done = ""
-        else:
+        remedies = (
+            (ControllerDiedError, "another one takes over its share"),
+            (self.engine_errors, "they were started again"),
+            (RankError, "all training ranks were started again"),
+            ((CapacityChangedError, PlacementMovedError), ""),
+        )
+        done = next((remedy for kinds, remedy in remedies if isinstance(error, kinds)), None)
+        if done is None:
             raise error
         before = self._capacity.whole
         keeps_models = await self._settle(keeps_models=keeps_models)
@@ -176,7 +157,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
                 await self._controllers.close()
             ray.shutdown()
 
-    async def _take_in(self, job: JobT, recorder: "Recorder[EvaluationT]", rank: int, event: Event) -> None:
+    async def _take_in(self, recorder: Recorder, rank: int, event: Event) -> None:
         """Record an event; raise `CapacityChangedError` or `PlacementMovedError` if that calls for other processes."""
         del rank
         placement = self._placement
@@ -188,11 +169,11 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
             return
         if isinstance(event, Stepped) and placement is not None:
             event.metrics.update(placement.metrics())
-        await record(recorder, event)
+        await recorder(event)
         self._is_updating = isinstance(event, Updating)
         if isinstance(event, Stepped) and placement is not None:
             placement.observe(event.metrics, event.devices)
-        if isinstance(event, Reached) and event.step < job.total_steps:
+        if isinstance(event, Reached) and not event.is_last:
             self._capacity.check_growth()
             if placement is not None and (sizes := placement.sizes) != (now := self.config.sizes):
                 raise PlacementMovedError(_move(now, sizes))
@@ -212,7 +193,7 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
                     self.learner.close()
                 keeps_models = False
             try:
-                await self._while_capacity_lasts(self._resize(config, keeps_models=keeps_models))
+                await run_until_done(self._resize(config, keeps_models=keeps_models), self._watch_capacity())
                 return keeps_models
             except CapacityChangedError:
                 keeps_models = False
@@ -239,26 +220,13 @@ class RayBackend(Generic[JobT, ConfigT, EvaluationT]):
                 timeout_s=config.ray.timeout_s,
             )
 
-    async def _while_capacity_lasts(self, work: Coroutine[Any, Any, list[None] | None]) -> None:
-        """Wait for the end of some work, or raise `CapacityChangedError` once not all processes fit any more."""
-
-        async def capacity_loss() -> CapacityChangedError:
-            while True:
-                loss = await self._capacity.loss(self.config.sizes)
-                # In the middle of an update the ranks find it out; otherwise the step is completed.
-                if not self._is_updating:
-                    return loss
-
-        working, observing = asyncio.create_task(work), asyncio.create_task(capacity_loss())
-        try:
-            await asyncio.wait([working, observing], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise observing.result()
-            await working
-        finally:
-            observing.cancel()
-            working.cancel()
-            await asyncio.wait([working])
+    async def _watch_capacity(self) -> None:
+        """Raise `CapacityChangedError` once not all processes fit any more."""
+        while True:
+            loss = await self._capacity.loss(self.config.sizes)
+            # In the middle of an update the ranks find it out; otherwise the step is completed.
+            if not self._is_updating:
+                raise loss
 
     async def _observe_stages(self) -> None:
         assert self._controllers is not None

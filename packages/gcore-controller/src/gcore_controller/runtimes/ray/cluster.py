@@ -19,11 +19,7 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
-from ray.exceptions import (
-    AuthenticationError,
-    ObjectLostError,
-    RayError,
-)
+from ray.exceptions import AuthenticationError, ObjectLostError, RayError
 
 from gcore_controller.context import Reference, nbytes_of
 from gcore_controller.errors import ClusterError, ControllerError, ReferenceLostError

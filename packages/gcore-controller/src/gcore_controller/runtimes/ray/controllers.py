@@ -24,6 +24,7 @@ from gcore_controller.context import (
     StageTimer,
     refuse_report,
     run_program,
+    run_until_done,
 )
 from gcore_controller.errors import (
     ClusterError,
@@ -36,9 +37,6 @@ from gcore_controller.runtimes.ray.actors import ActorGroup, answers_in_time, ca
 from gcore_controller.runtimes.ray.cluster import check_capacity, connect, free_resources, put
 
 T = TypeVar("T")
-
-_ANSWER_TIMEOUT_S = 10.0
-_END_TIMEOUT_S = 10.0
 
 
 class ControllerActor(Generic[RolesT, ResultT]):
@@ -176,14 +174,12 @@ class RayControllers:
     """Controllers on the nodes of a Ray cluster, which run one program after another; made by `start`."""
 
     def __init__(self, bundle: dict[str, float], *, world_size: int, start_timeout_s: float) -> None:
-        self._world_size = world_size
-        self._placement: Any = placement_group([bundle] * world_size, strategy="SPREAD")
-        self._bundle = bundle
-        self._start_timeout_s = start_timeout_s
-        self._controllers: list[Any] = [None] * world_size
+        self._bundle, self._world_size, self._start_timeout_s = bundle, world_size, start_timeout_s
+        self._placement: Any = None
+        self._controllers: list[Any] = []
         self._num_runs = 0
         self._turn = asyncio.Lock()
-        self._disconnects = False
+        self._disconnects = not ray.is_initialized()
 
     @classmethod
     async def start(
@@ -209,22 +205,18 @@ class RayControllers:
         """
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; expected at least 1")
-        was_connected = ray.is_initialized()
-        if not was_connected:
+        bundle = {"CPU": num_cpus, **(resources or {})}
+        controllers = cls(bundle, world_size=world_size, start_timeout_s=start_timeout_s)
+        if controllers._disconnects:
             connect(address)
-        controllers = None
         try:
-            bundle = {"CPU": num_cpus, **(resources or {})}
             check_capacity(bundle, world_size)
-            controllers = cls(bundle, world_size=world_size, start_timeout_s=start_timeout_s)
-            controllers._disconnects = not was_connected
+            controllers._placement = placement_group([bundle] * world_size, strategy="SPREAD")
             what = f"{world_size} controllers, each with {bundle}, found no capacity"
             await _in_time(controllers._placement.ready(), start_timeout_s, what)
+            controllers._controllers = [controllers._started(rank) for rank in range(world_size)]
         except BaseException:
-            if controllers is not None:
-                await controllers.close()
-            elif not was_connected:
-                ray.shutdown()
+            await controllers.close()
             raise
         return controllers
 
@@ -236,7 +228,7 @@ class RayControllers:
         timeout_s: float | None = None,
         reported: Reported = refuse_report,
     ) -> list[ResultT]:
-        """Run a program on every controller, after replacing those that have died.
+        """Run a program on every controller, and replace those that have died in it.
 
         Args:
             program: a function that Ray can pickle, as it can closures and what modules on every node hold.
@@ -259,22 +251,13 @@ class RayControllers:
             self._num_runs += 1
             group = await self._introduced()
             packed = ray.put((program, roles))
-            forwarding = [asyncio.create_task(_forward_reports(c, r, reported)) for r, c in enumerate(group.actors)]
             calls = {rank: controller.run.remote(packed) for rank, controller in enumerate(group.actors)}
-            running = asyncio.create_task(group.answers(calls))
+            watchers = [_forward_reports(controller, rank, reported) for rank, controller in enumerate(group.actors)]
+            if timeout_s is not None:
+                watchers.append(self._deadline(timeout_s))
             try:
-                await asyncio.wait([running, *forwarding], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in forwarding:
-                    if task.done():
-                        task.result()
-                if not running.done():
-                    where = describe(dict(enumerate(await self._whereabouts())))
-                    raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
-                return [*running.result().values()]
+                return [*(await run_until_done(group.answers(calls), *watchers)).values()]
             finally:
-                for task in (running, *forwarding):
-                    task.cancel()
-                await asyncio.gather(running, *forwarding, return_exceptions=True)
                 await self._end_programs()
 
     async def stages(self) -> list[str | None]:
@@ -284,40 +267,43 @@ class RayControllers:
     async def close(self) -> None:
         """End all processes."""
         for controller in self._controllers:
-            if controller is not None:
-                ray.kill(controller)
-        remove_placement_group(self._placement)
+            ray.kill(controller)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
         if self._disconnects:
             ray.shutdown()
 
-    async def _introduced(self) -> _Controllers:
-        """Start the controllers that are missing, and introduce all to each other."""
+    def _started(self, rank: int) -> Any:
+        """Start a controller; an error shows when it is introduced to the others."""
         make: Any = ray.remote(ControllerActor)
-        for rank, controller in enumerate(self._controllers):
-            if controller is None:
-                place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
-                others = {name: amount for name, amount in self._bundle.items() if name != "CPU"}
-                options = {"num_cpus": self._bundle["CPU"], "resources": others, "scheduling_strategy": place}
-                self._controllers[rank] = make.options(**options).remote(rank, self._world_size)
+        place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+        others = {name: amount for name, amount in self._bundle.items() if name != "CPU"}
+        options = {"num_cpus": self._bundle["CPU"], "resources": others, "scheduling_strategy": place}
+        return make.options(**options).remote(rank, self._world_size)
+
+    async def _introduced(self) -> _Controllers:
         actors = list(self._controllers)
         calls = {rank: actor.meet.remote(actors, self._num_runs) for rank, actor in enumerate(actors)}
         what = f"{self._world_size} controllers did not all start"
         places = await _in_time(_Controllers(actors).answers(calls), self._start_timeout_s, what)
         return _Controllers(actors, [*places.values()])
 
+    async def _deadline(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+        where = describe(dict(enumerate(await self._whereabouts())))
+        raise DeadlineError(f"the run is not done after {timeout_s} s: {where}")
+
     async def _whereabouts(self) -> list[Whereabouts | None]:
         """Return where each controller is, by rank; None: it has died, or its event loop is blocked."""
-        there = [controller for controller in self._controllers if controller is not None]
-        answers = iter(await answers_in_time([c.whereabouts.remote() for c in there], _ANSWER_TIMEOUT_S))
-        return [None if controller is None else next(answers) for controller in self._controllers]
+        return await answers_in_time([c.whereabouts.remote() for c in self._controllers])
 
     async def _end_programs(self) -> None:
-        """Cancel programs that still run and let them clean up; kill controllers that do not answer."""
-        ends = await answers_in_time([c.end.remote() for c in self._controllers], _END_TIMEOUT_S)
+        """Cancel programs that still run and let them clean up; replace controllers that do not answer."""
+        ends = await answers_in_time([c.end.remote() for c in self._controllers])
         for rank, has_ended in enumerate(ends):
             if not has_ended:
                 ray.kill(self._controllers[rank])
-                self._controllers[rank] = None
+                self._controllers[rank] = self._started(rank)
 
 
 async def _forward_reports(controller: Any, rank: int, reported: Reported) -> None:

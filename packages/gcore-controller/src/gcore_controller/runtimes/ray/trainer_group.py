@@ -18,18 +18,17 @@ from gcore_controller.runtimes.ray.actors import ActorGroup, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
 from gcore_controller.trainer_group import (
     BatchT,
-    Call,
     Computation,
     Message,
     MessageTrainerGroup,
     PolicyEngine,
     Replica,
     Score,
-    TrainerGroup,
     TrainerSpec,
     TrainerWorker,
     TrainStep,
     check_weights,
+    close,
     deal_message,
     digests_of,
     join_ranks,
@@ -141,7 +140,7 @@ class RayTrainerGroup(MessageTrainerGroup):
     def close(self) -> None:
         try:
             if self.ranks.replicas:
-                self._ask_all(Call(TrainerGroup.close))
+                self._ask_all(close)
         finally:
             self._kill()
 
