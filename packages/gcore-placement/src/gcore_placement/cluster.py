@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from gcore_placement.errors import refusal
+from gcore_placement.errors import check_known, refusal
 from gcore_placement.quantities import Above0, Amount, Checked, Floats, Positive, Share, check_above_0
 
 
@@ -30,8 +30,7 @@ class Device:
     @classmethod
     def named(cls, name: str) -> "Device":
         """Return one of DEVICES. Raises PlacementError if it is not one of them."""
-        if name not in DEVICES:
-            raise refusal("device", name, f"one of {', '.join(DEVICES)}")
+        check_known("device", name, DEVICES)
         return DEVICES[name]
 
     @classmethod

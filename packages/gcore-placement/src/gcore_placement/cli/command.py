@@ -9,11 +9,10 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gcore_placement.cli.page import page
 from gcore_placement.cluster import DEVICES, Cluster, Device
-from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.errors import PlacementError, read_json, refusal
 from gcore_placement.forecast import RUN_FILE, Correction, Job
 from gcore_placement.ledger import Ledger, read_spans, select_steps
 from gcore_placement.planning.planner import plan
@@ -145,16 +144,8 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 def _read_model(path: str) -> ModelShape:
     """Read the shape of the model in a Hugging Face folder or `config.json`."""
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        config: Any = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise refusal("model", path, "a Hugging Face folder or its config.json") from None
-    except ValueError as error:
-        raise PlacementError(f"{file} is not JSON; expected a Hugging Face config.json ({error})") from None
-    if not isinstance(config, dict):
-        raise PlacementError(f"{file} is a JSON {type(config).__name__}; expected an object")
-    return ModelShape.from_config(config)
+    accepted, content = "a Hugging Face folder or its config.json", "a Hugging Face config.json"
+    return ModelShape.from_config(read_json("model", path, "config.json", accepted=accepted, content=content))
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:

@@ -57,7 +57,6 @@ class Candidates:
 
     def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:
         """Yield all that fit on so many devices, each with its best partition; strategy None: under all strategies."""
-        training = self.training(num_devices)
         # Of strategies with the same prediction the one that follows the load comes first.
         worth_planning: list[Strategy] = [
             name
@@ -65,7 +64,7 @@ class Candidates:
             if traits.is_planned and (traits.is_time_shared or (self.judge is not None and traits.follows_load))
         ]
         strategies: list[Strategy] = worth_planning if strategy is None else [strategy]
-        for choice in training.choices(self.setting.usable_bytes, self.setting.cluster.host_memory_bytes):
+        for choice in self.training(num_devices).choices():
             free_bytes = self.setting.usable_bytes - (0.0 if choice.offload else choice.state_bytes)
             policies = self.policy.of(num_devices, free_bytes)
             judges = [None] if self.judge is None else self.judge.of(num_devices, free_bytes)

@@ -9,10 +9,10 @@ import numpy as np
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import JobCosts
-from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.forecast import STAGES, Correction, Job, StepTime, check_planned, predict_step
+from gcore_placement.errors import PlacementError, check_known, refusal
+from gcore_placement.forecast import STAGES, Correction, Job, StepTime, predict_step
 from gcore_placement.planning.candidates import Candidate, Candidates
-from gcore_placement.planning.layouts import Setting, TrainingLayout
+from gcore_placement.planning.layouts import Bytes, Setting, TrainingLayout
 from gcore_placement.planning.options import EnginePlan
 from gcore_placement.quantities import check_positive
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
@@ -91,7 +91,7 @@ def plan(
         PlacementError: nothing fits: the message says what is too large, and what would fit.
     """
     if strategy is not None:
-        check_planned(strategy)
+        check_known("strategy", strategy, PLANNED)
         if job.judge is None and not STRATEGIES[strategy].is_time_shared:
             raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
     check_positive("most_num_seqs", most_num_seqs)
@@ -127,11 +127,11 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -
     judge = chosen.judge.plan(chosen.judge_replicas) if chosen.judge else None
     state = {"training state": 0.0 if chosen.training.offload else chosen.training.state_bytes}
     memory = {
-        "training": {name: float(sizes[index]) for name, sizes in options.memory.items()},
-        "generation": {**chosen.policy.memory(chosen.policy_replicas), **state},
+        "training": _parts(options.memory, index),
+        "generation": {**_parts(chosen.policy.memory, chosen.policy_replicas - 1), **state},
     }
     if chosen.judge:
-        memory["reward"] = {**chosen.judge.memory(chosen.judge_replicas), **state}
+        memory["reward"] = {**_parts(chosen.judge.memory, chosen.judge_replicas - 1), **state}
     return Plan(
         cluster=known.setting.cluster,
         num_devices=chosen.num_devices,
@@ -154,6 +154,10 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -
         correction=None if correction is None else {stage: correction.factor(stage) for stage in STAGES},
         alternatives=tuple(_alternatives(known, chosen)),
     )
+
+
+def _parts(memory: Bytes, index: int) -> dict[str, float]:
+    return {name: float(sizes[index]) for name, sizes in memory.items()}
 
 
 _MOST_LAYOUTS = 4

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
-from gcore_placement.errors import refusal
+from gcore_placement.errors import check_known
 from gcore_placement.partition.space import PartitionSpace, RoleLimits
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.workload.recorded_runs import PublishedCurve
@@ -176,8 +176,7 @@ def scenario(
     """
     known_names = (*SCENARIOS, *PUBLISHED)
     for field, key, known in (("scenario", name, known_names), ("job", job, JOBS), ("devices", num_devices, SCALES)):
-        if key not in known:
-            raise refusal(field, key, f"one of {', '.join(map(str, known))}")
+        check_known(field, key, known)
     costs, size = costs or JOBS[job], SCALES[num_devices]
     if trace is None and name in PUBLISHED:
         trace = PUBLISHED[name].trace(num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed)

@@ -7,9 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from gcore_placement.costs import EngineCosts, JobCosts
+from gcore_placement.costs import EngineCosts, JobCosts, training_seconds
 from gcore_placement.errors import refusal
-from gcore_placement.forecast import training_seconds
 from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.dynamic_partition import DynamicPartition, DynamicPartitionConfig
 from gcore_placement.partition.space import EngineWork, Partition, PartitionSpace, RoleLoad, engine_load
@@ -242,7 +241,8 @@ class Simulator:
         """
         num_devices, swap, sync_s = self.space.num_devices, self.costs.swap, self.costs.training.sync_s
         swap_s = (swap.sleep_s + swap.wake_s) * (1 if partitions else len(waves))
-        prepare_s, train_s = training_seconds(self.costs.training, *self.trace.training_tokens(step), num_devices)
+        work = self.trace.training_tokens(step)
+        prepare_s, train_s = map(float, training_seconds(self.costs.training, *work, num_devices))
         stage_s = {
             "swap": swap_s,
             "generation": sum(wave.seconds for wave in waves),
