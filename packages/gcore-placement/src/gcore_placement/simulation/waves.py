@@ -1,6 +1,6 @@
 """Simulate waves of sampling: generated and judged side by side on a partition, or in turns on all devices."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,19 +17,19 @@ def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
 
     Most groups stay together; on each replica a group's prompt is computed once.
     """
-    parts: list[tuple[Floats, ...]] = []
-    replicas: list[Ints] = []
-    for number, wave in enumerate(waves):
-        num_groups, n = wave.response_length.shape
-        index = np.arange(num_groups * n)
-        replica = index * num_replicas // len(index)
-        prompt = np.repeat(wave.prompt_length, n)
-        is_first = (index % n == 0) | (np.diff(replica, prepend=-1) > 0)
-        replicas.append(number * num_replicas + replica)
-        parts.append((np.where(is_first, prompt, 0.0), prompt, wave.response_length.ravel()))
-    prefill, context, length = (np.concatenate(part) for part in zip(*parts, strict=True))
+    n = waves[0].response_length.shape[1]
+    sizes = np.array([wave.response_length.size for wave in waves])
+    wave_Q = np.repeat(np.arange(len(waves)), sizes)
+    index_Q = np.arange(len(wave_Q)) - wave_starts(waves)[wave_Q]
+    replica = wave_Q * num_replicas + index_Q * num_replicas // sizes[wave_Q]
+    prompt = np.repeat(np.concatenate([wave.prompt_length for wave in waves]), n)
+    is_first = (index_Q % n == 0) | (np.diff(replica, prepend=-1) > 0)
     return Requests(
-        replica=np.concatenate(replicas), arrival=np.zeros(len(length)), prefill=prefill, context=context, length=length
+        replica=replica,
+        arrival=np.zeros(len(prompt)),
+        prefill=np.where(is_first, prompt, 0.0),
+        context=prompt,
+        length=np.concatenate([wave.response_length.ravel() for wave in waves]),
     )
 
 
@@ -66,7 +66,7 @@ _MAX_SLOTS = 4_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class WaveOutcome:
-    """The outcome of one wave."""
+    """The outcome of one wave. Seconds count from its start."""
 
     seconds: float
     device_s: dict[str, float]
@@ -102,17 +102,22 @@ def simulate_waves(
     """Simulate waves: side by side on a partition, or in turns on so many devices.
 
     Side by side, each response is judged once it is done; in turns, all devices generate, swap, and judge. The swap
-    back is not part of the wave.
-
-    Args:
-        before: another partition; replicas that a role did not have there, its last ones, start the first wave late.
+    back is not part of the wave. Replicas that a role did not have in the partition `before`, its last ones, start the
+    first wave late.
     """
     outcomes: list[WaveOutcome] = []
     policy, reward = costs.policy, reward_costs(costs)
     replicas = _replicas(costs, place)
-    for chunk in _chunks(waves, costs, replicas):
+    largest = max(wave.response_length.size for wave in waves)
+    slots = max(
+        number * min(engine.max_num_seqs, -(-largest // number))
+        for engine, number in zip((policy, reward), replicas, strict=True)
+    )
+    at_once = max(1, _MAX_SLOTS // slots)
+    for first in range(0, len(waves), at_once):
+        chunk = waves[first : first + at_once]
         late = (0, 0)
-        if before is not None and not outcomes:
+        if before is not None and not first:
             had = before.policy_replicas, before.reward_replicas
             late = max(0, replicas[0] - had[0]), max(0, replicas[1] - had[1])
         runs = run_waves(costs, chunk, place, late, late_s)
@@ -148,7 +153,12 @@ def simulate_waves(
                 "imbalance": generation_W * place.reward_devices - judging_before_W - late_reward * late_before_W,
                 "unassigned": end_W * place.unassigned_devices,
             }
-            alone_Q = runs.judgements.arrival + _alone_s(reward, runs.judgements)
+            judgements = runs.judgements
+            alone_Q = judgements.arrival + (
+                (reward.decode_base_s + reward.decode_per_sequence_s) * judgements.length
+                + reward.decode_per_context_token_s * context_tokens(judgements)
+                + reward.prefill_per_token_s * judgements.prefill
+            )
             uncontended_W = np.maximum.reduceat(alone_Q, starts)
         columns = {"generation": generating_W, "reward": judging_W, **idle}
         # Values below 0 come from rounding.
@@ -201,17 +211,6 @@ def _replicas(costs: JobCosts, place: Partition | int) -> tuple[int, int]:
     return place.policy_replicas, place.reward_replicas
 
 
-def _chunks(waves: Sequence[Wave], costs: JobCosts, replicas: tuple[int, int]) -> Iterator[Sequence[Wave]]:
-    """Yield as many waves at once as fit into `_MAX_SLOTS`."""
-    largest = max(wave.response_length.size for wave in waves)
-    slots = max(
-        number * min(engine.max_num_seqs, -(-largest // number))
-        for engine, number in zip((costs.policy, reward_costs(costs)), replicas, strict=True)
-    )
-    size = max(1, _MAX_SLOTS // slots)
-    return (waves[first : first + size] for first in range(0, len(waves), size))
-
-
 def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) -> None:
     """Delay the requests of the first wave's last replicas until these have moved."""
     if num_late:
@@ -224,15 +223,6 @@ def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     wave_I = run.busy_replica // replicas_per_wave
     seconds_I = np.maximum(np.minimum(run.busy_to, until_W[wave_I]) - run.busy_from, 0.0)
     return np.asarray(np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64)
-
-
-def _alone_s(costs: EngineCosts, requests: Requests) -> Floats:
-    """Return the seconds of each request if nothing else ran: [Q]."""
-    return (
-        (costs.decode_base_s + costs.decode_per_sequence_s) * requests.length
-        + costs.decode_per_context_token_s * context_tokens(requests)
-        + costs.prefill_per_token_s * requests.prefill
-    )
 
 
 def _works(requests: Requests, starts: Ints) -> list[EngineWork]:

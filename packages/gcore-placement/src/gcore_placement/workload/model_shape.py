@@ -27,11 +27,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Read the mapping in a `config.json`.
-
-        Raises:
-            PlacementError: `model_type` is not one of MODEL_TYPES, or see `TransformerWorkload.from_config`.
-        """
+        """Read the mapping in a `config.json` with one of MODEL_TYPES; see `TransformerWorkload.from_config`."""
         model_type = required(config, "model_type")
         check_known("model_type", model_type, MODEL_TYPES)
         if config.get("head_dim") is None and model_type == "qwen3":
