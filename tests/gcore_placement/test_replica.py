@@ -86,15 +86,15 @@ def test_the_running_ledger_names_the_cause() -> None:
     ledger = RunningLedger(num_devices=4, num_reward_devices=1, num_controllers=2, clock=lambda: now_s)
     ledger.enter(0, "gen")
     ledger.enter(1, "gen")
-    ledger.generate(2)
+    ledger.change("generation", 2)
     now_s = 10.0
-    ledger.generate(-1)
-    ledger.reward(1)
+    ledger.change("generation", -1)
+    ledger.change("reward", 1)
     ledger.enter(0, "reward")
     ledger.enter(1, None)
     now_s = 14.0
-    ledger.generate(-1)
-    ledger.reward(-1)
+    ledger.change("generation", -1)
+    ledger.change("reward", -1)
     with ledger.whole("training", 0.75):
         now_s = 22.0
     assert ledger.cut() == pytest.approx(

@@ -51,7 +51,7 @@ class _TimedReplica(Replica[_Sample[RequestT, SampleT]]):
         if (self.num_running > 0) != self._is_busy:
             self._is_busy = not self._is_busy
             if self._ledger:
-                self._ledger.generate(self._devices if self._is_busy else -self._devices)
+                self._ledger.change("generation", self._devices if self._is_busy else -self._devices)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -197,7 +197,7 @@ class ModelledReward:
         was_busy = self._loads[replica] > 0
         self._loads[replica] += change
         if self._model.devices and self._state.ledger and was_busy != (self._loads[replica] > 0):
-            self._state.ledger.reward(change * self._model.devices_per_replica)
+            self._state.ledger.change("reward", change * self._model.devices_per_replica)
 
 
 class ModelledLearner:

@@ -230,6 +230,11 @@ def total(parts: Bytes) -> Floats:
     return np.sum(list(parts.values()), axis=0)
 
 
+def parts_at(parts: Bytes, index: int) -> dict[str, float]:
+    """Return the bytes of each part at an index."""
+    return {name: float(sizes[index]) for name, sizes in parts.items()}
+
+
 def _held(model: ModelShape, layouts: TrainingLayouts) -> Floats:
     """Return the parameters of the heaviest stage on a tensor-parallel rank: whole layers, and embedding or head."""
     layers = np.ceil(model.workload.num_hidden_layers / layouts.pp)

@@ -14,7 +14,7 @@ class Requests:
 
     replica: Ints
     arrival: Floats
-    """Seconds; of a replica's requests rising."""
+    """Seconds."""
     prefill: Floats
     """Tokens to compute before the first is decoded."""
     context: Floats
@@ -25,12 +25,10 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineRun:
-    """When requests were done, and when replicas were busy."""
+    """Seconds at which requests were done, and the stretches of time in which replicas had something to do."""
 
     finish: Floats
-    """Seconds at which each was done."""
     busy_replica: Ints
-    """The replica of each stretch of time in which it had something to do."""
     busy_from: Floats
     busy_to: Floats
 

@@ -1,13 +1,13 @@
 """Parts of a simulation that runs in step with a program: draws, replicas, and a ledger."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from statistics import NormalDist
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from gcore_placement.costs import EngineCosts
 
@@ -178,29 +178,23 @@ class RunningLedger:
         self, *, num_devices: int, num_reward_devices: int, num_controllers: int, clock: Callable[[], float]
     ) -> None:
         self._num_devices, self._num_reward_devices, self._clock = num_devices, num_reward_devices, clock
-        self._num_generating = self._num_rewarding = 0
+        self._num_busy = {"generation": 0, "reward": 0}
         self._stages: list[str | None] = [None] * num_controllers
-        self._num_in = {"gen": 0, "reward": 0}
+        self._num_in: Counter[str | None] = Counter(self._stages)
         self._whole: tuple[str, float] | None = None
         self._since_s = 0.0
         self._seconds: dict[str, float] = dict.fromkeys((*WORK, *IDLE), 0.0)
 
-    def generate(self, num_devices: int) -> None:
-        """Count more devices as generating, or fewer if negative."""
+    def change(self, work: Literal["generation", "reward"], num_devices: int) -> None:
+        """Count more devices as doing this work, or fewer if negative."""
         self._advance()
-        self._num_generating += num_devices
-
-    def reward(self, num_devices: int) -> None:
-        """Count more devices as scoring, or fewer if negative."""
-        self._advance()
-        self._num_rewarding += num_devices
+        self._num_busy[work] += num_devices
 
     def enter(self, rank: int, stage: str | None) -> None:
         """Note the stage of its program that a controller is in from now on; None: it is in none."""
         self._advance()
-        for name, change in ((self._stages[rank], -1), (stage, 1)):
-            if name in self._num_in:
-                self._num_in[name] += change
+        self._num_in[self._stages[rank]] -= 1
+        self._num_in[stage] += 1
         self._stages[rank] = stage
 
     @contextmanager
@@ -208,7 +202,7 @@ class RunningLedger:
         """Count all devices as doing ``work`` inside the block, busy for a share of the time on average."""
         self._advance()
         assert self._whole is None, f"{work} started during {self._whole}"
-        assert not self._num_generating + self._num_rewarding, f"{work} started while responses were generated"
+        assert not any(self._num_busy.values()), f"{work} started while responses were generated"
         self._whole = work, busy_share
         try:
             yield
@@ -233,10 +227,11 @@ class RunningLedger:
             seconds[work] += self._num_devices * passed_s * share
             seconds["imbalance"] += self._num_devices * passed_s * (1 - share)
             return
-        seconds["generation"] += self._num_generating * passed_s
-        seconds["reward"] += self._num_rewarding * passed_s
-        seconds["reward_devices"] += (self._num_reward_devices - self._num_rewarding) * passed_s
-        part_s = (self._num_devices - self._num_reward_devices - self._num_generating) * passed_s / len(self._stages)
+        generating, rewarding = self._num_busy.values()
+        seconds["generation"] += generating * passed_s
+        seconds["reward"] += rewarding * passed_s
+        seconds["reward_devices"] += (self._num_reward_devices - rewarding) * passed_s
+        part_s = (self._num_devices - self._num_reward_devices - generating) * passed_s / len(self._stages)
         seconds["long_tail"] += part_s * self._num_in["gen"]
         seconds["waiting_for_reward"] += part_s * self._num_in["reward"]
-        seconds["barriers"] += part_s * (len(self._stages) - sum(self._num_in.values()))
+        seconds["barriers"] += part_s * (len(self._stages) - self._num_in["gen"] - self._num_in["reward"])
