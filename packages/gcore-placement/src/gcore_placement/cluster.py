@@ -82,7 +82,7 @@ class Cluster(Checked):
     def sizes(self) -> list[int]:
         """Return the numbers of devices that a job may use, largest first: whole nodes, or part of one node.
 
-        The sizes of a cluster are among those of any larger one, so more devices never make a plan worse.
+        They are among those of any larger cluster, so more devices never make a plan worse.
         """
         parts = range(1, min(self.num_devices + 1, self.devices_per_node))
         nodes = range(self.devices_per_node, self.num_devices + 1, self.devices_per_node)
@@ -128,9 +128,8 @@ class Efficiency(Checked):
     all_reduce_s: Amount = 1e-5
     """Seconds of a sum over devices in addition to its bytes."""
     overlap: float = 1.0
-    """Overlap of work that could be done at the same time: reading weights and multiplying, or gathering weights and
-    multiplying by others. 1: it takes as long as the longer of the two; 0: as long as both, as on a CPU, whose
-    cores do all of it."""
+    """Overlap of work that could be done at the same time: reading or gathering weights, and multiplying by them. 1: it
+    takes as long as the longer of the two; 0: as long as both, as on a CPU, whose cores do all of it."""
     micro_batch_s: Amount = 0.02
     """Seconds that a micro-batch takes in addition to its arithmetic."""
     swap_s: Amount = 1.0

@@ -1,7 +1,6 @@
 """The cost laws of a job's roles, in seconds, shared by plans, simulations and live decisions.
 
-The planner predicts them from a model's shape and a device's data sheet; a run's timings give them by a fit. Laws are
-the costs of many choices at once: their arrays are [num_laws].
+Laws are the costs of many choices at once: their arrays are [num_laws].
 """
 
 from dataclasses import dataclass, field, replace

@@ -148,9 +148,9 @@ def predict_step(
     that; one sleep and one wake-up a step free memory for training. A dynamic partition is taken where it settles.
 
     Args:
-        num_devices: all devices; they train together.
-        policy_devices: devices that generate, at least a replica; all in colocated.
-        reward_devices: devices of the judge; all in colocated, 0 without a judge.
+        num_devices: all devices; they train together, and serve both roles in colocated.
+        policy_devices: devices that generate, at least a replica.
+        reward_devices: devices of the judge, 0 without one.
     """
     check_known("strategy", strategy, PLANNED)
 
@@ -202,10 +202,10 @@ def waves_seconds(engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage
 
     The law of `EngineCosts` is summed over the decoding steps of the replica with the longest sequence: each sequence
     adds its share to as many steps as it has tokens. There are as many steps as the longest has tokens; or, where
-    sequences wait, as many as pass until the last has started and all that then run have ended. The policy reads a
-    prompt once for a group, the judge for each response.
+    sequences wait, as many as pass until the last has started and all that then run have ended.
     """
     _, read, written = job.engine_role(stage)
+    # The policy reads a prompt once for a group, the judge for each response.
     num_reads, prompt_mean = 1 if stage == "generation" else job.n, read.mean
     context_tokens = prompt_mean * written.mean + (written.mean_square + written.mean) / 2
     rows: list[Floats] = []

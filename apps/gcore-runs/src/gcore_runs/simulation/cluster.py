@@ -56,17 +56,16 @@ class StepFigures:
     controller_load: list[float]
     """Real seconds of the processor in each controller's own code for a simulated second, by rank."""
     metrics: dict[str, float]
-    """As the program reports them; lengths are in units of ``token_unit`` tokens."""
+    """Metrics of the program, with lengths in units of ``token_unit`` tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The outcome of a simulation."""
+    """The outcome of a simulation, which took ``wall_s`` real seconds."""
 
     config: SimulateConfig
     steps: list[StepFigures]
     wall_s: float
-    """Real seconds of the whole simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)

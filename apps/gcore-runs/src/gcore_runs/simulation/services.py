@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import coroutine
 from typing import TYPE_CHECKING, Any, Generic, Literal
@@ -131,8 +131,8 @@ class SharedState(Generic[RequestT, SampleT]):
     config: BaseSimConfig
     modality: SimulatedModality[RequestT, SampleT]
     seed: int
-    meter: LoadMeter = field(default_factory=lambda: LoadMeter(1))
-    ledger: RunningLedger | None = None
+    meter: LoadMeter
+    ledger: RunningLedger | None
     """None: device-seconds are not counted, and the trainer may work while the engines do."""
     version: int = 0
     """Version of the weights of all engines."""
@@ -203,8 +203,8 @@ class ModelledReward:
 class ModelledLearner:
     """A `gcore_controller.SharedTrainerGroup` of modelled replicas, to which micro-batches are dealt as on real ones.
 
-    A micro-batch takes its FLOPs over the FLOPs per second of a replica's devices, and ``micro_batch_s``; a step takes
-    the time of its slowest replica. All models cost the same. There are no weights, so nothing is exported or saved.
+    A micro-batch takes its FLOPs over a replica's FLOPs per second, and ``micro_batch_s``; a step takes the time of its
+    slowest replica. All models cost the same. There are no weights, so nothing is exported or saved.
     """
 
     def __init__(self, state: SharedState[Any, Any]) -> None:

@@ -36,10 +36,9 @@ _LINES = {"colocated": "#888888", "split": "#2f6fb0", "dynamic": "#d9664a", "cla
 
 
 def page(comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, WaveRuns]] = ()) -> str:
-    """Return the page.
+    """Return the page: for each comparison a table, bars of device-seconds and lines over the steps.
 
-    A comparison is a table of strategies, bars of where device-seconds went, and lines over the steps; a timeline, of
-    the runs of one wave, shows the devices that are busy over time.
+    A timeline, of the runs of one wave, shows the devices that are busy over time.
     """
     parts = [_comparison(comparison) for comparison in comparisons]
     if timelines:
@@ -78,9 +77,8 @@ def _comparison(comparison: Comparison) -> str:
     )
 
 
-def _bars(runs: Iterable[StrategyRun]) -> str:
+def _bars(runs: Sequence[StrategyRun]) -> str:
     """Draw one bar per strategy: its device-seconds, as long as its steps are."""
-    runs = list(runs)
     longest = max(run.seconds for run in runs)
     shapes: list[str] = []
     for row, run in enumerate(runs):

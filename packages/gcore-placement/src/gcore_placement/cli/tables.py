@@ -24,22 +24,20 @@ _FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that noth
 
 def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
     """Print the shares of each role's device time, and of all: work, then causes of idleness, where there is any."""
-    console = _console()
+    console, shares = _console(), (*ledger.device_ns, None)
     device_s = sum(ledger.total_ns.values()) / 1e9
     span = f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"
-    console.print(f"{span}: {device_s:,.1f} device-seconds, {ledger.idle_share():.1%} idle", soft_wrap=True)
-    console.print()
+    console.print(f"{span}: {device_s:,.1f} device-seconds, {ledger.idle_share():.1%} idle\n", soft_wrap=True)
     roles = list(ledger.device_ns)
     rows: list[Sequence[str]] = []
     for column in COLUMNS:
         seconds = sum(entry[column] for entry in ledger.device_ns.values()) / 1e9
         if seconds:
-            shares = [f"{ledger.share(column, role):.1%}" for role in roles]
             label = f"idle: {column}" if column in CAUSES else column
-            rows.append((label, *shares, f"{ledger.share(column):.1%}", f"{seconds:,.1f}"))
+            rows.append((label, *(f"{ledger.share(column, role):.1%}" for role in shares), f"{seconds:,.1f}"))
     table = _table(("", *roles, "all", "seconds"), rows, right=(*roles, "all", "seconds"))
     table.add_section()
-    table.add_row("idle", *(f"{ledger.idle_share(role):.1%}" for role in roles), f"{ledger.idle_share():.1%}", "")
+    table.add_row("idle", *(f"{ledger.idle_share(role):.1%}" for role in shares), "")
     totals = [f"{ledger.total_ns[role] / 1e9:,.1f}" for role in roles]
     table.add_row("seconds", *totals, f"{device_s:,.1f}", f"{device_s:,.1f}")
     console.print(table)

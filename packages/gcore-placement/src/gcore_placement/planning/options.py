@@ -75,8 +75,8 @@ class EngineRoofline:
     def sequence_bytes(self, prompt_lengths: Lengths, response_lengths: Lengths) -> float:
         """Return the bytes of keys and values per running sequence, at the worst moment of a step.
 
-        Either all have started together, and the worst moment is when those that are left, times what they hold, are
-        most; or sequences end and start steadily, and one caught at random has E[L^2] / 2 E[L] tokens of its response.
+        Either all have started together and those that are left hold most; or sequences end and start steadily, and one
+        caught at random has E[L^2] / 2 E[L] tokens of its response.
         """
         steady = prompt_lengths.mean + response_lengths.mean_square / (2 * response_lengths.mean)
         return max(steady, response_lengths.most_alive(prompt_lengths.mean)) * self.kv_token_bytes
@@ -229,18 +229,17 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     Products and attention take their FLOPs over their shares of the peak, a third more where they are recomputed, as
     the head always is (its logits are made a chunk at a time, and again for the backward pass), and 1 + (PP - 1) / m
     times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
-    Reading and writing logits, `_LOGIT_PASSES` times, takes long where a vocabulary is large and a model small. Added
-    to each token, and not hidden by any of this:
+    Reading and writing logits takes long where a vocabulary is large and a model small. Added to each token, and not
+    hidden by any of this:
 
     - TP with sequence parallelism: four gathers or scatters of the token's state in each layer's forward pass, and as
       many in its backward pass (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2);
     - CP: each rank gets all others' keys and values, forward and backward, and their gradients;
     - PP: the state and its gradient cross each stage's border.
 
-    To each step are added: the gradients' scatter and the weights' gather (ZeRO-1), or, as far as products do not hide
-    them (`Efficiency.overlap`), the gathers of all weights, forward and backward, and the gradients' scatter of ZeRO-3
-    in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7); AdamW's traffic; and
-    `Efficiency.micro_batch_s`.
+    Added to each step: AdamW's traffic, `Efficiency.micro_batch_s`, and the gradients' scatter and the weights' gather
+    (ZeRO-1), or, as far as products do not hide them, the gathers of all weights, forward and backward, and the
+    gradients' scatter of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7).
     """
     tp, pp, cp, ranks, num_devices = layouts.tp, layouts.pp, layouts.cp, layouts.dp * layouts.cp, layouts.num_devices
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
@@ -301,16 +300,10 @@ class TrainingChoice:
     seconds: float
     """Seconds of a step's preparation and training, and of moving the state."""
     state_bytes: float
-    """State of each device."""
 
 
 class TrainingOptions:
-    """All layouts of a number of devices. Arrays are [num_layouts].
-
-    Attributes:
-        seconds: Seconds of a step's preparation and training.
-        moving_s: Seconds to bring the state from the host's memory and back.
-    """
+    """All layouts of a number of devices, with the seconds of a step's preparation and training: [num_layouts]."""
 
     def __init__(self, setting: Setting, num_devices: int) -> None:
         self._setting = setting
@@ -323,6 +316,7 @@ class TrainingOptions:
         self.seconds = preparation_s + training_s
         rate = cluster.device.host_bytes_per_s * efficiency.host
         self.moving_s = correction.factor("training") * (2 * self.state_bytes / rate)
+        """Seconds to bring the state from the host's memory and back."""
 
     def choices(self) -> list[TrainingChoice]:
         """Return the layouts to try: the fastest that fits and moves its state to the host, and those that fit and keep

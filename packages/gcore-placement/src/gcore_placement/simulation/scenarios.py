@@ -163,12 +163,9 @@ def scenario(
     costs: JobCosts | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulator:
-    """Return the simulator of a scenario.
+    """Return the simulator of a scenario: of SCENARIOS or PUBLISHED, for one of JOBS and of SCALES.
 
     Args:
-        name: one of SCENARIOS or PUBLISHED.
-        job: one of JOBS.
-        num_devices: one of SCALES.
         num_steps: the scenario's if None, 60 of a published run; the drift is over as many.
         trace: in the place of the scenario's.
         costs: in the place of the job's, for as many devices a replica.
