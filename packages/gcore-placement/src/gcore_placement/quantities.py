@@ -99,11 +99,6 @@ def normal_quantiles(probabilities: Floats) -> Floats:
     return np.vectorize(NormalDist().inv_cdf, otypes=[np.float64])(probabilities)
 
 
-@cache
-def _deviations() -> Floats:
-    return normal_quantiles(_MIDDLES)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Lengths:
     """A distribution over tokens, as rising values and their weights; use `log_normal` or `recorded`."""
@@ -122,7 +117,7 @@ class Lengths:
         if median > longest:
             raise refusal("median", median, f"at most longest ({longest})")
         with np.errstate(over="ignore"):  # infinite ones are cut too
-            values = median * np.exp(sigma * _deviations())
+            values = median * np.exp(sigma * normal_quantiles(_MIDDLES))
         return cls(values=np.clip(values, 1, longest), edges=_EDGES)
 
     @classmethod

@@ -61,7 +61,9 @@ def balance(
         return [np.arange(len(amounts))]
     order = np.argsort(-amounts, kind="stable") if sizes is None else np.lexsort((-sizes, -amounts))
     falling = scale_to_one(amounts[order])
-    lower_bound = _lower_bound(falling, num_parts, equal_count=equal_count)
+    # The heaviest item shares its part with as many others as it must.
+    company = len(falling) // num_parts - 1 if equal_count else 0
+    lower_bound = max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))
     if sizes is None:
         sizes, most_weight = np.ones(len(falling)), float(most)
         start = longest_first(falling, num_parts, max_count=most)
@@ -136,12 +138,6 @@ def _start_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: f
         start = np.empty(len(costs), dtype=np.intp)
         start[by_weight] = packed
     return fill_empty(start, num_parts)
-
-
-def _lower_bound(falling: Floats, num_parts: int, *, equal_count: bool) -> float:
-    """Return a lower bound: the mean, and the heaviest item with the items that must share its part."""
-    company = len(falling) // num_parts - 1 if equal_count else 0
-    return max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))
 
 
 def micro_batches(

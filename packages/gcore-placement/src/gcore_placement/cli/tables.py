@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from gcore_placement.errors import MissingExtraError
 from gcore_placement.ledger import CAUSES, COLUMNS, Ledger, StepIntervals
 from gcore_placement.planning.options import EnginePlan
-from gcore_placement.planning.planner import Plan
+from gcore_placement.planning.planner import Plan, gigabytes
 from gcore_placement.simulation.simulator import IDLE, Comparison
 
 try:
@@ -48,7 +48,7 @@ def print_plan(plan: Plan) -> None:
     console = _console()
     text = (
         f"{plan.num_devices} of {plan.cluster.num_devices} x {plan.cluster.device.name}, {plan.strategy}: "
-        f"{plan.step_s:.1f} s a step, {_gb(plan.peak_bytes)} of {_gb(plan.usable_bytes)} usable"
+        f"{plan.step_s:.1f} s a step, {gigabytes(plan.peak_bytes)} of {gigabytes(plan.usable_bytes)} usable"
     )
     console.print(Text(text), soft_wrap=True)
     state = "on the host while engines work" if plan.offload else "stays on the devices"
@@ -57,7 +57,11 @@ def print_plan(plan: Plan) -> None:
     roles.append(("training", str(plan.num_devices), f"{plan.training}; state {state}"))
     stages = [(name.removesuffix("_s"), f"{seconds:.1f} s") for name, seconds in vars(plan.step).items()]
     memory = [
-        (phase, _gb(sum(parts.values())), ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size))
+        (
+            phase,
+            gigabytes(sum(parts.values())),
+            ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size),
+        )
         for phase, parts in plan.memory.items()
     ]
     tables = [_table(("role", "devices", "layout"), roles), _table(("stage", "seconds"), stages, right=("seconds",))]
@@ -122,7 +126,3 @@ def _engines(engines: EnginePlan) -> str:
         f"{engines.num_replicas} engine{'s' * (engines.num_replicas != 1)} of TP {engines.tensor_model_parallel_size}, "
         f"{engines.max_num_seqs} sequences each"
     )
-
-
-def _gb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f} GB"

@@ -47,12 +47,12 @@ class LoadHistory:
 
     def settled(self) -> Load:
         """Return the load of a round of usual size, by medians of the last ones."""
-        return self._load(self._medians(_WORK), self._medians(_FLOOR))
+        return self._medians(_WORK) * self.corrections * self._usual_size(), self._medians(_FLOOR)
 
     def latest(self) -> Load:
         """Return the last round's load, scaled to the usual size."""
         last = np.array(self.rows[-1])
-        return self._load(last[_WORK], last[_FLOOR])
+        return last[_WORK] * self.corrections * self._usual_size(), last[_FLOOR]
 
     def noise(self) -> Floats:
         """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
@@ -75,9 +75,6 @@ class LoadHistory:
         noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / last[_SIZE]))
         off = np.abs(np.log(last[_WORK] / settled))
         return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
-
-    def _load(self, work: Floats, floor: Floats) -> Load:
-        return work * self.corrections * self._usual_size(), floor
 
     def _usual_size(self) -> float:
         """Return the mean size of rounds, weighted by size."""

@@ -283,20 +283,20 @@ def _why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
     smallest = int(options.total_bytes.argmin())
     if options.total_bytes[smallest] > usable:
         parts = sorted(((float(v[smallest]), k) for k, v in options.memory.items()), reverse=True)[:3]
-        most = ", ".join(f"{name} {_gb(size)}" for size, name in parts)
-        needs = _gb(options.total_bytes[smallest])
+        most = ", ".join(f"{name} {gigabytes(size)}" for size, name in parts)
+        needs = gigabytes(options.total_bytes[smallest])
         lines.append(f"training needs at least {needs} on each device ({most}; {options.layouts[smallest]})")
     for name, engines in (("policy", known.policy), ("judge", known.judge)):
         if engines is not None:
             needs, tp = min((engines.least_bytes(tp), tp) for tp in engines.sizes(size))
             if needs > usable:
-                lines.append(f"an engine of the {name} needs {_gb(needs)} on each device even at TP {tp}")
-    host = _gb(cluster.host_memory_bytes)
+                lines.append(f"an engine of the {name} needs {gigabytes(needs)} on each device even at TP {tp}")
+    host = gigabytes(cluster.host_memory_bytes)
     lines = lines or [f"roles do not fit on the same devices, nor states into {host} of the host"]
     fits = ", or ".join(_what_would_fit(known.setting, strategy)) or "nothing that was tried"
     return (
-        f"nothing fits on {cluster.num_devices} x {cluster.device.name}, of whose {_gb(cluster.device.memory_bytes)} "
-        f"{_gb(usable)} are usable: {'; '.join(lines)}. Would fit: {fits}"
+        f"nothing fits on {cluster.num_devices} x {cluster.device.name}, of whose "
+        f"{gigabytes(cluster.device.memory_bytes)} {gigabytes(usable)} are usable: {'; '.join(lines)}. Would fit: {fits}"
     )
 
 
@@ -357,7 +357,7 @@ def _engines(known: Candidates, same_strategy: list[Candidate], chosen: Candidat
         for tp in options.sizes(chosen.num_devices):
             if tp != getattr(chosen, role).tp:
                 needs = options.least_bytes(tp)
-                unfit = f": {_gb(needs)} of {_gb(usable)}" if needs > usable else " next to the other roles"
+                unfit = f": {gigabytes(needs)} of {gigabytes(usable)}" if needs > usable else " next to the other roles"
                 reason = _compared(best.get(tp, inf), chosen.step_s, unfit=f"does not fit{unfit}")
                 yield Alternative(choice=choice, option=f"TP {tp}", reason=reason)
 
@@ -376,7 +376,7 @@ def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
         """Return the least seconds of those that fit, and the reason as text."""
         least_s = min((float(seconds[i]) for i in indices if options.total_bytes[i] <= usable), default=inf)
         needs = min(float(options.total_bytes[i]) for i in indices)
-        unfit = f"does not fit: {_gb(needs)} of {_gb(usable)}"
+        unfit = f"does not fit: {gigabytes(needs)} of {gigabytes(usable)}"
         return least_s, _compared(least_s, chosen.training.seconds, "to train", unfit=unfit)
 
     others = {sizes: reason(indices) for sizes, indices in by_sizes.items() if sizes != own.sizes}
@@ -394,5 +394,6 @@ def _compared(seconds: float, chosen_s: float, what: str = "a step", *, unfit: s
     return f"{seconds:.1f} s {what}, {seconds - chosen_s:+.1f} s" if seconds < inf else unfit
 
 
-def _gb(size_bytes: float) -> str:
+def gigabytes(size_bytes: float) -> str:
+    """Return a size as text."""
     return f"{size_bytes / 1e9:.1f} GB"

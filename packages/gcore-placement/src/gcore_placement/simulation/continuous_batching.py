@@ -49,10 +49,7 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     ends = np.cumsum(counts)
     if counts.max() <= costs.max_num_seqs and (arrival == np.repeat(arrival[ends - 1], counts)).all():
         return _run_together(costs, counts, requests)
-    batch = _Batch(costs, requests, order, counts)
-    while batch.num_unfinished:
-        batch.advance()
-    return batch.result()
+    return _Batch(costs, requests, order, counts).run()
 
 
 def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> EngineRun:
@@ -98,7 +95,7 @@ class _Batch:
         self._length = requests.length[order]
         self._end = np.cumsum(counts)
         self._next = self._end - counts
-        self.num_unfinished = len(order)
+        self._num_unfinished = len(order)
 
         num_replicas = len(counts)
         self._num_slots = min(costs.max_num_seqs, int(counts.max()))
@@ -118,7 +115,16 @@ class _Batch:
         self._busy_since = np.zeros(num_replicas)
         self._stretches: list[tuple[Ints, Floats, Floats]] = []
 
-    def advance(self) -> None:
+    def run(self) -> EngineRun:
+        """Advance until no request is unfinished."""
+        while self._num_unfinished:
+            self._advance()
+        finish = np.empty_like(self._finish)
+        finish[self._order] = self._finish
+        replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
+        return EngineRun(finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
+
+    def _advance(self) -> None:
         """Advance each replica to its next event: the start or the end of one sequence."""
         is_running = self._running > 0
         first_end = self._slot_end[np.arange(len(self._first)), self._first]
@@ -136,13 +142,6 @@ class _Batch:
         if len(started):
             self._start(started, arrival[started])
 
-    def result(self) -> EngineRun:
-        """Return the outcome, when no request is unfinished."""
-        finish = np.empty_like(self._finish)
-        finish[self._order] = self._finish
-        replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
-        return EngineRun(finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
-
     def _complete(self, replicas: Ints, steps: Floats, duration: Floats) -> None:
         running, slot = self._running[replicas], self._first[replicas]
         time = self._time[replicas] + duration
@@ -158,7 +157,7 @@ class _Batch:
         self._first[replicas] = self._slot_end[replicas, : int(running.max())].argmin(axis=1)
         self._held[replicas] += running * steps - self._context[item] - self._length[item]
         self._finish[item] = time
-        self.num_unfinished -= len(replicas)
+        self._num_unfinished -= len(replicas)
 
         is_empty = running == 1
         empty, time = replicas[is_empty], time[is_empty]

@@ -11,11 +11,13 @@ from gcore_placement.costs import EngineCosts, JobCosts, training_seconds
 from gcore_placement.errors import refusal
 from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.dynamic_partition import DynamicPartition, DynamicPartitionConfig
-from gcore_placement.partition.space import EngineWork, Partition, PartitionSpace, RoleLoad, engine_load
+from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, engine_load
 from gcore_placement.quantities import Floats
 from gcore_placement.simulation.waves import (
     WaveOutcome,
     context_tokens,
+    engine_works,
+    judge_requests,
     policy_requests,
     reward_costs,
     simulate_waves,
@@ -274,13 +276,8 @@ class Simulator:
         """[num_waves, num_partitions], a lower bound of a wave's seconds; the exact seconds once they are known."""
         rows: list[Floats] = []
         for wave in self._waves:
-            read_GN, written_GN = wave.prompt_length[:, None] + wave.response_length, wave.judge_length
-            judging = EngineWork(
-                num_tokens=float(written_GN.sum()),
-                num_context_tokens=float((read_GN * written_GN + written_GN**2 / 2).sum()),
-                num_prefill_tokens=float(read_GN.sum()),
-                longest=float(written_GN.max()),
-            )
+            judgements = judge_requests([wave], np.zeros(wave.judge_length.size), 1)
+            [judging] = engine_works(judgements, np.zeros(1, dtype=np.intp))
             # However responses are divided among judges.
             judging_P = engine_load(reward_costs(self.costs), judging)[0] / self.space.role_devices[:, 1]
             generating_P = [_least_generating_s(self.costs.policy, p, wave) for p in self.space.partitions]

@@ -163,7 +163,7 @@ def simulate_waves(
         columns = {"generation": generating_W, "reward": judging_W, **idle}
         # Values below 0 come from rounding.
         rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
-        policy_work, reward_work = _works(runs.responses, starts), _works(runs.judgements, starts)
+        policy_work, reward_work = engine_works(runs.responses, starts), engine_works(runs.judgements, starts)
         outcomes += [
             WaveOutcome(
                 seconds=float(end_W[wave]),
@@ -225,7 +225,7 @@ def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     return np.asarray(np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64)
 
 
-def _works(requests: Requests, starts: Ints) -> list[EngineWork]:
+def engine_works(requests: Requests, starts: Ints) -> list[EngineWork]:
     """Return the work of each wave; requests are in order of waves."""
     sums = [
         np.add.reduceat(values, starts).tolist()
