@@ -294,9 +294,9 @@ def _why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
     host = gigabytes(cluster.host_memory_bytes)
     lines = lines or [f"roles do not fit on the same devices, nor states into {host} of the host"]
     fits = ", or ".join(_what_would_fit(known.setting, strategy)) or "nothing that was tried"
-    memory = gigabytes(cluster.device.memory_bytes)
+    memory, free = gigabytes(cluster.device.memory_bytes), gigabytes(usable)
     return (
-        f"nothing fits on {cluster.num_devices} x {cluster.device.name}, of whose {memory} {gigabytes(usable)} are usable: "
+        f"nothing fits on {cluster.num_devices} x {cluster.device.name}, of whose {memory} {free} are usable: "
         f"{'; '.join(lines)}. Would fit: {fits}"
     )
 
