@@ -44,17 +44,10 @@ _NAMED = ("swap", "data", "checkpoint", "failure")
 _STAGES = (*_NAMED, *WORK)
 _NO_STAGE = len(_STAGES)
 
+_AFTER_SAMPLING = dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights")
 _CAUSE_BY_ROLE: dict[str, dict[str, str]] = {
-    "engine": {
-        "gen": "long_tail",
-        "reward": "waiting_for_reward",
-        **dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights"),
-    },
-    "judge": {
-        "gen": "waiting_for_generation",
-        "reward": "long_tail",
-        **dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights"),
-    },
+    "engine": {"gen": "long_tail", "reward": "waiting_for_reward", **_AFTER_SAMPLING},
+    "judge": {"gen": "waiting_for_generation", "reward": "long_tail", **_AFTER_SAMPLING},
     "trainer": {"gen": "waiting_for_generation", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
 }
 """The cause of idleness of a role's device, by the stage of the controllers."""

@@ -17,11 +17,12 @@ def sum_per_part(part_of: Ints, amounts: Floats, num_parts: int) -> Floats:
     return np.asarray(np.bincount(part_of, weights=amounts, minlength=num_parts), dtype=np.float64)
 
 
-def by_part(part_of: Ints, num_parts: int) -> Ints:
-    """Return the items sorted by their part, ties by index."""
+def by_part(part_of: Ints, num_parts: int) -> tuple[Ints, Ints, Ints]:
+    """Return the items sorted by part, ties by index, and each part's number of items and place of its first."""
     # Two bytes are sorted by radix, many times as fast.
     keys = part_of.astype(np.uint16) if num_parts <= 1 << 16 else part_of
-    return np.argsort(keys, kind="stable")
+    counts = np.bincount(part_of, minlength=num_parts)
+    return np.argsort(keys, kind="stable"), counts, np.cumsum(counts) - counts
 
 
 @dataclass(kw_only=True)
@@ -55,20 +56,15 @@ class Assignment:
         """Return the items of each part by their caller's index `index_of` [num_items], ascending."""
         part_of = np.empty_like(self.part_of)
         part_of[index_of] = self.part_of
-        counts = np.bincount(part_of, minlength=self.num_parts)
-        return np.split(by_part(part_of, self.num_parts), np.cumsum(counts)[:-1])
-
-    def by_part(self) -> tuple[Ints, Ints, Ints]:
-        """Return the items sorted by part, and each part's number of items and place of its first."""
-        counts = np.bincount(self.part_of, minlength=self.num_parts)
-        return by_part(self.part_of, self.num_parts), counts, np.cumsum(counts) - counts
+        order, _, starts = by_part(part_of, self.num_parts)
+        return np.split(order, starts[1:])
 
     def sample(self, per_part: int, *, first: int) -> "tuple[Assignment, Ints]":
         """Return about `per_part` items of each part, evenly spaced by cost from the `first` (modulo the spacing) on.
 
         The others stay fixed. Also returns the items' indices.
         """
-        order, counts, starts = self.by_part()
+        order, counts, starts = by_part(self.part_of, self.num_parts)
         rank = np.arange(len(order)) - np.repeat(starts, counts)
         stride = np.repeat(np.maximum(counts // per_part, 1), counts)
         items = np.sort(order[rank % stride == first % stride])
@@ -180,7 +176,7 @@ def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: floa
     others in each round. No part occurs twice in `heavy` and `light`; pairs whose heavy part has at most the target are
     left alone.
     """
-    order, counts, starts = assignment.by_part()
+    order, counts, starts = by_part(assignment.part_of, assignment.num_parts)
     chosen = assignment.loads[heavy] > np.maximum(target, assignment.loads[light])
     chosen &= np.minimum(counts[heavy], counts[light]) >= 2
     heavy, light = heavy[chosen], light[chosen]
