@@ -17,9 +17,10 @@ from gcore_placement.forecast import RUN_FILE, Correction, Job
 from gcore_placement.ledger import Ledger, read_spans, select_steps
 from gcore_placement.planning.planner import plan
 from gcore_placement.quantities import Lengths, check_positive
+from gcore_placement.simulation.continuous_batching import EngineRun
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
 from gcore_placement.simulation.simulator import Comparison, Simulator, compare
-from gcore_placement.simulation.waves import WaveRuns, run_waves
+from gcore_placement.simulation.waves import run_waves
 from gcore_placement.strategies import PLANNED
 from gcore_placement.workload.model_shape import ModelShape
 from gcore_placement.workload.recorded_runs import run_trace
@@ -209,7 +210,7 @@ def _trace(arguments: argparse.Namespace) -> Trace | None:
     return run_trace(folder, n=n, judge_median=arguments.judge_length, max_judge_length=longest, seed=arguments.seed)
 
 
-def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, WaveRuns]]:
+def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, tuple[EngineRun, EngineRun]]]:
     """Return the first wave of the middle step, colocated and on the partition of dynamic."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))

@@ -27,6 +27,7 @@ class Requests:
 class EngineRun:
     """Seconds at which requests were done, and the stretches of time in which replicas had something to do."""
 
+    requests: Requests
     finish: Floats
     busy_replica: Ints
     busy_from: Floats
@@ -43,7 +44,7 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
         nothing = np.empty(0)
-        return EngineRun(finish=nothing, busy_replica=counts[:0], busy_from=nothing, busy_to=nothing)
+        return EngineRun(requests=requests, finish=nothing, busy_replica=counts[:0], busy_from=nothing, busy_to=nothing)
     order = np.argsort(requests.replica, kind="stable")
     arrival = requests.arrival[order]
     ends = np.cumsum(counts)
@@ -79,15 +80,15 @@ def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> Engin
     # Sequences that end at the same step end at the very same second.
     decoded_s = up_to(costs.decode_s(length - done, running, held))
     finish[order] = arrival + np.repeat(prefill_s, counts[used]) + decoded_s
-    return EngineRun(finish=finish, busy_replica=used, busy_from=arrival[starts], busy_to=finish[order[ends - 1]])
+    busy_to = finish[order[ends - 1]]
+    return EngineRun(requests=requests, finish=finish, busy_replica=used, busy_from=arrival[starts], busy_to=busy_to)
 
 
 class _Batch:
     """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
 
     def __init__(self, costs: EngineCosts, requests: Requests, order: Ints, counts: Ints) -> None:
-        self._costs = costs
-        self._order = order
+        self._costs, self._requests, self._order = costs, requests, order
         # After the last request stands one that never arrives.
         self._arrival = np.append(requests.arrival[order], np.inf)
         self._prefill_s = requests.prefill[order] * costs.prefill_per_token_s
@@ -122,7 +123,7 @@ class _Batch:
         finish = np.empty_like(self._finish)
         finish[self._order] = self._finish
         replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
-        return EngineRun(finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
+        return EngineRun(requests=self._requests, finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
 
     def _advance(self) -> None:
         """Advance each replica to its next event: the start or the end of one sequence."""

@@ -81,16 +81,6 @@ class WaveOutcome:
     reward_work: EngineWork
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WaveRuns:
-    """Both engines' runs of the same waves, in seconds from each wave's start."""
-
-    responses: Requests
-    generated: EngineRun
-    judgements: Requests
-    judged: EngineRun
-
-
 def simulate_waves(
     costs: JobCosts,
     waves: Sequence[Wave],
@@ -120,12 +110,13 @@ def simulate_waves(
         if before is not None and not first:
             had = before.policy_replicas, before.reward_replicas
             late = max(0, replicas[0] - had[0]), max(0, replicas[1] - had[1])
-        runs = run_waves(costs, chunk, place, late, late_s)
+        generated, judged = run_waves(costs, chunk, place, late, late_s)
+        responses, judgements = generated.requests, judged.requests
         starts = wave_starts(chunk)
-        generation_W = np.maximum.reduceat(runs.generated.finish, starts)
-        end_W = np.maximum.reduceat(runs.judged.finish, starts)
-        generating_W = _busy_s(runs.generated, replicas[0], end_W) * policy.devices_per_replica
-        judging_W = _busy_s(runs.judged, replicas[1], end_W) * reward.devices_per_replica
+        generation_W = np.maximum.reduceat(generated.finish, starts)
+        end_W = np.maximum.reduceat(judged.finish, starts)
+        generating_W = _busy_s(generated, replicas[0], end_W) * policy.devices_per_replica
+        judging_W = _busy_s(judged, replicas[1], end_W) * reward.devices_per_replica
         if isinstance(place, int):
             swap_s = costs.swap.sleep_s + costs.swap.wake_s
             judging_s_W = end_W - generation_W - swap_s
@@ -142,7 +133,7 @@ def simulate_waves(
             after_W, late_before_W = end_W - generation_W, np.minimum(late_W, generation_W)
             late_after_W = np.minimum(late_W, end_W) - late_before_W
             late_policy, late_reward = late[0] * policy.devices_per_replica, late[1] * reward.devices_per_replica
-            judging_before_W = _busy_s(runs.judged, replicas[1], generation_W) * reward.devices_per_replica
+            judging_before_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
             judging_after_W = judging_W - judging_before_W
             policy_tail_W = generation_W * place.policy_devices - generating_W - late_policy * late_before_W
             reward_tail_W = after_W * place.reward_devices - judging_after_W - late_reward * late_after_W
@@ -153,7 +144,6 @@ def simulate_waves(
                 "imbalance": generation_W * place.reward_devices - judging_before_W - late_reward * late_before_W,
                 "unassigned": end_W * place.unassigned_devices,
             }
-            judgements = runs.judgements
             alone_Q = judgements.arrival + (
                 (reward.decode_base_s + reward.decode_per_sequence_s) * judgements.length
                 + reward.decode_per_context_token_s * context_tokens(judgements)
@@ -163,13 +153,13 @@ def simulate_waves(
         columns = {"generation": generating_W, "reward": judging_W, **idle}
         # Values below 0 come from rounding.
         rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
-        policy_work, reward_work = engine_works(runs.responses, starts), engine_works(runs.judgements, starts)
+        policy_work, reward_work = engine_works(responses, starts), engine_works(judgements, starts)
         outcomes += [
             WaveOutcome(
                 seconds=float(end_W[wave]),
                 device_s={name: column[wave] for name, column in rounded.items()},
                 generation_s=float(generation_W[wave]),
-                first_response_s=float(runs.judgements.arrival[starts[wave]]),
+                first_response_s=float(judgements.arrival[starts[wave]]),
                 uncontended_s=float(uncontended_W[wave]),
                 policy_work=policy_work[wave],
                 reward_work=reward_work[wave],
@@ -181,8 +171,11 @@ def simulate_waves(
 
 def run_waves(
     costs: JobCosts, waves: Sequence[Wave], place: Partition | int, late: tuple[int, int] = (0, 0), late_s: float = 0.0
-) -> WaveRuns:
-    """Run both engines, with so many replicas of each role that are late; `simulate_waves` accounts for the result."""
+) -> tuple[EngineRun, EngineRun]:
+    """Return the runs of the policy's and of the judge's engines, in seconds from each wave's start.
+
+    So many replicas of each role are late; `simulate_waves` accounts for the result.
+    """
     policy_replicas, reward_replicas = _replicas(costs, place)
     responses = policy_requests(waves, policy_replicas)
     _delay(responses, policy_replicas, late[0], late_s)
@@ -194,8 +187,7 @@ def run_waves(
         ready_Q = np.repeat(ready_W, np.diff(np.append(starts, len(ready_Q))))
     judgements = judge_requests(waves, ready_Q, reward_replicas)
     _delay(judgements, reward_replicas, late[1], late_s)
-    judged = run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
-    return WaveRuns(responses=responses, generated=generated, judgements=judgements, judged=judged)
+    return generated, run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
 
 
 def reward_costs(costs: JobCosts) -> EngineCosts:
