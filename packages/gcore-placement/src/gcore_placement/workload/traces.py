@@ -160,8 +160,8 @@ def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: in
     rows: list[dict[str, NDArray[Any]]] = []
     for number, step in enumerate(steps):
         groups = step.num_prompts
-        for name in ("num_prompts", "num_waves"):
-            check_positive(f"steps[{number}].{name}", getattr(step, name))
+        for count in ("num_prompts", "num_waves"):
+            check_positive(f"steps[{number}].{count}", getattr(step, count))
         if not 0 <= step.num_accepted <= groups:
             raise refusal(f"steps[{number}].num_accepted", step.num_accepted, f"from 0 to {groups}")
         if step.num_waves > groups:
