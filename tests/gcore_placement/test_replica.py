@@ -1,29 +1,26 @@
-"""A replica moved forward by its caller, the choice among replicas, and the ledger that counts while they run."""
-
-import random
+"""A replica moved forward by its caller, and the ledger that counts while replicas run."""
 
 import numpy as np
 import pytest
 from continuous_batching_cases import cases
 from hypothesis import given, strategies as st
 
-from gcore_placement import EngineCosts, LeastLoaded, Replica, ReplicaRequest, RunningLedger
+from gcore_placement import EngineCosts, Replica, ReplicaRequest, RunningLedger
 from gcore_placement.simulation.continuous_batching import Requests, run_replicas
 
 
-def run_one(costs: EngineCosts, requests: Requests, items: list[int]) -> dict[int, float]:
-    """Return the finish time of each request of one replica."""
-    replica: Replica[int] = Replica(costs)
+def run_one(costs: EngineCosts, requests: Requests, items: list[int]) -> list[float]:
+    """Return the finish times of the requests of one replica."""
+    replica: Replica[ReplicaRequest] = Replica(costs)
     arrivals = [(float(requests.arrival[item]), item) for item in items]
-    finish: dict[int, float] = {}
+    finish: list[float] = []
     while arrivals or replica.num_running:
         end_s = replica.next_end_s
         if end_s is not None and (not arrivals or end_s <= arrivals[0][0]):
-            finish |= dict.fromkeys(replica.complete(end_s), end_s)
+            finish += [end_s] * len(replica.complete(end_s))
         else:
             now_s, item = arrivals.pop(0)
             request = ReplicaRequest(
-                item=item,
                 length=float(requests.length[item]),
                 prefill_s=float(requests.prefill[item]) * costs.prefill_per_token_s,
                 context=float(requests.context[item]),
@@ -40,7 +37,7 @@ def test_a_replica_agrees_with_the_simulation_of_many_at_once(case: tuple[Engine
     for index in range(num_replicas):
         items = np.flatnonzero(requests.replica == index)
         finish = run_one(costs, requests, items.tolist())
-        np.testing.assert_allclose(np.sort(run.finish[items]), sorted(finish.values()), rtol=1e-9)
+        np.testing.assert_allclose(np.sort(run.finish[items]), sorted(finish), rtol=1e-9)
 
 
 COSTS = EngineCosts(
@@ -59,40 +56,29 @@ def test_steps_within_is_the_inverse_of_decode_s(steps: float, running: int, hel
 
 
 def test_a_withdrawn_sequence_has_the_tokens_that_it_was_given() -> None:
-    replica: Replica[str] = Replica(COSTS)
-    replica.submit([ReplicaRequest(item=name, length=100.0) for name in "abcdef"], 0.0)
+    replica: Replica[ReplicaRequest] = Replica(COSTS)
+    requests = {name: ReplicaRequest(length=100.0) for name in "abcdef"}
+    replica.submit(requests.values(), 0.0)
     now_s = COSTS.decode_s(40.0, 4.0, 0.0)
-    taken = dict(replica.withdraw(lambda name: name in "bf", now_s))
-    assert taken == {"f": 0.0, "b": pytest.approx(40.0)}
+    taken = dict(replica.withdraw(lambda request: request in (requests["b"], requests["f"]), now_s))
+    assert taken == {requests["f"]: 0.0, requests["b"]: pytest.approx(40.0)}
     # Another has taken its place, and the tokens that are held are those of the four that run.
     assert (replica.num_running, replica.num_waiting) == (4, 0)
     assert replica.next_end_s == pytest.approx(now_s + COSTS.decode_s(60.0, 4.0, 120.0))
 
 
 def test_a_held_replica_stands_still() -> None:
-    replica: Replica[str] = Replica(COSTS)
-    replica.submit([ReplicaRequest(item="a", length=100.0)], 0.0)
+    replica: Replica[ReplicaRequest] = Replica(COSTS)
+    replica.submit([ReplicaRequest(length=100.0)], 0.0)
     alone_s = COSTS.decode_s(100.0, 1.0, 0.0)
     replica.hold(0.5)
     assert replica.next_end_s is None
-    replica.submit([ReplicaRequest(item="b", length=1.0)], 3.0)
+    later = ReplicaRequest(length=1.0)
+    replica.submit([later], 3.0)
     assert (replica.num_running, replica.num_waiting) == (1, 1)
-    assert replica.withdraw(lambda name: name == "b", 4.0) == [("b", 0.0)]
+    assert replica.withdraw(lambda request: request is later, 4.0) == [(later, 0.0)]
     replica.release(10.5)
     assert replica.next_end_s == pytest.approx(10 + alone_s)
-
-
-def test_the_least_loaded_is_found() -> None:
-    draw = random.Random(0)
-    choice, loads = LeastLoaded(7), [0] * 7
-    for _ in range(3000):
-        if draw.random() < 0.5:
-            replica, load = choice.take(draw.randrange(1, 4))
-            assert loads[replica] == min(loads)
-            loads[replica] = load
-        else:
-            replica = draw.randrange(7)
-            loads[replica] = choice.add(replica, -(loads[replica] // 2))
 
 
 def test_the_running_ledger_names_the_cause() -> None:
@@ -100,15 +86,15 @@ def test_the_running_ledger_names_the_cause() -> None:
     ledger = RunningLedger(num_devices=4, num_reward_devices=1, num_controllers=2, clock=lambda: now_s)
     ledger.enter(0, "gen")
     ledger.enter(1, "gen")
-    ledger.generate(2)
+    ledger.change("generation", 2)
     now_s = 10.0
-    ledger.generate(-1)
-    ledger.reward(1)
+    ledger.change("generation", -1)
+    ledger.change("reward", 1)
     ledger.enter(0, "reward")
     ledger.enter(1, None)
     now_s = 14.0
-    ledger.generate(-1)
-    ledger.reward(-1)
+    ledger.change("generation", -1)
+    ledger.change("reward", -1)
     with ledger.whole("training", 0.75):
         now_s = 22.0
     assert ledger.cut() == pytest.approx(

@@ -9,7 +9,7 @@ from numpy.testing import assert_allclose
 from planning_jobs import make_cluster, make_job
 
 from gcore_placement import Cluster, Efficiency, Job, TrainingLayout
-from gcore_placement.costs import TrainingLaws
+from gcore_placement.costs import TrainingLaws, training_seconds
 from gcore_placement.planning.layouts import Backend, TrainingLayouts, training_layouts
 from gcore_placement.planning.options import training_laws
 
@@ -48,7 +48,7 @@ def laws_of(job: Job, *layouts: TrainingLayout, cluster: Cluster | None = None) 
 def test_alone_a_device_computes_and_updates() -> None:
     job = make_job()
     laws = laws_of(job, layout("torch"))
-    seconds = laws.seconds(tokens=job.training_tokens, pairs=job.training_pairs, num_devices=1)
+    seconds = sum(training_seconds(laws, job.training_tokens, job.training_pairs, num_devices=1))
     workload = job.policy.workload
     flops = computed(job) * job.training_tokens + workload.flops_per_attended_pair * job.training_pairs
     update_s = 28 * job.policy.num_parameters / MEMORY

@@ -11,15 +11,9 @@ from gcore_runs.simulation.forecast import forecast_job, model_shape
 def run_forecast(config: TrainConfig, model: Path, path: Path) -> Forecast:
     """Return the forecast of a run, on devices of the planner's data sheets, or on CPU cores.
 
-    `gcore-placement plan --correction RUN` uses its corrections for plans of other jobs.
-
-    Args:
-        config: of the run, at its full size.
-        model: the policy's folder.
-        path: file of the corrections; it is read if it exists, and written after each step.
-
-    Raises:
-        PlacementError: the planner does not know such a model, or the file is damaged.
+    `gcore-placement plan --correction RUN` uses its corrections. Their file ``path`` is read if it exists, and written
+    after each step. `PlacementError` where it is damaged, or the planner does not know the policy in
+    the folder ``model``.
     """
     data, rollout, judged = config.data, config.rollout, config.reward_model if config.sizes.judges else None
     job = Job(

@@ -44,11 +44,7 @@ _LENGTHS = [_SETTINGS[name] for name in SimulateConfig.lengths]
 
 
 def parse_simulate(args: Sequence[str]) -> SimulateConfig:
-    """Parse the command line, whose options override those of a TOML file.
-
-    Raises:
-        UserError: see `merge`, and `TrainConfig`.
-    """
+    """Parse the command line, whose options override those of a TOML file; see `train_config`."""
     config = parse_options(args, prog=_PROG)
     train_config(config)
     return config
@@ -64,14 +60,9 @@ def run_simulate(args: Sequence[str]) -> None:
 def simulate(
     config: SimulateConfig, stepped: Callable[[StepFigures], None] = lambda _: None, *, replay: Replay | None = None
 ) -> Simulation:
-    """Run the program of `train` on modelled services.
+    """Run the program of `train` on modelled services, and call ``stepped`` after every step; see `train_config`.
 
-    Args:
-        stepped: called after every step.
-        replay: gives the lengths of responses, and the groups whose scores differ, in place of draws.
-
-    Raises:
-        UserError: the model folder has no config.json that loads, or settings do not fit `TrainConfig`.
+    A ``replay`` gives the lengths of responses, and the groups whose scores differ, in place of draws.
     """
     return _cluster(train_config(config), replay).simulate(config, stepped)
 
@@ -90,11 +81,7 @@ def train_simulated(config: TrainConfig, display: Display | None) -> Result:
 
 
 def train_config(config: SimulateConfig) -> TrainConfig:
-    """Return the settings of the program.
-
-    Raises:
-        UserError: see `TrainConfig`.
-    """
+    """Return the settings of the program; `UserError` where `TrainConfig` refuses them."""
     sim = SimConfig(**{field.name: getattr(config, field.name) for field in fields(SimConfig)})
     trainer = TrainerConfig(num_processes=config.devices, total_training_steps=config.steps)
     base = TrainConfig(runtime="sim", device="cpu", sim=sim, trainer=trainer, data=DataConfig(shuffle_seed=config.seed))
@@ -136,11 +123,7 @@ def make_prompts(config: TrainConfig) -> PromptSets:
 
 
 def read_run(path: str, max_steps: int) -> MeasuredRun:
-    """Read the last ``max_steps`` steps of a run of `gcore-llm train`.
-
-    Raises:
-        UserError: the folder holds no such run, or a run that the simulation does not describe.
-    """
+    """Read the last ``max_steps`` steps of a run of `gcore-llm train`; `UserError` where they cannot be simulated."""
     folder = RunFolder.existing(path)
     config = folder.load_config(TrainConfig)
     estimator, rollout, epochs = config.algorithm.adv_estimator, config.rollout, config.actor.ppo_epochs

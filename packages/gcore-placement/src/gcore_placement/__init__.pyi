@@ -38,7 +38,6 @@ from .planning.options import EnginePlan as EnginePlan
 from .planning.planner import Alternative as Alternative, Plan as Plan, plan as plan
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (
-    LeastLoaded as LeastLoaded,
     Replica as Replica,
     ReplicaRequest as ReplicaRequest,
     RunningLedger as RunningLedger,

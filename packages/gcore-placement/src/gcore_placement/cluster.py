@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from gcore_placement.errors import refusal
+from gcore_placement.errors import check_known, refusal
 from gcore_placement.quantities import Above0, Amount, Checked, Floats, Positive, Share, check_above_0
 
 
@@ -30,8 +30,7 @@ class Device:
     @classmethod
     def named(cls, name: str) -> "Device":
         """Return one of DEVICES. Raises PlacementError if it is not one of them."""
-        if name not in DEVICES:
-            raise refusal("device", name, f"one of {', '.join(DEVICES)}")
+        check_known("device", name, DEVICES)
         return DEVICES[name]
 
     @classmethod
@@ -83,7 +82,7 @@ class Cluster(Checked):
     def sizes(self) -> list[int]:
         """Return the numbers of devices that a job may use, largest first: whole nodes, or part of one node.
 
-        The sizes of a cluster are among those of any larger one, so more devices never make a plan worse.
+        They are among those of any larger cluster, so more devices never make a plan worse.
         """
         parts = range(1, min(self.num_devices + 1, self.devices_per_node))
         nodes = range(self.devices_per_node, self.num_devices + 1, self.devices_per_node)
@@ -129,9 +128,8 @@ class Efficiency(Checked):
     all_reduce_s: Amount = 1e-5
     """Seconds of a sum over devices in addition to its bytes."""
     overlap: float = 1.0
-    """Overlap of work that could be done at the same time: reading weights and multiplying, or gathering weights and
-    multiplying by others. 1: it takes as long as the longer of the two; 0: as long as both, as on a CPU, whose
-    cores do all of it."""
+    """Overlap of work that could be done at the same time: reading or gathering weights, and multiplying by them. 1: it
+    takes as long as the longer of the two; 0: as long as both, as on a CPU, whose cores do all of it."""
     micro_batch_s: Amount = 0.02
     """Seconds that a micro-batch takes in addition to its arithmetic."""
     swap_s: Amount = 1.0

@@ -1,7 +1,6 @@
 """The cost laws of a job's roles, in seconds, shared by plans, simulations and live decisions.
 
-The planner predicts them from a model's shape and a device's data sheet; a run's timings give them by a fit. Laws are
-the costs of many choices at once: their arrays are [num_laws].
+Laws are the costs of many choices at once: their arrays are [num_laws].
 """
 
 from dataclasses import dataclass, field, replace
@@ -81,7 +80,7 @@ class EngineLaws:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCosts(Checked):
-    """Preparation and training, which all devices of the job do together; see `forecast.training_seconds`."""
+    """Preparation and training, which all devices of the job do together; see `training_seconds`."""
 
     base_s: Amount = 0.0
     per_token_s: Amount
@@ -105,15 +104,22 @@ class TrainingLaws:
     forward_share: Floats
     num_forward_passes: int
 
-    def seconds(self, *, tokens: float, pairs: float, num_devices: int) -> Floats:
-        """Return the seconds of preparation and training of a step."""
-        work_s = (self.per_token_s * tokens + self.per_pair_s * pairs) / num_devices
-        return self.base_s + work_s * (1 + self.num_forward_passes * self.forward_share)
-
     def costs(self, index: int, *, sync_s: float, moving_s: float) -> TrainingCosts:
         """Return the costs of one layout; `moving_s`: seconds to bring its state from the host and back."""
         costs = TrainingCosts(**_at(self, index), sync_s=sync_s)
         return replace(costs, base_s=costs.base_s + moving_s)
+
+
+def training_seconds(
+    costs: TrainingCosts | TrainingLaws, tokens: float, pairs: float, num_devices: int
+) -> tuple[Floats, Floats]:
+    """Return the seconds of preparation and of training for a step of T tokens and A attended pairs.
+
+    Training takes, on each of D even devices, base_s + (per_token_s * T + per_pair_s * A) / D, and a pass that only
+    scores takes `forward_share` of the second term.
+    """
+    pass_s = np.asarray(costs.per_token_s * tokens + costs.per_pair_s * pairs) / num_devices
+    return costs.num_forward_passes * costs.forward_share * pass_s, costs.base_s + pass_s
 
 
 @dataclass(frozen=True, kw_only=True)

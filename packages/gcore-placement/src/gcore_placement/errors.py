@@ -1,4 +1,9 @@
-"""The errors of this package."""
+"""The errors of this package, and checks that raise them."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 
 class PlacementError(ValueError):
@@ -15,3 +20,24 @@ class MissingExtraError(PlacementError, ImportError):
 def refusal(field: str, value: object, accepted: str) -> PlacementError:
     """Return the error for a field whose value is not accepted: `FIELD is VALUE; expected ACCEPTED`."""
     return PlacementError(f"{field} is {value!r}; expected {accepted}")
+
+
+def check_known(field: str, value: object, known: Iterable[object]) -> None:
+    """Raise PlacementError unless the value is one of those that are known."""
+    known = list(known)
+    if value not in known:
+        raise refusal(field, value, f"one of {', '.join(map(str, known))}")
+
+
+def read_json(field: str, path: str | Path, name: str, *, accepted: str, content: str) -> dict[str, Any]:
+    """Read a file with a JSON object, or the file `name` in a folder; PlacementError where it is neither."""
+    file = Path(path) / name if Path(path).is_dir() else Path(path)
+    try:
+        found: Any = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise refusal(field, str(file), accepted) from None
+    except ValueError as error:
+        raise PlacementError(f"{file} is not JSON; expected {content} ({error})") from None
+    if not isinstance(found, dict):
+        raise PlacementError(f"{file} is a JSON {type(found).__name__}; expected an object")
+    return found

@@ -2,25 +2,24 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
 
-from gcore_placement.costs import EngineCosts, EngineLaws, JobCosts, TrainingCosts, TrainingLaws, times
-from gcore_placement.errors import PlacementError, refusal
-from gcore_placement.quantities import (
-    Checked,
-    Floats,
-    Lengths,
-    Positive,
-    Share,
-    check_above_0,
-    check_positive,
-    lengths_of,
+from gcore_placement.costs import (
+    EngineCosts,
+    EngineLaws,
+    JobCosts,
+    TrainingCosts,
+    TrainingLaws,
+    times,
+    training_seconds,
 )
+from gcore_placement.errors import PlacementError, check_known, read_json, refusal
+from gcore_placement.quantities import Above0, Checked, Floats, Lengths, Positive, Share, check_above_0, lengths_of
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.model_shape import ModelShape
 
@@ -149,11 +148,11 @@ def predict_step(
     that; one sleep and one wake-up a step free memory for training. A dynamic partition is taken where it settles.
 
     Args:
-        num_devices: all devices; they train together.
-        policy_devices: devices that generate, at least a replica; all in colocated.
-        reward_devices: devices of the judge; all in colocated, 0 without a judge.
+        num_devices: all devices; they train together, and serve both roles in colocated.
+        policy_devices: devices that generate, at least a replica.
+        reward_devices: devices of the judge, 0 without one.
     """
-    check_planned(strategy)
+    check_known("strategy", strategy, PLANNED)
 
     def seconds(stage: EngineStage, role: str, devices: int, engine: EngineCosts) -> Floats:
         least = engine.devices_per_replica
@@ -167,7 +166,8 @@ def predict_step(
         judging = seconds("reward", "reward", reward_devices, costs.reward)
         last_s = last_judgement_s(costs.reward, job)
         reward = added_by_reward(generation, judging, strategy=strategy, last_s=last_s)
-    preparation_s, training_s = training_seconds(costs.training, job.training_tokens, job.training_pairs, num_devices)
+    tokens, pairs = job.training_tokens, job.training_pairs
+    preparation_s, training_s = map(float, training_seconds(costs.training, tokens, pairs, num_devices))
     return StepTime(
         generation_s=float(job.wave_chances @ generation[:, 0]),
         reward_s=float(job.wave_chances @ reward[:, 0]),
@@ -176,12 +176,6 @@ def predict_step(
         training_s=training_s,
         weight_sync_s=costs.training.sync_s,
     )
-
-
-def check_planned(strategy: Strategy) -> None:
-    """Raise PlacementError unless the strategy is one that plans choose among."""
-    if strategy not in PLANNED:
-        raise refusal("strategy", strategy, f"one of {', '.join(PLANNED)}")
 
 
 def added_by_reward(generation: Floats, judging: Floats, *, strategy: Strategy, last_s: Floats) -> Floats:
@@ -197,16 +191,6 @@ def num_swaps(job: Job, *, strategy: Strategy) -> float:
     return 2 * float(job.wave_chances.sum()) if takes_turns else 1.0
 
 
-def training_seconds(costs: TrainingCosts, tokens: float, pairs: float, num_devices: int) -> tuple[float, float]:
-    """Return the seconds of preparation and of training for a step of T tokens and A attended pairs.
-
-    Training takes, on each of D even devices, base_s + (per_token_s * T + per_pair_s * A) / D, and a pass that only
-    scores takes `forward_share` of the second term.
-    """
-    pass_s = (costs.per_token_s * tokens + costs.per_pair_s * pairs) / num_devices
-    return costs.num_forward_passes * costs.forward_share * pass_s, costs.base_s + pass_s
-
-
 def last_judgement_s(engine: EngineCosts | EngineLaws, job: Job) -> Floats:
     """Return the seconds of the last judgement, which nothing hides, of a response read and judged alone."""
     _, read, written = job.engine_role("reward")
@@ -218,10 +202,10 @@ def waves_seconds(engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage
 
     The law of `EngineCosts` is summed over the decoding steps of the replica with the longest sequence: each sequence
     adds its share to as many steps as it has tokens. There are as many steps as the longest has tokens; or, where
-    sequences wait, as many as pass until the last has started and all that then run have ended. The policy reads a
-    prompt once for a group, the judge for each response.
+    sequences wait, as many as pass until the last has started and all that then run have ended.
     """
     _, read, written = job.engine_role(stage)
+    # The policy reads a prompt once for a group, the judge for each response.
     num_reads, prompt_mean = 1 if stage == "generation" else job.n, read.mean
     context_tokens = prompt_mean * written.mean + (written.mean_square + written.mean) / 2
     rows: list[Floats] = []
@@ -246,68 +230,61 @@ def waves_seconds(engine: EngineCosts | EngineLaws, job: Job, stage: EngineStage
     return np.stack(rows)
 
 
-class Correction:
+@dataclass(kw_only=True, eq=False)
+class Correction(Checked):
     """Factors by which measured seconds exceed predicted ones, stage by stage.
 
     A factor is the weighted median of the last ratios of measured to predicted seconds; a ratio's weight halves every
     `half_life` further ones. So it follows a change within about `half_life` observations, and no single one, however
     wild, moves it beyond its neighbours.
-
-    Args:
-        half_life: observations after which one counts half, above 0.
-        window: observations that are kept, at least `min_count`.
-        min_count: observations of a stage below which its factor is 1.
-        most: factors stay between 1 / most and most, which is at least 1.
     """
 
-    def __init__(self, *, half_life: float = 8.0, window: int = 64, min_count: int = 3, most: float = 16.0) -> None:
-        check_above_0("half_life", half_life)
-        check_positive("window", window)
-        check_positive("min_count", min_count)
-        if min_count > window:
-            raise refusal("min_count", min_count, f"at most window ({window})")
-        if not 1 <= most < np.inf:
-            raise refusal("most", most, "a finite number of at least 1")
-        self._half_life, self._window, self._min_count, self._most = half_life, window, min_count, most
-        self._ratios: dict[Stage, list[float]] = {stage: [] for stage in STAGES}
+    half_life: Above0 = 8.0
+    """Observations after which one counts half."""
+    window: Positive = 64
+    """Observations of a stage that are kept."""
+    min_count: Positive = 3
+    """Observations of a stage below which its factor is 1, at most `window`."""
+    most: float = 16.0
+    """Factors stay between 1 / most and most, which is at least 1."""
+    _ratios: dict[Stage, list[float]] = field(init=False, default_factory=lambda: {stage: [] for stage in STAGES})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_count > self.window:
+            raise refusal("min_count", self.min_count, f"at most window ({self.window})")
+        if not 1 <= self.most < np.inf:
+            raise refusal("most", self.most, "a finite number of at least 1")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Load the correction of a run: its folder, its `placement.json`, or a file with `state()` alone."""
-        file = Path(path) / RUN_FILE if Path(path).is_dir() else Path(path)
+        accepted = f"a run's folder with {RUN_FILE}, or such a file"
+        kept = read_json("correction", path, RUN_FILE, accepted=accepted, content="the state of a Correction")
         found = cls()
-        try:
-            kept: Any = json.loads(file.read_text())
-            state = kept.get("correction", kept) if isinstance(kept, dict) else kept
-            if not isinstance(state, dict):
-                raise PlacementError(f"{file} is a JSON {type(state).__name__}; expected an object")
-            found.load_state(cast("dict[str, Any]", state))
-        except FileNotFoundError:
-            raise refusal("correction", str(file), f"a run's folder with {RUN_FILE}, or such a file") from None
-        except json.JSONDecodeError as error:
-            raise PlacementError(f"{file} is not JSON; expected the state of a Correction ({error})") from None
+        found.load_state(kept.get("correction", kept))
         return found
 
     def observe(self, stage: Stage, *, predicted_s: float, measured_s: float) -> None:
         """Observe the seconds of a kind of work, above 0: measured, and as the uncorrected model predicts them."""
-        _check_stage(stage)
+        check_known("stage", stage, STAGES)
         check_above_0("predicted_s", predicted_s)
         check_above_0("measured_s", measured_s)
         ratios = self._ratios[stage]
         ratios.append(measured_s / predicted_s)
-        del ratios[: -self._window]
+        del ratios[: -self.window]
 
     def factor(self, stage: Stage) -> float:
         """Return measured over predicted seconds of a stage. Raises PlacementError if the stage is not known."""
-        _check_stage(stage)
+        check_known("stage", stage, STAGES)
         ratios = np.array(self._ratios[stage])
-        if len(ratios) < self._min_count:
+        if len(ratios) < self.min_count:
             return 1.0
         # The weighted median: the least ratio at and below which half of the weight lies.
         order = np.argsort(ratios, kind="stable")
-        cumulated = np.cumsum((0.5 ** (np.arange(len(ratios))[::-1] / self._half_life))[order])
+        cumulated = np.cumsum((0.5 ** (np.arange(len(ratios))[::-1] / self.half_life))[order])
         median = ratios[order][np.searchsorted(cumulated, cumulated[-1] / 2)]
-        return float(np.clip(median, 1 / self._most, self._most))
+        return float(np.clip(median, 1 / self.most, self.most))
 
     def corrected(self, costs: JobCosts) -> JobCosts:
         """Return the costs with each stage's seconds times its factor."""
@@ -329,8 +306,10 @@ class Correction:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the ratios of a state, but no settings; PlacementError where it is not one: nothing is changed."""
-        ratios: Any = state.get("ratios")
-        if not isinstance(ratios, Mapping) or set(cast("Mapping[str, Any]", ratios)) != set(STAGES):
+        # From a file the state may be anything.
+        given: Any = state
+        ratios = given.get("ratios") if isinstance(given, Mapping) else None
+        if not isinstance(ratios, Mapping) or set(ratios) != set(STAGES):
             raise refusal("state", state, f"of Correction.state(): ratios of {', '.join(STAGES)}")
         found: dict[Stage, list[float]] = {}
         for stage in STAGES:
@@ -338,13 +317,8 @@ class Correction:
                 raise refusal(f"ratios.{stage}", ratios[stage], "a list")
             for ratio in ratios[stage]:
                 check_above_0(f"ratios.{stage}", ratio)
-            found[stage] = [float(ratio) for ratio in ratios[stage]][-self._window :]
+            found[stage] = [float(ratio) for ratio in ratios[stage]][-self.window :]
         self._ratios = found
-
-
-def _check_stage(stage: str) -> None:
-    if stage not in STAGES:
-        raise refusal("stage", stage, f"one of {', '.join(STAGES)}")
 
 
 _MEASURED: Mapping[Stage, str] = {

@@ -44,17 +44,10 @@ _NAMED = ("swap", "data", "checkpoint", "failure")
 _STAGES = (*_NAMED, *WORK)
 _NO_STAGE = len(_STAGES)
 
+_AFTER_SAMPLING = dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights")
 _CAUSE_BY_ROLE: dict[str, dict[str, str]] = {
-    "engine": {
-        "gen": "long_tail",
-        "reward": "waiting_for_reward",
-        **dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights"),
-    },
-    "judge": {
-        "gen": "waiting_for_generation",
-        "reward": "long_tail",
-        **dict.fromkeys(("prepare", "train", "sync"), "waiting_for_weights"),
-    },
+    "engine": {"gen": "long_tail", "reward": "waiting_for_reward", **_AFTER_SAMPLING},
+    "judge": {"gen": "waiting_for_generation", "reward": "long_tail", **_AFTER_SAMPLING},
     "trainer": {"gen": "waiting_for_generation", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
 }
 """The cause of idleness of a role's device, by the stage of the controllers."""
@@ -110,8 +103,8 @@ class Ledger:
 
         A device in a stage works; in several at once, in the one that started last. One in no stage idles for the
         earliest stage that a controller is in, for which all wait: by the table above, or for other devices of its role
-        that are busy (imbalance). Stages named swap, data, checkpoint or failure are causes as they are. What is left
-        is unassigned. Where no device is named, controllers stand for them.
+        that are busy (imbalance). Stages named swap, data, checkpoint or failure are causes as they are. The rest is
+        unassigned. Where no device is named, controllers stand for them.
         """
         device_ns: dict[str, dict[str, int]] = {}
         total_ns: dict[str, int] = {}
@@ -126,7 +119,8 @@ class Ledger:
             held_up_by = np.min(labels, axis=0) if labels else np.full(len(widths), _NO_STAGE)
             by_role: dict[str, list[Ints]] = {}
             for name, row in rows.items():
-                by_role.setdefault(_role(name), []).append(_stages(row, cuts))
+                kind, _, number = name.rpartition(" ")
+                by_role.setdefault(kind if number.isdecimal() and kind else name, []).append(_stages(row, cuts))
             for role, stages in by_role.items():
                 causes = _causes(role, held_up_by, np.min(stages, axis=0) < _NO_STAGE)
                 found = np.zeros(len(COLUMNS), dtype=np.int64)
@@ -165,10 +159,9 @@ class Ledger:
 
 
 def read_spans(path: str | Path) -> list[StepIntervals]:
-    """Read the steps of a run of gcore-llm, from its folder or the `spans.jsonl` in it.
+    """Read the steps of a run of gcore-llm, from its folder or the `spans.jsonl` in it, or raise PlacementError.
 
     A step lasts until the next one starts; a torn last line, and steps that a resumed run repeated, are left out.
-    Raises PlacementError where there is no such file, or a line of it is no step.
     """
     file = Path(path) / "spans.jsonl" if Path(path).is_dir() else Path(path)
     try:
@@ -179,13 +172,11 @@ def read_spans(path: str | Path) -> list[StepIntervals]:
     for number, line in enumerate(lines, start=1):
         try:
             row: dict[str, Any] = json.loads(line)
-            found = StepIntervals.of(
-                row["step"], row["controllers"], row.get("devices", {}), offset_s=float(row["start_s"])
-            )
+            spans = row["controllers"], row.get("devices", {})
+            found = StepIntervals.of(row["step"], *spans, offset_s=float(row["start_s"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise PlacementError(
-                f"{file}, line {number} is invalid; expected a step with its spans ({error!r})"
-            ) from error
+            message = f"{file}, line {number} is invalid; expected a step with its spans ({error!r})"
+            raise PlacementError(message) from error
         while steps and steps[-1].step >= found.step:
             steps.pop()
         steps.append(found)
@@ -215,11 +206,6 @@ def _end_to_end(steps: Sequence[StepIntervals]) -> list[StepIntervals]:
         stop_ns = step.stop_ns if following is None else max(following.start_ns, step.start_ns)
         lasting.append(replace(step, stop_ns=stop_ns, devices=devices))
     return lasting
-
-
-def _role(name: str) -> str:
-    kind, _, number = name.rpartition(" ")
-    return kind if number.isdecimal() and kind else name
 
 
 def _stages(row: Sequence[Span], cuts: NDArray[np.int64]) -> Ints:

@@ -99,11 +99,6 @@ def normal_quantiles(probabilities: Floats) -> Floats:
     return np.vectorize(NormalDist().inv_cdf, otypes=[np.float64])(probabilities)
 
 
-@cache
-def _deviations() -> Floats:
-    return normal_quantiles(_MIDDLES)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Lengths:
     """A distribution over tokens, as rising values and their weights; use `log_normal` or `recorded`."""
@@ -122,7 +117,7 @@ class Lengths:
         if median > longest:
             raise refusal("median", median, f"at most longest ({longest})")
         with np.errstate(over="ignore"):  # infinite ones are cut too
-            values = median * np.exp(sigma * _deviations())
+            values = median * np.exp(sigma * normal_quantiles(_MIDDLES))
         return cls(values=np.clip(values, 1, longest), edges=_EDGES)
 
     @classmethod
@@ -223,37 +218,27 @@ class TransformerWorkload:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Read the mapping in a Hugging Face `config.json`, with transformers' defaults for what may be left out.
+        """Read the mapping in a Hugging Face `config.json`.
 
         `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`.
-
-        PlacementError names a key that is missing, out of bounds, or of shared experts or compressed keys and values,
-        whose work this shape does not describe.
+        PlacementError names a key that is missing, out of bounds, or of work that this shape does not describe.
         """
         for key in _UNDESCRIBED_KEYS:
             if config.get(key):
                 raise refusal(key, config[key], "absent (shared experts and compressed attention are not described)")
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        shape = {key: required(config, key) for key in names}
-        for key, value in shape.items():
+        sizes: dict[str, Any] = {key: required(config, key) for key in names}
+        for key, value in sizes.items():
             check_positive(key, value)
-        sizes = cast("dict[str, int]", shape)
         hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-        head_dim = config.get("head_dim")
-        if head_dim is None:
-            if hidden_size % heads:
-                raise PlacementError(
-                    f"config has no 'head_dim', and hidden_size ({hidden_size}) is not a multiple of "
-                    f"num_attention_heads ({heads}): give 'head_dim'"
-                )
-            head_dim = hidden_size // heads
-        key_value_heads = config.get("num_key_value_heads")
-        return cls(
-            **sizes,
-            num_key_value_heads=cast("int", heads if key_value_heads is None else key_value_heads),
-            head_dim=cast("int", head_dim),
-            **_mixture(config, sizes),
-        )
+        if config.get("head_dim") is None and hidden_size % heads:
+            raise PlacementError(
+                f"config has no 'head_dim', and hidden_size ({hidden_size}) is not a multiple of "
+                f"num_attention_heads ({heads}): give 'head_dim'"
+            )
+        defaults = {"num_key_value_heads": heads, "head_dim": hidden_size // heads}
+        given = {key: default if config.get(key) is None else config[key] for key, default in defaults.items()}
+        return cls(**sizes, **cast("dict[str, int]", given), **_mixture(config, sizes))
 
     @property
     def query_size(self) -> int:
@@ -299,8 +284,7 @@ class TransformerWorkload:
         norms, softmax, rotary embeddings and recomputation are left out. In a layer with a mixture of experts, those
         that a token goes through and the router stand in the place of 3 h i.
 
-        Args:
-            lengths: whole tokens per sequence, any shape, which the result has.
+        ``lengths`` are whole tokens, of any shape, which the result has.
         """
         tokens = check_lengths("lengths", lengths)
         return self._flops(tokens=tokens, pairs=tokens * (tokens + 1) / 2)
@@ -313,11 +297,8 @@ class TransformerWorkload:
         what came before it in its own response. One response gives `flops(P + R_1)`.
 
         Args:
-            prompt_length: tokens of the prompt; a scalar, or shape [...] with one per group.
+            prompt_length: tokens of the prompt; a scalar, or shape [...] with one per group, as the result.
             response_lengths: tokens of each response, shape [..., n]; groups of unequal size are padded with 0.
-
-        Returns:
-            FLOPs of each whole group, shape [...]; 0-dimensional for one group.
         """
         prompts = check_lengths("prompt_length", prompt_length)
         responses = check_lengths("response_lengths", response_lengths)
@@ -346,22 +327,20 @@ def required(mapping: Mapping[str, object], key: str) -> object:
 
 def _mixture(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the fields of the mixture of experts; none for a dense model."""
-    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    num_experts: Any = config.get("num_experts") or config.get("num_local_experts")
     if not num_experts:
         return {}
     dense_layers: Any = config.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list):
         raise refusal("mlp_only_layers", dense_layers, "a list of layers' indices")
-    sparse_step = cast("int", config.get("decoder_sparse_step") or 1)
+    sparse_step: Any = config.get("decoder_sparse_step") or 1
     check_positive("decoder_sparse_step", sparse_step)
     # Every decoder_sparse_step-th layer, but for those that are listed as dense (transformers' Qwen3MoeDecoderLayer).
-    moe_layers = set(range(sparse_step - 1, sizes["num_hidden_layers"], sparse_step)).difference(
-        cast("list[int]", dense_layers)
-    )
+    moe_layers = set(range(sparse_step - 1, sizes["num_hidden_layers"], sparse_step)).difference(dense_layers)
     if not moe_layers:
         return {}
     return {
-        "num_experts": cast("int", num_experts),
+        "num_experts": num_experts,
         "num_experts_per_tok": cast("int", required(config, "num_experts_per_tok")),
         "moe_intermediate_size": cast("int", config.get("moe_intermediate_size") or sizes["intermediate_size"]),
         "num_moe_layers": len(moe_layers),

@@ -57,17 +57,16 @@ class StepFigures:
     controller_load: list[float]
     """Real seconds of the processor in each controller's own code for a simulated second, by rank."""
     metrics: dict[str, float]
-    """As the program reports them; lengths are in units of ``token_unit`` tokens."""
+    """Metrics of the program, with lengths in units of ``token_unit`` tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The outcome of a simulation."""
+    """The outcome of a simulation, which took ``wall_s`` real seconds."""
 
     config: SimulateConfig
     steps: list[StepFigures]
     wall_s: float
-    """Real seconds of the whole simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,7 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
     """Class of a controller's roles."""
     services: Callable[..., Any]
     """Makes their fields other than the trainer: from the controller's ``policy``, the ``policy_slots`` that this has
-    if no other controller shares it, the ``reward``, and the timers of the ``devices``."""
+    if it is no other's, the ``reward``, and the timers of the ``devices``."""
     has_signal: Callable[[int], bool] | None = None
     """Says of a group's key whether its scores differ, in place of draws."""
 
@@ -97,13 +96,7 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         app: str,
         display: "Display | None",
     ) -> Result:
-        """Run the job in a new run folder, as the command train does it: with its records, but without a model.
-
-        Args:
-            config: of the run.
-            recorder: class of the app's recorders.
-            kinds: what the report shows.
-        """
+        """Run the job in a new run folder, as the command train does it: with its records, but without a model."""
         with Supervisor(replace(config, resume="never"), app=app, display=display) as supervisor:
             supervisor.open_run(f"simulated: {self.sim.devices:,} devices, on which no model is trained")
             own, size = self.job.config, config.controllers
@@ -116,15 +109,13 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
             return supervisor.finish(kinds)
 
     def simulate(self, config: SimulateConfig, report: Callable[[StepFigures], None]) -> Simulation:
-        """Run the job outside a run folder, and report and return the figures of its steps.
-
-        Args:
-            config: that the job was made from.
-        """
+        """Run the job of this config outside a run folder; report and return the figures of its steps."""
         start_s, size, meter = time.perf_counter(), config.controllers, LoadMeter(config.controllers)
-        sizes = {"num_devices": config.devices, "num_reward_devices": config.reward.devices, "num_controllers": size}
-        recorder = _FiguresRecorder(config, meter, RunningLedger(**sizes, clock=now_s), report)
-        _, program = self._program(meter, recorder.ledger)
+        ledger = RunningLedger(
+            num_devices=config.devices, num_reward_devices=config.reward.devices, num_controllers=size, clock=now_s
+        )
+        recorder = _FiguresRecorder(config, meter, ledger, report)
+        _, program = self._program(meter, ledger)
         # A garbage collector's pass over a whole simulated cluster is not one controller's load: `stepped` makes them.
         was_enabled = gc.isenabled()
         gc.disable()
@@ -180,9 +171,8 @@ class _FiguresRecorder:
     def __init__(
         self, config: SimulateConfig, meter: LoadMeter, ledger: RunningLedger, report: Callable[[StepFigures], None]
     ) -> None:
-        self.ledger = ledger
         self.steps: list[StepFigures] = []
-        self._config, self._meter, self._report = config, meter, report
+        self._config, self._meter, self._ledger, self._report = config, meter, ledger, report
 
     async def __call__(self, event: Event) -> None:
         if not isinstance(event, Stepped):
@@ -194,7 +184,7 @@ class _FiguresRecorder:
                 step=event.step,
                 step_s=step_s,
                 num_tokens=metrics.get("perf/total_num_tokens", 0.0) * self._config.token_unit,
-                device_s=self.ledger.cut(),
+                device_s=self._ledger.cut(),
                 controller_load=[busy_s / step_s for busy_s in self._meter.cut()],
                 metrics=metrics,
             )

@@ -51,17 +51,6 @@ _COLUMNS = {
     "barriers": "idle: waiting at barriers",
 }
 _STAGE_NAMES = ("generation", "reward", "preparation", "training", "weight sync", "the rest")
-_UNITS = {
-    "base_s": ("decoding step", "ms", 1e3),
-    "per_sample_s": ("... and each running response", "us", 1e6),
-    "prefill_s": ("token of a prompt", "us", 1e6),
-    "latency_s": ("reward", "ms", 1e3),
-    "flop_s": ("training, 10^9 FLOPs", "ms", 1e12),
-    "micro_batch_s": ("... and each micro-batch", "ms", 1e3),
-    "forward_share": ("pass that scores, share of one that trains", "", 1.0),
-    "sync_s": ("weight sync", "ms", 1e3),
-    "overhead_s": ("rest of a step", "ms", 1e3),
-}
 
 
 def parse_options(args: Sequence[str], *, prog: str) -> SimulateConfig:
@@ -72,8 +61,7 @@ def parse_options(args: Sequence[str], *, prog: str) -> SimulateConfig:
 def run_simulation(config: SimulateConfig, simulate: "Callable[[Callable[[StepFigures], None]], Simulation]") -> None:
     """Simulate with a display, print the table of results, and write the figures.
 
-    Args:
-        simulate: simulates, and calls its argument after every step.
+    ``simulate`` calls its argument after every step.
     """
     if config.json:
         _check_writable("json", Path(config.json))
@@ -81,10 +69,8 @@ def run_simulation(config: SimulateConfig, simulate: "Callable[[Callable[[StepFi
         display.phase("simulating", total=config.steps)
 
         def stepped(figures: "StepFigures") -> None:
-            cells = [
-                ("simulated step", f"{figures.step_s:,.1f} s"),
-                ("busiest controller", f"{max(figures.controller_load):.3%}"),
-            ]
+            load = f"{max(figures.controller_load):.3%}"
+            cells = [("simulated step", f"{figures.step_s:,.1f} s"), ("busiest controller", load)]
             display.progressed(figures.step, cells)
 
         result = simulate(stepped)
@@ -139,17 +125,14 @@ def parse_calibrate(args: Sequence[str], *, prog: str) -> CalibrateConfig:
 
 
 def run_calibrate(args: Sequence[str], read_run: "Callable[[str, int], MeasuredRun]", *, prog: str) -> bool:
-    """Fit the simulated services to runs, print how well they agree, and write the settings; False if not asked to.
+    """Fit the simulated services to runs, print how well they agree, and write the settings of ``prog``.
 
-    Args:
-        args: the command line, which asks by --calibrate.
-        read_run: reads the last steps of a run's folder, at most so many.
-        prog: the command that takes the settings.
+    ``read_run`` reads the last steps of a run's folder, at most so many. False: the command line has no --calibrate.
     """
     if not any(arg.split("=")[0] == "--calibrate" for arg in args):
         return False
     config = parse_calibrate(args, prog=prog)
-    from gcore_runs.simulation.fit import fit, num_simulations
+    from gcore_runs.simulation.fit import FITTED, fit, num_simulations
 
     runs = [read_run(path, config.max_steps) for path in (*config.calibrate, *config.check)]
     out = Path(config.out) if config.out else Path(config.calibrate[0]) / "simulate.toml"
@@ -169,10 +152,10 @@ def run_calibrate(args: Sequence[str], read_run: "Callable[[str, int], MeasuredR
             seconds.append(np.stack([run.measured(), run.simulated(result.parameters)]))
             progressed()
     rows: list[Sequence[str]] = []
-    for name, value in asdict(result.parameters).items():
-        label, unit, factor = _UNITS[name]
+    for name, own in FITTED.items():
         if name in result.errors:
-            rows.append((label, *(f"{factor * number:,.4g} {unit}" for number in (value, result.errors[name]))))
+            numbers = (getattr(result.parameters, name), result.errors[name])
+            rows.append((own.label, *(f"{own.factor * number:,.4g} {own.unit}" for number in numbers)))
     display.console.print(_table("fitted", rows, ("", "value", "standard error")))
     for run, pair, chosen in zip(runs, seconds, steps, strict=True):
         for name, own in zip(("fitted to", "held out"), chosen, strict=True):

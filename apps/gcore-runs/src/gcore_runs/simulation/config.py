@@ -127,26 +127,27 @@ class BaseSimConfig:
 
     def check(self, section: str, controllers: int) -> None:
         """Raise `UserError` if the settings contradict each other; ``section`` is "sim.", or empty."""
-        reward, engine = self.reward, f"{section}engine"
+        reward, engine, learner = self.reward, self.engine, self.learner
         try:
-            Device.named(self.learner.device)
+            Device.named(learner.device)
         except PlacementError as error:
             raise UserError(f"{section}learner.{error}") from None
         name, total = f"{section}reward.devices", reward.devices
-        _check_divides(f"{name}_per_replica", reward.devices_per_replica, name, total)
         if total and not reward.latency_s:
             raise UserError(f"{section}reward.latency_s is 0; expected above 0 where {name} is above 0 ({total})")
         if total >= self.devices:
             raise UserError(f"{name} is {total}; expected fewer than {section}devices ({self.devices})")
-        per_replica = self.engine.devices_per_replica
-        _check_divides(f"{engine}.devices_per_replica", per_replica, "the devices that generate", self.devices - total)
-        if self.engine.prompts != "shared" and self.num_engine_replicas < controllers:
+        for model, own, whole, devices in (
+            ("reward", reward, name, total),
+            ("engine", engine, "the devices that generate", self.devices - total),
+            ("learner", learner, f"{section}devices", self.devices),
+        ):
+            _check_divides(f"{section}{model}.devices_per_replica", own.devices_per_replica, whole, devices)
+        if engine.prompts != "shared" and self.num_engine_replicas < controllers:
             raise UserError(
                 f"controllers is {controllers}; expected at most the replicas of the engine "
-                f"({self.num_engine_replicas}), or {engine}.prompts 'shared'"
+                f"({self.num_engine_replicas}), or {section}engine.prompts 'shared'"
             )
-        per_replica = self.learner.devices_per_replica
-        _check_divides(f"{section}learner.devices_per_replica", per_replica, f"{section}devices", self.devices)
 
     @property
     def num_engine_replicas(self) -> int:

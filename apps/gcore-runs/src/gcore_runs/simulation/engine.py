@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Generic
 
-from gcore_placement import LeastLoaded, Replica, ReplicaRequest
+import numpy as np
+
+from gcore_placement import Replica, ReplicaRequest
 from gcore_rollout import Call, EngineStats, RequestT, RolloutError, SampleT
 from gcore_runs.simulation.services import SharedState, now_s
 
@@ -16,14 +18,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Sample(Generic[RequestT, SampleT]):
-    """A sample from its request until it is complete."""
+class _Sample(ReplicaRequest, Generic[RequestT, SampleT]):
+    """A sample until it is complete; its length has no steps of an aborted sample that it continues."""
 
     call: Call[SampleT]
     request: RequestT
     index: int
-    num_steps: float
-    """Steps to make, without those of an aborted sample that it continues."""
     replica: int
 
 
@@ -32,7 +32,6 @@ class _TimedReplica(Replica[_Sample[RequestT, SampleT]]):
 
     Args:
         finished: called with the samples that are complete, after others have taken their places.
-        busy: called with True when the replica starts to generate, and with False when it has nothing left.
     """
 
     _is_busy = False
@@ -52,7 +51,7 @@ class _TimedReplica(Replica[_Sample[RequestT, SampleT]]):
         if (self.num_running > 0) != self._is_busy:
             self._is_busy = not self._is_busy
             if self._ledger:
-                self._ledger.generate(self._devices if self._is_busy else -self._devices)
+                self._ledger.change("generation", self._devices if self._is_busy else -self._devices)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -75,9 +74,10 @@ class ModelledEngine(Generic[RequestT, SampleT]):
     def __init__(self, state: SharedState[RequestT, SampleT], num_replicas: int) -> None:
         self._state = state
         self._replicas = [_TimedReplica(state, self._finished) for _ in range(num_replicas)]
-        self._choice = LeastLoaded(num_replicas)
-        self._num_unfinished = 0
-        self._is_paused = self._is_asleep = False
+        self._loads = np.zeros(num_replicas, dtype=np.intp)
+        """Unfinished samples of each replica."""
+        self._holds: frozenset[str] = frozenset()
+        """Reasons for which the replicas stand still: pause, sleep."""
         self._num_prompt_tokens = self._num_completion_tokens = 0.0
 
     @property
@@ -103,22 +103,22 @@ class ModelledEngine(Generic[RequestT, SampleT]):
                 self._hand_over(sample, num_steps, is_aborted=True)
 
     async def pause(self) -> None:
-        self._hold(is_paused=True)
+        self._hold(self._holds | {"pause"})
 
     async def resume(self) -> None:
-        self._hold(is_paused=False)
+        self._hold(self._holds - {"pause"})
 
     async def sleep(self) -> None:
         self._check_idle("sleep")
-        self._hold(is_asleep=True)
+        self._hold(self._holds | {"sleep"})
 
     async def wake(self) -> None:
-        self._hold(is_asleep=False)
+        self._hold(self._holds - {"sleep"})
 
     async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
         """Change the version after the seconds of a sync; only between samples, because all devices take part."""
         del weights
-        if self._is_asleep:
+        if "sleep" in self._holds:
             raise RolloutError("the engine is asleep; expected it to be awake: call wake before update_weights")
         if version <= self._state.version:
             raise ValueError(f"version is {version}; expected above the present {self._state.version}")
@@ -143,41 +143,41 @@ class ModelledEngine(Generic[RequestT, SampleT]):
 
     def _submit(self, requests: Sequence[RequestT], call: Call[SampleT]) -> None:
         """Divide requests over replicas; the part of one that a replica takes is at most its fair share of all."""
-        self._num_unfinished += call.pending
-        fair_share = max(1, self._num_unfinished // len(self._replicas))
-        new: dict[int, list[ReplicaRequest[_Sample[RequestT, SampleT]]]] = {}
+        fair_share = max(1, (int(self._loads.sum()) + call.pending) // len(self._replicas))
+        new: dict[int, list[_Sample[RequestT, SampleT]]] = {}
         for request in requests:
             indices = request.sample_indices
             num_parts = min(len(self._replicas), -(-len(indices) // fair_share))
             for start, stop in pairwise(len(indices) * i // num_parts for i in range(num_parts + 1)):
-                replica, _ = self._choice.take(stop - start)
+                replica = int(self._loads.argmin())
+                self._loads[replica] += stop - start
                 new.setdefault(replica, []).extend(self._samples(request, indices[start:stop], call, replica))
-        for place, sequences in new.items():
-            self._replicas[place].submit(sequences, now_s())
-            self._replicas[place].changed()
+        for replica, samples in new.items():
+            self._replicas[replica].submit(samples, now_s())
+            self._replicas[replica].changed()
 
     def _samples(
         self, request: RequestT, indices: Sequence[int], call: Call[SampleT], replica: int
-    ) -> Iterator[ReplicaRequest[_Sample[RequestT, SampleT]]]:
+    ) -> Iterator[_Sample[RequestT, SampleT]]:
         """Yield the samples of a request that one replica generates; their prompt is computed once."""
         for place, index in enumerate(indices):
             num_steps, num_made, num_prompt = self._state.modality.size(request, index)
             num_prefill = num_made if place else num_prompt + num_made
             self._num_prompt_tokens += num_prefill
-            num_steps -= num_made
-            sample = _Sample(call=call, request=request, index=index, num_steps=num_steps, replica=replica)
-            prefill_s = num_prefill / self._state.config.engine.prefill_tokens_per_s
-            yield ReplicaRequest(item=sample, length=num_steps, prefill_s=prefill_s)
+            yield _Sample(
+                call=call,
+                request=request,
+                index=index,
+                replica=replica,
+                length=num_steps - num_made,
+                prefill_s=num_prefill / self._state.config.engine.prefill_tokens_per_s,
+            )
 
     def _finished(self, samples: list[_Sample[RequestT, SampleT]]) -> None:
-        self._forget(samples)
         for sample in samples:
-            self._hand_over(sample, sample.num_steps)
-
-    def _forget(self, samples: list[_Sample[RequestT, SampleT]]) -> None:
-        self._num_unfinished -= len(samples)
+            self._loads[sample.replica] -= 1
         for sample in samples:
-            self._choice.add(sample.replica, -1)
+            self._hand_over(sample, sample.length)
 
     def _withdraw(
         self, which: Callable[[_Sample[RequestT, SampleT]], bool]
@@ -187,7 +187,8 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         for replica in self._replicas:
             taken += replica.withdraw(which, now_s())
             replica.changed()
-        self._forget([sample for sample, _ in taken])
+        for sample, _ in taken:
+            self._loads[sample.replica] -= 1
         return taken
 
     def _hand_over(self, sample: _Sample[RequestT, SampleT], num_steps: float, *, is_aborted: bool = False) -> None:
@@ -198,14 +199,13 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         sample.call.finished.put_nowait(made)
 
     def _check_idle(self, call: str) -> None:
-        if self._num_unfinished:
+        if num_unfinished := int(self._loads.sum()):
             raise RolloutError(
-                f"{self._num_unfinished} samples are unfinished; expected none before {call}: abort or finish them"
+                f"{num_unfinished} samples are unfinished; expected none before {call}: abort or finish them"
             )
 
-    def _hold(self, *, is_paused: bool | None = None, is_asleep: bool | None = None) -> None:
-        self._is_paused = self._is_paused if is_paused is None else is_paused
-        self._is_asleep = self._is_asleep if is_asleep is None else is_asleep
+    def _hold(self, holds: frozenset[str]) -> None:
+        self._holds = holds
         for replica in self._replicas:
-            (replica.hold if self._is_paused or self._is_asleep else replica.release)(now_s())
+            (replica.hold if holds else replica.release)(now_s())
             replica.changed()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,8 @@ STAGES = ("gen", "reward", "prepare", "train", "sync", "rest")
 """The stages of a step; rest is the time outside all others."""
 
 _ROUNDS = 3
-_LARGEST_RATE = 1e15
+_LEAST = 1e-15
+"""Least seconds of a parameter that must be above 0 in the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,14 @@ class MeasuredRun:
     name: str
     """Folder of the run."""
     config: SimulateConfig
-    """The sizes and lengths of the run; the time that its services take is not known yet."""
+    """The sizes and lengths of the run, without the time that its services take."""
     workload: CoarseWorkload
     rows: list[dict[str, Any]]
-    """The steps' metrics."""
+    """Metrics of each step."""
     sampled: list[SampledLengths]
     """Response lengths of each step."""
     simulate: Callable[..., Simulation]
-    """Runs the run's program on modelled services: of a config, with the responses of a ``replay``."""
+    """Runs the program of a config on modelled services, with the responses of a ``replay``."""
 
     @property
     def is_scored(self) -> bool:
@@ -99,8 +100,7 @@ def measured_run(
     Args:
         settings: of the program, see `SimulateConfig`.
         num_ranks: training ranks, of ``num_replicas`` data-parallel replicas.
-        engine: further settings of the section.
-        reward: the same.
+        engine: further settings of the section; ``reward`` is alike.
     """
     n, limit = settings["n"], settings["max_response_length"]
     rows = [row for row in read_jsonl(metrics) if "timing_s/step" in row][-max_steps:]
@@ -134,68 +134,77 @@ def _prompt_length(rows: list[dict[str, Any]], sampled: list[SampledLengths], n:
     return LengthConfig(median=mean * math.exp(-(sigma**2) / 2), sigma=sigma)
 
 
+class Fitted(NamedTuple):
+    """The meaning of a fitted parameter."""
+
+    stage: str
+    """The stage whose time it is fitted to."""
+    probe: int
+    """The simulation that changes it, with others that change no stage that it changes."""
+    label: str
+    unit: str
+    factor: float
+    """From seconds to the unit."""
+
+
+FITTED = {
+    "base_s": Fitted("gen", 0, "decoding step", "ms", 1e3),
+    "per_sample_s": Fitted("gen", 1, "... and each running response", "us", 1e6),
+    "prefill_s": Fitted("gen", 2, "token of a prompt", "us", 1e6),
+    "latency_s": Fitted("reward", 0, "reward", "ms", 1e3),
+    "flop_s": Fitted("train", 0, "training, 10^9 FLOPs", "ms", 1e12),
+    "micro_batch_s": Fitted("train", 1, "... and each micro-batch", "ms", 1e3),
+    "forward_share": Fitted("prepare", 2, "pass that scores, share of one that trains", "", 1.0),
+    "sync_s": Fitted("sync", 0, "weight sync", "ms", 1e3),
+    "overhead_s": Fitted("rest", 0, "rest of a step", "ms", 1e3),
+}
+"""The parameters by name."""
+
+_NUM_PROBES = 1 + max(fitted.probe for fitted in FITTED.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """The fitted parameters, each at least 0."""
+    """The fitted parameters, each at least 0, under the names of their settings.
+
+    In the place of settings that are rates there are seconds: of a prompt token, of a FLOP, and of a weight sync.
+    """
 
     base_s: float = 0.01
-    """`EngineModel.base_s`."""
     per_sample_s: float = 1e-4
-    """`EngineModel.per_sample_s`."""
     prefill_s: float = 1e-4
-    """Seconds of a prompt token: the inverse of `EngineModel.prefill_tokens_per_s`."""
     latency_s: float = 0.01
-    """`RewardModel.latency_s`."""
     flop_s: float = 1e-12
-    """Seconds of a FLOP: the inverse of `LearnerModel.flops_per_s`."""
     micro_batch_s: float = 0.01
-    """`LearnerModel.micro_batch_s`."""
     forward_share: float = 1 / 3
-    """`LearnerModel.forward_share`."""
     sync_s: float = 0.01
-    """Seconds of a weight sync."""
     overhead_s: float = 0.01
-    """`SimulateConfig.overhead_s`."""
 
     def applied(self, config: SimulateConfig, workload: CoarseWorkload) -> SimulateConfig:
         """Return the settings of a simulation with these parameters."""
-        gigabytes = workload.weights_bytes / 1e9
-        return replace(
-            config,
-            overhead_s=self.overhead_s,
-            engine=replace(
-                config.engine,
-                base_s=max(self.base_s, 1 / _LARGEST_RATE),
-                per_sample_s=self.per_sample_s,
-                prefill_tokens_per_s=_inverse(self.prefill_s),
-            ),
-            reward=replace(config.reward, latency_s=self.latency_s),
-            learner=replace(
-                config.learner,
-                flops_per_s=1 / max(self.flop_s, 1e-30),
-                micro_batch_s=self.micro_batch_s,
-                forward_share=max(self.forward_share, 1 / _LARGEST_RATE),
-                sync_gb_per_s=_inverse(self.sync_s / gigabytes),
-            ),
+        engine = replace(
+            config.engine,
+            base_s=max(self.base_s, _LEAST),
+            per_sample_s=self.per_sample_s,
+            prefill_tokens_per_s=1 / max(self.prefill_s, _LEAST),
         )
+        learner = replace(
+            config.learner,
+            flops_per_s=1 / max(self.flop_s, 1e-30),
+            micro_batch_s=self.micro_batch_s,
+            forward_share=max(self.forward_share, _LEAST),
+            sync_gb_per_s=1 / max(self.sync_s / (workload.weights_bytes / 1e9), _LEAST),
+        )
+        reward = replace(config.reward, latency_s=self.latency_s)
+        return replace(config, overhead_s=self.overhead_s, engine=engine, reward=reward, learner=learner)
 
+    def moved(self, probe: int) -> "Parameters":
+        """Return the parameters with those of a probe changed for a derivative."""
+        return replace(self, **{n: getattr(self, n) + self.move(n) for n, own in FITTED.items() if own.probe == probe})
 
-_OF_STAGE: dict[str, tuple[str, ...]] = {
-    "gen": ("base_s", "per_sample_s", "prefill_s"),
-    "reward": ("latency_s",),
-    "prepare": ("forward_share",),
-    "train": ("flop_s", "micro_batch_s"),
-    "sync": ("sync_s",),
-    "rest": ("overhead_s",),
-}
-"""The parameters that are fitted to a stage's time."""
-
-_PROBES = (
-    ("base_s", "latency_s", "flop_s", "sync_s", "overhead_s"),
-    ("per_sample_s", "micro_batch_s"),
-    ("prefill_s", "forward_share"),
-)
-"""Parameters that one simulation changes together, because no two of them change the same stage."""
+    def move(self, name: str) -> float:
+        """Return the change of a parameter for a derivative."""
+        return 0.1 * (getattr(self, name) or getattr(Parameters(), name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,14 +242,13 @@ def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progress
     parameters, errors = Parameters(), dict[str, float]()
     for number in range(_ROUNDS):
         now = seconds(parameters)
-        moved = {
-            name: changed for names in _PROBES for changed in [seconds(_moved(parameters, names))] for name in names
-        }
+        moved = [seconds(parameters.moved(probe)) for probe in range(_NUM_PROBES)]
         expected = _expected(parameters, runs[0]) if number else {}
         values = asdict(parameters)
-        for stage, names in _OF_STAGE.items():
-            column = STAGES.index(stage)
-            slopes = np.stack([(moved[name] - now)[:, column] / _move(values[name], name) for name in names], axis=1)
+        for column, stage in enumerate(STAGES):
+            names = [name for name, own in FITTED.items() if own.stage == stage]
+            changes = [(moved[FITTED[name].probe] - now)[:, column] / parameters.move(name) for name in names]
+            slopes = np.stack(changes, axis=1)
             constant = now[:, column] - slopes @ [values[name] for name in names]
             found, deviations = _least_squares(
                 slopes, measured[:, column] - constant, [expected.get(name) for name in names]
@@ -254,7 +262,7 @@ def fit(runs: Sequence[MeasuredRun], used: Sequence[NDArray[np.bool_]], progress
 
 def num_simulations(runs: Sequence[MeasuredRun]) -> int:
     """Return the number of simulations of a fit."""
-    return _ROUNDS * (1 + len(_PROBES)) * len(runs)
+    return _ROUNDS * (1 + _NUM_PROBES) * len(runs)
 
 
 def _expected(parameters: Parameters, run: MeasuredRun) -> dict[str, float]:
@@ -263,22 +271,12 @@ def _expected(parameters: Parameters, run: MeasuredRun) -> dict[str, float]:
     return {"per_sample_s": token_s, "prefill_s": token_s, "micro_batch_s": 3 * parameters.base_s}
 
 
-def _move(value: float, name: str) -> float:
-    """Return the change of a parameter for a derivative."""
-    return 0.1 * (value or getattr(Parameters(), name))
-
-
-def _moved(parameters: Parameters, names: Sequence[str]) -> Parameters:
-    return replace(parameters, **{n: getattr(parameters, n) + _move(getattr(parameters, n), n) for n in names})
-
-
 def _least_squares(
     x: NDArray[np.float64], y: NDArray[np.float64], expected: Sequence[float | None]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return [K] coefficients >= 0 of ``x`` [N, K] for ``y`` [N], whose variance grows with it; and their errors.
+    """Return [K] coefficients >= 0 of ``x`` [N, K] for ``y`` [N], whose variance grows with it, and their errors.
 
-    Args:
-        expected: the prior mean of each coefficient, which is its standard deviation, too; None: no prior.
+    ``expected`` is the mean and the standard deviation of each one's prior; None: it has none.
     """
     size = x.shape[1]
     prior = np.diag([1 / e if e else 0.0 for e in expected])
@@ -311,7 +309,3 @@ def _non_negative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.
             best, least = np.zeros(a.shape[1]), loss
             best[chosen] = part / scale[chosen]
     return best
-
-
-def _inverse(value: float) -> float:
-    return min(_LARGEST_RATE, 1 / value) if value > 0 and not math.isinf(1 / value) else _LARGEST_RATE

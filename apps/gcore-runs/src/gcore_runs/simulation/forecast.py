@@ -34,11 +34,9 @@ _MOST = 1e6
 
 
 def forecast_job(config: BaseRLConfig, job: Job, path: Path, *, num_engines: int, most_num_seqs: int) -> Forecast:
-    """Return the forecast of a job; see `gcore_llm.forecast.run_forecast`.
+    """Return the forecast of a job with ``num_engines`` engines, each of which generates at most ``most_num_seqs``.
 
-    Args:
-        num_engines: engines of the policy.
-        most_num_seqs: most responses that each of them generates at once.
+    See `gcore_llm.forecast.run_forecast`.
     """
     correction = Correction(most=_MOST)
     if path.exists():

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import coroutine
 from typing import TYPE_CHECKING, Any, Generic, Literal
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 import numpy as np
 
 from gcore_controller import deal
-from gcore_placement import LeastLoaded, RunningLedger, log_normal, uniform
+from gcore_placement import RunningLedger, log_normal, uniform
 from gcore_rollout import RequestT, RewardRunner, RewardRunnerConfig, SampleT
 from gcore_runs.errors import UserError
 from gcore_runs.simulation.config import BaseSimConfig
@@ -45,13 +45,10 @@ def group_and_index(name: int) -> tuple[int, int]:
 
 
 class SimulatedModality(ABC, Generic[RequestT, SampleT]):
-    """The samples of an app: what they take to be made and trained on, and what stands for them.
-
-    Attributes:
-        weights_bytes: Size of the weights that the engines get.
-    """
+    """The samples of an app: what they take to be made and trained on, and what stands for them."""
 
     weights_bytes: float
+    """Size of the weights that the engines get."""
 
     @abstractmethod
     def size(self, request: RequestT, index: int) -> tuple[float, float, float]:
@@ -73,8 +70,7 @@ class SimulatedModality(ABC, Generic[RequestT, SampleT]):
 class LoadMeter:
     """Adds up the real processor seconds of each controller's own code, during which simulated time stands still.
 
-    These are the steps of its program's coroutine and of every task that it starts; the work of simulated services in
-    such a step, inside `paused`, is not counted.
+    These are the steps of its program's coroutine and of every task that it starts, but for what `paused` surrounds.
     """
 
     def __init__(self, num_controllers: int) -> None:
@@ -135,36 +131,36 @@ class SharedState(Generic[RequestT, SampleT]):
     config: BaseSimConfig
     modality: SimulatedModality[RequestT, SampleT]
     seed: int
-    meter: LoadMeter = field(default_factory=lambda: LoadMeter(1))
-    ledger: RunningLedger | None = None
+    meter: LoadMeter
+    ledger: RunningLedger | None
     """None: device-seconds are not counted, and the trainer may work while the engines do."""
     version: int = 0
     """Version of the weights of all engines."""
 
     def whole(self, work: str, busy_share: float) -> AbstractContextManager[None]:
-        """Count all devices as doing ``work``; see `RunningLedger.whole`."""
+        """See `RunningLedger.whole`; without a ledger nothing is counted."""
         return self.ledger.whole(work, busy_share) if self.ledger else nullcontext()
 
 
 class ModelledReward:
-    """Scores of 0 and 1: a share ``acceptance`` of groups, or those of the replay, has both, the others one of them.
+    """Scores of 0 and 1: a share ``acceptance`` of groups has both, the others one of them.
 
     A rule answers at once, a judge with replicas of its own after a latency. Score and latency depend on the seed and
     the sample alone. Completions are samples' names (see `sample_name`).
 
     Args:
         n: samples in a group.
-        has_signal: says of a group's key whether its scores differ, in place of draws.
+        has_signal: returns whether the scores of the group with a key differ, in place of draws.
     """
 
     def __init__(self, state: SharedState[Any, Any], n: int, has_signal: Callable[[int], bool] | None = None) -> None:
         self._state, self._n, self._has_signal = state, n, has_signal
         self._seed, self._model = state.seed, state.config.reward
-        self._choice = LeastLoaded(max(1, self._model.num_replicas))
+        self._loads = np.zeros(max(1, self._model.num_replicas), dtype=np.intp)
 
     def runner(self) -> RewardRunner:
         """Return the service that makes the calls, as many at once as the replicas take."""
-        places = max(1, self._model.num_replicas) * self._model.max_concurrency
+        places = len(self._loads) * self._model.max_concurrency
         if not self._model.latency_s:
             return RewardRunner(self.rule, RewardRunnerConfig(max_concurrency=places, sync_in_threads=False))
         return RewardRunner(self.judge, RewardRunnerConfig(max_concurrency=places, timeout_s=math.inf))
@@ -188,26 +184,27 @@ class ModelledReward:
         with self._state.meter.paused():
             u = uniform(self._seed, _LATENCY_STREAM, int(completion))
             latency_s = log_normal(u, median=self._model.latency_s, sigma=self._model.latency_sigma)
-            replica, load = self._choice.take(1)
-            if load == 1:
-                self._count(1)
+            replica = int(self._loads.argmin())
+            self._change_load(replica, 1)
         try:
             await asyncio.sleep(latency_s)
         finally:
-            if not self._choice.add(replica, -1):
-                self._count(-1)
+            self._change_load(replica, -1)
         return self.rule(prompt, completion, row)
 
-    def _count(self, num_replicas: int) -> None:
-        if self._model.devices and self._state.ledger:
-            self._state.ledger.reward(num_replicas * self._model.devices_per_replica)
+    def _change_load(self, replica: int, change: int) -> None:
+        """Note a call that starts or ends; a replica is busy while it has any."""
+        was_busy = self._loads[replica] > 0
+        self._loads[replica] += change
+        if self._model.devices and self._state.ledger and was_busy != (self._loads[replica] > 0):
+            self._state.ledger.change("reward", change * self._model.devices_per_replica)
 
 
 class ModelledLearner:
     """A `gcore_controller.SharedTrainerGroup` of modelled replicas, to which micro-batches are dealt as on real ones.
 
-    A micro-batch takes its FLOPs over the FLOPs per second of a replica's devices, and ``micro_batch_s``; a step takes
-    the time of its slowest replica. All models cost the same. There are no weights, so nothing is exported or saved.
+    A micro-batch takes its FLOPs over a replica's FLOPs per second, and ``micro_batch_s``; a step takes the time of its
+    slowest replica. All models cost the same. There are no weights, so nothing is exported or saved.
     """
 
     def __init__(self, state: SharedState[Any, Any]) -> None:

@@ -60,11 +60,7 @@ class CoarseWorkload(TransformerWorkload):
 def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWorkload]) -> CoarseWorkload:
     """Return the work of a model's sequences in units of ``unit`` tokens.
 
-    Args:
-        model: folder with a config.json, which ``read`` reads; empty: a model of 7.6 billion parameters.
-
-    Raises:
-        UserError: the folder has no config.json that transformers knows.
+    ``model`` is a folder whose config.json ``read`` reads, or `UserError`; empty: a model of 7.6 billion parameters.
     """
     if not model:
         return CoarseWorkload(**_BUILT_IN, token_unit=unit)
@@ -107,14 +103,11 @@ class Replay:
     """Responses by prompt index, which is a prompt's place in the order of sampling; after the last it starts again.
 
     Args:
-        steps: the responses that each step sampled, in the run's order.
+        steps: the responses that each step sampled, in the run's order; `ValueError` if there are none.
         num_kept: groups of each step whose scores differed.
         n: responses to a prompt.
         sigma: standard deviation of the lengths' logarithm.
         seed: of the order within a step.
-
-    Raises:
-        ValueError: no step sampled anything.
     """
 
     def __init__(
@@ -145,11 +138,8 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
 
     A length depends on the seed, its request's seed and its index, unless it is replayed. All tokens of a response are
     its name (see `sample_name`), and its arrays have one entry in memory, so that long ones cost no more than short
-    ones. An entry of the program's arrays stands for ``token_unit`` tokens; a step makes one token.
-
-    Args:
-        flops: returns the FLOPs of a micro-batch.
-        replay: gives lengths in place of draws.
+    ones. An entry of the program's arrays stands for ``token_unit`` tokens; a step makes one token. ``flops`` returns
+    the FLOPs of a micro-batch.
     """
 
     def __init__(
@@ -168,11 +158,8 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
     def size(self, request: Request, index: int) -> tuple[float, float, float]:
         unit, prefix = self._config.token_unit, _prefix(request, index)
         length = min(self._length(request, index), request.sampling.max_tokens)
-        return (
-            length * unit,
-            0 if prefix is None else prefix.token_ids.size * unit,
-            len(request.prompt_token_ids) * unit,
-        )
+        num_made = 0 if prefix is None else prefix.token_ids.size
+        return length * unit, num_made * unit, len(request.prompt_token_ids) * unit
 
     def sample(self, request: Request, index: int, num_steps: float, *, version: int, is_aborted: bool) -> Completion:
         unit, prefix = self._config.token_unit, _prefix(request, index)

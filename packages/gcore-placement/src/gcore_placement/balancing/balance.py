@@ -31,23 +31,20 @@ def balance(
     """Split items over `num_parts` parts so that the largest summed cost is small.
 
     Starts from Graham's LPT rule, then exchanges items between heavy and light parts, a bounded number of times.
-    Without a capacity the largest sum is at most
-
-        sum(costs) / num_parts + max(costs)
-
-    Deterministic and stable: only the sorted costs (with their weights) decide, so that items in another order give
-    parts of the same costs, and equal items change places at most. A changed cost may move any item.
+    Without a capacity the largest sum is at most sum(costs) / num_parts + max(costs). Deterministic and stable: only
+    the sorted costs (with their weights) decide, so that items in another order give parts of the same costs. A changed
+    cost may move any item.
 
     Args:
         costs: [num_items], in any unit, at least 0.
         equal_count: every part gets num_items / num_parts items.
         max_count: no part gets more items than this. Not together with `equal_count`.
         weights: [num_items], what an item takes of its part's capacity, such as tokens of memory, at least 0.
-        capacity: no part's summed weights exceed this. With `weights` alone, and with neither of the counts. Whether
-            items fit at all is bin packing: they are tried longest first and heaviest first, so that a capacity within
-            a few percent of sum(weights) / num_parts may be refused (PlacementError) though a packing exists.
-        tolerance: relative distance from the least possible largest sum, so far as that is known, at which the search
-            may end: 1e-4 takes a fraction of the time of 0.
+        capacity: bound on each part's summed weights, without either of the counts. Items are tried longest first and
+            heaviest first, so that a capacity within a few percent of sum(weights) / num_parts may be refused
+            (PlacementError) though a packing exists.
+        tolerance: relative distance from a lower bound of the largest sum at which the search may end: 1e-4 takes a
+            fraction of the time of 0.
 
     Returns:
         The indices of each part, ascending. A part is empty only where there are fewer items than parts.
@@ -64,7 +61,9 @@ def balance(
         return [np.arange(len(amounts))]
     order = np.argsort(-amounts, kind="stable") if sizes is None else np.lexsort((-sizes, -amounts))
     falling = scale_to_one(amounts[order])
-    lower_bound = _lower_bound(falling, num_parts, equal_count=equal_count)
+    # The heaviest item shares its part with as many others as it must.
+    company = len(falling) // num_parts - 1 if equal_count else 0
+    lower_bound = max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))
     if sizes is None:
         sizes, most_weight = np.ones(len(falling)), float(most)
         start = longest_first(falling, num_parts, max_count=most)
@@ -86,9 +85,9 @@ def scale_to_one(costs: Floats) -> Floats:
 
 
 def _most_per_part(num_items: int, num_parts: int, *, equal_count: bool, max_count: int | None) -> int:
-    if equal_count and max_count is not None:
-        raise refusal("max_count", max_count, "None with equal_count=True, which already fixes the counts")
     if equal_count:
+        if max_count is not None:
+            raise refusal("max_count", max_count, "None with equal_count=True, which already fixes the counts")
         if num_items % num_parts:
             accepted = f"a multiple of num_parts ({num_parts}) with equal_count=True"
             raise PlacementError(f"costs has {num_items} values; expected {accepted}")
@@ -141,20 +140,13 @@ def _start_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: f
     return fill_empty(start, num_parts)
 
 
-def _lower_bound(falling: Floats, num_parts: int, *, equal_count: bool) -> float:
-    """Return a lower bound: the mean, and the heaviest item with the items that must share its part."""
-    company = len(falling) // num_parts - 1 if equal_count else 0
-    return max(float(falling.sum()) / num_parts, float(falling[0] + falling[len(falling) - company :].sum()))
-
-
 def micro_batches(
     lengths: ArrayLike, *, max_tokens: int, num_multiple: int = 1, costs: ArrayLike | None = None
 ) -> list[Ints]:
     """Group sequences into micro-batches of at most `max_tokens` tokens and about even cost.
 
     The count is the smallest found by bisection between the lower bound of bin packing and best fit decreasing, so it
-    is never above best fit's, then rounded up to a multiple of `num_multiple`. Costs are made even within that count:
-    a budget that is full to the last few percent leaves little choice. Deterministic.
+    is never above best fit's, then rounded up to a multiple of `num_multiple`. Costs are made even within that count.
 
     Args:
         lengths: [num_sequences], tokens of each sequence, at most `max_tokens`.
@@ -223,18 +215,14 @@ _SINGLE_ROUNDS = 512
 
 
 def longest_first(costs: Floats, num_parts: int, *, max_count: int, is_folded: bool = False) -> Ints:
-    """Return the part of each item: by falling cost, each to the lightest part so far with fewer than `max_count`.
+    """Return the part of each item: by falling cost [num_items], each to the lightest part with fewer than `max_count`.
 
     Graham's LPT rule (SIAM J. Appl. Math. 17, 1969), for many items at a time: parts that are within an item of the
     lightest get one each, and where another part is further above them, as many as bring them up to it. No part is
     empty where there are items enough. `num_parts * max_count` must hold all items.
 
-    Folded, each round gives an item, or a bundle, to every part, the heaviest to the lightest part so far. Counts then
-    differ by at most one. A round cannot widen the spread of loads beyond the larger of the old one and that of its own
-    items, so that it stays within the largest cost.
-
-    Args:
-        costs: [num_items], falling.
+    Folded, each round gives an item, or a bundle, to every part, the heaviest to the lightest. Counts then differ by at
+    most one, and loads by at most the largest cost: no round widens their spread beyond that of its own items.
     """
     until = np.concatenate([[0.0], np.cumsum(costs)])
     depth = max(1, -(-(len(costs) // num_parts - _SINGLE_ROUNDS) // _SINGLE_ROUNDS))
@@ -286,7 +274,7 @@ def longest_first_within(costs: Floats, weights: Floats, num_parts: int, *, capa
 
 
 def best_fit_decreasing(weights: Floats, *, capacity: float) -> Ints:
-    """Return the part of each item, by falling weight, each in the fullest part that can hold it, in as few as needed.
+    """Return the part of each item: by falling weight, each in the fullest part that can hold it, or in a new one.
 
     At most 11/9 of the least possible number of parts, plus a constant (Johnson et al., SIAM J. Comput. 3, 1974).
     """
@@ -323,14 +311,12 @@ def fill_empty(part_of: Ints, num_parts: int) -> Ints:
 class StreamingBalancer:
     """Assigns items to parts as they arrive, with one number of memory per part.
 
-    Each item goes to the part that is lightest so far; the items of one chunk are taken heaviest first, of equal ones
-    the one that came first. Assigned items stay where they are. That is list scheduling (Graham, Bell System Technical
-    Journal 45, 1966): at all times
+    Each item goes to the part that is lightest so far, and stays there; the items of one chunk are taken heaviest
+    first. That is list scheduling (Graham, Bell System Technical Journal 45, 1966): at all times, over the costs so far
 
         max(loads) <= sum(costs) / num_parts + (1 - 1 / num_parts) * max(costs) <= (2 - 1 / num_parts) * optimum
 
-    over the costs so far, however they came and were cut in chunks; in one chunk alone it is the LPT rule, with
-    4/3 - 1 / (3 num_parts).
+    In one chunk alone it is the LPT rule, with 4/3 - 1 / (3 num_parts).
     """
 
     def __init__(self, num_parts: int) -> None:
@@ -343,11 +329,7 @@ class StreamingBalancer:
         return self._loads.copy()
 
     def add(self, costs: ArrayLike) -> Ints:
-        """Assign the next items, costs [num_items]; return the part of each, [num_items].
-
-        Raises:
-            PlacementError: a cost is negative or not finite; none of the items is assigned.
-        """
+        """Return the part of each of the next items, [num_items]; where a cost is wrong, none is assigned."""
         amounts = check_amount_list("costs", costs)
         part_of = np.empty(len(amounts), dtype=np.intp)
         order = np.argsort(-amounts, kind="stable")

@@ -17,11 +17,12 @@ def sum_per_part(part_of: Ints, amounts: Floats, num_parts: int) -> Floats:
     return np.asarray(np.bincount(part_of, weights=amounts, minlength=num_parts), dtype=np.float64)
 
 
-def by_part(part_of: Ints, num_parts: int) -> Ints:
-    """Return the items sorted by their part, ties by index."""
+def by_part(part_of: Ints, num_parts: int) -> tuple[Ints, Ints, Ints]:
+    """Return the items sorted by part, ties by index, and each part's number of items and place of its first."""
     # Two bytes are sorted by radix, many times as fast.
     keys = part_of.astype(np.uint16) if num_parts <= 1 << 16 else part_of
-    return np.argsort(keys, kind="stable")
+    counts = np.bincount(part_of, minlength=num_parts)
+    return np.argsort(keys, kind="stable"), counts, np.cumsum(counts) - counts
 
 
 @dataclass(kw_only=True)
@@ -55,21 +56,15 @@ class Assignment:
         """Return the items of each part by their caller's index `index_of` [num_items], ascending."""
         part_of = np.empty_like(self.part_of)
         part_of[index_of] = self.part_of
-        counts = np.bincount(part_of, minlength=self.num_parts)
-        return np.split(by_part(part_of, self.num_parts), np.cumsum(counts)[:-1])
-
-    def by_part(self) -> tuple[Ints, Ints, Ints]:
-        """Return the items sorted by part, and each part's number of items and place of its first."""
-        counts = np.bincount(self.part_of, minlength=self.num_parts)
-        return by_part(self.part_of, self.num_parts), counts, np.cumsum(counts) - counts
+        order, _, starts = by_part(part_of, self.num_parts)
+        return np.split(order, starts[1:])
 
     def sample(self, per_part: int, *, first: int) -> "tuple[Assignment, Ints]":
-        """Return about `per_part` items of each part, evenly spaced by cost, and their indices; the others stay fixed.
+        """Return about `per_part` items of each part, evenly spaced by cost from the `first` (modulo the spacing) on.
 
-        Args:
-            first: which of a part's items comes first, counted modulo the spacing.
+        The others stay fixed. Also returns the items' indices.
         """
-        order, counts, starts = self.by_part()
+        order, counts, starts = by_part(self.part_of, self.num_parts)
         rank = np.arange(len(order)) - np.repeat(starts, counts)
         stride = np.repeat(np.maximum(counts // per_part, 1), counts)
         items = np.sort(order[rank % stride == first % stride])
@@ -104,7 +99,7 @@ class Assignment:
 
 Exchanges = tuple[Ints, Ints, Ints, Ints]
 """Heavy and light parts, [num_pairs], and the items that a heavy part gives and takes, [num_pairs, num_items]; these
-may be NOTHING. The load that is shifted is above 0, and below the gap between the two parts."""
+may be NOTHING. The load that is shifted is above 0, and below the gap."""
 
 
 def _shift(amounts: Floats, given: Ints, taken: Ints) -> Floats:
@@ -115,8 +110,8 @@ def _shift(amounts: Floats, given: Ints, taken: Ints) -> Floats:
 class ExchangeSearch:
     """Finds swaps and moves in an assignment that others change between calls.
 
-    For a pair whose loads differ by a gap, every item of the heavy part looks up, by bisection in the sorted costs of
-    the light part, the partner that makes the load that is shifted nearest to half the gap.
+    Every item of a pair's heavy part looks up, by bisection in the sorted costs of the light part, the partner that
+    makes the load that is shifted nearest to half the gap.
     """
 
     def __init__(self, assignment: Assignment) -> None:
@@ -177,16 +172,11 @@ GOLDEN = 0.6180339887498949
 def swap_pairs(assignment: Assignment, heavy: Ints, light: Ints, *, target: float, number: int) -> None:
     """Make the best exchange of two items for two of each pair `heavy[i]`, `light[i]`, in place.
 
-    Every sum of two items of the heavy part looks up, by bisection in the sorted sums of the light part, the one that
-    makes the load that is shifted nearest to half the gap. Only so many items of a part are tried, evenly spaced by
-    cost, others in each round.
-
-    Args:
-        heavy: parts; no part occurs twice in `heavy` and `light` together.
-        target: pairs whose heavy part has no more are left alone.
-        number: of the round.
+    As in `ExchangeSearch`, for the sums of two items. Only so many items of a part are tried, evenly spaced by cost,
+    others in each round. No part occurs twice in `heavy` and `light`; pairs whose heavy part has at most the target are
+    left alone.
     """
-    order, counts, starts = assignment.by_part()
+    order, counts, starts = by_part(assignment.part_of, assignment.num_parts)
     chosen = assignment.loads[heavy] > np.maximum(target, assignment.loads[light])
     chosen &= np.minimum(counts[heavy], counts[light]) >= 2
     heavy, light = heavy[chosen], light[chosen]
@@ -249,9 +239,9 @@ def refine(assignment: Assignment, *, lower_bound: float, tolerance: float = 0.0
 
     Each round pairs the heaviest part with the lightest, the second heaviest with the second lightest and so on, and
     makes the best exchange of each pair: of an item for at most one, and where that has become slow of two for two. A
-    round that leaves the makespan where it was is followed by a search between the heaviest part and all others; where
-    that finds nothing either, or where the makespan is within `tolerance` of the lower bound, the search ends. Of long
-    parts a few items are tried first, then all unless that came close, then others a few at a time.
+    round that leaves the makespan where it was is followed by a search between the heaviest part and all others. The
+    search ends where that finds nothing, or within `tolerance` of the lower bound. Of long parts a few items are tried
+    first, then all unless that came close, then others a few at a time.
     """
     target = lower_bound * (1 + max(CLOSE_ENOUGH, tolerance))
     if len(assignment.costs) <= 2 * FEW_PER_PART * assignment.num_parts:

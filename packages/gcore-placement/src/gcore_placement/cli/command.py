@@ -9,18 +9,18 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gcore_placement.cli.page import page
 from gcore_placement.cluster import DEVICES, Cluster, Device
-from gcore_placement.errors import PlacementError, refusal
+from gcore_placement.errors import PlacementError, read_json, refusal
 from gcore_placement.forecast import RUN_FILE, Correction, Job
 from gcore_placement.ledger import Ledger, read_spans, select_steps
 from gcore_placement.planning.planner import plan
 from gcore_placement.quantities import Lengths, check_positive
+from gcore_placement.simulation.continuous_batching import EngineRun
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
 from gcore_placement.simulation.simulator import Comparison, Simulator, compare
-from gcore_placement.simulation.waves import WaveRuns, run_waves
+from gcore_placement.simulation.waves import run_waves
 from gcore_placement.strategies import PLANNED
 from gcore_placement.workload.model_shape import ModelShape
 from gcore_placement.workload.recorded_runs import run_trace
@@ -145,16 +145,8 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 def _read_model(path: str) -> ModelShape:
     """Read the shape of the model in a Hugging Face folder or `config.json`."""
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        config: Any = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise refusal("model", path, "a Hugging Face folder or its config.json") from None
-    except ValueError as error:
-        raise PlacementError(f"{file} is not JSON; expected a Hugging Face config.json ({error})") from None
-    if not isinstance(config, dict):
-        raise PlacementError(f"{file} is a JSON {type(config).__name__}; expected an object")
-    return ModelShape.from_config(config)
+    accepted, content = "a Hugging Face folder or its config.json", "a Hugging Face config.json"
+    return ModelShape.from_config(read_json("model", path, "config.json", accepted=accepted, content=content))
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +210,7 @@ def _trace(arguments: argparse.Namespace) -> Trace | None:
     return run_trace(folder, n=n, judge_median=arguments.judge_length, max_judge_length=longest, seed=arguments.seed)
 
 
-def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, WaveRuns]]:
+def _timelines(simulator: Simulator, comparison: Comparison) -> list[tuple[str, tuple[EngineRun, EngineRun]]]:
     """Return the first wave of the middle step, colocated and on the partition of dynamic."""
     step = simulator.trace.num_steps // 2
     wave = next(simulator.trace.waves(step))

@@ -6,8 +6,8 @@ from html import escape
 import numpy as np
 
 from gcore_placement.quantities import Floats
+from gcore_placement.simulation.continuous_batching import EngineRun
 from gcore_placement.simulation.simulator import IDLE, WORK, Comparison, StrategyRun
-from gcore_placement.simulation.waves import WaveRuns
 
 COLOURS = {
     "generation": "#2f6fb0",
@@ -35,11 +35,12 @@ _WIDTH, _LABEL = 1000, 110
 _LINES = {"colocated": "#888888", "split": "#2f6fb0", "dynamic": "#d9664a", "clairvoyant": "#3fa06b"}
 
 
-def page(comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, WaveRuns]] = ()) -> str:
-    """Return the page.
+def page(
+    comparisons: Sequence[Comparison], *, timelines: Sequence[tuple[str, tuple[EngineRun, EngineRun]]] = ()
+) -> str:
+    """Return the page: for each comparison a table, bars of device-seconds and lines over the steps.
 
-    A comparison is a table of strategies, bars of where device-seconds went, and lines over the steps; a timeline, of
-    the runs of one wave, shows the devices that are busy over time.
+    A timeline, of the runs of one wave, shows the devices that are busy over time.
     """
     parts = [_comparison(comparison) for comparison in comparisons]
     if timelines:
@@ -78,9 +79,8 @@ def _comparison(comparison: Comparison) -> str:
     )
 
 
-def _bars(runs: Iterable[StrategyRun]) -> str:
+def _bars(runs: Sequence[StrategyRun]) -> str:
     """Draw one bar per strategy: its device-seconds, as long as its steps are."""
-    runs = list(runs)
     longest = max(run.seconds for run in runs)
     shapes: list[str] = []
     for row, run in enumerate(runs):
@@ -120,11 +120,11 @@ def _lines(lines: Sequence[tuple[str, Floats]], unit: str, *, top: float | None 
     return _svg(shapes, height + 46)
 
 
-def _timeline(runs: WaveRuns) -> str:
+def _timeline(runs: tuple[EngineRun, EngineRun]) -> str:
     """Draw the number of busy replicas of each role over the wave, scaled to its maximum."""
-    end = float(runs.judged.finish.max())
+    end = float(runs[1].finish.max())
     shapes: list[str] = []
-    for row, (name, run) in enumerate((("generation", runs.generated), ("reward", runs.judged))):
+    for row, (name, run) in enumerate(zip(("generation", "reward"), runs, strict=True)):
         moments = np.linspace(0, end, 400)
         busy = np.searchsorted(np.sort(run.busy_from), moments, side="right")
         busy = busy - np.searchsorted(np.sort(run.busy_to), moments, side="right")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from gcore_placement.errors import MissingExtraError
 from gcore_placement.ledger import CAUSES, COLUMNS, Ledger, StepIntervals
 from gcore_placement.planning.options import EnginePlan
-from gcore_placement.planning.planner import Plan
+from gcore_placement.planning.planner import Plan, gigabytes
 from gcore_placement.simulation.simulator import IDLE, Comparison
 
 try:
@@ -24,22 +24,20 @@ _FILE_WIDTH = 10_000  # columns where the output is not a terminal, so that noth
 
 def print_ledger(ledger: Ledger, steps: Sequence[StepIntervals]) -> None:
     """Print the shares of each role's device time, and of all: work, then causes of idleness, where there is any."""
-    console = _console()
+    console, shares = _console(), (*ledger.device_ns, None)
     device_s = sum(ledger.total_ns.values()) / 1e9
     span = f"steps {steps[0].step} to {steps[-1].step}" if len(steps) > 1 else f"step {steps[0].step}"
-    console.print(f"{span}: {device_s:,.1f} device-seconds, {ledger.idle_share():.1%} idle", soft_wrap=True)
-    console.print()
+    console.print(f"{span}: {device_s:,.1f} device-seconds, {ledger.idle_share():.1%} idle\n", soft_wrap=True)
     roles = list(ledger.device_ns)
     rows: list[Sequence[str]] = []
     for column in COLUMNS:
         seconds = sum(entry[column] for entry in ledger.device_ns.values()) / 1e9
         if seconds:
-            shares = [f"{ledger.share(column, role):.1%}" for role in roles]
             label = f"idle: {column}" if column in CAUSES else column
-            rows.append((label, *shares, f"{ledger.share(column):.1%}", f"{seconds:,.1f}"))
+            rows.append((label, *(f"{ledger.share(column, role):.1%}" for role in shares), f"{seconds:,.1f}"))
     table = _table(("", *roles, "all", "seconds"), rows, right=(*roles, "all", "seconds"))
     table.add_section()
-    table.add_row("idle", *(f"{ledger.idle_share(role):.1%}" for role in roles), f"{ledger.idle_share():.1%}", "")
+    table.add_row("idle", *(f"{ledger.idle_share(role):.1%}" for role in shares), "")
     totals = [f"{ledger.total_ns[role] / 1e9:,.1f}" for role in roles]
     table.add_row("seconds", *totals, f"{device_s:,.1f}", f"{device_s:,.1f}")
     console.print(table)
@@ -50,7 +48,7 @@ def print_plan(plan: Plan) -> None:
     console = _console()
     text = (
         f"{plan.num_devices} of {plan.cluster.num_devices} x {plan.cluster.device.name}, {plan.strategy}: "
-        f"{plan.step_s:.1f} s a step, {_gb(plan.peak_bytes)} of {_gb(plan.usable_bytes)} usable"
+        f"{plan.step_s:.1f} s a step, {gigabytes(plan.peak_bytes)} of {gigabytes(plan.usable_bytes)} usable"
     )
     console.print(Text(text), soft_wrap=True)
     state = "on the host while engines work" if plan.offload else "stays on the devices"
@@ -59,7 +57,11 @@ def print_plan(plan: Plan) -> None:
     roles.append(("training", str(plan.num_devices), f"{plan.training}; state {state}"))
     stages = [(name.removesuffix("_s"), f"{seconds:.1f} s") for name, seconds in vars(plan.step).items()]
     memory = [
-        (phase, _gb(sum(parts.values())), ", ".join(f"{name} {_gb(size)}" for name, size in parts.items() if size))
+        (
+            phase,
+            gigabytes(sum(parts.values())),
+            ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items() if size),
+        )
         for phase, parts in plan.memory.items()
     ]
     tables = [_table(("role", "devices", "layout"), roles), _table(("stage", "seconds"), stages, right=("seconds",))]
@@ -124,7 +126,3 @@ def _engines(engines: EnginePlan) -> str:
         f"{engines.num_replicas} engine{'s' * (engines.num_replicas != 1)} of TP {engines.tensor_model_parallel_size}, "
         f"{engines.max_num_seqs} sequences each"
     )
-
-
-def _gb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f} GB"

@@ -25,7 +25,7 @@ Load = tuple[Floats, Floats]
 
 
 class LoadHistory:
-    """The last rounds, mutable, of R = 2 roles. A round counts by its size: a handful of prompts decides nothing."""
+    """The last rounds of R = 2 roles. A round counts by its size: a handful of prompts decides nothing."""
 
     def __init__(self, config: "DynamicPartitionConfig") -> None:
         self._config = config
@@ -47,12 +47,12 @@ class LoadHistory:
 
     def settled(self) -> Load:
         """Return the load of a round of usual size, by medians of the last ones."""
-        return self._load(self._medians(_WORK), self._medians(_FLOOR))
+        return self._medians(_WORK) * self.corrections * self._usual_size(), self._medians(_FLOOR)
 
     def latest(self) -> Load:
         """Return the last round's load, scaled to the usual size."""
         last = np.array(self.rows[-1])
-        return self._load(last[_WORK], last[_FLOOR])
+        return last[_WORK] * self.corrections * self._usual_size(), last[_FLOOR]
 
     def noise(self) -> Floats:
         """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
@@ -75,9 +75,6 @@ class LoadHistory:
         noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / last[_SIZE]))
         off = np.abs(np.log(last[_WORK] / settled))
         return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
-
-    def _load(self, work: Floats, floor: Floats) -> Load:
-        return work * self.corrections * self._usual_size(), floor
 
     def _usual_size(self) -> float:
         """Return the mean size of rounds, weighted by size."""
@@ -152,12 +149,11 @@ class DynamicPartition:
     `floor + work / devices`, corrected by what was measured; the load is the median of the last rounds, with a noise
     estimated from their changes. The best partition is the one in which the slower role's time, over that noise and
     what the law may be off by, is shortest in the mean. Devices move where that time falls by more than a move takes,
-    over a horizon, and only as far as it would were the medians off by their noise. So a load that stays, with its
-    noise, moves devices to the best partition and seldom after that.
+    over a horizon, and only as far as it would were the medians off by their noise.
 
     A last round far off the medians is an outlier or the first after a jump; the next one decides. Until then devices
-    go where the worse of the two cases is least bad: where the time for either load, over the shortest for that load,
-    is least. After a jump, however large, the best partition is reached in `config.jump_rounds` rounds.
+    go where the time for either load, over the shortest for that load, is least in the worse case. After a jump,
+    however large, the best partition is reached in `config.jump_rounds` rounds.
 
     Pure, deterministic, and symmetric in policy and reward. Raises PlacementError where `start` is not in `space`.
     """
@@ -186,7 +182,7 @@ class DynamicPartition:
 
         Args:
             size: of the round in any unit, such as prompts, where rounds differ: work grows with it, floors do not.
-            is_within_step: whether the next round belongs to the same step; a move then takes `move_within_s`.
+            is_within_step: whether the next round belongs to the same step.
         """
         check_above_0("size", size)
         self._history.add((policy, reward), (self.partition.policy_devices, self.partition.reward_devices), size)
@@ -273,11 +269,9 @@ class StrategyChoice:
     The present strategy is judged by the measured seconds of its steps, the other one by a law: colocated, both roles'
     work is shared by all devices, and each turn adds a swap; dynamic, the slower role of the best partition decides.
     When a strategy is tried, its measured seconds over those of the law correct the law from then on, in both
-    directions. So a strategy that was predicted to be better and is not is left again, and not tried again for the same
-    reason.
+    directions, so that one that was better by the law alone is left, and not tried again for the same reason.
 
     Args:
-        space: the partitions that the cluster allows.
         start: the first strategy; `strategy` is the present one.
         horizon_steps: over which a change must save more than it takes.
         switch_s: seconds that a change takes, such as loading the models again; may be set later.
@@ -301,12 +295,10 @@ class StrategyChoice:
         """Measured seconds of the strategy that was left for it."""
 
     def observe(self, policy: RoleLoad, reward: RoleLoad, *, stage_s: float, swap_s: float) -> Strategy:
-        """Observe a step; return the strategy of the next one.
+        """Observe a step under the present strategy; return the strategy of the next one.
 
         Args:
-            policy: load of the policy in the step, measured under the present strategy.
-            reward: load of the reward.
-            stage_s: measured seconds of its generation and rewarding together, swaps included.
+            stage_s: measured seconds of generation and rewarding together, swaps included.
             swap_s: seconds of all swaps of a step, under colocated.
         """
         check_amounts("stage_s", stage_s)

@@ -89,14 +89,15 @@ class PartitionSpace(Checked):
             if found and found[-1].reward_replicas == fitting[-1]:
                 found.pop()
             reward_devices = fitting[-1] * self.reward.devices_per_replica
-            partition = Partition(
-                policy_replicas=policy_replicas,
-                reward_replicas=fitting[-1],
-                policy_devices=policy_devices,
-                reward_devices=reward_devices,
-                unassigned_devices=self.num_devices - policy_devices - reward_devices,
+            found.append(
+                Partition(
+                    policy_replicas=policy_replicas,
+                    reward_replicas=fitting[-1],
+                    policy_devices=policy_devices,
+                    reward_devices=reward_devices,
+                    unassigned_devices=self.num_devices - policy_devices - reward_devices,
+                )
             )
-            found.append(partition)
         return tuple(found)
 
     @cached_property
@@ -119,8 +120,7 @@ class PartitionSpace(Checked):
 class RoleLoad(Checked):
     """One role's part of the stages in which policy and reward run side by side, over one step or wave.
 
-    With D devices the role takes `floor_s + work_device_s / D`, were the other never in its way; what was measured
-    corrects the work, see `correction`.
+    With D devices the role takes `floor_s + work_device_s / D`, were the other never in its way.
     """
 
     work_device_s: Amount
@@ -137,8 +137,8 @@ class RoleLoad(Checked):
     def correction(self, devices: int, last: float) -> float:
         """Return the factor by which `work_device_s` agrees with the measurement on so many devices.
 
-        The work of a role that was not held up follows from the time at which it finished. A role that was held up has
-        at most the work that kept its devices busy, and otherwise the correction that was last known.
+        A role that was held up has at most the work that kept its devices busy, or the correction that was last known;
+        the work of one that was not follows from the time at which it finished.
         """
         if not self.work_device_s:
             return last
@@ -162,15 +162,12 @@ class EngineWork:
 
 
 def engine_load(costs: EngineCosts, work: EngineWork) -> tuple[float, float]:
-    """Return the load of an engine by its law.
+    """Return device-seconds of work that replicas share, and seconds that more of them do not shorten.
 
     Every token adds `decode_per_sequence_s`, and what its sequence holds adds `decode_per_context_token_s`, wherever it
     is decoded. A step's base is paid for the longest sequence, and, where sequences queue, for all tokens before it,
     `max_num_seqs` at a time; without a queue that part is small. The slower role's time by these laws is within 15 % of
     simulated waves of 256 prompts, whatever the partition, for judgements of 100 to 6000 tokens.
-
-    Returns:
-        Device-seconds of work that replicas share, and seconds that more of them do not shorten.
     """
     replica_s = (
         (costs.decode_per_sequence_s + costs.decode_base_s / costs.max_num_seqs) * work.num_tokens

@@ -22,7 +22,7 @@ _TOKENS_IN_LONGEST = (1, 2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLayout:
-    """The layout of training. Sizes have verl's and Megatron's names."""
+    """The layout of training; sizes have verl's and Megatron's names."""
 
     backend: Backend
     """torch: parameters, gradients and moments are sharded over all ranks (FSDP, ZeRO-3). megatron: moments are, over
@@ -39,10 +39,8 @@ class TrainingLayout:
     @property
     def sizes(self) -> str:
         """The backend and the sizes of its groups, as text."""
-        return (
-            f"{self.backend} TP {self.tensor_model_parallel_size} PP {self.pipeline_model_parallel_size} "
-            f"CP {self.context_parallel_size} DP {self.data_parallel_size}"
-        )
+        tp, pp, cp, dp = astuple(self)[1:5]
+        return f"{self.backend} TP {tp} PP {pp} CP {cp} DP {dp}"
 
     def __str__(self) -> str:
         recompute = "recompute, " if self.gradient_checkpointing else ""
@@ -107,9 +105,9 @@ class Setting:
 def training_layouts(job: Job, cluster: Cluster, num_devices: int) -> TrainingLayouts:
     """Return all ways to train on so many devices, including those that do not fit into memory.
 
-    Tensor-parallel ranks divide heads and stay within a node; pipeline stages divide the layers; the torch backend has
-    neither. There are no more data-parallel ranks than prompts, whose responses stay together. Micro-batches hold the
-    longest sequence, once or several times.
+    Tensor-parallel ranks stay within a node; the torch backend has neither them nor pipeline stages. There are no more
+    data-parallel ranks than prompts, whose responses stay together. Micro-batches hold the longest sequence, once or
+    several times.
     """
     tp_sizes = [
         tp
@@ -124,13 +122,10 @@ def training_layouts(job: Job, cluster: Cluster, num_devices: int) -> TrainingLa
     rows: list[tuple[float, ...]] = []
     for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):
         dp, rest = divmod(num_devices, tp * pp * cp)
-        if rest or dp > job.train_batch_size:
-            continue
-        for sharded in (True, False) if tp * pp == 1 else (False,):
-            rows += [
-                (sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence)
-                for recompute, times in product((False, True), _TOKENS_IN_LONGEST)
-            ]
+        if not rest and dp <= job.train_batch_size:
+            backends = (True, False) if tp * pp == 1 else (False,)
+            for sharded, recompute, times in product(backends, (False, True), _TOKENS_IN_LONGEST):
+                rows.append((sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence))
     return _from_rows(rows)
 
 
@@ -172,15 +167,12 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
     - megatron (ZeRO-1, section 5.1; its distributed optimizer): weights in the compute precision, gradients 4 P,
       float32 weights and moments 12 P / s;
     - activations by Korthikanti et al. 2022 (arXiv 2205.05198, equations 4 and 5, tensor with sequence parallelism),
-      see `ModelShape.activations_per_token`: of a micro-batch's N / CP tokens (all are about as large), L / PP layers
-      for each of the micro-batches that the first stage has started, at most PP (one forward, one backward); with
-      recomputation the layers' inputs (table 2);
+      see `ModelShape.activations_per_token`, times the factor ``activations``: of a micro-batch's N / CP tokens, L / PP
+      layers for each of the at most PP micro-batches that the first stage has started (one forward, one backward);
+      with recomputation the layers' inputs (table 2);
     - logits a chunk at a time, and the head's gradient in float32, which FSDP's gathered gradients are already; with
       recomputation all of one layer's activations where these are more, as logits are gone by then;
     - the reference's weights, as the policy's are held, in the compute precision.
-
-    Args:
-        activations: factor of the activations, as measured.
     """
     ranks, compute_bytes = layouts.dp * layouts.cp, job.compute_bytes
     is_gathered = layouts.sharded & (ranks > 1)
@@ -236,6 +228,11 @@ def resident_state(parts: Bytes) -> Floats:
 def total(parts: Bytes) -> Floats:
     """Return the sum of all parts."""
     return np.sum(list(parts.values()), axis=0)
+
+
+def parts_at(parts: Bytes, index: int) -> dict[str, float]:
+    """Return the bytes of each part at an index."""
+    return {name: float(sizes[index]) for name, sizes in parts.items()}
 
 
 def _held(model: ModelShape, layouts: TrainingLayouts) -> Floats:

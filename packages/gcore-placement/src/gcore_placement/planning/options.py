@@ -1,15 +1,16 @@
 """The engines and the ways to train that a job may have: their costs by shapes and data sheets, and their memory."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
 from gcore_placement.cluster import Cluster, Efficiency
-from gcore_placement.costs import EngineLaws, TrainingLaws, times
+from gcore_placement.costs import EngineLaws, TrainingLaws, times, training_seconds
 from gcore_placement.forecast import EngineStage, Job, last_judgement_s, waves_seconds
 from gcore_placement.planning.layouts import (
     MASTER_BYTES,
+    Bytes,
     Setting,
     TrainingLayouts,
     divides_heads,
@@ -74,8 +75,8 @@ class EngineRoofline:
     def sequence_bytes(self, prompt_lengths: Lengths, response_lengths: Lengths) -> float:
         """Return the bytes of keys and values per running sequence, at the worst moment of a step.
 
-        Either all have started together, and the worst moment is when those that are left, times what they hold, are
-        most; or sequences end and start steadily, and one caught at random has E[L^2] / 2 E[L] tokens of its response.
+        Either all have started together and those that are left hold most; or sequences end and start steadily, and one
+        caught at random has E[L^2] / 2 E[L] tokens of its response.
         """
         steady = prompt_lengths.mean + response_lengths.mean_square / (2 * response_lengths.mean)
         return max(steady, response_lengths.most_alive(prompt_lengths.mean)) * self.kv_token_bytes
@@ -129,24 +130,14 @@ class EnginePlan:
 class Engines:
     """Engines of one size on 1, 2, ... replicas. Arrays end in that axis, [num_replicas]."""
 
-    roofline: EngineRoofline
-    kv_sequence_bytes: float
-    """Keys and values of a running sequence."""
-    longest_bytes: float
-    """Keys and values of the longest sequence."""
+    tp: int
+    weights_bytes: float
+    memory: Bytes
     laws: EngineLaws
     waves_s: Floats
     """[num_waves, num_replicas] seconds."""
     last_s: Floats
     """Seconds of the last judgement; 0 for a policy."""
-
-    @property
-    def tp(self) -> int:
-        return self.roofline.tp
-
-    @property
-    def weights_bytes(self) -> float:
-        return self.roofline.weights_bytes
 
     def plan(self, num_replicas: int) -> EnginePlan:
         """Return the plan of so many replicas."""
@@ -157,15 +148,6 @@ class Engines:
             max_num_seqs=int(self.laws.max_num_seqs[num_replicas - 1]),
         )
 
-    def memory(self, num_replicas: int) -> dict[str, float]:
-        """Return the bytes of each part of a device's memory."""
-        num_seqs = float(self.laws.max_num_seqs[num_replicas - 1])
-        return {
-            "weights": self.weights_bytes,
-            "workspace": self.roofline.workspace_bytes,
-            "KV cache": max(num_seqs * self.kv_sequence_bytes, self.longest_bytes),
-        }
-
 
 class EngineOptions:
     """The engines that a stage may have: the judge's, or the policy's."""
@@ -174,6 +156,13 @@ class EngineOptions:
         self._setting = setting
         self._stage: EngineStage = stage
         self._model, self._read, self._written = setting.job.engine_role(stage)
+        self._roofline = partial(
+            EngineRoofline,
+            model=self._model,
+            cluster=setting.cluster,
+            compute_bytes=setting.job.compute_bytes,
+            efficiency=setting.efficiency,
+        )
         self._build = cache(self._engines)
 
     def sizes(self, num_devices: int) -> list[int]:
@@ -193,25 +182,15 @@ class EngineOptions:
 
     def least_bytes(self, tp: int) -> float:
         """Return the bytes that each device of an engine needs: weights, workspace, and the longest sequence."""
-        roofline = self._roofline(tp)
+        roofline = self._roofline(tp=tp)
         return roofline.weights_bytes + roofline.workspace_bytes + self._longest * roofline.kv_token_bytes
 
     @property
     def _longest(self) -> float:
         return self._read.longest + self._written.longest
 
-    def _roofline(self, tp: int) -> EngineRoofline:
-        setting = self._setting
-        return EngineRoofline(
-            model=self._model,
-            cluster=setting.cluster,
-            tp=tp,
-            compute_bytes=setting.job.compute_bytes,
-            efficiency=setting.efficiency,
-        )
-
     def _engines(self, tp: int, memory_steps: int) -> Engines | None:
-        job, cluster, roofline = self._setting.job, self._setting.cluster, self._roofline(tp)
+        job, cluster, roofline = self._setting.job, self._setting.cluster, self._roofline(tp=tp)
         free_bytes = memory_steps / _MEMORY_STEPS * cluster.device.memory_bytes
         held = roofline.sequence_bytes(self._read, self._written)
         free_for_kv = free_bytes - roofline.weights_bytes - roofline.workspace_bytes
@@ -222,14 +201,17 @@ class EngineOptions:
         # No engine is sized for more sequences than it gets.
         each = np.ceil(job.wave_prompts.max() * job.n / replicas)
         laws = times(roofline.laws(np.clip(each, 1, most)), self._setting.correction.factor(self._stage))
-        is_judge = self._stage == "reward"
         return Engines(
-            roofline=roofline,
-            kv_sequence_bytes=held,
-            longest_bytes=self._longest * roofline.kv_token_bytes,
+            tp=tp,
+            weights_bytes=roofline.weights_bytes,
+            memory={
+                "weights": np.full(replicas.size, roofline.weights_bytes),
+                "workspace": np.full(replicas.size, roofline.workspace_bytes),
+                "KV cache": np.maximum(laws.max_num_seqs * held, self._longest * roofline.kv_token_bytes),
+            },
             laws=laws,
             waves_s=waves_seconds(laws, job, self._stage, replicas),
-            last_s=last_judgement_s(laws, job) if is_judge else np.zeros(replicas.size),
+            last_s=last_judgement_s(laws, job) if self._stage == "reward" else np.zeros(replicas.size),
         )
 
 
@@ -247,18 +229,17 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     Products and attention take their FLOPs over their shares of the peak, a third more where they are recomputed, as
     the head always is (its logits are made a chunk at a time, and again for the backward pass), and 1 + (PP - 1) / m
     times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
-    Reading and writing logits, `_LOGIT_PASSES` times, takes long where a vocabulary is large and a model small. Added
-    to each token, and not hidden by any of this:
+    Reading and writing logits takes long where a vocabulary is large and a model small. Added to each token, and not
+    hidden by any of this:
 
     - TP with sequence parallelism: four gathers or scatters of the token's state in each layer's forward pass, and as
       many in its backward pass (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2);
     - CP: each rank gets all others' keys and values, forward and backward, and their gradients;
     - PP: the state and its gradient cross each stage's border.
 
-    To each step are added: the gradients' scatter and the weights' gather (ZeRO-1), or, as far as products do not hide
-    them (`Efficiency.overlap`), the gathers of all weights, forward and backward, and the gradients' scatter of ZeRO-3
-    in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7); AdamW's traffic; and
-    `Efficiency.micro_batch_s`.
+    Added to each step: AdamW's traffic, `Efficiency.micro_batch_s`, and the gradients' scatter and the weights' gather
+    (ZeRO-1), or, as far as products do not hide them, the gathers of all weights, forward and backward, and the
+    gradients' scatter of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7).
     """
     tp, pp, cp, ranks, num_devices = layouts.tp, layouts.pp, layouts.cp, layouts.dp * layouts.cp, layouts.num_devices
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
@@ -319,33 +300,31 @@ class TrainingChoice:
     seconds: float
     """Seconds of a step's preparation and training, and of moving the state."""
     state_bytes: float
-    """State of each device."""
 
 
 class TrainingOptions:
-    """All layouts of a number of devices. Arrays are [num_layouts].
-
-    Attributes:
-        seconds: Seconds of a step's preparation and training.
-        moving_s: Seconds to bring the state from the host's memory and back.
-    """
+    """All layouts of a number of devices, with the seconds of a step's preparation and training: [num_layouts]."""
 
     def __init__(self, setting: Setting, num_devices: int) -> None:
+        self._setting = setting
         job, cluster, efficiency, correction = setting.job, setting.cluster, setting.efficiency, setting.correction
         self.layouts = training_layouts(job, cluster, num_devices)
         self.memory = training_memory(job, self.layouts, activations=efficiency.activations)
         self.total_bytes, self.state_bytes = total(self.memory), resident_state(self.memory)
         self.laws = correction.training(training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency))
-        self.seconds = self.laws.seconds(tokens=job.training_tokens, pairs=job.training_pairs, num_devices=num_devices)
+        preparation_s, training_s = training_seconds(self.laws, job.training_tokens, job.training_pairs, num_devices)
+        self.seconds = preparation_s + training_s
         rate = cluster.device.host_bytes_per_s * efficiency.host
         self.moving_s = correction.factor("training") * (2 * self.state_bytes / rate)
+        """Seconds to bring the state from the host's memory and back."""
 
-    def choices(self, usable_bytes: float, host_memory_bytes: float) -> list[TrainingChoice]:
+    def choices(self) -> list[TrainingChoice]:
         """Return the layouts to try: the fastest that fits and moves its state to the host, and those that fit and keep
         it where no other is both faster and smaller."""
         found: list[TrainingChoice] = []
-        fits = self.total_bytes <= usable_bytes
-        with_moving = np.where(fits & (self.state_bytes <= host_memory_bytes), self.seconds + self.moving_s, np.inf)
+        fits = self.total_bytes <= self._setting.usable_bytes
+        in_host = fits & (self.state_bytes <= self._setting.cluster.host_memory_bytes)
+        with_moving = np.where(in_host, self.seconds + self.moving_s, np.inf)
         if np.isfinite(with_moving).any():
             found.append(self._choice(int(with_moving.argmin()), offload=True))
         smallest = np.inf

@@ -14,7 +14,7 @@ class Requests:
 
     replica: Ints
     arrival: Floats
-    """Seconds; of a replica's requests rising."""
+    """Seconds."""
     prefill: Floats
     """Tokens to compute before the first is decoded."""
     context: Floats
@@ -25,12 +25,11 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineRun:
-    """When requests were done, and when replicas were busy."""
+    """Seconds at which requests were done, and the stretches of time in which replicas had something to do."""
 
+    requests: Requests
     finish: Floats
-    """Seconds at which each was done."""
     busy_replica: Ints
-    """The replica of each stretch of time in which it had something to do."""
     busy_from: Floats
     busy_to: Floats
 
@@ -45,16 +44,13 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
         nothing = np.empty(0)
-        return EngineRun(finish=nothing, busy_replica=counts[:0], busy_from=nothing, busy_to=nothing)
+        return EngineRun(requests=requests, finish=nothing, busy_replica=counts[:0], busy_from=nothing, busy_to=nothing)
     order = np.argsort(requests.replica, kind="stable")
     arrival = requests.arrival[order]
     ends = np.cumsum(counts)
     if counts.max() <= costs.max_num_seqs and (arrival == np.repeat(arrival[ends - 1], counts)).all():
         return _run_together(costs, counts, requests)
-    batch = _Batch(costs, requests, order, counts)
-    while batch.num_unfinished:
-        batch.advance()
-    return batch.result()
+    return _Batch(costs, requests, order, counts).run()
 
 
 def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> EngineRun:
@@ -84,15 +80,15 @@ def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> Engin
     # Sequences that end at the same step end at the very same second.
     decoded_s = up_to(costs.decode_s(length - done, running, held))
     finish[order] = arrival + np.repeat(prefill_s, counts[used]) + decoded_s
-    return EngineRun(finish=finish, busy_replica=used, busy_from=arrival[starts], busy_to=finish[order[ends - 1]])
+    busy_to = finish[order[ends - 1]]
+    return EngineRun(requests=requests, finish=finish, busy_replica=used, busy_from=arrival[starts], busy_to=busy_to)
 
 
 class _Batch:
     """The state of all replicas, mutable. Requests are held in order of replica, then of arrival."""
 
     def __init__(self, costs: EngineCosts, requests: Requests, order: Ints, counts: Ints) -> None:
-        self._costs = costs
-        self._order = order
+        self._costs, self._requests, self._order = costs, requests, order
         # After the last request stands one that never arrives.
         self._arrival = np.append(requests.arrival[order], np.inf)
         self._prefill_s = requests.prefill[order] * costs.prefill_per_token_s
@@ -100,7 +96,7 @@ class _Batch:
         self._length = requests.length[order]
         self._end = np.cumsum(counts)
         self._next = self._end - counts
-        self.num_unfinished = len(order)
+        self._num_unfinished = len(order)
 
         num_replicas = len(counts)
         self._num_slots = min(costs.max_num_seqs, int(counts.max()))
@@ -120,7 +116,16 @@ class _Batch:
         self._busy_since = np.zeros(num_replicas)
         self._stretches: list[tuple[Ints, Floats, Floats]] = []
 
-    def advance(self) -> None:
+    def run(self) -> EngineRun:
+        """Advance until no request is unfinished."""
+        while self._num_unfinished:
+            self._advance()
+        finish = np.empty_like(self._finish)
+        finish[self._order] = self._finish
+        replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
+        return EngineRun(requests=self._requests, finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
+
+    def _advance(self) -> None:
         """Advance each replica to its next event: the start or the end of one sequence."""
         is_running = self._running > 0
         first_end = self._slot_end[np.arange(len(self._first)), self._first]
@@ -138,13 +143,6 @@ class _Batch:
         if len(started):
             self._start(started, arrival[started])
 
-    def result(self) -> EngineRun:
-        """Return the outcome, when no request is unfinished."""
-        finish = np.empty_like(self._finish)
-        finish[self._order] = self._finish
-        replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
-        return EngineRun(finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
-
     def _complete(self, replicas: Ints, steps: Floats, duration: Floats) -> None:
         running, slot = self._running[replicas], self._first[replicas]
         time = self._time[replicas] + duration
@@ -160,7 +158,7 @@ class _Batch:
         self._first[replicas] = self._slot_end[replicas, : int(running.max())].argmin(axis=1)
         self._held[replicas] += running * steps - self._context[item] - self._length[item]
         self._finish[item] = time
-        self.num_unfinished -= len(replicas)
+        self._num_unfinished -= len(replicas)
 
         is_empty = running == 1
         empty, time = replicas[is_empty], time[is_empty]

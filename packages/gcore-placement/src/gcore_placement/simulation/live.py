@@ -1,13 +1,13 @@
-"""Parts of a simulation that runs in step with a program: draws, replicas, the choice among them, and a ledger."""
+"""Parts of a simulation that runs in step with a program: draws, replicas, and a ledger."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from statistics import NormalDist
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from gcore_placement.costs import EngineCosts
 
@@ -34,40 +34,10 @@ def blend(u_shared: float, u_own: float, share: float) -> float:
     return _NORMAL.cdf(math.sqrt(share) * _INVERSE(u_shared) + math.sqrt(1 - share) * _INVERSE(u_own))
 
 
-class LeastLoaded:
-    """Loads of replicas, all 0 at first; among equal ones the first by index is chosen."""
-
-    def __init__(self, num_replicas: int) -> None:
-        self._loads = [0] * num_replicas
-        # The heap holds each replica's present load, and past ones, which are skipped.
-        self._heap = [(0, replica) for replica in range(num_replicas)]
-
-    def take(self, amount: int) -> tuple[int, int]:
-        """Add ``amount`` to the replica with the least load; return the replica and its new load."""
-        load, replica = self._heap[0]
-        while load != self._loads[replica]:
-            heappop(self._heap)
-            load, replica = self._heap[0]
-        return replica, self.add(replica, amount)
-
-    def add(self, replica: int, amount: int) -> int:
-        """Change the load of a replica; return its new load."""
-        self._loads[replica] += amount
-        heappush(self._heap, (self._loads[replica], replica))
-        if len(self._heap) > 8 * len(self._loads) + 64:
-            self._heap = [(load, i) for i, load in enumerate(self._loads)]
-            heapify(self._heap)
-        return self._loads[replica]
-
-
-ItemT = TypeVar("ItemT")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ReplicaRequest(Generic[ItemT]):
-    """A sequence to decode, on behalf of an item of the caller's."""
+class ReplicaRequest:
+    """A sequence to decode; a subclass may hold what it is decoded for."""
 
-    item: ItemT
     length: float
     """Tokens to decode."""
     prefill_s: float = 0.0
@@ -76,7 +46,10 @@ class ReplicaRequest(Generic[ItemT]):
     """Tokens that it holds when it starts."""
 
 
-class Replica(Generic[ItemT]):
+SequenceT = TypeVar("SequenceT", bound=ReplicaRequest)
+
+
+class Replica(Generic[SequenceT]):
     """A replica that decodes by the law of `EngineCosts`, moved forward by its caller.
 
     Methods take the present time ``now_s``, which never falls. The caller calls `complete` at `next_end_s`. At most
@@ -86,8 +59,8 @@ class Replica(Generic[ItemT]):
 
     def __init__(self, costs: EngineCosts) -> None:
         self._costs = costs
-        self._waiting: deque[ReplicaRequest[ItemT]] = deque()
-        self._running: list[tuple[float, int, float, ReplicaRequest[ItemT]]] = []
+        self._waiting: deque[SequenceT] = deque()
+        self._running: list[tuple[float, int, float, SequenceT]] = []
         """A heap: the step at which a sequence ends, its number in order of starting, the step at which it started."""
         self._num_started = 0
         self._steps = 0.0
@@ -115,36 +88,36 @@ class Replica(Generic[ItemT]):
             self._running[0][0] - self._steps, float(len(self._running)), self._held
         )
 
-    def submit(self, sequences: Iterable[ReplicaRequest[ItemT]], now_s: float) -> None:
+    def submit(self, sequences: Iterable[SequenceT], now_s: float) -> None:
         """Add sequences after those that wait."""
         self._waiting.extend(sequences)
         self._advance(now_s)
         self._admit()
 
-    def complete(self, now_s: float) -> list[ItemT]:
+    def complete(self, now_s: float) -> list[SequenceT]:
         """Take out the sequences that end next; ``now_s`` is `next_end_s`."""
         end = self._running[0][0]
         self._count(end - self._steps)
         self._steps, self._since_s = end, now_s
-        ended: list[ReplicaRequest[ItemT]] = []
+        ended: list[SequenceT] = []
         while self._running and self._running[0][0] <= end:
             ended.append(heappop(self._running)[3])
         self._held -= sum(sequence.context + sequence.length for sequence in ended)
         self._admit()
-        return [sequence.item for sequence in ended]
+        return ended
 
-    def withdraw(self, which: Callable[[ItemT], bool], now_s: float) -> list[tuple[ItemT, float]]:
+    def withdraw(self, which: Callable[[SequenceT], bool], now_s: float) -> list[tuple[SequenceT, float]]:
         """Take sequences out, waiting or running; each with the tokens that it has been given."""
-        taken = [(sequence.item, 0.0) for sequence in self._waiting if which(sequence.item)]
+        taken = [(sequence, 0.0) for sequence in self._waiting if which(sequence)]
         if taken:
-            self._waiting = deque(sequence for sequence in self._waiting if not which(sequence.item))
-        chosen = [entry for entry in self._running if which(entry[3].item)]
+            self._waiting = deque(sequence for sequence in self._waiting if not which(sequence))
+        chosen = [entry for entry in self._running if which(entry[3])]
         if chosen:
             self._advance(now_s)
             for _, _, start, sequence in chosen:
-                taken.append((sequence.item, self._steps - start))
+                taken.append((sequence, self._steps - start))
                 self._held -= sequence.context + self._steps - start
-            self._running = sorted(entry for entry in self._running if not which(entry[3].item))
+            self._running = sorted(entry for entry in self._running if not which(entry[3]))
             self._admit()
         return taken
 
@@ -193,9 +166,9 @@ class RunningLedger:
 
     Either all devices do one thing, as in training, where devices with a smaller share wait for the slowest
     (imbalance), or they generate and score. Then reward devices without a call are idle for that reason
-    (reward_devices), and idle engine devices are divided evenly among the controllers: the part of a controller counts
-    as the long tail while its responses are generated, as waiting for the reward while it waits for scores alone, and
-    as barriers while it waits for other controllers. `Ledger` assigns the time of a run that has ended.
+    (reward_devices), and idle engine devices are divided evenly among the controllers: the part of one counts as the
+    long tail while it generates, as waiting for the reward while it waits for scores alone, and as barriers while it
+    waits for other controllers. `Ledger` assigns the time of a run that has ended.
 
     Args:
         clock: returns the simulated time in seconds.
@@ -205,29 +178,23 @@ class RunningLedger:
         self, *, num_devices: int, num_reward_devices: int, num_controllers: int, clock: Callable[[], float]
     ) -> None:
         self._num_devices, self._num_reward_devices, self._clock = num_devices, num_reward_devices, clock
-        self._num_generating = self._num_rewarding = 0
+        self._num_busy = {"generation": 0, "reward": 0}
         self._stages: list[str | None] = [None] * num_controllers
-        self._num_in = {"gen": 0, "reward": 0}
+        self._num_in: Counter[str | None] = Counter(self._stages)
         self._whole: tuple[str, float] | None = None
         self._since_s = 0.0
         self._seconds: dict[str, float] = dict.fromkeys((*WORK, *IDLE), 0.0)
 
-    def generate(self, num_devices: int) -> None:
-        """Count more devices as generating, or fewer if negative."""
+    def change(self, work: Literal["generation", "reward"], num_devices: int) -> None:
+        """Count more devices as doing this work, or fewer if negative."""
         self._advance()
-        self._num_generating += num_devices
-
-    def reward(self, num_devices: int) -> None:
-        """Count more devices as scoring, or fewer if negative."""
-        self._advance()
-        self._num_rewarding += num_devices
+        self._num_busy[work] += num_devices
 
     def enter(self, rank: int, stage: str | None) -> None:
         """Note the stage of its program that a controller is in from now on; None: it is in none."""
         self._advance()
-        for name, change in ((self._stages[rank], -1), (stage, 1)):
-            if name in self._num_in:
-                self._num_in[name] += change
+        self._num_in[self._stages[rank]] -= 1
+        self._num_in[stage] += 1
         self._stages[rank] = stage
 
     @contextmanager
@@ -235,7 +202,7 @@ class RunningLedger:
         """Count all devices as doing ``work`` inside the block, busy for a share of the time on average."""
         self._advance()
         assert self._whole is None, f"{work} started during {self._whole}"
-        assert not self._num_generating + self._num_rewarding, f"{work} started while responses were generated"
+        assert not any(self._num_busy.values()), f"{work} started while responses were generated"
         self._whole = work, busy_share
         try:
             yield
@@ -260,10 +227,11 @@ class RunningLedger:
             seconds[work] += self._num_devices * passed_s * share
             seconds["imbalance"] += self._num_devices * passed_s * (1 - share)
             return
-        seconds["generation"] += self._num_generating * passed_s
-        seconds["reward"] += self._num_rewarding * passed_s
-        seconds["reward_devices"] += (self._num_reward_devices - self._num_rewarding) * passed_s
-        part_s = (self._num_devices - self._num_reward_devices - self._num_generating) * passed_s / len(self._stages)
+        generating, rewarding = self._num_busy.values()
+        seconds["generation"] += generating * passed_s
+        seconds["reward"] += rewarding * passed_s
+        seconds["reward_devices"] += (self._num_reward_devices - rewarding) * passed_s
+        part_s = (self._num_devices - self._num_reward_devices - generating) * passed_s / len(self._stages)
         seconds["long_tail"] += part_s * self._num_in["gen"]
         seconds["waiting_for_reward"] += part_s * self._num_in["reward"]
-        seconds["barriers"] += part_s * (len(self._stages) - sum(self._num_in.values()))
+        seconds["barriers"] += part_s * (len(self._stages) - self._num_in["gen"] - self._num_in["reward"])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
-from gcore_placement.errors import refusal
+from gcore_placement.errors import check_known
 from gcore_placement.partition.space import PartitionSpace, RoleLimits
 from gcore_placement.simulation.simulator import Simulator
 from gcore_placement.workload.recorded_runs import PublishedCurve
@@ -163,12 +163,9 @@ def scenario(
     costs: JobCosts | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulator:
-    """Return the simulator of a scenario.
+    """Return the simulator of a scenario: of SCENARIOS or PUBLISHED, for one of JOBS and of SCALES.
 
     Args:
-        name: one of SCENARIOS or PUBLISHED.
-        job: one of JOBS.
-        num_devices: one of SCALES.
         num_steps: the scenario's if None, 60 of a published run; the drift is over as many.
         trace: in the place of the scenario's.
         costs: in the place of the job's, for as many devices a replica.
@@ -176,8 +173,7 @@ def scenario(
     """
     known_names = (*SCENARIOS, *PUBLISHED)
     for field, key, known in (("scenario", name, known_names), ("job", job, JOBS), ("devices", num_devices, SCALES)):
-        if key not in known:
-            raise refusal(field, key, f"one of {', '.join(map(str, known))}")
+        check_known(field, key, known)
     costs, size = costs or JOBS[job], SCALES[num_devices]
     if trace is None and name in PUBLISHED:
         trace = PUBLISHED[name].trace(num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed)

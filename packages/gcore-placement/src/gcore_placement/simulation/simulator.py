@@ -7,16 +7,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from gcore_placement.costs import EngineCosts, JobCosts
+from gcore_placement.costs import EngineCosts, JobCosts, training_seconds
 from gcore_placement.errors import refusal
-from gcore_placement.forecast import training_seconds
 from gcore_placement.ledger import WORK as _WORK_OF_STAGE
 from gcore_placement.partition.dynamic_partition import DynamicPartition, DynamicPartitionConfig
-from gcore_placement.partition.space import EngineWork, Partition, PartitionSpace, RoleLoad, engine_load
+from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, engine_load
 from gcore_placement.quantities import Floats
 from gcore_placement.simulation.waves import (
     WaveOutcome,
     context_tokens,
+    engine_works,
+    judge_requests,
     policy_requests,
     reward_costs,
     simulate_waves,
@@ -50,10 +51,7 @@ class SimulatedStep:
 
 
 def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:
-    """Return the loads of a wave on a partition that a live run would observe: of the policy, and of the reward.
-
-    The costs of the model in use need not be those of the simulation.
-    """
+    """Return the loads of a wave that a live run, which believes in these costs, would observe: policy and reward."""
     policy_work, policy_floor_s = engine_load(believed.policy, wave.policy_work)
     reward_work, reward_floor_s = engine_load(reward_costs(believed), wave.reward_work)
     return (
@@ -123,12 +121,9 @@ class Simulator:
         for name, engine, limits in (("policy", costs.policy, space.policy), ("reward", costs.reward, space.reward)):
             if not engine.decode_base_s + engine.decode_per_sequence_s:
                 raise refusal(f"costs.{name}.decode_base_s", 0.0, "above 0: a token takes time")
-            if engine.devices_per_replica != limits.devices_per_replica:
-                raise refusal(
-                    f"space.{name}.devices_per_replica",
-                    limits.devices_per_replica,
-                    f"{engine.devices_per_replica}, as the costs have it",
-                )
+            if engine.devices_per_replica != (own := limits.devices_per_replica):
+                accepted = f"{engine.devices_per_replica}, as the costs have it"
+                raise refusal(f"space.{name}.devices_per_replica", own, accepted)
         self.trace, self.costs, self.space = trace, costs, space
         self._progress = progress or (lambda _: None)
         by_step = [list(trace.waves(step)) for step in range(trace.num_steps)]
@@ -163,7 +158,7 @@ class Simulator:
     def clairvoyant(self) -> StrategyRun:
         """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
 
-        No strategy that keeps to the space's partitions takes less in any wave.
+        No strategy that keeps to the space's partitions is faster in any wave.
         """
         return self._fastest("clairvoyant", lambda: self._least_s.argmin(axis=1).tolist())
 
@@ -193,24 +188,23 @@ class Simulator:
         policy = DynamicPartition(self.space, start or self.space.nearest(self.space.num_devices / 2), config)
         outcomes: list[WaveOutcome] = []
         partitions: list[Partition] = []
-        before, is_within_step = policy.partition, False
+        is_within_step = False
         for number, wave in enumerate(self._waves):
             partition = policy.partition
-            if partition == before:
+            if not partitions or partition == partitions[-1]:
                 index = self.space.index(partition)
                 # The rest of its step is simulated with it.
                 self._simulate(range(number, next(end for end in self._end if end > number)), index)
                 outcome = self._known[number, index]
             else:
                 late_s = config.move_within_s if is_within_step else config.move_s
-                (outcome,) = simulate_waves(self.costs, [wave], partition, before=before, late_s=late_s)
+                (outcome,) = simulate_waves(self.costs, [wave], partition, before=partitions[-1], late_s=late_s)
                 self._progress(1)
             outcomes.append(outcome)
             partitions.append(partition)
             is_within_step = number + 1 not in self._end
             loads = wave_loads(believed or self.costs, outcome)
             policy.observe(*loads, size=len(wave.prompt_length), is_within_step=is_within_step)
-            before = partition
         return self._run("dynamic", outcomes, partitions)
 
     def _fastest(self, strategy: str, choose: Callable[[], list[int]]) -> StrategyRun:
@@ -242,7 +236,8 @@ class Simulator:
         """
         num_devices, swap, sync_s = self.space.num_devices, self.costs.swap, self.costs.training.sync_s
         swap_s = (swap.sleep_s + swap.wake_s) * (1 if partitions else len(waves))
-        prepare_s, train_s = training_seconds(self.costs.training, *self.trace.training_tokens(step), num_devices)
+        work = self.trace.training_tokens(step)
+        prepare_s, train_s = map(float, training_seconds(self.costs.training, *work, num_devices))
         stage_s = {
             "swap": swap_s,
             "generation": sum(wave.seconds for wave in waves),
@@ -279,38 +274,30 @@ class Simulator:
     @cached_property
     def _least_s(self) -> Floats:
         """[num_waves, num_partitions], a lower bound of a wave's seconds; the exact seconds once they are known."""
-        policy_P = [p.policy_replicas for p in self.space.partitions]
         rows: list[Floats] = []
         for wave in self._waves:
-            read_GN, written_GN = wave.prompt_length[:, None] + wave.response_length, wave.judge_length
-            judging = EngineWork(
-                num_tokens=float(written_GN.sum()),
-                num_context_tokens=float((read_GN * written_GN + written_GN**2 / 2).sum()),
-                num_prefill_tokens=float(read_GN.sum()),
-                longest=float(written_GN.max()),
-            )
+            judgements = judge_requests([wave], np.zeros(wave.judge_length.size), 1)
+            [judging] = engine_works(judgements, np.zeros(1, dtype=np.intp))
             # However responses are divided among judges.
             judging_P = engine_load(reward_costs(self.costs), judging)[0] / self.space.role_devices[:, 1]
+            generating_P = [_least_generating_s(self.costs.policy, p, wave) for p in self.space.partitions]
             # Rounding must not let a bound exceed what it bounds.
-            rows.append(np.maximum(_least_generating_s(self.costs.policy, policy_P, wave), judging_P) * (1 - 1e-9))
+            rows.append(np.maximum(generating_P, judging_P) * (1 - 1e-9))
         return np.array(rows)
 
 
-def _least_generating_s(costs: EngineCosts, policy_replicas: Sequence[int], wave: Wave) -> Floats:
-    """Return a lower bound of the seconds in which the policy's replicas finish a wave: [num_partitions].
+def _least_generating_s(costs: EngineCosts, partition: Partition, wave: Wave) -> float:
+    """Return a lower bound of the seconds in which the policy's replicas finish a wave.
 
     A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response.
     """
-    least: list[float] = []
-    for num_replicas in policy_replicas:
-        requests = policy_requests([wave], num_replicas)
-        starts = np.flatnonzero(np.diff(requests.replica, prepend=-1))
-        tokens = np.add.reduceat(requests.length, starts)
-        steps = np.maximum(np.maximum.reduceat(requests.length, starts), tokens / costs.max_num_seqs)
-        context = np.add.reduceat(context_tokens(requests), starts)
-        seconds = costs.decode_base_s * steps + costs.decode_per_sequence_s * tokens
-        least.append(float((seconds + costs.decode_per_context_token_s * context).max()))
-    return np.array(least)
+    requests = policy_requests([wave], partition.policy_replicas)
+    starts = np.flatnonzero(np.diff(requests.replica, prepend=-1))
+    tokens = np.add.reduceat(requests.length, starts)
+    steps = np.maximum(np.maximum.reduceat(requests.length, starts), tokens / costs.max_num_seqs)
+    context = np.add.reduceat(context_tokens(requests), starts)
+    seconds = costs.decode_base_s * steps + costs.decode_per_sequence_s * tokens
+    return float((seconds + costs.decode_per_context_token_s * context).max())
 
 
 @dataclass(frozen=True, kw_only=True)

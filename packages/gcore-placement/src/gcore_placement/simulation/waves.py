@@ -1,6 +1,6 @@
 """Simulate waves of sampling: generated and judged side by side on a partition, or in turns on all devices."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,19 +17,19 @@ def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
 
     Most groups stay together; on each replica a group's prompt is computed once.
     """
-    parts: list[tuple[Floats, ...]] = []
-    replicas: list[Ints] = []
-    for number, wave in enumerate(waves):
-        num_groups, n = wave.response_length.shape
-        index = np.arange(num_groups * n)
-        replica = index * num_replicas // len(index)
-        prompt = np.repeat(wave.prompt_length, n)
-        is_first = (index % n == 0) | (np.diff(replica, prepend=-1) > 0)
-        replicas.append(number * num_replicas + replica)
-        parts.append((np.where(is_first, prompt, 0.0), prompt, wave.response_length.ravel()))
-    prefill, context, length = (np.concatenate(part) for part in zip(*parts, strict=True))
+    n = waves[0].response_length.shape[1]
+    sizes = np.array([wave.response_length.size for wave in waves])
+    wave_Q = np.repeat(np.arange(len(waves)), sizes)
+    index_Q = np.arange(len(wave_Q)) - wave_starts(waves)[wave_Q]
+    replica = wave_Q * num_replicas + index_Q * num_replicas // sizes[wave_Q]
+    prompt = np.repeat(np.concatenate([wave.prompt_length for wave in waves]), n)
+    is_first = (index_Q % n == 0) | (np.diff(replica, prepend=-1) > 0)
     return Requests(
-        replica=np.concatenate(replicas), arrival=np.zeros(len(length)), prefill=prefill, context=context, length=length
+        replica=replica,
+        arrival=np.zeros(len(prompt)),
+        prefill=np.where(is_first, prompt, 0.0),
+        context=prompt,
+        length=np.concatenate([wave.response_length.ravel() for wave in waves]),
     )
 
 
@@ -66,7 +66,7 @@ _MAX_SLOTS = 4_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class WaveOutcome:
-    """The outcome of one wave."""
+    """The outcome of one wave. Seconds count from its start."""
 
     seconds: float
     device_s: dict[str, float]
@@ -81,16 +81,6 @@ class WaveOutcome:
     reward_work: EngineWork
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WaveRuns:
-    """Both engines' runs of the same waves, in seconds from each wave's start."""
-
-    responses: Requests
-    generated: EngineRun
-    judgements: Requests
-    judged: EngineRun
-
-
 def simulate_waves(
     costs: JobCosts,
     waves: Sequence[Wave],
@@ -102,25 +92,31 @@ def simulate_waves(
     """Simulate waves: side by side on a partition, or in turns on so many devices.
 
     Side by side, each response is judged once it is done; in turns, all devices generate, swap, and judge. The swap
-    back is not part of the wave.
-
-    Args:
-        before: another partition; replicas that a role did not have there, its last ones, start the first wave late.
+    back is not part of the wave. Replicas that a role did not have in the partition `before`, its last ones, start the
+    first wave late.
     """
     outcomes: list[WaveOutcome] = []
     policy, reward = costs.policy, reward_costs(costs)
     replicas = _replicas(costs, place)
-    for chunk in _chunks(waves, costs, replicas):
+    largest = max(wave.response_length.size for wave in waves)
+    slots = max(
+        number * min(engine.max_num_seqs, -(-largest // number))
+        for engine, number in zip((policy, reward), replicas, strict=True)
+    )
+    at_once = max(1, _MAX_SLOTS // slots)
+    for first in range(0, len(waves), at_once):
+        chunk = waves[first : first + at_once]
         late = (0, 0)
-        if before is not None and not outcomes:
+        if before is not None and not first:
             had = before.policy_replicas, before.reward_replicas
             late = max(0, replicas[0] - had[0]), max(0, replicas[1] - had[1])
-        runs = run_waves(costs, chunk, place, late, late_s)
+        generated, judged = run_waves(costs, chunk, place, late, late_s)
+        responses, judgements = generated.requests, judged.requests
         starts = wave_starts(chunk)
-        generation_W = np.maximum.reduceat(runs.generated.finish, starts)
-        end_W = np.maximum.reduceat(runs.judged.finish, starts)
-        generating_W = _busy_s(runs.generated, replicas[0], end_W) * policy.devices_per_replica
-        judging_W = _busy_s(runs.judged, replicas[1], end_W) * reward.devices_per_replica
+        generation_W = np.maximum.reduceat(generated.finish, starts)
+        end_W = np.maximum.reduceat(judged.finish, starts)
+        generating_W = _busy_s(generated, replicas[0], end_W) * policy.devices_per_replica
+        judging_W = _busy_s(judged, replicas[1], end_W) * reward.devices_per_replica
         if isinstance(place, int):
             swap_s = costs.swap.sleep_s + costs.swap.wake_s
             judging_s_W = end_W - generation_W - swap_s
@@ -137,7 +133,7 @@ def simulate_waves(
             after_W, late_before_W = end_W - generation_W, np.minimum(late_W, generation_W)
             late_after_W = np.minimum(late_W, end_W) - late_before_W
             late_policy, late_reward = late[0] * policy.devices_per_replica, late[1] * reward.devices_per_replica
-            judging_before_W = _busy_s(runs.judged, replicas[1], generation_W) * reward.devices_per_replica
+            judging_before_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
             judging_after_W = judging_W - judging_before_W
             policy_tail_W = generation_W * place.policy_devices - generating_W - late_policy * late_before_W
             reward_tail_W = after_W * place.reward_devices - judging_after_W - late_reward * late_after_W
@@ -148,18 +144,22 @@ def simulate_waves(
                 "imbalance": generation_W * place.reward_devices - judging_before_W - late_reward * late_before_W,
                 "unassigned": end_W * place.unassigned_devices,
             }
-            alone_Q = runs.judgements.arrival + _alone_s(reward, runs.judgements)
+            alone_Q = judgements.arrival + (
+                (reward.decode_base_s + reward.decode_per_sequence_s) * judgements.length
+                + reward.decode_per_context_token_s * context_tokens(judgements)
+                + reward.prefill_per_token_s * judgements.prefill
+            )
             uncontended_W = np.maximum.reduceat(alone_Q, starts)
         columns = {"generation": generating_W, "reward": judging_W, **idle}
         # Values below 0 come from rounding.
         rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
-        policy_work, reward_work = _works(runs.responses, starts), _works(runs.judgements, starts)
+        policy_work, reward_work = engine_works(responses, starts), engine_works(judgements, starts)
         outcomes += [
             WaveOutcome(
                 seconds=float(end_W[wave]),
                 device_s={name: column[wave] for name, column in rounded.items()},
                 generation_s=float(generation_W[wave]),
-                first_response_s=float(runs.judgements.arrival[starts[wave]]),
+                first_response_s=float(judgements.arrival[starts[wave]]),
                 uncontended_s=float(uncontended_W[wave]),
                 policy_work=policy_work[wave],
                 reward_work=reward_work[wave],
@@ -171,8 +171,11 @@ def simulate_waves(
 
 def run_waves(
     costs: JobCosts, waves: Sequence[Wave], place: Partition | int, late: tuple[int, int] = (0, 0), late_s: float = 0.0
-) -> WaveRuns:
-    """Run both engines, with so many replicas of each role that are late; `simulate_waves` accounts for the result."""
+) -> tuple[EngineRun, EngineRun]:
+    """Return the runs of the policy's and of the judge's engines, in seconds from each wave's start.
+
+    So many replicas of each role are late; `simulate_waves` accounts for the result.
+    """
     policy_replicas, reward_replicas = _replicas(costs, place)
     responses = policy_requests(waves, policy_replicas)
     _delay(responses, policy_replicas, late[0], late_s)
@@ -184,8 +187,7 @@ def run_waves(
         ready_Q = np.repeat(ready_W, np.diff(np.append(starts, len(ready_Q))))
     judgements = judge_requests(waves, ready_Q, reward_replicas)
     _delay(judgements, reward_replicas, late[1], late_s)
-    judged = run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
-    return WaveRuns(responses=responses, generated=generated, judgements=judgements, judged=judged)
+    return generated, run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
 
 
 def reward_costs(costs: JobCosts) -> EngineCosts:
@@ -199,17 +201,6 @@ def _replicas(costs: JobCosts, place: Partition | int) -> tuple[int, int]:
     if isinstance(place, int):
         return place // costs.policy.devices_per_replica, place // reward_costs(costs).devices_per_replica
     return place.policy_replicas, place.reward_replicas
-
-
-def _chunks(waves: Sequence[Wave], costs: JobCosts, replicas: tuple[int, int]) -> Iterator[Sequence[Wave]]:
-    """Yield as many waves at once as fit into `_MAX_SLOTS`."""
-    largest = max(wave.response_length.size for wave in waves)
-    slots = max(
-        number * min(engine.max_num_seqs, -(-largest // number))
-        for engine, number in zip((costs.policy, reward_costs(costs)), replicas, strict=True)
-    )
-    size = max(1, _MAX_SLOTS // slots)
-    return (waves[first : first + size] for first in range(0, len(waves), size))
 
 
 def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) -> None:
@@ -226,16 +217,7 @@ def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     return np.asarray(np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64)
 
 
-def _alone_s(costs: EngineCosts, requests: Requests) -> Floats:
-    """Return the seconds of each request if nothing else ran: [Q]."""
-    return (
-        (costs.decode_base_s + costs.decode_per_sequence_s) * requests.length
-        + costs.decode_per_context_token_s * context_tokens(requests)
-        + costs.prefill_per_token_s * requests.prefill
-    )
-
-
-def _works(requests: Requests, starts: Ints) -> list[EngineWork]:
+def engine_works(requests: Requests, starts: Ints) -> list[EngineWork]:
     """Return the work of each wave; requests are in order of waves."""
     sums = [
         np.add.reduceat(values, starts).tolist()

@@ -73,12 +73,11 @@ class DiffusionWorkload(Checked):
 
         for the image's matrices, Q K^T and the weighted sum of V, and the adaptive norm; `mmdit` adds 2 T h^2 (4 + 2m)
         + 12 h^2 for the text, of which the last layer leaves out what nothing reads (2 T h^2 (1 + 2m) + 8 h^2). Patches
-        in and out, the embeddings of timestep and text and the last norm are counted; norms, softmax, activations and
-        the look-up of classes, of lower order, are not, nor are text encoders and VAE.
+        in and out, the embeddings of timestep and text and the last norm are counted; other norms, softmax, activations
+        and the look-up of classes are not, nor are text encoders and VAE.
 
         Args:
-            heights: rows of the latent's tokens: its pixels over `patch_size`.
-            widths: columns of its tokens.
+            heights: rows of the latent's tokens (its pixels over `patch_size`); ``widths``: their columns.
             text_tokens: of each prompt; 0 in `dit`.
             classifier_free_guidance: every timestep is computed with the prompt and without.
             backward: FLOPs of training, forward and backward; else those of sampling.

@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from gcore_placement.errors import refusal
+from gcore_placement.errors import check_known
 from gcore_placement.quantities import Floats, TransformerWorkload, required
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -27,14 +27,9 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Read the mapping in a `config.json`.
-
-        Raises:
-            PlacementError: `model_type` is not one of MODEL_TYPES, or see `TransformerWorkload.from_config`.
-        """
+        """Read the mapping in a `config.json` with one of MODEL_TYPES; see `TransformerWorkload.from_config`."""
         model_type = required(config, "model_type")
-        if model_type not in MODEL_TYPES:
-            raise refusal("model_type", model_type, f"one of {', '.join(MODEL_TYPES)}")
+        check_known("model_type", model_type, MODEL_TYPES)
         if config.get("head_dim") is None and model_type == "qwen3":
             # Qwen3's heads have a width of their own where the config names none.
             config = {**config, "head_dim": 128}

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +48,8 @@ class SampledLengths:
 def fit_lengths(steps: Sequence[SampledLengths]) -> tuple[float, float]:
     """Fit one log-normal to the lengths of all steps; return its median, and standard deviation of the logarithm.
 
-    Its mean, cut at the limit, is that of all steps. Where a step cuts more than one response on average, so is the
-    share that is cut; otherwise the mean of the steps' maxima is met. Raises PlacementError if none has responses.
+    Its mean, cut at the limit, is theirs. Where a step cuts more than one response on average, so is the share that is
+    cut; otherwise the mean of the steps' maxima is met. Raises PlacementError if none has responses.
     """
     steps = [step for step in steps if step.number]
     if not steps:
@@ -114,14 +114,11 @@ Quantiles = Sequence[tuple[float, float]]
 
 
 def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_length: float, seed: int = 0) -> Trace:
-    """Read the steps of a run of gcore-llm from its `metrics.jsonl`.
+    """Read the steps of a run of gcore-llm from its `metrics.jsonl`; PlacementError where it is not one.
 
     A step has its prompts, waves and acceptance, and responses whose sum, maximum and cut share are its own; prompts
-    have its mean length. A later wave has the prompts that the one before it did not keep. Judgements are not recorded:
-    they are drawn from a log-normal distribution of this median, cut at `max_judge_length`.
-
-    Raises:
-        PlacementError: the folder is not such a run, or `judge_median` is not above 0.
+    have its mean length. Judgements are not recorded: they are drawn from a log-normal distribution of this median, cut
+    at `max_judge_length`.
     """
     check_above_0("judge_median", judge_median)
     folder = Path(folder)
@@ -139,26 +136,30 @@ def run_trace(folder: str | Path, *, n: int, judge_median: float, max_judge_leng
     limit = max(int(row["response_length/max"]) for row in sampled)
     lengths = [SampledLengths.of_metrics(row, n=n, limit=limit) for row in sampled]
     _, sigma = fit_lengths(lengths)
-    steps = [_step(row, n, own, sigma, judge) for row, own in zip(sampled, lengths, strict=True)]
+    steps: list[RecordedStep] = []
+    for row, own in zip(sampled, lengths, strict=True):
+        num_prompts = max(1, own.number // n)
+        responses = step_lengths(replace(own, number=num_prompts * n), sigma=sigma)
+        steps.append(
+            RecordedStep(
+                num_prompts=num_prompts,
+                num_accepted=min(num_prompts, round(row["sampling/acceptance"] * num_prompts)),
+                num_waves=int(row["sampling/waves"]),
+                prompt_quantiles=((0.5, max(1.0, row["prompt_length/mean"])),),
+                response_quantiles=_quantiles(np.linspace(0, 1, len(responses)), responses),
+                judge_quantiles=judge,
+            )
+        )
     return recorded_trace(folder.resolve().name, steps, n=n, seed=seed)
-
-
-def _step(row: Mapping[str, float], n: int, lengths: SampledLengths, sigma: float, judge: Quantiles) -> RecordedStep:
-    num_prompts = max(1, lengths.number // n)
-    responses = step_lengths(replace(lengths, number=num_prompts * n), sigma=sigma)
-    return RecordedStep(
-        num_prompts=num_prompts,
-        num_accepted=min(num_prompts, round(row["sampling/acceptance"] * num_prompts)),
-        num_waves=int(row["sampling/waves"]),
-        prompt_quantiles=((0.5, max(1.0, row["prompt_length/mean"])),),
-        response_quantiles=list(zip(np.linspace(0, 1, len(responses)).tolist(), responses.tolist(), strict=True)),
-        judge_quantiles=judge,
-    )
 
 
 def _cut_log_normal(median: float, sigma: float, longest: float) -> Quantiles:
     lengths = np.clip(median * np.exp(sigma * normal_quantiles(_PROBABILITIES)), 1, longest)
-    return list(zip(_PROBABILITIES.tolist(), lengths.tolist(), strict=True))
+    return _quantiles(_PROBABILITIES, lengths)
+
+
+def _quantiles(probabilities: Floats, lengths: NDArray[Any]) -> Quantiles:
+    return list(zip(probabilities.tolist(), lengths.tolist(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,19 +183,17 @@ class PublishedCurve:
         """Return a trace of `num_steps` steps, spread evenly over the run."""
         steps, means, limits = np.array(self.points).T
         moments = np.linspace(steps[0], steps[-1], num_steps)
+        limits = limits[np.searchsorted(steps, moments, side="right") - 1]
+        medians = np.interp(moments, steps, means) * float(np.exp(-(self.sigma**2) / 2))
         judge = _cut_log_normal(self.judge_median, JUDGE_SIGMA, self.max_judge_length)
         recorded = [
             RecordedStep(
                 num_prompts=num_prompts,
                 num_accepted=num_prompts,
                 prompt_quantiles=((0.5, self.prompt_length),),
-                response_quantiles=_cut_log_normal(
-                    mean * float(np.exp(-(self.sigma**2) / 2)),
-                    self.sigma,
-                    limits[np.searchsorted(steps, moment, side="right") - 1],
-                ),
+                response_quantiles=_cut_log_normal(median, self.sigma, limit),
                 judge_quantiles=judge,
             )
-            for moment, mean in zip(moments, np.interp(moments, steps, means), strict=True)
+            for median, limit in zip(medians.tolist(), limits.tolist(), strict=True)
         ]
         return recorded_trace(self.name, recorded, n=n, seed=seed)

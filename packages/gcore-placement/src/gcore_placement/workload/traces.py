@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -33,39 +32,33 @@ _OF_RESPONSES = ("response_length", "judge_length")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Wave:
-    """Groups that are sampled together: generated, judged, and kept or dropped."""
+    """Groups that are sampled together: generated, judged, and kept or dropped. Fields are those of `Trace`."""
 
     prompt_length: Floats
-    """[G]"""
     response_length: Floats
-    """[G, N]"""
     judge_length: Floats
-    """[G, N]"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """Groups of all steps, in order of step and wave. Lengths are in tokens, at least 1.
+    """G groups of all steps, in order of step and wave: arrays are [G], or [G, N] of a group's N responses.
 
     A step's waves follow one another, as dynamic sampling draws again once it knows the scores; it trains on the groups
-    that were accepted.
+    that were accepted. Lengths are in tokens, at least 1. Steps rise from 0 without gaps, and waves in each step.
     """
 
     name: str
     step: NDArray[np.int64]
-    """[G] from 0, without gaps."""
     wave: NDArray[np.int64]
-    """[G] within its step: from 0, without gaps."""
     accepted: NDArray[np.bool_]
-    """[G] whether the step trains on the group."""
+    """Whether the step trains on the group."""
     prompt_length: Floats
-    """[G]"""
     response_length: Floats
     """[G, N]"""
     judge_length: Floats
     """[G, N] of the judgement of each response."""
     payload_bytes: Floats
-    """[G], bytes of a prompt in addition to its tokens, such as images and video."""
+    """Bytes of a prompt in addition to its tokens, such as images and video."""
 
     def __post_init__(self) -> None:
         num_groups = self.response_length.shape[0]
@@ -104,11 +97,11 @@ class Trace:
         groups = self.step_slice(step)
         waves = self.wave[groups]
         bounds = groups.start + np.searchsorted(waves, np.arange(int(waves[-1]) + 2))
-        for first, end in pairwise(bounds.tolist()):
+        for own in map(slice, bounds[:-1].tolist(), bounds[1:].tolist()):
             yield Wave(
-                prompt_length=self.prompt_length[first:end],
-                response_length=self.response_length[first:end],
-                judge_length=self.judge_length[first:end],
+                prompt_length=self.prompt_length[own],
+                response_length=self.response_length[own],
+                judge_length=self.judge_length[own],
             )
 
     def training_tokens(self, step: int) -> tuple[float, float]:
@@ -149,7 +142,6 @@ class RecordedStep:
 
     num_prompts: int
     num_accepted: int
-    """Prompts that were accepted."""
     prompt_quantiles: Sequence[tuple[float, float]]
     response_quantiles: Sequence[tuple[float, float]]
     judge_quantiles: Sequence[tuple[float, float]]
@@ -167,11 +159,11 @@ def recorded_trace(name: str, steps: Sequence[RecordedStep], *, n: int, seed: in
     rng = np.random.default_rng(seed)
     rows: list[dict[str, NDArray[Any]]] = []
     for number, step in enumerate(steps):
-        check_positive(f"steps[{number}].num_prompts", step.num_prompts)
         groups = step.num_prompts
+        for count in ("num_prompts", "num_waves"):
+            check_positive(f"steps[{number}].{count}", getattr(step, count))
         if not 0 <= step.num_accepted <= groups:
             raise refusal(f"steps[{number}].num_accepted", step.num_accepted, f"from 0 to {groups}")
-        check_positive(f"steps[{number}].num_waves", step.num_waves)
         if step.num_waves > groups:
             raise refusal(f"steps[{number}].num_waves", step.num_waves, f"at most num_prompts ({groups})")
         row = {
@@ -208,9 +200,8 @@ def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Gene
     rises = (np.diff(probabilities) > 0).all() and (np.diff(lengths) >= 0).all()
     inside = probabilities[0] >= 0 and probabilities[-1] <= 1 and lengths[0] >= 1 and lengths[-1] < np.inf
     if not (rises and inside):
-        raise refusal(
-            "quantiles", table.tolist(), "probabilities rising from 0 to 1, with rising lengths of at least 1"
-        )
+        accepted = "probabilities rising from 0 to 1, with rising lengths of at least 1"
+        raise refusal("quantiles", table.tolist(), accepted)
     shares = np.linspace(0, 1, count) if count > 1 else np.array([0.5])
     drawn = np.exp(np.interp(shares, probabilities, np.log(lengths)))
     return np.asarray(rng.permutation(np.round(drawn)), dtype=np.float64)
@@ -280,9 +271,9 @@ class TraceRecipe(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("response_median", "judge_median", "acceptance"):
-            check = check_share if name == "acceptance" else check_above_0
-            for end in ("first", "last"):
-                check(f"{name}.{end}", getattr(getattr(self, name), end))
+            check, drift = check_share if name == "acceptance" else check_above_0, getattr(self, name)
+            check(f"{name}.first", drift.first)
+            check(f"{name}.last", drift.last)
 
     def trace(self) -> Trace:
         """Return the trace; it is the same at each call."""
@@ -316,10 +307,9 @@ class TraceRecipe(Checked):
         )
 
     def _waves(self, acceptance: float, rng: np.random.Generator) -> list[NDArray[np.bool_]]:
-        """Return, for each wave, which groups the step trains on.
+        """Return, for each wave, which groups the step trains on: a batch of them, or less where the last wave ends.
 
-        A wave has what is missing still, over the acceptance so far, and `gen_batch_ratio` batches at most. More than
-        a batch are left out of the training; where the last wave leaves it short, it is smaller.
+        A wave has what is missing still, over the acceptance so far, and `gen_batch_ratio` batches at most.
         """
         waves: list[NDArray[np.bool_]] = []
         most = max(1, round(self.gen_batch_ratio * self.train_batch_size))
