@@ -6,7 +6,7 @@ This module does not import torch.
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +90,11 @@ class AnyRequest(ABC):
         return tuple(range(self.n)) if self.indices is None else self.indices
 
     @property
+    def continued(self) -> tuple[int, ...]:
+        """Indices of the samples of which there is a part already."""
+        return ()
+
+    @property
     @abstractmethod
     def work_per_sample(self) -> int:
         """Largest number of model steps that a sample takes."""
@@ -136,6 +141,10 @@ class Request(AnyRequest):
     stands once for each merged patch of an image (see `VisionProcessor.expand`)."""
 
     @property
+    def continued(self) -> tuple[int, ...]:
+        return tuple(prefix.index for prefix in self.prefixes if prefix.token_ids.size)
+
+    @property
     def work_per_sample(self) -> int:
         return self.sampling.max_tokens
 
@@ -164,29 +173,26 @@ class Request(AnyRequest):
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.request_id!r} has an empty prompt; expected at least 1 token")
         super().__post_init__()
-        for prefix in self.prefixes:
-            self._check_prefix(prefix)
+        wanted, max_tokens = self.sample_indices, self.sampling.max_tokens
         indices = [prefix.index for prefix in self.prefixes]
+        for prefix in self.prefixes:
+            size = prefix.token_ids.size
+            shapes = [prefix.token_ids.shape, prefix.log_probs.shape, prefix.weight_versions.shape]
+            if prefix.request_id != self.request_id:
+                fault = f"has request_id {prefix.request_id!r}; expected its own"
+            elif prefix.index not in wanted:
+                fault = f"has index {prefix.index}; expected one of those wanted, {wanted}"
+            elif prefix.finish_reason != "abort":
+                fault = f"has finish_reason {prefix.finish_reason!r}; expected 'abort'"
+            elif shapes != [(size,)] * 3:
+                fault = f"has token_ids, log_probs and weight_versions of shapes {shapes}; expected one shape [T]"
+            elif size >= max_tokens:
+                fault = f"has {size} tokens; expected fewer than max_tokens={max_tokens}"
+            else:
+                continue
+            raise RequestError(f"a prefix of request {self.request_id!r} {fault}")
         if len(set(indices)) < len(indices):
             raise RequestError(f"prefixes of request {self.request_id!r} have indices {indices}; expected each once")
-
-    def _check_prefix(self, prefix: "Completion") -> None:
-        name = f"a prefix of request {self.request_id!r}"
-        if prefix.request_id != self.request_id:
-            raise RequestError(f"{name} has request_id {prefix.request_id!r}; expected its own")
-        if prefix.index not in self.sample_indices:
-            raise RequestError(f"{name} has index {prefix.index}; expected one of those wanted, {self.sample_indices}")
-        if prefix.finish_reason != "abort":
-            raise RequestError(f"{name} has finish_reason {prefix.finish_reason!r}; expected 'abort'")
-        shapes = [prefix.token_ids.shape, prefix.log_probs.shape, prefix.weight_versions.shape]
-        if shapes != [(prefix.token_ids.size,)] * 3:
-            raise RequestError(
-                f"{name} has token_ids, log_probs and weight_versions of shapes {shapes}; expected one shape [T]"
-            )
-        if prefix.token_ids.size >= self.sampling.max_tokens:
-            raise RequestError(
-                f"{name} has {prefix.token_ids.size} tokens; expected fewer than max_tokens={self.sampling.max_tokens}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -294,19 +300,6 @@ class Engine(Protocol[RequestT_contra, SampleT_co]):
         ...
 
 
-@runtime_checkable
-class TakesWeightsInPlace(Protocol):
-    """An engine that can compute with tensors which the caller owns."""
-
-    async def update_weights_in_place(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> bool:
-        """Update the weights as `Engine.update_weights`, copying only tensors on another device or of another type.
-
-        Returns:
-            Whether the tensors are in use from now on: they must not change until the next update is done.
-        """
-        ...
-
-
 class Digest(NamedTuple):
     """64-bit checksums of a tensor; see `weight_sync.checked.digest`."""
 
@@ -344,19 +337,10 @@ class HeldWeights:
     tensors: Sequence[HeldTensor]
 
 
-@runtime_checkable
-class ReportsWeights(Protocol):
-    """An engine that can report the weights that it computes with."""
-
-    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
-        """Digest the tensors of these names (`HeldTensor.name`), or all that can be compared.
-
-        Returns:
-            None if the wrapped engine cannot report its weights.
-        """
-        ...
-
-
 async def report_weights(engine: Any, names: Sequence[str] | None = None) -> HeldWeights | None:
-    """Return the weights that an engine reports; None if it cannot."""
-    return await engine.held_weights(names) if isinstance(engine, ReportsWeights) else None
+    """Digest the tensors of these names (`HeldTensor.name`), or all that can be compared.
+
+    Returns:
+        The answer of the engine's method ``held_weights(names)``; None if it has none, or wraps one that has none.
+    """
+    return await engine.held_weights(names) if hasattr(engine, "held_weights") else None

@@ -3,7 +3,7 @@
 It runs the vision-language models of `VISION_MODELS`. Shapes as in `decoding`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,8 +16,10 @@ from gcore_rollout.engines.hf.decoding import Decode, Prefill, SlotCache
 from gcore_rollout.engines.hf.vision import HFVision
 from gcore_rollout.engines.protocol import FinishReason, HeldWeights, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
+    Control,
     InProcessEngine,
     Sample,
+    SampleFilter,
     check_weights,
     sample_seeds,
     uniforms,
@@ -31,14 +33,12 @@ class Rows:
     """State of the running samples, slot i in row i, so that the bookkeeping of a step is a few vector operations."""
 
     def __init__(self, num_rows: int) -> None:
-        def zeros() -> NDArray[np.int64]:
-            return np.zeros(num_rows, np.int64)
-
         self.samples: list[Sample] = []
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float32)
-        self.prompt_lengths, self.num_sampled, self.max_tokens = zeros(), zeros(), zeros()
-        self.last_tokens, self.rope_offsets = zeros(), zeros()
+        self.prompt_lengths, self.num_sampled, self.max_tokens, self.last_tokens, self.rope_offsets = np.zeros(
+            (5, num_rows), np.int64
+        )
         self.tokens = np.zeros((num_rows, 0), np.int64)
         self.log_probs = np.zeros((num_rows, 0), np.float32)
         self.versions = np.zeros((num_rows, 0), np.int32)
@@ -69,12 +69,11 @@ class Rows:
         self.max_tokens[slots] = sampling.max_tokens
         self.rope_offsets[slots] = 0
         self.patterns[slots] = pattern
-        prefix = group[0].prefix
-        if prefix is None:
-            self.runs[slots] = 0
-        else:
-            self.tokens[slots, :prefix_length] = prefix.token_ids
-            self.runs[slots] = runs_at_end(prefix.token_ids, self.runs.shape[1])
+        self.runs[slots] = 0
+        if prefix_length:
+            prefix = group[0].prefix.token_ids
+            self.tokens[slots, :prefix_length] = prefix
+            self.runs[slots] = runs_at_end(prefix, self.runs.shape[1])
 
     def move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
         """Copy rows ``src`` to rows ``dst``, both of shape [M]."""
@@ -179,6 +178,11 @@ class HFEngine(InProcessEngine):
         self._version = version
 
     async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
+        """Update the weights, copying only tensors on another device or of another type.
+
+        Returns:
+            Whether the tensors are in use from now on: they must not change until the next update is done.
+        """
         own, new = self._checked_weights(weights, version)
         if any((t.device, t.dtype) != (own[name].device, own[name].dtype) for name, t in new.items()):
             await self.update_weights(new.items(), version=version)
@@ -191,9 +195,8 @@ class HFEngine(InProcessEngine):
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         self._check_open()
-        own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
-        own = {self._published(name): tensor for name, tensor in own.items()}
-        wanted = own if names is None else names
+        own = self._own_weights()
+        wanted = self._sources if names is None else names
         tensors = [held(name, own[name].detach, source=self._sources[name]) for name in wanted]
         return HeldWeights(version=self._version, tensors=tensors)
 
@@ -201,8 +204,7 @@ class HFEngine(InProcessEngine):
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         self._check_update(version)
-        own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
-        own = {self._published(name): tensor for name, tensor in own.items()}
+        own = self._own_weights()
         new = dict(weights)
         # Tied parameters are one tensor under several names, any one of which will do.
         given = {own[name].data_ptr() for name in new.keys() & own.keys()}
@@ -213,7 +215,10 @@ class HFEngine(InProcessEngine):
     async def close(self) -> None:
         self._stop()
         self._rows = Rows(0)
-        self._cache = SlotCache(num_layers=len(self._cache.keys))
+        self._drop_cache()
+
+    def _own_weights(self) -> dict[str, torch.Tensor]:
+        return {self._published(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
     def _published(self, name: str) -> str:
         return self._hub_names.get(name, name)
@@ -221,14 +226,17 @@ class HFEngine(InProcessEngine):
     def _num_running(self) -> int:
         return len(self._rows)
 
-    def _free_memory(self) -> None:
-        self._cache = SlotCache(num_layers=len(self._cache.keys))
-        if self._device.type != "cpu":
-            self._model.to("cpu")
-            torch.accelerator.empty_cache()
+    async def _control(self, name: Control) -> None:
+        if name == "wake":
+            self._model.to(self._device)
+        elif name == "sleep":
+            self._drop_cache()
+            if self._device.type != "cpu":
+                self._model.to("cpu")
+                torch.accelerator.empty_cache()
 
-    def _allocate_memory(self) -> None:
-        self._model.to(self._device)
+    def _drop_cache(self) -> None:
+        self._cache = SlotCache(num_layers=len(self._cache.keys))
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -244,7 +252,7 @@ class HFEngine(InProcessEngine):
     def _logits_of(self, prompts: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> list[torch.Tensor]:
         """Return logits [P, V] after prompts and after one more token of each; the engine must be idle."""
         sampling = SamplingParams(max_tokens=2)
-        self._waiting.join(
+        self._enqueue(
             [Request(request_id=str(i), prompt_token_ids=tuple(p), sampling=sampling) for i, p in enumerate(prompts)]
         )
         try:
@@ -255,7 +263,7 @@ class HFEngine(InProcessEngine):
             return [after_prompts, self._decode(len(prompts))]
         finally:
             self._rows = Rows(self._max_num_seqs)
-            self._cache = SlotCache(num_layers=len(self._cache.keys))
+            self._drop_cache()
             self._prompt_tokens = 0
 
     def _admit(self) -> torch.Tensor | None:
@@ -264,7 +272,7 @@ class HFEngine(InProcessEngine):
         first = len(rows)
         prompts: list[Sample] = []
         slot_prompts: list[int] = []
-        for group in self._waiting.admit(self._max_num_seqs - first):
+        for group in self._admitted():
             rows.add(group)
             slot_prompts.extend([len(prompts)] * len(group))
             prompts.append(group[0])
@@ -353,7 +361,7 @@ class HFEngine(InProcessEngine):
         sample.finish(rows.tokens[row, new], rows.log_probs[row, new], rows.versions[row, new], reason)
 
     @torch.inference_mode()
-    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
+    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
         removed = [(row, sample) for row, sample in enumerate(self._rows.samples) if which(sample)]
         if as_aborted:
             for row, _ in removed:

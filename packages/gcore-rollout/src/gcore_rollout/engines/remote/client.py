@@ -2,12 +2,12 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic
 
-from gcore_rollout.engines.protocol import EngineStats, HeldWeights, RequestT, SampleT
+from gcore_rollout.engines.protocol import Engine, EngineStats, HeldWeights, RequestT, SampleT, report_weights
 from gcore_rollout.engines.remote import session
 from gcore_rollout.errors import EngineDiedError, RolloutError
 
@@ -64,47 +64,48 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         call_id = next(self._call_ids)
         self._streams[call_id] = stream
         try:
-            self._send(session.Generate(call_id, tuple(requests)))
+            self._send(call_id, session.Generate(tuple(requests)))
             while (item := await stream.items.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
                 yield item
         finally:
             if self._streams.pop(call_id, None) and self._death is None:
-                self._send(session.Abandon(call_id))
+                self._send(call_id, session.Abandon())
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await self._call("abort", None if request_ids is None else tuple(request_ids))
+        await self._call(Engine.abort, None if request_ids is None else tuple(request_ids))
 
     async def pause(self) -> None:
-        await self._call("pause")
+        await self._call(Engine.pause)
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self._call(Engine.resume)
 
     async def sleep(self) -> None:
-        await self._call("sleep")
+        await self._call(Engine.sleep)
 
     async def wake(self) -> None:
-        await self._call("wake")
+        await self._call(Engine.wake)
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
-        return await self._call("held_weights", names)
+        return await self._call(report_weights, names)
 
     @abstractmethod
-    def _send(self, message: session.Setup | session.EngineCall) -> None:
+    def _send(self, call_id: int, message: session.Setup | session.EngineCall) -> None:
         """Send a message; it is lost if the process is gone."""
 
     @abstractmethod
     def _end_silent(self, reason: str) -> None:
         """Kill the process, which has been silent for too long."""
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         self._check_open()
-        call_id, reply = self._new_reply()
-        self._send(session.Call(call_id, method, arguments))
+        return await self._ask(session.Call(method, arguments))
+
+    async def _ask(self, message: session.EngineCall) -> Any:
         # Without the shield, cancelling the caller would cancel the future that the process answers.
-        return await asyncio.shield(reply)
+        return await asyncio.shield(self._reply_to(message))
 
     def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
         if self._closed:
@@ -112,10 +113,12 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         if self._death is not None:
             raise EngineDiedError(self._death, unfinished=unfinished)
 
-    def _new_reply(self) -> "tuple[int, asyncio.Future[Any]]":
+    def _reply_to(self, message: session.Setup | session.EngineCall) -> "asyncio.Future[Any]":
+        """Send a message, and return the future of its answer."""
         call_id = next(self._call_ids)
         reply = self._replies[call_id] = new_future()
-        return call_id, reply
+        self._send(call_id, message)
+        return reply
 
     def _take(self, message: session.FromEngine) -> None:
         self._silent_s = 0.0

@@ -130,7 +130,7 @@ class Channel(asyncio.Protocol):
         _, channel = await asyncio.get_running_loop().create_connection(lambda: cls(take), sock=sock)
         return channel
 
-    def send(self, message: Setup | EngineCall | FromEngine) -> None:
+    def send(self, message: tuple[int, Setup | EngineCall] | FromEngine) -> None:
         """Queue a message; it is lost if the other end is gone."""
         data = pickle.dumps(message, protocol=5)
         self._transport.write(_LENGTH.pack(len(data)) + data)
@@ -176,17 +176,17 @@ class _EngineServer(Session):
 
     async def live(self, channel: socket.socket) -> None:
         """Answer messages, of which the first is a `Setup`."""
-        self._channel = await Channel.open(channel, self._take)
+        self._channel = await Channel.open(channel, lambda message: self._take(*message))
         await self._channel.gone
         self.abandon()
         if self.engine is not None:
             await self.engine.close()
 
-    def _take(self, message: Setup | EngineCall) -> None:
+    def _take(self, call_id: int, message: Setup | EngineCall) -> None:
         if isinstance(message, Setup):
-            self.start(message.call_id, self._build(message))
+            self.start(call_id, self._build(message))
         else:
-            self.take(message)
+            self.take(call_id, message)
 
     async def _build(self, setup: Setup) -> None:
         os.environ.clear()

@@ -83,9 +83,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         try:
             async with asyncio.timeout(start_timeout_s):
                 engine = await cls._fork(preload, heartbeat_timeout_s)
-                call_id, ready = engine._new_reply()
                 setup = Setup(
-                    call_id,
                     environment=dict(os.environ) | dict(env or {}),
                     import_path=list(sys.path),
                     folder=str(Path.cwd()),
@@ -93,8 +91,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                     beat_interval_s=min(BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
                     factory=packed,
                 )
-                engine._send(setup)
-                await ready
+                await engine._reply_to(setup)
         except BaseException as error:
             if engine is not None:
                 engine._kill("its start failed")
@@ -142,15 +139,13 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                 await asyncio.wait([self._last_update])
             self._check_open()
             shared.write(weights)
-        layout = shared.layout
-        call_id, reply = self._new_reply()
-        self._last_update = reply
+        message = UpdateWeights(shared.layout, version)
         in_use = new_future()
         shared.read_until(in_use)
-        reply.add_done_callback(lambda _: self._weights_taken(reply, in_use))
         with suppress(ConnectionError):  # it has just died: the reply will say so
             socket.send_fds(self._weights_socket, [b"\0"], [shared.fileno()])
-        self._send(UpdateWeights(call_id, layout, version))
+        self._last_update = reply = self._reply_to(message)
+        reply.add_done_callback(lambda _: self._weights_taken(reply, in_use))
         await asyncio.shield(reply)
 
     async def close(self) -> None:
@@ -160,9 +155,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             try:
                 async with asyncio.timeout(END_TIMEOUT_S):
                     if self._death is None:
-                        call_id, reply = self._new_reply()
-                        self._send(Call(call_id, "close"))
-                        await asyncio.shield(reply)
+                        await self._ask(Call(Engine.close))
             except (TimeoutError, RolloutError):
                 self._kill("it did not close")
             finally:
@@ -170,8 +163,8 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                 self._weights.close()
         await asyncio.wait([self._life])
 
-    def _send(self, message: Setup | EngineCall) -> None:
-        self._channel.send(message)
+    def _send(self, call_id: int, message: Setup | EngineCall) -> None:
+        self._channel.send((call_id, message))
 
     def _end_silent(self, reason: str) -> None:
         self._kill(f"it had been {reason}")

@@ -48,17 +48,17 @@ class _ClientSession(Session):
         self.outgoing: asyncio.Queue[FromEngine] = asyncio.Queue()
         self.lease: asyncio.TimerHandle | None = None
         # Ray may let a call with large arguments arrive after a later one.
-        self._early: dict[int, EngineCall] = {}
+        self._early: dict[int, tuple[int, EngineCall]] = {}
         self._num_taken = 0
 
     def _put(self, message: FromEngine) -> None:
         self.outgoing.put_nowait(message)
 
-    def arrive(self, number: int, message: EngineCall) -> None:
-        self._early[number] = message
+    def arrive(self, number: int, call: tuple[int, EngineCall]) -> None:
+        self._early[number] = call
         while (following := self._early.pop(self._num_taken, None)) is not None:
             self._num_taken += 1
-            self.take(following)
+            self.take(*following)
 
     def abandon_all(self, reason: str) -> "list[asyncio.Task[None]]":
         """Cancel all calls, each of which fails with this reason, and return their tasks."""
@@ -104,7 +104,7 @@ class EngineActor:
         except Exception as error:
             return failure(0, error)
 
-    async def take(self, token: str, client: str, number: int, message: bytes | EngineCall) -> None:
+    async def take(self, token: str, client: str, number: int, message: bytes | tuple[int, EngineCall]) -> None:
         """Start a client's call.
 
         Args:
@@ -115,7 +115,7 @@ class EngineActor:
         if session := self._session(token, client):
             session.arrive(number, call)
         elif session := self._sessions.get(client):
-            session.outgoing.put_nowait(_restarted(call.call_id))
+            session.outgoing.put_nowait(_restarted(call[0]))
 
     async def stream(self, token: str, client: str, heartbeat_timeout_s: float) -> AsyncIterator[bytes]:
         """Yield packed lists of messages to a client, and beats.

@@ -187,9 +187,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         """
         self._check_open()
         references = weights if isinstance(weights, WeightReferences) else WeightReferences.put(weights)
-        call_id, reply = self._new_reply()
-        self._send(UpdateWeights(call_id, references, version))
-        await asyncio.shield(reply)
+        await self._ask(UpdateWeights(references, version))
 
     async def close(self) -> None:
         """Abandon what this client generates. Idempotent; the actor and its engine stay: see `end_engine_actor`."""
@@ -203,11 +201,10 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
             with suppress(TimeoutError, RayActorError):
                 await asyncio.wait_for(_answer_of(self._actor.leave.remote(self._client)), END_TIMEOUT_S)
 
-    def _send(self, message: Setup | EngineCall) -> None:
-        packed: bytes | EngineCall = pickle.dumps(message, protocol=5)
-        if isinstance(message, UpdateWeights):
-            # Ray itself must see the references.
-            packed = message
+    def _send(self, call_id: int, message: Setup | EngineCall) -> None:
+        call: Any = call_id, message
+        # Ray itself must see references to weights.
+        packed = call if isinstance(message, UpdateWeights) else pickle.dumps(call, protocol=5)
         taken = self._actor.take.remote(self._incarnation.token, self._client, next(self._numbers), packed)
         # If the actor is gone, the stream of its answers says so.
         taken.future().add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -9,14 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gcore_rollout.engines.protocol import (
-    AnyRequest,
-    AnySample,
-    Engine,
-    EngineStats,
-    TakesWeightsInPlace,
-    report_weights,
-)
+from gcore_rollout.engines.protocol import AnyRequest, AnySample, Engine, EngineStats, report_weights
 from gcore_rollout.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -29,14 +22,7 @@ AnyEngine = Engine[AnyRequest, AnySample]
 
 
 @dataclass(frozen=True)
-class Message:
-    """A message of a call, or of its answer."""
-
-    call_id: int
-
-
-@dataclass(frozen=True)
-class Setup(Message):
+class Setup:
     """The first message to a new process: its environment, and the factory of its engine."""
 
     environment: dict[str, str]
@@ -50,49 +36,53 @@ class Setup(Message):
 
 
 @dataclass(frozen=True)
-class Generate(Message):
+class Generate:
     requests: tuple[AnyRequest, ...]
 
 
 @dataclass(frozen=True)
-class Abandon(Message):
+class Abandon:
     """The rest of a `Generate` is not wanted any more; there is no answer."""
 
 
 @dataclass(frozen=True)
-class Call(Message):
-    method: str
+class Call:
+    method: Callable[..., Awaitable[Any]]
+    """Of `Engine`, or `report_weights`."""
     arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
-class UpdateWeights(Message):
+class UpdateWeights:
     source: Any
     """The `SharedWeights.layout` of memory that was sent over the socket for descriptors; in Ray the references."""
     version: int
 
 
 @dataclass(frozen=True)
-class Finished(Message):
+class Finished:
     """One sample of a `Generate`."""
 
+    call_id: int
     sample: AnySample
 
 
 @dataclass(frozen=True)
-class Done(Message):
+class Done:
     """A call has returned; with the id 0, nothing but the stats is new."""
 
+    call_id: int
     stats: EngineStats
     value: Any = None
 
 
 @dataclass(frozen=True)
-class Failed(Message):
+class Failed:
     """A call has failed; with the id 0, the engine has ended for this client."""
 
-    error: bytes | None
-    """Pickled type, arguments and attributes, if they can be."""
+    call_id: int
+    error: bytes
+    """Pickled type, arguments and attributes; empty if they cannot be."""
     description: str
     traceback: str
 
@@ -106,22 +96,21 @@ def failure(call_id: int, error: Exception) -> Failed:
     try:
         packed = pickle.dumps((type(error), error.args, vars(error)), protocol=5)
     except Exception:
-        packed = None
+        packed = b""
     description = f"{type(error).__name__}: {error}"
     return Failed(call_id, packed, description, "".join(traceback.format_exception(error)))
 
 
 def exception(failed: Failed, pid: int) -> Exception:
     """Return the exception of a message, of the same type if that can be imported here."""
-    error: Exception = RolloutError(failed.description)
-    if failed.error is not None:
-        try:
-            kind, arguments, attributes = pickle.loads(failed.error)
-            # Not kind(*arguments): the arguments of a constructor need not be those of the exception.
-            error = kind.__new__(kind, *arguments)
-            vars(error).update(attributes)
-        except Exception:
-            error = RolloutError(failed.description)
+    error: Exception
+    try:
+        kind, arguments, attributes = pickle.loads(failed.error)
+        # Not kind(*arguments): the arguments of a constructor need not be those of the exception.
+        error = kind.__new__(kind, *arguments)
+        vars(error).update(attributes)
+    except Exception:
+        error = RolloutError(failed.description)
     error.add_note(f"raised in engine process {pid}:\n{failed.traceback}")
     return error
 
@@ -156,22 +145,22 @@ class Session:
         send: Callable[[FromEngine], None],
         read: Callable[[Any], "Awaitable[Iterable[tuple[str, torch.Tensor]]]"],
     ) -> None:
-        self.engine: AnyEngine | None = None
+        self.engine: Any = None
         self._send = send
         self._read = read
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_called = asyncio.Event()
 
-    def take(self, message: EngineCall) -> None:
+    def take(self, call_id: int, message: EngineCall) -> None:
         self._is_called.set()
         match message:
-            case Generate(call_id, requests):
+            case Generate(requests):
                 self.start(call_id, self._generate(call_id, requests))
-            case UpdateWeights(call_id, source, version):
+            case UpdateWeights(source, version):
                 self.start(call_id, self._update(self._read(source), version))
-            case Call(call_id, method, arguments):
+            case Call(method, arguments):
                 self.start(call_id, self._call(method, *arguments))
-            case Abandon(call_id):
+            case Abandon():
                 self.abandon([call_id])
 
     def start(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
@@ -211,12 +200,10 @@ class Session:
         except Exception as error:
             self._send(failure(call_id, error))
         else:
-            assert self.engine is not None
             self._send(Done(call_id, self.engine.stats(), value))
 
     async def _generate(self, call_id: int, requests: tuple[AnyRequest, ...]) -> None:
-        assert self.engine is not None
-        samples: Any = self.engine.generate(requests)
+        samples = self.engine.generate(requests)
         try:
             async for sample in samples:
                 self._send(Finished(call_id, sample))
@@ -227,14 +214,12 @@ class Session:
     async def _update(self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int) -> bool:
         """Return whether the engine uses the memory of the weights from now on."""
         weights = await reading
-        if isinstance(self.engine, TakesWeightsInPlace):
+        if hasattr(self.engine, "update_weights_in_place"):
             return await self.engine.update_weights_in_place(weights, version=version)
-        assert self.engine is not None
         await self.engine.update_weights(weights, version=version)
         return False
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        if method == "held_weights":
-            # An engine of the user's own may have no such method.
+    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        if method is report_weights:
             return await report_weights(self.engine, *arguments)
-        return await getattr(self.engine, method)(*arguments)
+        return await getattr(self.engine, method.__name__)(*arguments)

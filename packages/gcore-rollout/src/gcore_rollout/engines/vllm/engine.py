@@ -1,7 +1,8 @@
 """The `vllm` engine: vLLM's scheduler and kernels, in this process and on this event loop."""
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -9,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from gcore_rollout.engines.protocol import HeldWeights, Request
-from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_max_num_seqs
+from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
+from gcore_rollout.engines.queueing import Control, InProcessEngine, Sample, SampleFilter, check_max_num_seqs
 from gcore_rollout.engines.vllm import process, requests
-from gcore_rollout.engines.vllm.process import TIED_HEAD
 from gcore_rollout.engines.vllm.weights import held_tensors
 from gcore_rollout.errors import MissingExtraError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
@@ -80,7 +80,7 @@ class VLLMEngine(InProcessEngine):
         self._can_sleep = config.model_config.enable_sleep_mode
         self._on_cpu = config.device_config.device_type == "cpu"
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
-        self._shapes = {name: shape for name, shape in shapes.items() if not (self._tied and name == TIED_HEAD)}
+        self._shapes = shapes
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
         self._running: dict[str, Sample] = {}
@@ -231,11 +231,16 @@ class VLLMEngine(InProcessEngine):
     def _num_running(self) -> int:
         return len(self._running)
 
-    def _num_sampled(self) -> int:
-        return self._completion_tokens + self._tokens_sampled(self._running)
+    def stats(self) -> EngineStats:
+        stats = super().stats()
+        return replace(stats, completion_tokens=stats.completion_tokens + self._tokens_sampled(self._running))
 
-    def _free_memory(self) -> None:
+    async def _control(self, name: Control) -> None:
         engine = self._open()
+        if name == "wake" and not self._on_cpu:
+            engine.wake_up()
+        if name != "sleep":
+            return
         if self._on_cpu:
             # What is left of the cache is zeros: vLLM must not look for prefixes there.
             is_reset = engine.reset_prefix_cache()
@@ -245,10 +250,6 @@ class VLLMEngine(InProcessEngine):
             engine.sleep(level=1)
         else:
             raise RolloutError("sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)")
-
-    def _allocate_memory(self) -> None:
-        if not self._on_cpu:
-            self._open().wake_up()
 
     def _step(self) -> None:
         engine = self._open()
@@ -260,7 +261,7 @@ class VLLMEngine(InProcessEngine):
             self._finish(cast("RequestOutput", output))
 
     def _admit(self, engine: "LLMEngine") -> None:
-        for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
+        for group in self._admitted():
             prompt = requests.prompt_of(group[0], self._vision, version=self._version)
             for sample in group:
                 if not sample.shares_prompt:
@@ -280,7 +281,7 @@ class VLLMEngine(InProcessEngine):
             return
         requests.finish(sample, result, result.finish_reason)
 
-    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
+    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
         removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}
         if self._engine is None or not removed:
             return []

@@ -72,27 +72,32 @@ def options_for_images(*, on_cpu: bool) -> dict[str, Any]:
     }
 
 
+def sampling_settings(sample: Sample, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of vLLM's `SamplingParams` for a sample, as its server takes them."""
+    sampling = sample.request.sampling
+    detection = sampling.repetition_detection
+    return {
+        "max_tokens": sampling.max_tokens - sample.prefix_length,
+        "temperature": sampling.temperature,
+        "repetition_detection": None if detection is None else asdict(detection),
+        # vLLM's generators take signed 64-bit seeds, and -1 for none.
+        "seed": sample.generator_seed,
+        "stop_token_ids": list(eos_token_ids),
+        # Without a tokenizer vLLM knows no other end-of-sequence token.
+        "ignore_eos": True,
+        "detokenize": False,
+        "logprobs": 0,
+    }
+
+
 def sampling_params(sample: Sample, eos_token_ids: Sequence[int]) -> "SamplingParams":
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
-    sampling = sample.request.sampling
-    detection = sampling.repetition_detection
-    return SamplingParams(
-        max_tokens=sampling.max_tokens - sample.prefix_length,
-        temperature=sampling.temperature,
-        repetition_detection=None if detection is None else RepetitionDetectionParams(**asdict(detection)),
-        # vLLM's generators take signed 64-bit seeds, and -1 for none.
-        seed=sample.generator_seed,
-        stop_token_ids=list(eos_token_ids),
-        # Without a tokenizer vLLM knows no other end-of-sequence token.
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=0,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
+    settings = sampling_settings(sample, eos_token_ids)
+    if (detection := settings["repetition_detection"]) is not None:
+        settings["repetition_detection"] = RepetitionDetectionParams(**detection)
+    return SamplingParams(**settings, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
 
 def finish(sample: Sample, result: "CompletionOutput", reason: FinishReason) -> None:

@@ -20,13 +20,13 @@ def held_tensors(
     """Digest the weights of a model on one device, but for experts and others that vLLM keeps in layouts of its own.
 
     Args:
-        shapes: of the published tensors, by Hugging Face name; without a tied head.
+        shapes: of the published tensors, by Hugging Face name.
         is_tied: whether the head is the embedding, which is then reported as a tensor of its own.
         names: the tensors; None: all that can be read.
     """
     found: list[HeldTensor] = []
-    for name in [*shapes, *([TIED_HEAD] if is_tied else [])] if names is None else names:
-        source = name if name in shapes else _embedding(model, shapes)
+    for name in {**shapes, **({TIED_HEAD: ()} if is_tied else {})} if names is None else names:
+        source = _embedding(model, shapes) if is_tied and name == TIED_HEAD else name
         if source is None:
             continue
         try:
