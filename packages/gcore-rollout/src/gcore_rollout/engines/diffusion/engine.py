@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -13,8 +13,14 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
-from gcore_rollout.engines.diffusion.samples import samples_of
-from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSample, ImageSampling
+from gcore_rollout.engines.diffusion.types import (
+    SCALARS,
+    STACKED,
+    ImageRequest,
+    ImageSample,
+    ImageSampling,
+    Trajectory,
+)
 from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, check_weights, sample_seeds
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
@@ -202,12 +208,40 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 return
             finally:
                 self._running = None
-        wanted = [(image.request, image.index) for image in batch]
-        samples = samples_of(tape, wanted, pixels, per_image=self._per_image, version=version)
-        for image, sample in zip(batch, samples, strict=True):
-            image.call.finished.put_nowait(sample)
+        self._hand_over(batch, tape, pixels, version)
         self._prompt_tokens += len({image.request.request_id for image in batch})
         self._completion_tokens += len(batch) * sampling.num_inference_steps
+
+    def _hand_over(self, batch: list[_Image], tape: Tape, pixels: NDArray[np.uint8], version: int) -> None:
+        """Hand over a batch of B images with pixels [B, H, W, 3]."""
+        assert tape.call is not None
+        assert tape.final is not None
+        final = tape.final.cpu().numpy()
+        own: dict[str, NDArray[np.generic]] = {}
+        shared: dict[str, NDArray[np.generic]] = {}
+        for name, value in tape.call.conditions().items():
+            array = (value.float() if value.is_floating_point() else value).cpu().numpy()
+            if name not in self._per_image:
+                shared[name] = array
+            elif len(array) == 2 * len(batch):
+                own[name] = np.stack([array[: len(batch)], array[len(batch) :]], axis=1)
+            else:
+                own[name] = array
+        is_guided = len(tape.call.output) == 2 * len(batch)
+        for row, (image, trajectory) in enumerate(zip(batch, _trajectories(tape.steps, final), strict=True)):
+            sample = ImageSample(
+                request_id=image.request.request_id,
+                index=image.index,
+                image=pixels[row],
+                latents=final[row],
+                trajectory=trajectory,
+                conditions={name: value[row] for name, value in own.items()},
+                shared_conditions=shared,
+                guidance_scale=image.request.sampling.guidance_scale if is_guided else None,
+                weight_version=version,
+                finish_reason="stop",
+            )
+            image.call.finished.put_nowait(sample)
 
     @torch.no_grad()
     def _call(
@@ -253,6 +287,18 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             for name, value in tape.call.conditions().items():
                 sizes.setdefault(name, []).append(len(value) if value.ndim else 0)
         return {name for name, found in sizes.items() if found == list(_PROBED)}
+
+
+def _trajectories(steps: Sequence[Mapping[str, Any]], final: NDArray[np.float32]) -> Iterator[Trajectory]:
+    """Yield the trajectory of each image, from the recorded steps and the final latents [B, ...] of its batch."""
+    stacked: dict[str, NDArray[np.float32]] = {name: np.zeros((0, *final.shape), np.float32) for name in STACKED}
+    stacked["log_probs"] = np.zeros((0, len(final)), np.float32)
+    if steps:
+        stacked = {name: torch.stack([step[name] for step in steps]).cpu().numpy() for name in STACKED}
+    shared = {name: np.array([step[name] for step in steps], np.float32) for name in SCALARS}
+    indices = np.array([step["steps"] for step in steps], np.int64)
+    for row in range(len(final)):
+        yield Trajectory(**{name: values[:, row] for name, values in stacked.items()}, **shared, steps=indices)
 
 
 def image_generator(seed: int, index: int) -> torch.Generator:

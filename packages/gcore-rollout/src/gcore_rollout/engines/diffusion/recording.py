@@ -36,23 +36,6 @@ class StepAbortedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
-    """One step of a batch of B images."""
-
-    index: int
-    latents: torch.Tensor
-    """[B, ...], float32 like the others."""
-    next_latents: torch.Tensor
-    mean: torch.Tensor
-    log_prob: torch.Tensor
-    """[B]; NaN where there is no noise."""
-    level: float
-    next_level: float
-    timestep: float
-    """As the model is given it."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelCall:
     """The arguments and the output of one call of a denoiser."""
 
@@ -101,7 +84,8 @@ class Tape:
         self._num_steps = 0
         self.is_aborted = False
         """Set from outside: the next step raises `StepAbortedError`."""
-        self.steps: list[Step] = []
+        self.steps: list[dict[str, Any]] = []
+        """The recorded steps, by the fields of a `Trajectory`, of the whole batch."""
         self.call: ModelCall | None = None
         """The model's call in the first step."""
         self.final: torch.Tensor | None = None
@@ -131,16 +115,16 @@ class Tape:
         following = drawn.to(output.dtype).float()
         if has_noise or (is_inside and self._sampling.window is not None):
             self.steps.append(
-                Step(
-                    index=index,
-                    latents=x,
-                    next_latents=following,
-                    mean=mean,
-                    log_prob=transition.log_prob(following) if has_noise else torch.full((len(x),), torch.nan),
-                    level=float(level),
-                    next_level=float(next_level),
-                    timestep=call.timestep,
-                )
+                {
+                    "latents": x,
+                    "next_latents": following,
+                    "means": mean,
+                    "log_probs": transition.log_prob(following) if has_noise else torch.full((len(x),), torch.nan),
+                    "steps": index,
+                    "levels": float(level),
+                    "next_levels": float(next_level),
+                    "timesteps": call.timestep,
+                }
             )
         self.final = following
         return following.to(output.dtype)

@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -52,16 +52,7 @@ class EngineHandle:
         return replace(self, factory=_packed(factory))
 
 
-def start_engine_actor(
-    factory: Factory,
-    *,
-    num_cpus: float = 1.0,
-    num_gpus: float = 0.0,
-    resources: Mapping[str, float] | None = None,
-    num_threads: int | None = None,
-    name: str | None = None,
-    scheduling_strategy: Any = None,
-) -> EngineHandle:
+def start_engine_actor(factory: Factory, *, num_threads: int | None = None, **options: Any) -> EngineHandle:
     """Start an actor for an engine, which is made by the first `RayEngine.connect`.
 
     It ends with the process that calls this, or by `end_engine_actor`. After any other end Ray restarts it, with a new
@@ -70,22 +61,12 @@ def start_engine_actor(
     Args:
         factory: makes the engine there; a function that Ray can pickle, such as ``partial(HFEngine.from_pretrained,
             path)``.
-        num_cpus: CPUs that it reserves, like `num_gpus` and `resources`, which have Ray's names.
         num_threads: of torch on CPU; default: what Ray gives it.
-        scheduling_strategy: see `ray.remote`.
-        name: for `ray.get_actor`.
+        options: of `ray.remote`, such as num_cpus (default: 1), num_gpus, resources, name and scheduling_strategy.
     """
     check_start_options(num_threads=num_threads)
     make: Any = ray.remote(EngineActor)
-    options = {
-        "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
-        "resources": dict(resources or {}),
-        "name": name,
-        "scheduling_strategy": scheduling_strategy,
-        "max_restarts": -1,
-        "max_concurrency": _MAX_CONCURRENCY,
-    }
+    options = {"num_cpus": 1.0, **options, "max_restarts": -1, "max_concurrency": _MAX_CONCURRENCY}
     return EngineHandle(make.options(**options).remote(num_threads), _packed(factory))
 
 

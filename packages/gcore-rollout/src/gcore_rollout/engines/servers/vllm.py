@@ -9,7 +9,7 @@ from gcore_rollout.engines.queueing import Sample
 from gcore_rollout.engines.servers.client import ServerClient
 from gcore_rollout.engines.servers.engine import Controls, ServerEngine
 from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo
-from gcore_rollout.engines.vllm.requests import check_temperature, sampling_settings
+from gcore_rollout.engines.vllm.translation import check_temperature, sampling_settings
 from gcore_rollout.errors import RolloutError, ServerRequestError
 
 _WORKER = "gcore_rollout.TiedHeadWorker"

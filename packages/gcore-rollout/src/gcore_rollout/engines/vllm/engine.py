@@ -12,13 +12,12 @@ import torch
 
 from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
 from gcore_rollout.engines.queueing import Control, InProcessEngine, Sample, SampleFilter, check_max_num_seqs
-from gcore_rollout.engines.vllm import process, requests
-from gcore_rollout.engines.vllm.weights import held_tensors
+from gcore_rollout.engines.vllm import process, translation
 from gcore_rollout.errors import MissingExtraError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput
+    from vllm import LLMEngine
     from vllm.config import VllmConfig
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -160,7 +159,7 @@ class VLLMEngine(InProcessEngine):
                 speculative_config=None if speculative_config is None else dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 skip_tokenizer_init=vision is None,
-                **({} if vision is None else requests.options_for_images(on_cpu=on_cpu)),
+                **({} if vision is None else translation.options_for_images(on_cpu=on_cpu)),
                 # The model's own generation config may hold top-k, top-p or penalties.
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
@@ -201,7 +200,7 @@ class VLLMEngine(InProcessEngine):
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         """Digest the weights; of a mixture of experts, all but the experts."""
-        read = partial(held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
+        read = partial(translation.held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
         (tensors,) = self._open().apply_model(read)
         return HeldWeights(version=self._version, tensors=tensors)
 
@@ -226,7 +225,7 @@ class VLLMEngine(InProcessEngine):
 
     def _check_request(self, request: Request) -> None:
         super()._check_request(request)
-        requests.check_temperature(request)
+        translation.check_temperature(request)
 
     def _num_running(self) -> int:
         return len(self._running)
@@ -253,58 +252,45 @@ class VLLMEngine(InProcessEngine):
 
     def _step(self) -> None:
         engine = self._open()
-        self._admit(engine)
-        # On CPU vLLM draws from torch's global generator at every step, even where each sample has a seed.
-        with torch.random.fork_rng(devices=(), enabled=self._on_cpu):
-            outputs = engine.step()
-        for output in outputs:
-            self._finish(cast("RequestOutput", output))
-
-    def _admit(self, engine: "LLMEngine") -> None:
         for group in self._admitted():
-            prompt = requests.prompt_of(group[0], self._vision, version=self._version)
+            prompt = translation.prompt_of(group[0], self._vision, version=self._version)
             for sample in group:
                 if not sample.shares_prompt:
                     self._prompt_tokens += len(sample.start_token_ids)
                 sample_id = str(next(self._sample_ids))
                 self._running[sample_id] = sample
-                engine.add_request(sample_id, prompt, requests.sampling_params(sample, self._eos))
-
-    def _finish(self, output: "RequestOutput") -> None:
-        sample = self._running.pop(output.request_id)
-        result = output.outputs[0]
-        self._completion_tokens += len(result.token_ids)
-        if result.finish_reason not in ("stop", "length", "repetition"):
-            reason = f"{result.finish_reason}, {result.stop_reason}"
-            error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
-            sample.call.finished.put_nowait(error)
-            return
-        requests.finish(sample, result, result.finish_reason)
+                engine.add_request(sample_id, prompt, translation.sampling_params(sample, self._eos))
+        # On CPU vLLM draws from torch's global generator at every step, even where each sample has a seed.
+        with torch.random.fork_rng(devices=(), enabled=self._on_cpu):
+            outputs: list[Any] = engine.step()
+        for output in outputs:
+            sample, result = self._running.pop(output.request_id), output.outputs[0]
+            self._completion_tokens += len(result.token_ids)
+            if result.finish_reason in ("stop", "length", "repetition"):
+                translation.finish(sample, result, result.finish_reason)
+            else:
+                reason = f"{result.finish_reason}, {result.stop_reason}"
+                error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
+                sample.call.finished.put_nowait(error)
 
     def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
         removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}
         if self._engine is None or not removed:
             return []
-        if as_aborted:
-            self._hand_over_unfinished(removed)
         self._completion_tokens += self._tokens_sampled(removed)
+        if as_aborted:
+            from vllm.v1.engine import FinishReason as VLLMFinishReason
+
+            for state in self._states(removed):
+                # vLLM itself makes this output when it aborts, but only for an asynchronous front end.
+                output: Any = state.make_request_output(
+                    new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
+                )
+                translation.finish(removed[output.request_id], output.outputs[0], "abort")
         self._engine.abort_request(list(removed))
         for sample_id in removed:
             del self._running[sample_id]
         return list(removed.values())
-
-    def _hand_over_unfinished(self, samples: dict[str, Sample]) -> None:
-        from vllm.v1.engine import FinishReason as VLLMFinishReason
-
-        for state in self._states(samples):
-            # vLLM itself makes this output when it aborts, but only for an asynchronous front end.
-            output = cast(
-                "RequestOutput",
-                state.make_request_output(
-                    new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
-                ),
-            )
-            requests.finish(samples[output.request_id], output.outputs[0], "abort")
 
     def _tokens_sampled(self, sample_ids: Iterable[str]) -> int:
         return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))
