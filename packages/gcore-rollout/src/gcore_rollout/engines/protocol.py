@@ -150,10 +150,8 @@ class Request(AnyRequest):
 
     def aborted(self, index: int) -> "Completion":
         """Return the prefix of this index, or an empty completion."""
-        for prefix in self.prefixes:
-            if prefix.index == index:
-                return prefix
-        return Completion(
+        prefix = next((prefix for prefix in self.prefixes if prefix.index == index), None)
+        return prefix or Completion(
             request_id=self.request_id,
             index=index,
             token_ids=np.zeros(0, np.int64),

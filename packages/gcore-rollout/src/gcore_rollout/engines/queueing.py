@@ -390,11 +390,7 @@ def check_max_num_seqs(max_num_seqs: int) -> None:
 def check_weights(
     shapes: Mapping[str, tuple[int, ...]], new: "Mapping[str, torch.Tensor]", *, optional: frozenset[str]
 ) -> None:
-    """Refuse weights that are not those of a model with these shapes; ``optional`` names may be left out.
-
-    Raises:
-        ValueError: unknown or missing names, or another shape.
-    """
+    """Refuse unknown and missing names and other shapes by a `ValueError`; ``optional`` names may be left out."""
     unknown = sorted(new.keys() - shapes.keys() - optional)
     missing = sorted(shapes.keys() - new.keys() - optional)
     if unknown or missing:

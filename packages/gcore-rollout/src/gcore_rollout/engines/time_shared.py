@@ -44,7 +44,14 @@ class TimeSharedEngines:
         async with self._changed:
             await self._changed.wait_for(lambda: engine is self._awake or not self._num_calls)
             if engine is not self._awake:
-                await self._swap(engine)
+                self._awake = None
+                for other in self._all:
+                    if other is not engine:
+                        # Abandoned samples may still be running.
+                        await other.abort()
+                        await other.sleep()
+                await engine.wake()
+                self._awake = engine
             self._num_calls += 1
         try:
             yield
@@ -52,16 +59,6 @@ class TimeSharedEngines:
             self._num_calls -= 1
             if not self._num_calls:
                 await asyncio.shield(self._notify())
-
-    async def _swap(self, engine: Engine[Any, Any]) -> None:
-        self._awake = None
-        for other in self._all:
-            if other is not engine:
-                # Abandoned samples may still be running.
-                await other.abort()
-                await other.sleep()
-        await engine.wake()
-        self._awake = engine
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Decode, Prefill, SlotCache
-from gcore_rollout.engines.hf.vision import HFVision
+from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.protocol import FinishReason, HeldWeights, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
     Control,
@@ -98,11 +98,6 @@ class HFEngine(InProcessEngine):
 
     A continued sample draws the tokens that it would have drawn without the abort. `sleep` drops the keys and values
     and, if the device is not the CPU, moves the weights to the host's memory.
-
-    Args:
-        model: as `decoding.load_model` returns it, with what reads its images.
-        eos_token_ids: tokens that end a completion.
-        max_num_seqs: largest number of running samples.
     """
 
     def __init__(
@@ -125,7 +120,6 @@ class HFEngine(InProcessEngine):
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._cache = SlotCache(num_layers=text_config.num_hidden_layers)
         self._rows = Rows(max_num_seqs)
-        self._tower = None if vision is None else HFVision(self._model, vision)
         # transformers has names of its own for parameters of these models.
         names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
@@ -174,8 +168,7 @@ class HFEngine(InProcessEngine):
             if self._is_borrowing:
                 own[name].data = torch.empty_like(own[name])
             own[name].data.copy_(tensor, non_blocking=True)
-        self._is_borrowing = False
-        self._version = version
+        self._is_borrowing, self._version = False, version
 
     async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
         """Update the weights, copying only tensors on another device or of another type.
@@ -189,8 +182,7 @@ class HFEngine(InProcessEngine):
             return False
         for name, tensor in new.items():
             own[name].data = tensor.detach()
-        self._is_borrowing = True
-        self._version = version
+        self._is_borrowing, self._version = True, version
         return True
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
@@ -298,10 +290,9 @@ class HFEngine(InProcessEngine):
         plan = Prefill(cache=self._cache, num_prompts=len(prompts), max_length=longest, **to_slots)
         tokens = np.fromiter((t for p in prompts for t in p), np.int64, count=int(ends[-1]))
         keep = self._tensor(ends - 1)
-        if not any(sample.request.images for sample in samples):
+        if self._vision is None or not any(sample.request.images for sample in samples):
             return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
-        assert self._tower is not None
-        embeddings, rotary_positions, offsets = self._tower.see(samples, tokens, positions)
+        embeddings, rotary_positions, offsets = embed_images(self._model, self._vision, samples, tokens, positions)
         self._rows.rope_offsets[slots] = offsets[slot_prompts]
         return self._forward(rotary_positions, plan, keep=keep, inputs_embeds=embeddings)[which]
 

@@ -33,8 +33,8 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
     every later one. A process that is silent for ``heartbeat_timeout_s`` is killed. Its event loop is silent during a
     step of the engine, while a step compiles, and while weights are copied: be generous.
 
-    Args:
-        pid: the process id there.
+    Attributes:
+        pid: The process id there.
     """
 
     _HOW_TO_OPEN: str

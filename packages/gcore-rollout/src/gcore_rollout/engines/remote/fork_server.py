@@ -163,14 +163,11 @@ class Channel(asyncio.Protocol):
 
 
 class _EngineServer(Session):
-    """Serves in an engine process until the owner closes its end of the channel.
-
-    Args:
-        weights: file descriptors of shared weights, one ahead of each `UpdateWeights`.
-    """
+    """Serves in an engine process until the owner closes its end of the channel."""
 
     def __init__(self, weights: socket.socket) -> None:
         super().__init__(lambda message: self._channel.send(message), self._next_weights)
+        # It carries a descriptor of shared weights ahead of each `UpdateWeights`.
         self._weights = weights
         self._shared_weights: SharedWeightsReader | None = None
 

@@ -6,7 +6,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,9 +26,6 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
 
     The process ends with this one, however that ends, and leaves nothing. It is bound to the event loop in which it was
     started, and ends with it. Linux only.
-
-    Attributes:
-        pid: The process id.
     """
 
     _HOW_TO_OPEN = "start a new one"
@@ -104,21 +101,16 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
 
     @classmethod
     async def _fork(cls, preload: tuple[str, ...], heartbeat_timeout_s: float) -> Self:
-        channel, their_channel = socket.socketpair()
-        weights, their_weights = socket.socketpair()
-        try:
+        with ExitStack() as unfinished:
+            channel, their_channel = socket.socketpair()
+            weights, their_weights = socket.socketpair()
+            unfinished.callback(channel.close)
+            unfinished.callback(weights.close)
             process = await ChildProcess.fork(their_channel, their_weights, preload=preload)
-        except BaseException:
-            channel.close()
-            weights.close()
-            raise
-        try:
+            unfinished.callback(process.close)
             # The process speaks when it is spoken to, and then this is the engine.
             opened = await Channel.open(channel, lambda message: engine._take(message))
-        except BaseException:
-            process.close()
-            weights.close()
-            raise
+            unfinished.pop_all()
         engine = cls(process, opened, weights, heartbeat_timeout_s=heartbeat_timeout_s)
         return engine
 

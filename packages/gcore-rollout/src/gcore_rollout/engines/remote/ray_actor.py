@@ -71,11 +71,7 @@ class _ClientSession(Session):
 
 
 class EngineActor:
-    """Runs one engine at a time, for any number of clients; its methods are the actor's.
-
-    Args:
-        num_threads: of torch on CPU; None: its own choice.
-    """
+    """Runs one engine at a time, for any number of clients; its methods are the actor's."""
 
     def __init__(self, num_threads: int | None) -> None:
         self._num_threads = num_threads

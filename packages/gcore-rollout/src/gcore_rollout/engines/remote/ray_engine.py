@@ -31,7 +31,6 @@ _MAX_STARTS = 3
 _RETRY_S = 0.1
 _END_POLL_S = 0.02
 
-
 Factory = Callable[[], Engine[Any, Any] | Awaitable[Engine[Any, Any]]]
 
 
@@ -75,14 +74,14 @@ async def end_engine_actor(handle: EngineHandle) -> None:
     actor = handle.actor
     try:
         with suppress(TimeoutError, RayActorError):
-            await asyncio.wait_for(_answer_of(actor.close.remote()), END_TIMEOUT_S)
+            await asyncio.wait_for(actor.close.remote(), END_TIMEOUT_S)
     finally:
         ray.kill(actor)
     # Until it is dead, it answers.
     with suppress(TimeoutError, RayActorError):
         async with asyncio.timeout(END_TIMEOUT_S):
             while True:
-                await _answer_of(actor.incarnation.remote())
+                await actor.incarnation.remote()
                 await asyncio.sleep(_END_POLL_S)
 
 
@@ -149,16 +148,13 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         while True:
             try:
                 incarnation = await handle.actor.incarnation.remote()
-            except ActorUnavailableError:
-                # It is being restarted.
-                await asyncio.sleep(_RETRY_S)
-                continue
-            num_starts += 1
-            try:
+                num_starts += 1
                 return incarnation, await handle.actor.make.remote(handle.factory)
             except ActorUnavailableError:
                 if num_starts == _MAX_STARTS:
                     raise
+                # It is being restarted.
+                await asyncio.sleep(_RETRY_S)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights as references; other weights than `WeightReferences` are put into the object store first.
@@ -180,7 +176,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         self._life.cancel()
         if not is_dead:
             with suppress(TimeoutError, RayActorError):
-                await asyncio.wait_for(_answer_of(self._actor.leave.remote(self._client)), END_TIMEOUT_S)
+                await asyncio.wait_for(self._actor.leave.remote(self._client), END_TIMEOUT_S)
 
     def _send(self, call_id: int, message: Setup | EngineCall) -> None:
         call: Any = call_id, message
@@ -221,10 +217,6 @@ def _packed(factory: Factory) -> bytes:
     # Separately: a factory that cannot be unpickled there is then an error to be sent back, not an actor that cannot
     # start.
     return cloudpickle.dumps(factory)  # pyright: ignore[reportPrivateImportUsage]
-
-
-async def _answer_of(reference: Any) -> Any:
-    return await reference
 
 
 def _reason(error: RayError) -> str:

@@ -161,7 +161,8 @@ class Session:
             case Call(method, arguments):
                 self.start(call_id, self._call(method, *arguments))
             case Abandon():
-                self.abandon([call_id])
+                if task := self._tasks.get(call_id):
+                    task.cancel()
 
     def start(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
         """Start work whose result or exception is the answer to a call."""
@@ -169,13 +170,12 @@ class Session:
         self._tasks[call_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(call_id))
 
-    def abandon(self, call_ids: Iterable[int] | None = None) -> "dict[int, asyncio.Task[None]]":
-        """Cancel calls, or all, without an answer; return the tasks by id."""
-        ids = self._tasks if call_ids is None else call_ids
-        found = {call_id: self._tasks[call_id] for call_id in ids if call_id in self._tasks}
-        for task in found.values():
+    def abandon(self) -> "dict[int, asyncio.Task[None]]":
+        """Cancel all calls without an answer; return the tasks by id."""
+        tasks = dict(self._tasks)
+        for task in tasks.values():
             task.cancel()
-        return found
+        return tasks
 
     async def beat(self, interval_s: float) -> None:
         """Report changed stats soon, and unchanged ones at intervals, as long as there is an engine."""

@@ -72,9 +72,7 @@ class ServerClient:
         Args:
             may_be_silent: called when nothing has come for ``timeout_s``; returns whether to continue waiting.
 
-        Raises:
-            ServerRequestError: as in `call`.
-            EngineDiedError: as in `call`, and when the stream breaks off.
+        Raises as `call` does, and an `EngineDiedError` when the stream breaks off.
         """
         async with self._response("POST", path, json=body) as response:
             buffer = b""

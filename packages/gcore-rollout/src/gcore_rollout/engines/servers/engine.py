@@ -6,6 +6,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -45,29 +46,18 @@ class ServerEngine(TokenEngine):
     """Whether the server answers an abort while it is paused."""
 
     def __init__(
-        self,
-        client: ServerClient,
-        info: ServerInfo,
-        *,
-        weights_dir: str | Path | None,
-        model_path: str | Path | None,
-        max_num_seqs: int | None,
-        eos: Sequence[int] | None,
+        self, client: ServerClient, info: ServerInfo, *, weights_dir: str | Path | None, eos: Sequence[int] | None
     ) -> None:
         if weights_dir is not None and not Path(weights_dir).is_dir():
             raise ValueError(f"weights_dir is {str(weights_dir)!r}; expected an existing folder that the server sees")
-        self._model_path = Path(info.model_path if model_path is None else model_path)
+        self._model_path = Path(info.model_path)
         if not (self._model_path / "config.json").exists():
             raise UnsupportedModelError(
                 f"the server runs {self._model_path}, which is no model's folder on this machine: "
                 "set model_path to a folder here that holds the same model"
             )
         config: Any = AutoConfig.from_pretrained(self._model_path).get_text_config()
-        super().__init__(
-            max_length=info.max_length,
-            vocab_size=config.vocab_size,
-            max_num_seqs=info.max_num_seqs if max_num_seqs is None else max_num_seqs,
-        )
+        super().__init__(max_length=info.max_length, vocab_size=config.vocab_size, max_num_seqs=info.max_num_seqs)
         self._client = client
         self._is_tied = bool(config.tie_word_embeddings)
         self._repacks_head = self._is_tied and info.is_on_cpu
@@ -114,14 +104,9 @@ class ServerEngine(TokenEngine):
             RolloutError: it was started without a needed option.
         """
         client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
-        engine = cls(
-            client,
-            cls._ask(client),
-            weights_dir=weights_dir,
-            model_path=model_path,
-            max_num_seqs=max_num_seqs,
-            eos=eos_token_ids,
-        )
+        given = {"model_path": model_path, "max_num_seqs": max_num_seqs}
+        info = replace(cls._ask(client), **{name: value for name, value in given.items() if value is not None})
+        engine = cls(client, info, weights_dir=weights_dir, eos=eos_token_ids)
         engine._take_over()
         return engine
 

@@ -20,7 +20,7 @@ from gcore_rollout.engines.queueing import Sample
 class ServerInfo:
     """The settings that a server reports."""
 
-    model_path: str
+    model_path: str | Path
     max_length: int
     """Longest prompt + completion, in tokens."""
     max_num_seqs: int

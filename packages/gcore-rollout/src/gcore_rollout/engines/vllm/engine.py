@@ -45,8 +45,6 @@ class VLLMEngine(InProcessEngine):
     Args:
         config: vLLM's; use `from_pretrained`.
         shapes: names and shapes of the checkpoint's tensors, against which new weights are checked.
-        eos_token_ids: tokens that end a completion.
-        recompute_kv: see `from_pretrained`.
         vision: reads images for the model; None: it takes none.
     """
 
