@@ -6,13 +6,13 @@ This module does not import torch.
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from gcore_rollout.errors import RequestError
+from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
 if TYPE_CHECKING:
     import torch
@@ -296,6 +296,22 @@ class Engine(Protocol[RequestT_contra, SampleT_co]):
     async def close(self) -> None:
         """Free the engine. Idempotent."""
         ...
+
+
+class ClosableEngine:
+    """The base of engines that can be closed, and can die."""
+
+    _HOW_TO_OPEN: ClassVar[str]
+    """Advice for errors once the engine is closed."""
+    _is_closed = False
+    _death: str | None = None
+
+    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
+        if self._is_closed:
+            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
+        if self._death is not None:
+            raise EngineDiedError(self._death, unfinished=unfinished)
 
 
 class Digest(NamedTuple):

@@ -10,12 +10,20 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Generic, Literal
+from typing import TYPE_CHECKING, Generic, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.protocol import Completion, EngineStats, FinishReason, Request, RequestT, SampleT
+from gcore_rollout.engines.protocol import (
+    ClosableEngine,
+    Completion,
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestT,
+    SampleT,
+)
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
 if TYPE_CHECKING:
@@ -133,19 +141,14 @@ Control = Literal["pause", "resume", "sleep", "wake"]
 SampleFilter = Callable[[Sample[RequestT, SampleT]], bool]
 
 
-class QueueingEngine(ABC, Generic[RequestT, SampleT]):
+class QueueingEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
     """An engine that queues its waiting samples, first come, first served; the running ones are the subclass's."""
-
-    _HOW_TO_OPEN: ClassVar[str]
-    """Advice for errors once the engine is closed."""
 
     def __init__(self) -> None:
         self._waiting: deque[Sample[RequestT, SampleT]] = deque()
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._version = 0
-        self._is_closed = False
-        self._death: str | None = None
         self._is_paused = False
         self._is_asleep = False
 
@@ -231,13 +234,6 @@ class QueueingEngine(ABC, Generic[RequestT, SampleT]):
         """Guard a call that changes the state of the engine; this one only refuses those of a closed or dead one."""
         self._check_open()
         yield
-
-    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
-        if self._is_closed:
-            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
-        if self._death is not None:
-            raise EngineDiedError(self._death, unfinished=unfinished)
 
     def _check_update(self, version: int) -> None:
         self._check_open()

@@ -91,11 +91,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Load a local pipeline folder, with weights of ``dtype``: float32, bfloat16 or float16.
-
-        Raises:
-            UnsupportedModelError: see `DiffusersEngine`, or it is no pipeline's folder.
-        """
+        """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16."""
         pipeline = load_pipeline(path, dtype=getattr(torch, dtype))
         return cls(pipeline.to(device), max_num_images=max_num_images, options=options)
 

@@ -161,9 +161,7 @@ def combined(output: torch.Tensor, num_images: int, num_channels: int, guidance_
     Channels after the latents' own are a learned variance, and left out. If there are twice as many rows as images, the
     first half is without the prompt, and the result is u + guidance_scale (c - u) (arXiv 2207.12598).
 
-    Args:
-        output: [num_images or 2 num_images, channels, ...] of the model.
-        num_images: rows of the result, as `num_channels` are its channels.
+    ``output`` is [num_images or 2 num_images, channels, ...], and the result [num_images, num_channels, ...].
     """
     output = output[:, :num_channels]
     if len(output) != 2 * num_images:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic
 
-from gcore_rollout.engines.protocol import Engine, EngineStats, HeldWeights, RequestT, SampleT, report_weights
+from gcore_rollout.engines.protocol import (
+    ClosableEngine,
+    Engine,
+    EngineStats,
+    HeldWeights,
+    RequestT,
+    SampleT,
+    report_weights,
+)
 from gcore_rollout.engines.remote import session
 from gcore_rollout.errors import EngineDiedError, RolloutError
 
@@ -22,7 +30,7 @@ class _Stream:
     items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
 
-class RemoteEngine(ABC, Generic[RequestT, SampleT]):
+class RemoteEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
     """An engine that another process runs.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
@@ -37,15 +45,10 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         pid: The process id there.
     """
 
-    _HOW_TO_OPEN: str
-    """Advice for errors once the engine is closed."""
-
     def __init__(self, pid: int, *, heartbeat_timeout_s: float) -> None:
         self.pid = pid
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._silent_s = 0.0
-        self._death: str | None = None
-        self._closed = False
         self._stats = EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
         self._streams: dict[int, _Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -107,12 +110,6 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         # Without the shield, cancelling the caller would cancel the future that the process answers.
         return await asyncio.shield(self._reply_to(message))
 
-    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        if self._closed:
-            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
-        if self._death is not None:
-            raise EngineDiedError(self._death, unfinished=unfinished)
-
     def _reply_to(self, message: session.Setup | session.EngineCall) -> "asyncio.Future[Any]":
         """Send a message, and return the future of its answer."""
         call_id = next(self._call_ids)
@@ -150,7 +147,7 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         """End all calls, because the engine is closed or dead."""
         for call_id in (*self._streams, *self._replies):
             closed = RolloutError("the engine was closed while generating")
-            self._end_call(call_id, closed if self._closed else EngineDiedError(self._death or ""))
+            self._end_call(call_id, closed if self._is_closed else EngineDiedError(self._death or ""))
 
     async def _watch(self) -> None:
         """End the process when it has been silent for too long."""

@@ -114,13 +114,11 @@ class Channel(asyncio.Protocol):
 
     A message is handed over in the turn of the event loop that reads its last byte: where an engine's steps fill the
     loop, each turn more would be a step more.
-
-    Attributes:
-        gone: Done once the other end is, and all that it sent is handed over.
     """
 
     def __init__(self, take: Callable[[Any], None]) -> None:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the other end is, and all that it sent is handed over."""
         self._take = take
         self._buffer = bytearray()
 
@@ -212,7 +210,7 @@ class _ForkServer:
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self._owner_pid = os.getpid()
-        self._control, theirs = socket.socketpair()
+        self.control, theirs = socket.socketpair()
         with theirs:
             # Not `-m`: this process may have found gcore_rollout where a fresh one would not look.
             arguments = f"{theirs.fileno()}, {os.getpid()}, {preload!r}"
@@ -228,15 +226,12 @@ class _ForkServer:
         """Return whether it runs and belongs to this process; a fork of the owner has to start another."""
         return self._owner_pid == os.getpid() and self._process.poll() is None
 
-    def fork(self, *fds: int) -> None:
-        socket.send_fds(self._control, [b"\0"], fds)
-
     def close(self) -> None:
         if self.serves():
             # Not close alone: a fork of this process may have its end of the socket, too.
-            self._control.shutdown(socket.SHUT_RDWR)
+            self.control.shutdown(socket.SHUT_RDWR)
             self._process.wait()
-        self._control.close()
+        self.control.close()
 
 
 _servers: dict[tuple[str, ...], _ForkServer] = {}
@@ -244,30 +239,24 @@ _servers: dict[tuple[str, ...], _ForkServer] = {}
 
 @dataclass(eq=False)
 class ChildProcess:
-    """A process that ends with this one at the latest.
-
-    Attributes:
-        pid: Its number; for signals there is `kill`, which cannot hit another process that was given the same one.
-    """
+    """A process that ends with this one at the latest."""
 
     pid: int
+    """For signals there is `kill`, which cannot hit another process that was given the same number."""
     _pidfd: int
     _status: socket.socket
 
     @classmethod
     async def fork(cls, channel: socket.socket, weights: socket.socket, *, preload: tuple[str, ...]) -> Self:
-        """Fork an engine process that has these sockets, which are closed here.
-
-        Raises:
-            EngineDiedError: the fork server ended.
-        """
+        """Fork an engine process that has these sockets, which are closed here."""
         status, theirs = socket.socketpair()
         try:
             with channel, weights, theirs:
                 server = _servers.get(preload)
                 if server is None or not server.serves():
                     server = _servers[preload] = _ForkServer(preload)
-                server.fork(channel.fileno(), weights.fileno(), theirs.fileno())
+                fds = channel.fileno(), weights.fileno(), theirs.fileno()
+                socket.send_fds(server.control, [b"\0"], fds)
             status.setblocking(False)
             ready = asyncio.Event()
             asyncio.get_running_loop().add_reader(status, ready.set)

@@ -142,8 +142,8 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
 
     async def close(self) -> None:
         """End the process: calls still generating raise what the engine raises; a process that hangs is killed."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             try:
                 async with asyncio.timeout(END_TIMEOUT_S):
                     if self._death is None:

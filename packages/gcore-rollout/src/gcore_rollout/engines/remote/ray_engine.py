@@ -168,9 +168,9 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
 
     async def close(self) -> None:
         """Abandon what this client generates. Idempotent; the actor and its engine stay: see `end_engine_actor`."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         is_dead = self._death is not None
         self._end("it was closed")
         self._life.cancel()

@@ -116,11 +116,7 @@ def exception(failed: Failed, pid: int) -> Exception:
 
 
 async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
-    """Make an engine by a pickled function, which may be asynchronous.
-
-    Args:
-        num_threads: of torch on CPU; None: its own choice.
-    """
+    """Make an engine by a pickled function, which may be asynchronous, with so many threads of torch on CPU."""
     if num_threads is not None:
         import torch
 

@@ -68,13 +68,9 @@ class RunningSample:
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], parent: Path, *, version: int, model_path: Path) -> Path:
-    """Write a new folder with one safetensors file, and copies of the model's JSON files, for servers that read them.
+    """Write one safetensors file, and copies of the model's JSON files, to a new folder, and return it.
 
-    Args:
-        tensors: of the model, on any device; tied ones are given once.
-
-    Returns:
-        The folder, of a unique name that it gets once it is whole.
+    Tied tensors are given once. The folder gets its unique name once it is whole.
     """
     folder = parent / f"weights-{version}-{uuid.uuid4().hex}"
     partial = folder.with_name(f"{folder.name}.partial")

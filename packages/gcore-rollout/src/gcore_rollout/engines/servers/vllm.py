@@ -47,7 +47,15 @@ class VLLMServerEngine(ServerEngine):
 
     @classmethod
     def _ask(cls, client: ServerClient) -> ServerInfo:
-        config = _config(client)
+        try:
+            config = client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
+        except ServerRequestError as error:
+            if error.status != 404:
+                raise
+            raise RolloutError(
+                f"the server at {client.url} does not report its configuration: start `vllm serve` with "
+                "VLLM_SERVER_DEV_MODE=1"
+            ) from error
         mode = config["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             raise RolloutError(
@@ -123,15 +131,3 @@ def _piece(event: Any) -> Piece:
         finish_reason=choice["finish_reason"],
         version_spans=choice["weight_versions"],
     )
-
-
-def _config(client: ServerClient) -> Any:
-    try:
-        return client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
-    except ServerRequestError as error:
-        if error.status != 404:
-            raise
-        raise RolloutError(
-            f"the server at {client.url} does not report its configuration: start `vllm serve` with "
-            "VLLM_SERVER_DEV_MODE=1"
-        ) from error

@@ -17,7 +17,6 @@ from gcore_rollout.errors import MissingExtraError, RolloutError, UnsupportedMod
 from gcore_rollout.images.vision_processor import VisionProcessor
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine
     from vllm.config import VllmConfig
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -70,7 +69,7 @@ class VLLMEngine(InProcessEngine):
             vision=vision,
         )
         group_existed = torch.distributed.is_initialized()
-        self._engine: LLMEngine | None = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._engine.engine_core.set_weight_version("0")
         VLLMEngine._made_process_group |= not group_existed
         VLLMEngine._num_live += 1
@@ -182,7 +181,7 @@ class VLLMEngine(InProcessEngine):
         ``recompute_kv`` was set; samples that start later share no cached prefix with them.
         """
         self._check_update(version)
-        engine = self._open()
+        engine = self._engine
         new = {name: tensor.detach() for name, tensor in weights}
         process.check_weights_and_head(self._shapes, new, is_tied=self._tied)
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
@@ -198,8 +197,9 @@ class VLLMEngine(InProcessEngine):
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         """Digest the weights; of a mixture of experts, all but the experts."""
+        self._check_open()
         read = partial(translation.held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
-        (tensors,) = self._open().apply_model(read)
+        (tensors,) = self._engine.apply_model(read)
         return HeldWeights(version=self._version, tensors=tensors)
 
     async def close(self) -> None:
@@ -216,11 +216,6 @@ class VLLMEngine(InProcessEngine):
         del engine
         gc.collect()
 
-    def _open(self) -> "LLMEngine":
-        self._check_open()
-        assert self._engine is not None
-        return self._engine
-
     def _check_request(self, request: Request) -> None:
         super()._check_request(request)
         translation.check_temperature(request)
@@ -233,7 +228,7 @@ class VLLMEngine(InProcessEngine):
         return replace(stats, completion_tokens=stats.completion_tokens + self._tokens_sampled(self._running))
 
     async def _control(self, name: Control) -> None:
-        engine = self._open()
+        engine = self._engine
         if name == "wake" and not self._on_cpu:
             engine.wake_up()
         if name != "sleep":
@@ -249,7 +244,6 @@ class VLLMEngine(InProcessEngine):
             raise RolloutError("sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)")
 
     def _step(self) -> None:
-        engine = self._open()
         for group in self._admitted():
             prompt = translation.prompt_of(group[0], self._vision, version=self._version)
             for sample in group:
@@ -257,10 +251,10 @@ class VLLMEngine(InProcessEngine):
                     self._prompt_tokens += len(sample.start_token_ids)
                 sample_id = str(next(self._sample_ids))
                 self._running[sample_id] = sample
-                engine.add_request(sample_id, prompt, translation.sampling_params(sample, self._eos))
+                self._engine.add_request(sample_id, prompt, translation.sampling_params(sample, self._eos))
         # On CPU vLLM draws from torch's global generator at every step, even where each sample has a seed.
         with torch.random.fork_rng(devices=(), enabled=self._on_cpu):
-            outputs: list[Any] = engine.step()
+            outputs: list[Any] = self._engine.step()
         for output in outputs:
             sample, result = self._running.pop(output.request_id), output.outputs[0]
             self._completion_tokens += len(result.token_ids)
@@ -273,7 +267,7 @@ class VLLMEngine(InProcessEngine):
 
     def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
         removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}
-        if self._engine is None or not removed:
+        if not removed:
             return []
         self._completion_tokens += self._tokens_sampled(removed)
         if as_aborted:
@@ -290,12 +284,10 @@ class VLLMEngine(InProcessEngine):
             del self._running[sample_id]
         return list(removed.values())
 
-    def _tokens_sampled(self, sample_ids: Iterable[str]) -> int:
+    def _tokens_sampled(self, sample_ids: Mapping[str, Sample]) -> int:
         return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))
 
-    def _states(self, sample_ids: Iterable[str]) -> list[Any]:
-        if self._engine is None:
-            return []
-        wanted = set(sample_ids)
-        states = cast(Iterable[Any], self._engine.output_processor.request_states.values())
-        return [state for state in states if state.external_req_id in wanted]
+    def _states(self, sample_ids: Mapping[str, Sample]) -> list[Any]:
+        # After `close` there are neither samples nor an engine.
+        states = self._engine.output_processor.request_states.values() if sample_ids else ()
+        return [state for state in states if state.external_req_id in sample_ids]
