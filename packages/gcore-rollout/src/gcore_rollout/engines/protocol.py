@@ -357,4 +357,5 @@ async def report_weights(engine: Any, names: Sequence[str] | None = None) -> Hel
     Returns:
         The answer of the engine's method ``held_weights(names)``; None if it has none, or wraps one that has none.
     """
-    return await engine.held_weights(names) if hasattr(engine, "held_weights") else None
+    report = getattr(engine, "held_weights", None)
+    return await report(names) if report else None

@@ -48,7 +48,7 @@ class Abandon:
 @dataclass(frozen=True)
 class Call:
     method: Callable[..., Awaitable[Any]]
-    """Of `Engine`, or `report_weights`."""
+    """A method of `Engine`, or `report_weights`."""
     arguments: tuple[Any, ...] = ()
 
 
@@ -210,8 +210,8 @@ class Session:
     async def _update(self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int) -> bool:
         """Return whether the engine uses the memory of the weights from now on."""
         weights = await reading
-        if hasattr(self.engine, "update_weights_in_place"):
-            return await self.engine.update_weights_in_place(weights, version=version)
+        if in_place := getattr(self.engine, "update_weights_in_place", None):
+            return await in_place(weights, version=version)
         await self.engine.update_weights(weights, version=version)
         return False
 
