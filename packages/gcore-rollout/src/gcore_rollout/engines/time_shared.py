@@ -21,13 +21,11 @@ class TimeSharedEngines:
 
     Args:
         engines: each on all the devices. All but the first are asleep.
-
-    Attributes:
-        engines: The same engines, wrapped to wait for the devices; the originals must not be called any more.
     """
 
     def __init__(self, engines: Sequence[Engine[Any, Any]]) -> None:
         self.engines = [_TimeSharedEngine(engine, self) for engine in engines]
+        """The same engines, wrapped to wait for the devices; the originals must not be called any more."""
         self._all = list(engines)
         self._awake: Engine[Any, Any] | None = engines[0]
         """None: a swap has failed half-way."""

@@ -66,12 +66,9 @@ class ModelCall:
 
 
 class Tape:
-    """Makes one batch's steps and records them.
+    """Makes one batch's steps and records them; a step removes the model's ``calls`` since the last one.
 
-    Args:
-        generators: one for each image; the noise is drawn after the first latents.
-        plain: the kernel of steps without noise.
-        calls: of the model; a step removes those since the last one.
+    Each image has a generator, from which noise is drawn after the first latents. Steps without noise are ``plain``.
     """
 
     def __init__(

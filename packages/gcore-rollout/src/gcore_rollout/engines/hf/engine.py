@@ -101,12 +101,7 @@ class HFEngine(InProcessEngine):
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        eos_token_ids: Sequence[int],
-        max_num_seqs: int = 256,
-        vision: VisionProcessor | None = None,
+        self, model: Any, *, eos_token_ids: Sequence[int], max_num_seqs: int, vision: VisionProcessor | None = None
     ) -> None:
         text_config: Any = model.config.get_text_config()
         super().__init__(

@@ -85,10 +85,7 @@ class EngineActor:
         return self._incarnation
 
     async def make(self, factory: bytes) -> tuple[Incarnation, EngineStats] | Failed:
-        """Make an engine by this factory, pickled by value, in place of any other, and return its incarnation.
-
-        An engine that could not be made is tried again.
-        """
+        """Make an engine by this factory in place of any other, again if that failed, and return its incarnation."""
         try:
             async with self._is_making:
                 if factory != self._factory:
@@ -101,11 +98,9 @@ class EngineActor:
             return failure(0, error)
 
     async def take(self, token: str, client: str, number: int, message: bytes | tuple[int, EngineCall]) -> None:
-        """Start a client's call.
+        """Start the call of a client's message of this number, from 0.
 
-        Args:
-            number: of the message, from 0.
-            message: packed, because arrays that Ray unpickles cannot be written to; or with references to weights.
+        It is packed, because arrays that Ray unpickles cannot be written to, unless it has references to weights.
         """
         call = pickle.loads(message) if isinstance(message, bytes) else message
         if session := self._session(token, client):

@@ -128,12 +128,7 @@ async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
 class Session:
     """Answers the messages of one client, each in a task of its own.
 
-    Args:
-        send: sends a message to the client.
-        read: called in the order of messages with the ``source`` of each update; its result is awaited in the task.
-
-    Attributes:
-        engine: None until it is made.
+    ``read`` is called in the order of messages with the ``source`` of each update, and its result awaited in the task.
     """
 
     def __init__(
@@ -142,6 +137,7 @@ class Session:
         read: Callable[[Any], "Awaitable[Iterable[tuple[str, torch.Tensor]]]"],
     ) -> None:
         self.engine: Any = None
+        """None until it is made."""
         self._send = send
         self._read = read
         self._tasks: dict[int, asyncio.Task[None]] = {}

@@ -30,9 +30,7 @@ class ServerClient:
         timeout_s: how long the server may be silent in a call.
         api_key: the key that the server was started with, if any.
 
-    Raises:
-        MissingExtraError: aiohttp is not installed.
-        ValueError: ``url`` is not one.
+    Raises a `MissingExtraError` if aiohttp is not installed.
     """
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:

@@ -228,19 +228,16 @@ class VLLMEngine(InProcessEngine):
         return replace(stats, completion_tokens=stats.completion_tokens + self._tokens_sampled(self._running))
 
     async def _control(self, name: Control) -> None:
-        engine = self._engine
         if name == "wake" and not self._on_cpu:
-            engine.wake_up()
-        if name != "sleep":
-            return
-        if self._on_cpu:
+            self._engine.wake_up()
+        elif name == "sleep" and self._on_cpu:
             # What is left of the cache is zeros: vLLM must not look for prefixes there.
-            is_reset = engine.reset_prefix_cache()
+            is_reset = self._engine.reset_prefix_cache()
             assert is_reset
-            engine.collective_rpc(process.free_kv_cache)
-        elif self._can_sleep:
-            engine.sleep(level=1)
-        else:
+            self._engine.collective_rpc(process.free_kv_cache)
+        elif name == "sleep" and self._can_sleep:
+            self._engine.sleep(level=1)
+        elif name == "sleep":
             raise RolloutError("sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)")
 
     def _step(self) -> None:

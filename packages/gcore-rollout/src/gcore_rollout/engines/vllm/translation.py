@@ -122,10 +122,8 @@ def held_tensors(
 ) -> list[HeldTensor]:
     """Digest the weights of a model on one device, but for experts and others that vLLM keeps in layouts of its own.
 
-    Args:
-        shapes: of the published tensors, by Hugging Face name.
-        is_tied: whether the head is the embedding, which is then reported as a tensor of its own.
-        names: the tensors; None: all that can be read.
+    A tied head is reported as a tensor of its own. ``shapes`` are of the published tensors, by Hugging Face name; of
+    these, or of ``names`` if there are any, all that can be read are digested.
     """
     found: list[HeldTensor] = []
     for name in {**shapes, **({TIED_HEAD: ()} if is_tied else {})} if names is None else names:
