@@ -6,13 +6,13 @@ This module does not import torch.
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from gcore_rollout.errors import RequestError
+from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +90,11 @@ class AnyRequest(ABC):
         return tuple(range(self.n)) if self.indices is None else self.indices
 
     @property
+    def continued(self) -> tuple[int, ...]:
+        """Indices of the samples of which there is a part already."""
+        return ()
+
+    @property
     @abstractmethod
     def work_per_sample(self) -> int:
         """Largest number of model steps that a sample takes."""
@@ -136,15 +141,17 @@ class Request(AnyRequest):
     stands once for each merged patch of an image (see `VisionProcessor.expand`)."""
 
     @property
+    def continued(self) -> tuple[int, ...]:
+        return tuple(prefix.index for prefix in self.prefixes if prefix.token_ids.size)
+
+    @property
     def work_per_sample(self) -> int:
         return self.sampling.max_tokens
 
     def aborted(self, index: int) -> "Completion":
         """Return the prefix of this index, or an empty completion."""
-        for prefix in self.prefixes:
-            if prefix.index == index:
-                return prefix
-        return Completion(
+        prefix = next((prefix for prefix in self.prefixes if prefix.index == index), None)
+        return prefix or Completion(
             request_id=self.request_id,
             index=index,
             token_ids=np.zeros(0, np.int64),
@@ -164,29 +171,26 @@ class Request(AnyRequest):
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.request_id!r} has an empty prompt; expected at least 1 token")
         super().__post_init__()
-        for prefix in self.prefixes:
-            self._check_prefix(prefix)
+        wanted, max_tokens = self.sample_indices, self.sampling.max_tokens
         indices = [prefix.index for prefix in self.prefixes]
+        for prefix in self.prefixes:
+            size = prefix.token_ids.size
+            shapes = [prefix.token_ids.shape, prefix.log_probs.shape, prefix.weight_versions.shape]
+            if prefix.request_id != self.request_id:
+                fault = f"has request_id {prefix.request_id!r}; expected its own"
+            elif prefix.index not in wanted:
+                fault = f"has index {prefix.index}; expected one of those wanted, {wanted}"
+            elif prefix.finish_reason != "abort":
+                fault = f"has finish_reason {prefix.finish_reason!r}; expected 'abort'"
+            elif shapes != [(size,)] * 3:
+                fault = f"has token_ids, log_probs and weight_versions of shapes {shapes}; expected one shape [T]"
+            elif size >= max_tokens:
+                fault = f"has {size} tokens; expected fewer than max_tokens={max_tokens}"
+            else:
+                continue
+            raise RequestError(f"a prefix of request {self.request_id!r} {fault}")
         if len(set(indices)) < len(indices):
             raise RequestError(f"prefixes of request {self.request_id!r} have indices {indices}; expected each once")
-
-    def _check_prefix(self, prefix: "Completion") -> None:
-        name = f"a prefix of request {self.request_id!r}"
-        if prefix.request_id != self.request_id:
-            raise RequestError(f"{name} has request_id {prefix.request_id!r}; expected its own")
-        if prefix.index not in self.sample_indices:
-            raise RequestError(f"{name} has index {prefix.index}; expected one of those wanted, {self.sample_indices}")
-        if prefix.finish_reason != "abort":
-            raise RequestError(f"{name} has finish_reason {prefix.finish_reason!r}; expected 'abort'")
-        shapes = [prefix.token_ids.shape, prefix.log_probs.shape, prefix.weight_versions.shape]
-        if shapes != [(prefix.token_ids.size,)] * 3:
-            raise RequestError(
-                f"{name} has token_ids, log_probs and weight_versions of shapes {shapes}; expected one shape [T]"
-            )
-        if prefix.token_ids.size >= self.sampling.max_tokens:
-            raise RequestError(
-                f"{name} has {prefix.token_ids.size} tokens; expected fewer than max_tokens={self.sampling.max_tokens}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -294,17 +298,20 @@ class Engine(Protocol[RequestT_contra, SampleT_co]):
         ...
 
 
-@runtime_checkable
-class TakesWeightsInPlace(Protocol):
-    """An engine that can compute with tensors which the caller owns."""
+class ClosableEngine:
+    """The base of engines that can be closed, and can die."""
 
-    async def update_weights_in_place(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> bool:
-        """Update the weights as `Engine.update_weights`, copying only tensors on another device or of another type.
+    _HOW_TO_OPEN: ClassVar[str]
+    """Advice for errors once the engine is closed."""
+    _is_closed = False
+    _death: str | None = None
 
-        Returns:
-            Whether the tensors are in use from now on: they must not change until the next update is done.
-        """
-        ...
+    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
+        """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
+        if self._is_closed:
+            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
+        if self._death is not None:
+            raise EngineDiedError(self._death, unfinished=unfinished)
 
 
 class Digest(NamedTuple):
@@ -344,19 +351,11 @@ class HeldWeights:
     tensors: Sequence[HeldTensor]
 
 
-@runtime_checkable
-class ReportsWeights(Protocol):
-    """An engine that can report the weights that it computes with."""
-
-    async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
-        """Digest the tensors of these names (`HeldTensor.name`), or all that can be compared.
-
-        Returns:
-            None if the wrapped engine cannot report its weights.
-        """
-        ...
-
-
 async def report_weights(engine: Any, names: Sequence[str] | None = None) -> HeldWeights | None:
-    """Return the weights that an engine reports; None if it cannot."""
-    return await engine.held_weights(names) if isinstance(engine, ReportsWeights) else None
+    """Digest the tensors of these names (`HeldTensor.name`), or all that can be compared.
+
+    Returns:
+        The answer of the engine's method ``held_weights(names)``; None if it has none, or wraps one that has none.
+    """
+    report = getattr(engine, "held_weights", None)
+    return await report(names) if report else None

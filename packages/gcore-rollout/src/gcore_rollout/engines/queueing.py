@@ -6,16 +6,24 @@ This module does not import torch.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Generic
+from functools import cached_property
+from typing import TYPE_CHECKING, Generic, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.engines.protocol import Completion, EngineStats, FinishReason, Request, SampleT
+from gcore_rollout.engines.protocol import (
+    ClosableEngine,
+    Completion,
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestT,
+    SampleT,
+)
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
 if TYPE_CHECKING:
@@ -70,28 +78,34 @@ class Call(Generic[SampleT]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sample:
+class Sample(Generic[RequestT, SampleT]):
     """One of a request's samples, from the queue to its completion."""
 
-    call: Call
-    request: Request
+    call: Call[SampleT]
+    request: RequestT
     index: int
-    prefix: Completion | None
-    """The completion that it continues, of at least one token."""
-    shares_prompt: bool
-    """Whether an earlier sample of the request starts from the same tokens."""
+    shares_prompt: bool = False
+    """Whether the sample before it in the queue starts from the same tokens."""
+
+    def abort(self) -> None:
+        """Hand it over as aborted, without anything new."""
+        self.call.finished.put_nowait(self.request.aborted(self.index))
+
+    @cached_property
+    def prefix(self: "Sample") -> Completion:
+        """The completion that it continues, which may be empty."""
+        return self.request.aborted(self.index)
 
     @property
-    def start_token_ids(self) -> tuple[int, ...]:
-        before = () if self.prefix is None else self.prefix.token_ids.tolist()
-        return (*self.request.prompt_token_ids, *before)
+    def start_token_ids(self: "Sample") -> tuple[int, ...]:
+        return (*self.request.prompt_token_ids, *self.prefix.token_ids.tolist())
 
     @property
-    def prefix_length(self) -> int:
-        return 0 if self.prefix is None else self.prefix.token_ids.size
+    def prefix_length(self: "Sample") -> int:
+        return self.prefix.token_ids.size
 
     @property
-    def generator_seed(self) -> int:
+    def generator_seed(self: "Sample") -> int:
         """The seed, from 0 to 2**63 - 1, for engines whose generators start with every request.
 
         It depends on the length of the prefix, because with the first seed the next token would be drawn with the
@@ -103,14 +117,14 @@ class Sample:
         return own >> 1
 
     def finish(
-        self,
+        self: "Sample",
         token_ids: NDArray[np.int64],
         log_probs: NDArray[np.float32],
         weight_versions: NDArray[np.int32],
         reason: FinishReason,
     ) -> None:
         """Hand over the completion: the tokens of the prefix, then those given, all of shape [T]."""
-        before = self.request.aborted(self.index)
+        before = self.prefix
         self.call.finished.put_nowait(
             replace(
                 before,
@@ -123,74 +137,18 @@ class Sample:
         )
 
 
-class WaitingQueue:
-    """Samples that have not started, first come, first served."""
+Control = Literal["pause", "resume", "sleep", "wake"]
+SampleFilter = Callable[[Sample[RequestT, SampleT]], bool]
+
+
+class QueueingEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
+    """An engine that queues its waiting samples, first come, first served; the running ones are the subclass's."""
 
     def __init__(self) -> None:
-        # Each entry holds samples of one request that start from the same tokens.
-        self._groups: deque[deque[Sample]] = deque()
-
-    def __len__(self) -> int:
-        return sum(len(group) for group in self._groups)
-
-    def join(self, requests: Sequence[Request]) -> Call:
-        """Append the samples of a new call; of each request, those with a prefix come first."""
-        call: Call = Call(pending=sum(len(r.sample_indices) for r in requests))
-        for request in requests:
-            prefixes = {c.index: c for c in request.prefixes if c.token_ids.size}
-            for index, prefix in prefixes.items():
-                sample = Sample(call=call, request=request, index=index, prefix=prefix, shares_prompt=False)
-                self._groups.append(deque([sample]))
-            new = [i for i in request.sample_indices if i not in prefixes]
-            group = (Sample(call=call, request=request, index=i, prefix=None, shares_prompt=i != new[0]) for i in new)
-            if new:
-                self._groups.append(deque(group))
-        return call
-
-    def admit(self, capacity: int) -> Iterator[list[Sample]]:
-        """Remove up to ``capacity`` samples from the front, in lists of those that start from the same tokens."""
-        while self._groups and capacity > 0:
-            first = self._groups[0]
-            group = [first.popleft() for _ in range(min(capacity, len(first)))]
-            capacity -= len(group)
-            if not first:
-                self._groups.popleft()
-            yield group
-
-    def remove(self, which: Callable[[Sample], bool]) -> list[Sample]:
-        removed = [s for s in chain(*self._groups) if which(s)]
-        if removed:
-            left = (deque(s for s in group if not which(s)) for group in self._groups)
-            self._groups = deque(group for group in left if group)
-        return removed
-
-
-class QueueingEngine(ABC):
-    """An engine that queues its waiting samples; the running ones are the subclass's.
-
-    Args:
-        max_length: largest number of tokens of prompt and completion.
-        max_num_seqs: largest number of running samples.
-        vision: the image processor of the model; None: it takes no images.
-    """
-
-    _HOW_TO_OPEN: ClassVar[str]
-    """Advice for errors once the engine is closed."""
-
-    def __init__(
-        self, *, max_length: int, vocab_size: int, max_num_seqs: int, vision: "VisionProcessor | None" = None
-    ) -> None:
-        check_max_num_seqs(max_num_seqs)
-        self._max_length = max_length
-        self._vocab_size = vocab_size
-        self._max_num_seqs = max_num_seqs
-        self._vision = vision
-        self._waiting = WaitingQueue()
+        self._waiting: deque[Sample[RequestT, SampleT]] = deque()
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self._version = 0
-        self._is_closed = False
-        self._death: str | None = None
         self._is_paused = False
         self._is_asleep = False
 
@@ -201,17 +159,17 @@ class QueueingEngine(ABC):
     def stats(self) -> EngineStats:
         return EngineStats(
             prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._num_sampled(),
+            completion_tokens=self._completion_tokens,
             num_running=self._num_running(),
             num_waiting=len(self._waiting),
             weight_version=self._version,
         )
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
+    async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         self._check_open(tuple((r.request_id, i) for r in requests for i in r.sample_indices))
         for request in requests:
             self._check_request(request)
-        call = self._waiting.join(requests)
+        call = self._enqueue(requests)
         self._start()
         try:
             async with aclosing(call.completions()) as completions:
@@ -219,33 +177,63 @@ class QueueingEngine(ABC):
                     yield completion
         finally:
             if call.abandoned:
-                self._waiting.remove(lambda sample: sample.call is call)
-                self._abandon(call)
+                self._remove_waiting(lambda sample: sample.call is call)
+                self._remove_running(lambda sample: sample.call is call, as_aborted=False)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._check_open()
         ids = None if request_ids is None else frozenset(request_ids)
 
-        def is_meant(sample: Sample) -> bool:
+        def is_meant(sample: Sample[RequestT, SampleT]) -> bool:
             return ids is None or sample.request.request_id in ids
 
-        for sample in self._waiting.remove(is_meant):
-            sample.call.finished.put_nowait(sample.request.aborted(sample.index))
+        for sample in self._remove_waiting(is_meant):
+            sample.abort()
         await self._abort_running(is_meant)
 
-    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        """Refuse a call of a closed or dead engine; ``unfinished`` are its samples as (request id, index)."""
-        if self._is_closed:
-            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
-        if self._death is not None:
-            raise EngineDiedError(self._death, unfinished=unfinished)
+    async def pause(self) -> None:
+        async with self._controlling():
+            self._is_paused = True
+            await self._control("pause")
 
-    def _check_idle(self) -> None:
-        running, waiting = self._num_running(), len(self._waiting)
-        if running or waiting:
-            raise RolloutError(
-                f"{running} samples are running and {waiting} are waiting: abort them or let them finish before sleep"
-            )
+    async def resume(self) -> None:
+        async with self._controlling():
+            await self._control("resume")
+            self._is_paused = False
+        self._start()
+
+    async def sleep(self) -> None:
+        async with self._controlling():
+            if self._is_asleep:
+                return
+            running, waiting = self._num_running(), len(self._waiting)
+            if running or waiting:
+                raise RolloutError(
+                    f"{running} samples are running and {waiting} are waiting: abort them or let them finish before "
+                    "sleep"
+                )
+            # First, so that no sample starts meanwhile.
+            self._is_asleep = True
+            try:
+                await self._control("sleep")
+            except Exception:
+                self._is_asleep = False
+                self._start()
+                raise
+
+    async def wake(self) -> None:
+        async with self._controlling():
+            if not self._is_asleep:
+                return
+            await self._control("wake")
+            self._is_asleep = False
+        self._start()
+
+    @asynccontextmanager
+    async def _controlling(self) -> AsyncGenerator[None]:
+        """Guard a call that changes the state of the engine; this one only refuses those of a closed or dead one."""
+        self._check_open()
+        yield
 
     def _check_update(self, version: int) -> None:
         self._check_open()
@@ -254,8 +242,74 @@ class QueueingEngine(ABC):
         if version <= self._version:
             raise ValueError(f"version is {version}; expected a version above the current {self._version}")
 
-    def _check_request(self, request: Request) -> None:
+    def _enqueue(self, requests: Sequence[RequestT]) -> Call[SampleT]:
+        """Append the samples of a new call; of each request, those that continue others come first."""
+        call: Call[SampleT] = Call(pending=sum(len(r.sample_indices) for r in requests))
+        for request in requests:
+            new = [index for index in request.sample_indices if index not in request.continued]
+            for index in (*request.continued, *new):
+                shares = index in new[1:]
+                self._waiting.append(Sample(call=call, request=request, index=index, shares_prompt=shares))
+        return call
+
+    def _remove_waiting(self, which: SampleFilter[RequestT, SampleT]) -> list[Sample[RequestT, SampleT]]:
+        removed = [sample for sample in self._waiting if which(sample)]
+        self._waiting = deque(sample for sample in self._waiting if not which(sample))
+        return removed
+
+    def _fail(self, error: Exception) -> None:
+        """End all calls with this error; an `EngineDiedError` names the unfinished samples of each."""
+        samples = self._remove_waiting(lambda _: True) + self._remove_running(lambda _: True, as_aborted=False)
+        for call in {sample.call for sample in samples}:
+            if isinstance(error, EngineDiedError):
+                unfinished = tuple((s.request.request_id, s.index) for s in samples if s.call is call)
+                error = EngineDiedError(error.reason, unfinished=unfinished)
+            call.finished.put_nowait(error)
+
+    async def _abort_running(self, which: SampleFilter[RequestT, SampleT]) -> None:
+        self._remove_running(which, as_aborted=True)
+
+    async def _control(self, name: Control) -> None:
+        """Do what a call needs besides a note of it: free memory or allocate it, notify a server."""
+
+    @abstractmethod
+    def _check_request(self, request: RequestT) -> None:
         """Refuse a request that the model cannot serve, by a `RequestError`."""
+
+    @abstractmethod
+    def _num_running(self) -> int: ...
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start waiting samples if there is capacity."""
+
+    @abstractmethod
+    def _remove_running(
+        self, which: SampleFilter[RequestT, SampleT], *, as_aborted: bool
+    ) -> list[Sample[RequestT, SampleT]]:
+        """Stop running samples and return them; ``as_aborted`` hands over the tokens that they have."""
+
+
+class TokenEngine(QueueingEngine[Request, Completion]):
+    """An engine of a language model.
+
+    Args:
+        max_length: largest number of tokens of prompt and completion.
+        max_num_seqs: largest number of running samples.
+        vision: the image processor of the model; None: it takes no images.
+    """
+
+    def __init__(
+        self, *, max_length: int, vocab_size: int, max_num_seqs: int, vision: "VisionProcessor | None" = None
+    ) -> None:
+        check_max_num_seqs(max_num_seqs)
+        super().__init__()
+        self._max_length = max_length
+        self._vocab_size = vocab_size
+        self._max_num_seqs = max_num_seqs
+        self._vision = vision
+
+    def _check_request(self, request: Request) -> None:
         if request.images and self._vision is None:
             raise RequestError(
                 f"request {request.request_id!r} has {len(request.images)} images; expected none: only the hf and vllm "
@@ -278,61 +332,23 @@ class QueueingEngine(ABC):
         if request.images and self._vision is not None:
             self._vision.check(request.request_id, prompt, request.images)
 
-    def _num_sampled(self) -> int:
-        return self._completion_tokens
-
-    @abstractmethod
-    def _num_running(self) -> int: ...
-
-    @abstractmethod
-    def _start(self) -> None:
-        """Start waiting samples if there is capacity."""
-
-    @abstractmethod
-    def _abandon(self, call: Call) -> None:
-        """Stop the running samples of an abandoned call."""
-
-    @abstractmethod
-    def _abort_running(self, which: Callable[[Sample], bool]) -> Awaitable[None]:
-        """Stop running samples, and hand over the tokens that they have."""
+    def _admitted(self) -> list[list[Sample]]:
+        """Remove from the queue what can start now, in lists of samples that start from the same tokens."""
+        groups: list[list[Sample]] = []
+        for _ in range(min(self._max_num_seqs - self._num_running(), len(self._waiting))):
+            sample = self._waiting.popleft()
+            if groups and sample.shares_prompt:
+                groups[-1].append(sample)
+            else:
+                groups.append([sample])
+        return groups
 
 
-class InProcessEngine(QueueingEngine):
+class InProcessEngine(TokenEngine):
     """An engine whose steps run on the event loop, so that every other method acts between two of them."""
 
     _HOW_TO_OPEN = "make a new one with from_pretrained"
     _driver: "asyncio.Task[None] | None" = None
-
-    async def pause(self) -> None:
-        self._check_open()
-        self._is_paused = True
-
-    async def resume(self) -> None:
-        self._check_open()
-        self._is_paused = False
-        self._start()
-
-    async def sleep(self) -> None:
-        self._check_open()
-        if self._is_asleep:
-            return
-        self._check_idle()
-        self._free_memory()
-        self._is_asleep = True
-
-    async def wake(self) -> None:
-        self._check_open()
-        if not self._is_asleep:
-            return
-        self._allocate_memory()
-        self._is_asleep = False
-        self._start()
-
-    def _abandon(self, call: Call) -> None:
-        self._remove_running(lambda sample: sample.call is call, as_aborted=False)
-
-    async def _abort_running(self, which: Callable[[Sample], bool]) -> None:
-        self._remove_running(which, as_aborted=True)
 
     def _stop(self) -> None:
         self._is_closed = True
@@ -355,26 +371,11 @@ class InProcessEngine(QueueingEngine):
             self._fail(error)
 
     def _has_work(self) -> bool:
-        return not (self._is_paused or self._is_asleep) and bool(len(self._waiting) or self._num_running())
-
-    def _fail(self, error: Exception) -> None:
-        samples = self._waiting.remove(lambda _: True) + self._remove_running(lambda _: True, as_aborted=False)
-        for call in {sample.call for sample in samples}:
-            call.finished.put_nowait(error)
+        return not (self._is_paused or self._is_asleep) and bool(self._waiting or self._num_running())
 
     @abstractmethod
     def _step(self) -> None:
         """Admit waiting samples that fit, sample a token for each running one, and hand over finished ones."""
-
-    @abstractmethod
-    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
-        """Stop running samples and return them; ``as_aborted`` hands over the tokens that they have."""
-
-    @abstractmethod
-    def _free_memory(self) -> None: ...
-
-    @abstractmethod
-    def _allocate_memory(self) -> None: ...
 
 
 def check_max_num_seqs(max_num_seqs: int) -> None:
@@ -385,11 +386,7 @@ def check_max_num_seqs(max_num_seqs: int) -> None:
 def check_weights(
     shapes: Mapping[str, tuple[int, ...]], new: "Mapping[str, torch.Tensor]", *, optional: frozenset[str]
 ) -> None:
-    """Refuse weights that are not those of a model with these shapes; ``optional`` names may be left out.
-
-    Raises:
-        ValueError: unknown or missing names, or another shape.
-    """
+    """Refuse unknown and missing names and other shapes by a `ValueError`; ``optional`` names may be left out."""
     unknown = sorted(new.keys() - shapes.keys() - optional)
     missing = sorted(shapes.keys() - new.keys() - optional)
     if unknown or missing:

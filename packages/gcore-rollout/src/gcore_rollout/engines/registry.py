@@ -1,11 +1,11 @@
 """The registry of engines: the kinds that settings name, what each of them needs, and how it is made."""
 
-import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from gcore_rollout.engines.protocol import Engine
@@ -52,8 +52,7 @@ class EngineKind:
     """Whether it is a function of the user's, ``PATH.py:function`` in ``make``, called as ``from_pretrained``."""
 
     def load(self) -> Any:
-        module, _, name = self.make.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return resolve_name(self.make)
 
 
 _KINDS = {
@@ -152,6 +151,7 @@ def check_servers(
     """
     from gcore_rollout.engines.servers.client import ServerClient
 
+    lengths: dict[str, int | None] = {}
     for url in urls:
         try:
             served = ServerClient(url, timeout_s=30.0).call_blocking("GET", "/v1/models")["data"][0]
@@ -161,19 +161,16 @@ def check_servers(
         theirs = root / "config.json"
         if theirs.is_file() and _essentials(theirs) != _essentials(model / "config.json"):
             raise RolloutError(f"the server at {url} runs {root}; expected {model}")
-        if max_length is not None:
-            _check_length(name, url, served.get("max_model_len"), model, max_length, length_settings)
-
-
-def _check_length(
-    name: str, url: str, served_length: int | None, model: Path, max_length: int, length_settings: str
-) -> None:
+        length = served.get("max_model_len")
+        if None not in (max_length, length) and length < max_length:
+            raise RolloutError(
+                f"the server at {url} takes {length} tokens; expected at least {length_settings} = {max_length}"
+            )
+        lengths[url] = length
+    if max_length is None:
+        return
     from transformers import AutoConfig
 
-    if served_length is not None and served_length < max_length:
-        raise RolloutError(
-            f"the server at {url} takes {served_length} tokens; expected at least {length_settings} = {max_length}"
-        )
     rope: Any = getattr(AutoConfig.from_pretrained(model).get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return
@@ -183,11 +180,12 @@ def _check_length(
             "the longest sequence of each batch"
         )
     original: int = rope["original_max_position_embeddings"]
-    if served_length is not None and (served_length > original) != (max_length > original):
-        raise RolloutError(
-            f"the server at {url} has max_model_len {served_length}; expected at most {original}: rope_type 'longrope' "
-            f"has other factors above, and {length_settings} = {max_length} is not"
-        )
+    for url, length in lengths.items():
+        if length is not None and (length > original) != (max_length > original):
+            raise RolloutError(
+                f"the server at {url} has max_model_len {length}; expected at most {original}: rope_type 'longrope' "
+                f"has other factors above, and {length_settings} = {max_length} is not"
+            )
 
 
 def _essentials(config_json: Path) -> dict[str, Any]:

@@ -168,10 +168,9 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         await self._all(lambda engine: check_weights(engine, digests))
 
     async def add(self, engine: Engine[RequestT, SampleT]) -> None:
-        """Add a replica. It serves once it has the current weights: at once if the pool still holds them.
+        """Add a replica; its weights must not be newer than those of the others (`ValueError`).
 
-        Raises:
-            ValueError: its weights are newer than those of the others.
+        It serves once it has the current weights: at once if the pool still holds them.
         """
         await self._add(Replica(engine))
 
@@ -250,12 +249,12 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         self._depart(replica)
         self._keep(self._closing, replica.engine.close())
         hopeless = replica.is_replacement and not replica.has_finished
-        is_replaced = self._restart is not None and not (self._closed or replica.leaves or hopeless)
-        if self._restart is not None and is_replaced:
+        then = f"not replaced, {len(self._replicas)} of its kind are left"
+        if self._restart is not None and not (self._closed or replica.leaves or hopeless):
             self._keep(self._restarts, self._replace(self._restart, name))
+            then = "a replacement is being started"
         if not self._closed:
-            others = f"not replaced, {len(self._replicas)} of its kind are left"
-            self._announce(f"{name} is gone: {reason}; {'a replacement is being started' if is_replaced else others}")
+            self._announce(f"{name} is gone: {reason}; {then}")
 
     def _keep(self, tasks: "set[asyncio.Task[None]]", work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)

@@ -3,12 +3,14 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, cast
+from typing import Any, Generic
 
 from gcore_rollout.engines.protocol import AnySample, Engine, RequestT, SampleT
+from gcore_rollout.engines.queueing import Call
 from gcore_rollout.engines.registry import PRELOAD_HF
 from gcore_rollout.engines.remote.process import EngineProcess
 from gcore_rollout.engines.replica_pool import Replica, ReplicaPool
@@ -31,19 +33,14 @@ class _Part(Generic[RequestT]):
     def work(self) -> int:
         return len(self.unfinished) * self.request.work_per_sample
 
-    def rest(self, partial: Sequence[AnySample], *, deaths: int) -> "_Part[RequestT]":
-        """Return the unfinished samples as a part that continues from these partial ones."""
-        return _Part(self.request.continuing(partial).part(sorted(self.unfinished)), self.aborted, deaths)
 
+class _Run(Call[SampleT], Generic[RequestT, SampleT]):
+    """One `generate` call, its parts that are not done, and the tasks that serve them."""
 
-@dataclass(eq=False)
-class _Run(Generic[RequestT, SampleT]):
-    """One `generate` call."""
-
-    num_pending: int
-    parts: set[_Part[RequestT]] = field(default_factory=set[_Part[RequestT]])
-    items: asyncio.Queue[SampleT | Exception] = field(default_factory=asyncio.Queue)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    def __init__(self, pending: int) -> None:
+        super().__init__(pending)
+        self.parts: set[_Part[RequestT]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -91,24 +88,21 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         self._check_open()
-        run: _Run[RequestT, SampleT] = _Run(num_pending=sum(len(r.sample_indices) for r in requests))
+        run: _Run[RequestT, SampleT] = _Run(sum(len(r.sample_indices) for r in requests))
         self._runs.add(run)
         for part in self._split(requests):
             self._submit(part, run)
         try:
-            while run.num_pending:
-                item = await run.items.get()
-                if isinstance(item, EngineDiedError):
-                    await run.stop()
-                    while not run.items.empty():
-                        if isinstance(late := run.items.get_nowait(), AnySample):
-                            yield late
-                    unfinished = tuple((p.request.request_id, i) for p in run.parts for i in sorted(p.unfinished))
-                    raise EngineDiedError(item.reason, unfinished=unfinished) from item
-                if isinstance(item, Exception):
-                    raise item
-                run.num_pending -= 1
-                yield item
+            async with aclosing(run.completions()) as samples:
+                async for sample in samples:
+                    yield sample
+        except EngineDiedError as death:
+            await run.stop()
+            while not run.finished.empty():
+                if isinstance(late := run.finished.get_nowait(), AnySample):
+                    yield late
+            unfinished = tuple((p.request.request_id, i) for p in run.parts for i in sorted(p.unfinished))
+            raise EngineDiedError(death.reason, unfinished=unfinished) from death
         finally:
             self._runs.discard(run)
             await run.stop()
@@ -124,7 +118,7 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
     def _has_fault(self, error: WrongWeightsError) -> None:
         super()._has_fault(error)
         for run in self._runs:
-            run.items.put_nowait(error)
+            run.finished.put_nowait(error)
 
     def _split(self, requests: Sequence[RequestT]) -> Iterator[_Part[RequestT]]:
         """Yield each request as one part, or as several if it is more than a replica's fair share of all work."""
@@ -152,26 +146,22 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
             if replica is None:
                 for index in sorted(part.unfinished):
                     part.unfinished.remove(index)
-                    run.items.put_nowait(part.request.aborted(index))
-                return
-            task = asyncio.current_task()
-            assert task is not None
-            replica.tasks.add(task)
-            replica.work += part.work
-            try:
-                await self._take(part, run, replica)
-            finally:
-                replica.tasks.discard(task)
-                replica.work -= part.work
+                    run.finished.put_nowait(part.request.aborted(index))
+            else:
+                await self._make(part, run, replica)
         except Exception as error:
-            run.items.put_nowait(error)
+            run.finished.put_nowait(error)
         else:
             run.parts.discard(part)
 
-    async def _take(
+    async def _make(
         self, part: _Part[RequestT], run: _Run[RequestT, SampleT], replica: Replica[RequestT, SampleT]
     ) -> None:
-        completions = replica.engine.generate([part.request])
+        task = asyncio.current_task()
+        assert task is not None
+        replica.tasks.add(task)
+        replica.work += part.work
+        completions: Any = replica.engine.generate([part.request])
         cut_short: list[SampleT] = []
         try:
             async for completion in completions:
@@ -181,19 +171,25 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
                     part.unfinished.remove(completion.index)
                     replica.work -= part.request.work_per_sample
                     replica.has_finished = True
-                    run.items.put_nowait(completion)
+                    run.finished.put_nowait(completion)
         except Exception as error:
             if isinstance(error, EngineDiedError):
                 self._bury(replica, error.reason)
             if replica in self._replicas:
                 raise
-            if part.deaths + 1 >= self._max_deaths:
+            part.deaths += 1
+            if part.deaths >= self._max_deaths:
                 raise EngineDiedError(f"{self._max_deaths} replicas died with the same sample") from error
         finally:
-            if hasattr(completions, "aclose"):
-                await cast(AsyncGenerator[Any], completions).aclose()
+            try:
+                if hasattr(completions, "aclose"):
+                    await completions.aclose()
+            finally:
+                replica.tasks.discard(task)
+                replica.work -= part.work
         if part.unfinished:
-            self._submit(part.rest(cut_short, deaths=part.deaths + (replica not in self._replicas)), run)
+            rest = part.request.continuing(cut_short).part(sorted(part.unfinished))
+            self._submit(_Part(rest, part.aborted, part.deaths), run)
 
     async def _replica_for(self, part: _Part[RequestT]) -> Replica[RequestT, SampleT] | None:
         """Wait for a replica that serves, and return the least loaded; None if the part is aborted before that."""

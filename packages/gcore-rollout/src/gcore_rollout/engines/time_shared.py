@@ -21,13 +21,11 @@ class TimeSharedEngines:
 
     Args:
         engines: each on all the devices. All but the first are asleep.
-
-    Attributes:
-        engines: The same engines, wrapped to wait for the devices; the originals must not be called any more.
     """
 
     def __init__(self, engines: Sequence[Engine[Any, Any]]) -> None:
         self.engines = [_TimeSharedEngine(engine, self) for engine in engines]
+        """The same engines, wrapped to wait for the devices; the originals must not be called any more."""
         self._all = list(engines)
         self._awake: Engine[Any, Any] | None = engines[0]
         """None: a swap has failed half-way."""
@@ -44,7 +42,14 @@ class TimeSharedEngines:
         async with self._changed:
             await self._changed.wait_for(lambda: engine is self._awake or not self._num_calls)
             if engine is not self._awake:
-                await self._swap(engine)
+                self._awake = None
+                for other in self._all:
+                    if other is not engine:
+                        # Abandoned samples may still be running.
+                        await other.abort()
+                        await other.sleep()
+                await engine.wake()
+                self._awake = engine
             self._num_calls += 1
         try:
             yield
@@ -52,16 +57,6 @@ class TimeSharedEngines:
             self._num_calls -= 1
             if not self._num_calls:
                 await asyncio.shield(self._notify())
-
-    async def _swap(self, engine: Engine[Any, Any]) -> None:
-        self._awake = None
-        for other in self._all:
-            if other is not engine:
-                # Abandoned samples may still be running.
-                await other.abort()
-                await other.sleep()
-        await engine.wake()
-        self._awake = engine
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -2,10 +2,8 @@
 
 import asyncio
 import inspect
-from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,32 +13,31 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
-from gcore_rollout.engines.diffusion.samples import samples_of
-from gcore_rollout.engines.diffusion.types import ImageRequest, ImageSample, ImageSampling
-from gcore_rollout.engines.protocol import EngineStats, HeldWeights
-from gcore_rollout.engines.queueing import Call, check_weights, sample_seeds
+from gcore_rollout.engines.diffusion.types import (
+    SCALARS,
+    STACKED,
+    ImageRequest,
+    ImageSample,
+    ImageSampling,
+    Trajectory,
+)
+from gcore_rollout.engines.protocol import HeldWeights
+from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, check_weights, sample_seeds
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
 from gcore_rollout.weight_sync.checked import held
+
+_Image = Sample[ImageRequest, ImageSample]
 
 _PROBED = (2, 3)
 """Sizes of two batches that show which of the model's arguments have a row for each image."""
 
 
-@dataclass(eq=False)
-class _Waiting:
-    call: Call[ImageSample]
-    request: ImageRequest
-    index: int
-
-    def abort(self) -> None:
-        self.call.finished.put_nowait(self.request.aborted(self.index))
-
-
-class DiffusersEngine:
+class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     """Makes images by a pipeline, in batches, in a thread; made by `from_pretrained`, and bound to one event loop.
 
     The requests of a batch have equal settings; its images start together and end together. An image depends on its
-    seed alone, up to rounding in batches of different sizes.
+    seed alone, up to rounding in batches of different sizes. `stats` counts prompts, and denoising steps summed over
+    images.
 
     The methods `pause`, `update_weights` and `sleep` wait for the running batch; `abort` ends it between two steps if
     none of its images is wanted any more. Aborted images start again if they are requested again.
@@ -58,9 +55,12 @@ class DiffusersEngine:
             model's output.
     """
 
+    _HOW_TO_OPEN = "make a new one"
+
     def __init__(self, pipeline: Any, *, max_num_images: int = 64, options: Mapping[str, Any] | None = None) -> None:
         if max_num_images < 1:
             raise RolloutError(f"max_num_images is {max_num_images}; expected at least 1")
+        super().__init__()
         pipeline.set_progress_bar_config(disable=True)
         for component in pipeline.components.values():
             if isinstance(component, torch.nn.Module):
@@ -75,18 +75,9 @@ class DiffusersEngine:
                 f"{type(pipeline).__name__} has no {unknown[0]}: it takes {sorted(self._accepted)}"
             )
         self._max_num_images = max_num_images
-        self._version = 0
-        self._line: deque[_Waiting] = deque()
-        self._running: tuple[Tape, list[_Waiting]] | None = None
-        self._prompts_done = 0
-        self._steps_done = 0
-        self._is_paused = False
-        self._is_asleep = False
-        self._closed = False
+        self._running: tuple[Tape, list[_Image]] | None = None
         self._turn = asyncio.Lock()
         """Held by the running batch, and by methods that change the model."""
-        self._changed = asyncio.Event()
-        """Set when a batch may be there to be made."""
         self._worker: asyncio.Task[None] | None = None
         self._per_image = self._probe()
 
@@ -100,75 +91,14 @@ class DiffusersEngine:
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Load a local pipeline folder, with weights of ``dtype``: float32, bfloat16 or float16.
-
-        Raises:
-            UnsupportedModelError: see `DiffusersEngine`, or it is no pipeline's folder.
-        """
+        """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16."""
         pipeline = load_pipeline(path, dtype=getattr(torch, dtype))
         return cls(pipeline.to(device), max_num_images=max_num_images, options=options)
 
-    @property
-    def weight_version(self) -> int:
-        return self._version
-
-    async def generate(self, requests: Sequence[ImageRequest]) -> AsyncGenerator[ImageSample]:
-        self._check_open()
-        for request in requests:
-            self._check(request)
-        call: Call[ImageSample] = Call(pending=sum(len(r.sample_indices) for r in requests))
-        self._line.extend(_Waiting(call, request, i) for request in requests for i in request.sample_indices)
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work())
-        self._changed.set()
-        async for sample in call.completions():
-            yield sample
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        wanted = None if request_ids is None else set(request_ids)
-        line, self._line = self._line, deque()
-        for waiting in line:
-            if wanted is None or waiting.request.request_id in wanted:
-                waiting.abort()
-            else:
-                self._line.append(waiting)
-        if self._running is not None:
-            tape, batch = self._running
-            if wanted is None or all(w.request.request_id in wanted or w.call.abandoned for w in batch):
-                tape.is_aborted = True
-
-    async def pause(self) -> None:
-        self._is_paused = True
-        async with self._turn:
-            pass
-
-    async def resume(self) -> None:
-        self._is_paused = False
-        self._changed.set()
-
-    async def sleep(self) -> None:
-        self._check_open()
-        if self._line or self._running is not None:
-            raise RolloutError("images are running or waiting: abort them, or let them finish, before sleep")
-        self._is_asleep = True
-        async with self._turn:
-            self.pipeline.to("cpu")
-
-    async def wake(self) -> None:
-        self._check_open()
-        async with self._turn:
-            self.pipeline.to(self._device)
-        self._is_asleep = False
-        self._changed.set()
-
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
-        self._check_open()
-        if version <= self._version:
-            raise ValueError(f"version is {version}; expected a version above the current {self._version}")
-        async with self._turn:
-            if self._is_asleep:
-                raise RolloutError("the engine is asleep: wake it first")
+        async with self._controlling():
+            self._check_update(version)
             own = dict(self._recorded.denoiser.state_dict(keep_vars=True))
             new = dict(weights)
             shapes = {name: tuple(p.shape) for name, p in self._recorded.denoiser.named_parameters()}
@@ -184,29 +114,41 @@ class DiffusersEngine:
         wanted = own if names is None else names
         return HeldWeights(version=self._version, tensors=[held(name, own[name].detach) for name in wanted])
 
-    def stats(self) -> EngineStats:
-        """Count prompts, and denoising steps summed over images."""
-        return EngineStats(
-            prompt_tokens=self._prompts_done,
-            completion_tokens=self._steps_done,
-            num_running=len(self._running[1]) if self._running else 0,
-            num_waiting=len(self._line),
-            weight_version=self._version,
-        )
-
     async def close(self) -> None:
-        self._closed = True
-        await self.abort()
+        if not self._is_closed:
+            await self.abort()
+        self._is_closed = True
         if self._worker is not None:
             self._worker.cancel()
             with suppress(asyncio.CancelledError):
                 await self._worker
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RolloutError("the engine is closed: make a new one")
+    @asynccontextmanager
+    async def _controlling(self) -> AsyncGenerator[None]:
+        self._check_open()
+        async with self._turn:
+            yield
 
-    def _check(self, request: ImageRequest) -> None:
+    async def _control(self, name: Control) -> None:
+        if name in ("sleep", "wake"):
+            self.pipeline.to("cpu" if name == "sleep" else self._device)
+
+    def _num_running(self) -> int:
+        return len(self._running[1]) if self._running else 0
+
+    def _remove_running(self, which: SampleFilter[ImageRequest, ImageSample], *, as_aborted: bool) -> list[_Image]:
+        """End the batch if none of its images is wanted any more; its images then come as aborted."""
+        del as_aborted
+        if self._running is not None:
+            tape, batch = self._running
+            tape.is_aborted |= all(which(image) or image.call.abandoned for image in batch)
+        return []
+
+    def _start(self) -> None:
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+
+    def _check_request(self, request: ImageRequest) -> None:
         if "prompt" not in self._accepted:
             self._class_of(request.prompt)
         if not isinstance(request.sampling.kernel, FlowODE):
@@ -226,56 +168,76 @@ class DiffusersEngine:
         return int(prompt)
 
     async def _work(self) -> None:
-        while True:
-            self._changed.clear()
-            while self._line and not (self._is_paused or self._is_asleep):
-                async with self._turn:
-                    if not (self._is_paused or self._is_asleep) and (batch := self._next_batch()):
-                        await self._make(batch)
-            await self._changed.wait()
+        while self._waiting and not (self._is_paused or self._is_asleep):
+            async with self._turn:
+                if self._waiting and not (self._is_paused or self._is_asleep):
+                    await self._make(self._next_batch())
 
-    def _next_batch(self) -> list[_Waiting]:
-        """Take the first waiting image and the ones that can be batched with it; drop abandoned ones."""
-        batch: list[_Waiting] = []
-        others: deque[_Waiting] = deque()
-        for waiting in self._line:
-            if waiting.call.abandoned:
-                continue
-            goes_along = not batch or waiting.request.sampling == batch[0].request.sampling
-            (batch if goes_along and len(batch) < self._max_num_images else others).append(waiting)
-        self._line = others
+    def _next_batch(self) -> list[_Image]:
+        """Take the first waiting image and the ones that can be batched with it."""
+        sampling = self._waiting[0].request.sampling
+        batch = [image for image in self._waiting if image.request.sampling == sampling][: self._max_num_images]
+        self._remove_waiting(batch.__contains__)
         return batch
 
-    async def _make(self, batch: list[_Waiting]) -> None:
+    async def _make(self, batch: list[_Image]) -> None:
         sampling = batch[0].request.sampling
-        generators = [image_generator(waiting.request.seed, waiting.index) for waiting in batch]
+        generators = [image_generator(image.request.seed, image.index) for image in batch]
         with self._recorded.taping(sampling, generators) as tape:
             self._running = tape, batch
             version = self._version
-            prompts = [waiting.request.prompt for waiting in batch]
+            prompts = [image.request.prompt for image in batch]
             thread = asyncio.create_task(asyncio.to_thread(self._call, prompts, sampling, generators))
             try:
-                images = await asyncio.shield(thread)
+                pixels = await asyncio.shield(thread)
             except asyncio.CancelledError:
                 tape.is_aborted = True
                 await asyncio.wait([thread])
                 raise
             except StepAbortedError:
-                for waiting in batch:
-                    waiting.abort()
+                for image in batch:
+                    image.abort()
                 return
             except Exception as error:
-                for call in {waiting.call for waiting in batch}:
+                for call in {image.call for image in batch}:
                     call.finished.put_nowait(error)
                 return
             finally:
                 self._running = None
-        wanted = [(waiting.request, waiting.index) for waiting in batch]
-        samples = samples_of(tape, wanted, images, per_image=self._per_image, version=version)
-        for waiting, sample in zip(batch, samples, strict=True):
-            waiting.call.finished.put_nowait(sample)
-        self._prompts_done += len({w.request.request_id for w in batch})
-        self._steps_done += len(batch) * sampling.num_inference_steps
+        self._hand_over(batch, tape, pixels, version)
+        self._prompt_tokens += len({image.request.request_id for image in batch})
+        self._completion_tokens += len(batch) * sampling.num_inference_steps
+
+    def _hand_over(self, batch: list[_Image], tape: Tape, pixels: NDArray[np.uint8], version: int) -> None:
+        """Hand over a batch of B images with pixels [B, H, W, 3]."""
+        assert tape.call is not None
+        assert tape.final is not None
+        final = tape.final.cpu().numpy()
+        own: dict[str, NDArray[np.generic]] = {}
+        shared: dict[str, NDArray[np.generic]] = {}
+        for name, value in tape.call.conditions().items():
+            array = (value.float() if value.is_floating_point() else value).cpu().numpy()
+            if name not in self._per_image:
+                shared[name] = array
+            elif len(array) == 2 * len(batch):
+                own[name] = np.stack([array[: len(batch)], array[len(batch) :]], axis=1)
+            else:
+                own[name] = array
+        is_guided = len(tape.call.output) == 2 * len(batch)
+        for row, (image, trajectory) in enumerate(zip(batch, _trajectories(tape.steps, final), strict=True)):
+            sample = ImageSample(
+                request_id=image.request.request_id,
+                index=image.index,
+                image=pixels[row],
+                latents=final[row],
+                trajectory=trajectory,
+                conditions={name: value[row] for name, value in own.items()},
+                shared_conditions=shared,
+                guidance_scale=image.request.sampling.guidance_scale if is_guided else None,
+                weight_version=version,
+                finish_reason="stop",
+            )
+            image.call.finished.put_nowait(sample)
 
     @torch.no_grad()
     def _call(
@@ -321,6 +283,18 @@ class DiffusersEngine:
             for name, value in tape.call.conditions().items():
                 sizes.setdefault(name, []).append(len(value) if value.ndim else 0)
         return {name for name, found in sizes.items() if found == list(_PROBED)}
+
+
+def _trajectories(steps: Sequence[Mapping[str, Any]], final: NDArray[np.float32]) -> Iterator[Trajectory]:
+    """Yield the trajectory of each image, from the recorded steps and the final latents [B, ...] of its batch."""
+    stacked: dict[str, NDArray[np.float32]] = {name: np.zeros((0, *final.shape), np.float32) for name in STACKED}
+    stacked["log_probs"] = np.zeros((0, len(final)), np.float32)
+    if steps:
+        stacked = {name: torch.stack([step[name] for step in steps]).cpu().numpy() for name in STACKED}
+    shared = {name: np.array([step[name] for step in steps], np.float32) for name in SCALARS}
+    indices = np.array([step["steps"] for step in steps], np.int64)
+    for row in range(len(final)):
+        yield Trajectory(**{name: values[:, row] for name, values in stacked.items()}, **shared, steps=indices)
 
 
 def image_generator(seed: int, index: int) -> torch.Generator:

@@ -36,23 +36,6 @@ class StepAbortedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
-    """One step of a batch of B images."""
-
-    index: int
-    latents: torch.Tensor
-    """[B, ...], float32 like the others."""
-    next_latents: torch.Tensor
-    mean: torch.Tensor
-    log_prob: torch.Tensor
-    """[B]; NaN where there is no noise."""
-    level: float
-    next_level: float
-    timestep: float
-    """As the model is given it."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelCall:
     """The arguments and the output of one call of a denoiser."""
 
@@ -83,12 +66,9 @@ class ModelCall:
 
 
 class Tape:
-    """Makes one batch's steps and records them.
+    """Makes one batch's steps and records them; a step removes the model's ``calls`` since the last one.
 
-    Args:
-        generators: one for each image; the noise is drawn after the first latents.
-        plain: the kernel of steps without noise.
-        calls: of the model; a step removes those since the last one.
+    Each image has a generator, from which noise is drawn after the first latents. Steps without noise are ``plain``.
     """
 
     def __init__(
@@ -101,7 +81,8 @@ class Tape:
         self._num_steps = 0
         self.is_aborted = False
         """Set from outside: the next step raises `StepAbortedError`."""
-        self.steps: list[Step] = []
+        self.steps: list[dict[str, Any]] = []
+        """The recorded steps, by the fields of a `Trajectory`, of the whole batch."""
         self.call: ModelCall | None = None
         """The model's call in the first step."""
         self.final: torch.Tensor | None = None
@@ -131,16 +112,16 @@ class Tape:
         following = drawn.to(output.dtype).float()
         if has_noise or (is_inside and self._sampling.window is not None):
             self.steps.append(
-                Step(
-                    index=index,
-                    latents=x,
-                    next_latents=following,
-                    mean=mean,
-                    log_prob=transition.log_prob(following) if has_noise else torch.full((len(x),), torch.nan),
-                    level=float(level),
-                    next_level=float(next_level),
-                    timestep=call.timestep,
-                )
+                {
+                    "latents": x,
+                    "next_latents": following,
+                    "means": mean,
+                    "log_probs": transition.log_prob(following) if has_noise else torch.full((len(x),), torch.nan),
+                    "steps": index,
+                    "levels": float(level),
+                    "next_levels": float(next_level),
+                    "timesteps": call.timestep,
+                }
             )
         self.final = following
         return following.to(output.dtype)
@@ -177,9 +158,7 @@ def combined(output: torch.Tensor, num_images: int, num_channels: int, guidance_
     Channels after the latents' own are a learned variance, and left out. If there are twice as many rows as images, the
     first half is without the prompt, and the result is u + guidance_scale (c - u) (arXiv 2207.12598).
 
-    Args:
-        output: [num_images or 2 num_images, channels, ...] of the model.
-        num_images: rows of the result, as `num_channels` are its channels.
+    ``output`` is [num_images or 2 num_images, channels, ...], and the result [num_images, num_channels, ...].
     """
     output = output[:, :num_channels]
     if len(output) != 2 * num_images:

@@ -11,10 +11,10 @@ from gcore_rollout.engines.diffusion.kernels import FlowODE, Kernel
 from gcore_rollout.engines.protocol import AnyRequest, AnySample
 from gcore_rollout.errors import RequestError
 
-STACKED = {"latents": "latents", "next_latents": "next_latents", "means": "mean", "log_probs": "log_prob"}
-"""Fields of a `Trajectory` that have a row for each image of a batch, and those of its steps that they come from."""
-SCALARS = {"levels": "level", "next_levels": "next_level", "timesteps": "timestep"}
-"""The same for fields that all images of a batch share."""
+STACKED = ("latents", "next_latents", "means", "log_probs")
+"""Fields of a `Trajectory` that have a row for each image of a batch."""
+SCALARS = ("levels", "next_levels", "timesteps")
+"""Fields that all images of a batch share."""
 
 ImageFinishReason = Literal["stop", "abort"]
 """All steps were made; `Engine.abort` cut it short."""

@@ -3,7 +3,7 @@
 It runs the vision-language models of `VISION_MODELS`. Shapes as in `decoding`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Decode, Prefill, SlotCache
-from gcore_rollout.engines.hf.vision import HFVision
+from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.protocol import FinishReason, HeldWeights, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
+    Control,
     InProcessEngine,
     Sample,
+    SampleFilter,
     check_weights,
     sample_seeds,
     uniforms,
@@ -31,14 +33,12 @@ class Rows:
     """State of the running samples, slot i in row i, so that the bookkeeping of a step is a few vector operations."""
 
     def __init__(self, num_rows: int) -> None:
-        def zeros() -> NDArray[np.int64]:
-            return np.zeros(num_rows, np.int64)
-
         self.samples: list[Sample] = []
         self.seeds = np.zeros(num_rows, np.uint64)
         self.temperatures = np.zeros(num_rows, np.float32)
-        self.prompt_lengths, self.num_sampled, self.max_tokens = zeros(), zeros(), zeros()
-        self.last_tokens, self.rope_offsets = zeros(), zeros()
+        self.prompt_lengths, self.num_sampled, self.max_tokens, self.last_tokens, self.rope_offsets = np.zeros(
+            (5, num_rows), np.int64
+        )
         self.tokens = np.zeros((num_rows, 0), np.int64)
         self.log_probs = np.zeros((num_rows, 0), np.float32)
         self.versions = np.zeros((num_rows, 0), np.int32)
@@ -69,12 +69,11 @@ class Rows:
         self.max_tokens[slots] = sampling.max_tokens
         self.rope_offsets[slots] = 0
         self.patterns[slots] = pattern
-        prefix = group[0].prefix
-        if prefix is None:
-            self.runs[slots] = 0
-        else:
-            self.tokens[slots, :prefix_length] = prefix.token_ids
-            self.runs[slots] = runs_at_end(prefix.token_ids, self.runs.shape[1])
+        self.runs[slots] = 0
+        if prefix_length:
+            prefix = group[0].prefix.token_ids
+            self.tokens[slots, :prefix_length] = prefix
+            self.runs[slots] = runs_at_end(prefix, self.runs.shape[1])
 
     def move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
         """Copy rows ``src`` to rows ``dst``, both of shape [M]."""
@@ -99,20 +98,10 @@ class HFEngine(InProcessEngine):
 
     A continued sample draws the tokens that it would have drawn without the abort. `sleep` drops the keys and values
     and, if the device is not the CPU, moves the weights to the host's memory.
-
-    Args:
-        model: as `decoding.load_model` returns it, with what reads its images.
-        eos_token_ids: tokens that end a completion.
-        max_num_seqs: largest number of running samples.
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        eos_token_ids: Sequence[int],
-        max_num_seqs: int = 256,
-        vision: VisionProcessor | None = None,
+        self, model: Any, *, eos_token_ids: Sequence[int], max_num_seqs: int, vision: VisionProcessor | None = None
     ) -> None:
         text_config: Any = model.config.get_text_config()
         super().__init__(
@@ -126,7 +115,6 @@ class HFEngine(InProcessEngine):
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._cache = SlotCache(num_layers=text_config.num_hidden_layers)
         self._rows = Rows(max_num_seqs)
-        self._tower = None if vision is None else HFVision(self._model, vision)
         # transformers has names of its own for parameters of these models.
         names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
@@ -175,25 +163,27 @@ class HFEngine(InProcessEngine):
             if self._is_borrowing:
                 own[name].data = torch.empty_like(own[name])
             own[name].data.copy_(tensor, non_blocking=True)
-        self._is_borrowing = False
-        self._version = version
+        self._is_borrowing, self._version = False, version
 
     async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
+        """Update the weights, copying only tensors on another device or of another type.
+
+        Returns:
+            Whether the tensors are in use from now on: they must not change until the next update is done.
+        """
         own, new = self._checked_weights(weights, version)
         if any((t.device, t.dtype) != (own[name].device, own[name].dtype) for name, t in new.items()):
             await self.update_weights(new.items(), version=version)
             return False
         for name, tensor in new.items():
             own[name].data = tensor.detach()
-        self._is_borrowing = True
-        self._version = version
+        self._is_borrowing, self._version = True, version
         return True
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         self._check_open()
-        own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
-        own = {self._published(name): tensor for name, tensor in own.items()}
-        wanted = own if names is None else names
+        own = self._own_weights()
+        wanted = self._sources if names is None else names
         tensors = [held(name, own[name].detach, source=self._sources[name]) for name in wanted]
         return HeldWeights(version=self._version, tensors=tensors)
 
@@ -201,8 +191,7 @@ class HFEngine(InProcessEngine):
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         self._check_update(version)
-        own: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
-        own = {self._published(name): tensor for name, tensor in own.items()}
+        own = self._own_weights()
         new = dict(weights)
         # Tied parameters are one tensor under several names, any one of which will do.
         given = {own[name].data_ptr() for name in new.keys() & own.keys()}
@@ -213,7 +202,10 @@ class HFEngine(InProcessEngine):
     async def close(self) -> None:
         self._stop()
         self._rows = Rows(0)
-        self._cache = SlotCache(num_layers=len(self._cache.keys))
+        self._drop_cache()
+
+    def _own_weights(self) -> dict[str, torch.Tensor]:
+        return {self._published(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
     def _published(self, name: str) -> str:
         return self._hub_names.get(name, name)
@@ -221,14 +213,17 @@ class HFEngine(InProcessEngine):
     def _num_running(self) -> int:
         return len(self._rows)
 
-    def _free_memory(self) -> None:
-        self._cache = SlotCache(num_layers=len(self._cache.keys))
-        if self._device.type != "cpu":
-            self._model.to("cpu")
-            torch.accelerator.empty_cache()
+    async def _control(self, name: Control) -> None:
+        if name == "wake":
+            self._model.to(self._device)
+        elif name == "sleep":
+            self._drop_cache()
+            if self._device.type != "cpu":
+                self._model.to("cpu")
+                torch.accelerator.empty_cache()
 
-    def _allocate_memory(self) -> None:
-        self._model.to(self._device)
+    def _drop_cache(self) -> None:
+        self._cache = SlotCache(num_layers=len(self._cache.keys))
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -244,7 +239,7 @@ class HFEngine(InProcessEngine):
     def _logits_of(self, prompts: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> list[torch.Tensor]:
         """Return logits [P, V] after prompts and after one more token of each; the engine must be idle."""
         sampling = SamplingParams(max_tokens=2)
-        self._waiting.join(
+        self._enqueue(
             [Request(request_id=str(i), prompt_token_ids=tuple(p), sampling=sampling) for i, p in enumerate(prompts)]
         )
         try:
@@ -255,7 +250,7 @@ class HFEngine(InProcessEngine):
             return [after_prompts, self._decode(len(prompts))]
         finally:
             self._rows = Rows(self._max_num_seqs)
-            self._cache = SlotCache(num_layers=len(self._cache.keys))
+            self._drop_cache()
             self._prompt_tokens = 0
 
     def _admit(self) -> torch.Tensor | None:
@@ -264,7 +259,7 @@ class HFEngine(InProcessEngine):
         first = len(rows)
         prompts: list[Sample] = []
         slot_prompts: list[int] = []
-        for group in self._waiting.admit(self._max_num_seqs - first):
+        for group in self._admitted():
             rows.add(group)
             slot_prompts.extend([len(prompts)] * len(group))
             prompts.append(group[0])
@@ -290,10 +285,9 @@ class HFEngine(InProcessEngine):
         plan = Prefill(cache=self._cache, num_prompts=len(prompts), max_length=longest, **to_slots)
         tokens = np.fromiter((t for p in prompts for t in p), np.int64, count=int(ends[-1]))
         keep = self._tensor(ends - 1)
-        if not any(sample.request.images for sample in samples):
+        if self._vision is None or not any(sample.request.images for sample in samples):
             return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
-        assert self._tower is not None
-        embeddings, rotary_positions, offsets = self._tower.see(samples, tokens, positions)
+        embeddings, rotary_positions, offsets = embed_images(self._model, self._vision, samples, tokens, positions)
         self._rows.rope_offsets[slots] = offsets[slot_prompts]
         return self._forward(rotary_positions, plan, keep=keep, inputs_embeds=embeddings)[which]
 
@@ -353,7 +347,7 @@ class HFEngine(InProcessEngine):
         sample.finish(rows.tokens[row, new], rows.log_probs[row, new], rows.versions[row, new], reason)
 
     @torch.inference_mode()
-    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
+    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
         removed = [(row, sample) for row, sample in enumerate(self._rows.samples) if which(sample)]
         if as_aborted:
             for row, _ in removed:

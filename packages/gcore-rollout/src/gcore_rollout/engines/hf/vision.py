@@ -14,58 +14,56 @@ from gcore_rollout.engines.queueing import Sample
 from gcore_rollout.images.vision_processor import Pixels, VisionProcessor
 
 
-class HFVision:
-    """The vision tower of a transformers model of the Qwen-VL kind, ``...ForConditionalGeneration``."""
+def embed_images(
+    model: Any,
+    processor: VisionProcessor,
+    samples: Sequence[Sample],
+    token_ids: NDArray[np.int64],
+    positions: NDArray[np.int64],
+) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]:
+    """Embed packed prompts, their images in one pass of the tower.
 
-    def __init__(self, model: Any, processor: VisionProcessor) -> None:
-        self._model = model
-        self._processor = processor
+    Args:
+        model: of the Qwen-VL kind, ``...ForConditionalGeneration``.
+        samples: one of each prompt, in the row's order.
+        token_ids: [T].
+        positions: [T] place of each token in its prompt.
 
-    def see(
-        self, samples: Sequence[Sample], token_ids: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> tuple[torch.Tensor, NDArray[np.int64], NDArray[np.int64]]:
-        """Embed packed prompts, their images in one pass of the tower.
-
-        Args:
-            samples: one of each prompt, in the row's order.
-            token_ids: [T].
-            positions: [T] place of each token in its prompt.
-
-        Returns:
-            embeddings [1, T, D]; rotary positions in time, height and width [3, T] (Qwen2-VL: arXiv 2409.12191, section
-            2.1); and rotary position minus place of the tokens after each prompt [P], because images take fewer
-            positions than tokens.
-        """
-        device = self._model.device
-        embeddings = self._model.get_input_embeddings()(torch.from_numpy(token_ids).to(device))
-        positions_3T = np.repeat(positions[None], 3, axis=0)
-        offsets = np.zeros(len(samples), np.int64)
-        places: list[NDArray[np.int64]] = []
-        seen: list[Pixels] = []
-        start = 0
-        for i, sample in enumerate(samples):
-            length = len(sample.start_token_ids)
-            if sample.request.images:
-                # An image token after the prompt is text: the policy wrote it.
-                prompt = np.array(sample.request.prompt_token_ids)
-                is_image = prompt == self._processor.image_token_id
-                pixels = self._processor.process(sample.request.images)
-                here = positions_3T[:, start : start + length]
-                prompt_positions, offset = self._model.base_model.get_rope_index(
-                    torch.from_numpy(prompt)[None],
-                    mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64))[None],
-                    image_grid_thw=torch.from_numpy(pixels.grid_thw),
-                )
-                here[:, : prompt.size], offsets[i] = prompt_positions[:, 0].numpy(), int(offset)
-                here[:, prompt.size :] += offsets[i]
-                places.append(start + np.flatnonzero(is_image))
-                seen.append(pixels)
-            start += length
-        if seen:
-            features = self._model.base_model.get_image_features(
-                torch.from_numpy(np.concatenate([p.pixel_values for p in seen])).to(device),
-                torch.from_numpy(np.concatenate([p.grid_thw for p in seen])).to(device),
+    Returns:
+        embeddings [1, T, D]; rotary positions in time, height and width [3, T] (Qwen2-VL: arXiv 2409.12191, section
+        2.1); and rotary position minus place of the tokens after each prompt [P], because images take fewer
+        positions than tokens.
+    """
+    device = model.device
+    embeddings = model.get_input_embeddings()(torch.from_numpy(token_ids).to(device))
+    positions_3T = np.repeat(positions[None], 3, axis=0)
+    offsets = np.zeros(len(samples), np.int64)
+    places: list[NDArray[np.int64]] = []
+    seen: list[Pixels] = []
+    start = 0
+    for i, sample in enumerate(samples):
+        length = len(sample.start_token_ids)
+        if sample.request.images:
+            # An image token after the prompt is text: the policy wrote it.
+            prompt = np.array(sample.request.prompt_token_ids)
+            is_image = prompt == processor.image_token_id
+            pixels = processor.process(sample.request.images)
+            here = positions_3T[:, start : start + length]
+            prompt_positions, offset = model.base_model.get_rope_index(
+                torch.from_numpy(prompt)[None],
+                mm_token_type_ids=torch.from_numpy(is_image.astype(np.int64))[None],
+                image_grid_thw=torch.from_numpy(pixels.grid_thw),
             )
-            where = torch.from_numpy(np.concatenate(places)).to(device)
-            embeddings[where] = torch.cat(features.pooler_output).to(embeddings.dtype)
-        return embeddings[None], positions_3T, offsets
+            here[:, : prompt.size], offsets[i] = prompt_positions[:, 0].numpy(), int(offset)
+            here[:, prompt.size :] += offsets[i]
+            places.append(start + np.flatnonzero(is_image))
+            seen.append(pixels)
+        start += length
+    if seen:
+        features = model.base_model.get_image_features(
+            torch.from_numpy(np.concatenate([p.pixel_values for p in seen])).to(device),
+            torch.from_numpy(np.concatenate([p.grid_thw for p in seen])).to(device),
+        )
+        where = torch.from_numpy(np.concatenate(places)).to(device)
+        embeddings[where] = torch.cat(features.pooler_output).to(embeddings.dtype)
+    return embeddings[None], positions_3T, offsets

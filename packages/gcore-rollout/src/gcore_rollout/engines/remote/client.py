@@ -2,12 +2,20 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic
 
-from gcore_rollout.engines.protocol import EngineStats, HeldWeights, RequestT, SampleT
+from gcore_rollout.engines.protocol import (
+    ClosableEngine,
+    Engine,
+    EngineStats,
+    HeldWeights,
+    RequestT,
+    SampleT,
+    report_weights,
+)
 from gcore_rollout.engines.remote import session
 from gcore_rollout.errors import EngineDiedError, RolloutError
 
@@ -22,7 +30,7 @@ class _Stream:
     items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
 
 
-class RemoteEngine(ABC, Generic[RequestT, SampleT]):
+class RemoteEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
     """An engine that another process runs.
 
     All calls of `Engine` are forwarded and may be made at the same time. Exceptions come back as they were raised
@@ -33,19 +41,14 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
     every later one. A process that is silent for ``heartbeat_timeout_s`` is killed. Its event loop is silent during a
     step of the engine, while a step compiles, and while weights are copied: be generous.
 
-    Args:
-        pid: the process id there.
+    Attributes:
+        pid: The process id there.
     """
-
-    _HOW_TO_OPEN: str
-    """Advice for errors once the engine is closed."""
 
     def __init__(self, pid: int, *, heartbeat_timeout_s: float) -> None:
         self.pid = pid
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._silent_s = 0.0
-        self._death: str | None = None
-        self._closed = False
         self._stats = EngineStats(prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=0)
         self._streams: dict[int, _Stream] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
@@ -64,58 +67,55 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         call_id = next(self._call_ids)
         self._streams[call_id] = stream
         try:
-            self._send(session.Generate(call_id, tuple(requests)))
+            self._send(call_id, session.Generate(tuple(requests)))
             while (item := await stream.items.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
                 yield item
         finally:
             if self._streams.pop(call_id, None) and self._death is None:
-                self._send(session.Abandon(call_id))
+                self._send(call_id, session.Abandon())
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await self._call("abort", None if request_ids is None else tuple(request_ids))
+        await self._call(Engine.abort, None if request_ids is None else tuple(request_ids))
 
     async def pause(self) -> None:
-        await self._call("pause")
+        await self._call(Engine.pause)
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self._call(Engine.resume)
 
     async def sleep(self) -> None:
-        await self._call("sleep")
+        await self._call(Engine.sleep)
 
     async def wake(self) -> None:
-        await self._call("wake")
+        await self._call(Engine.wake)
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
-        return await self._call("held_weights", names)
+        return await self._call(report_weights, names)
 
     @abstractmethod
-    def _send(self, message: session.Setup | session.EngineCall) -> None:
+    def _send(self, call_id: int, message: session.Setup | session.EngineCall) -> None:
         """Send a message; it is lost if the process is gone."""
 
     @abstractmethod
     def _end_silent(self, reason: str) -> None:
         """Kill the process, which has been silent for too long."""
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         self._check_open()
-        call_id, reply = self._new_reply()
-        self._send(session.Call(call_id, method, arguments))
+        return await self._ask(session.Call(method, arguments))
+
+    async def _ask(self, message: session.EngineCall) -> Any:
         # Without the shield, cancelling the caller would cancel the future that the process answers.
-        return await asyncio.shield(reply)
+        return await asyncio.shield(self._reply_to(message))
 
-    def _check_open(self, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
-        if self._closed:
-            raise RolloutError(f"the engine is closed: {self._HOW_TO_OPEN}")
-        if self._death is not None:
-            raise EngineDiedError(self._death, unfinished=unfinished)
-
-    def _new_reply(self) -> "tuple[int, asyncio.Future[Any]]":
+    def _reply_to(self, message: session.Setup | session.EngineCall) -> "asyncio.Future[Any]":
+        """Send a message, and return the future of its answer."""
         call_id = next(self._call_ids)
         reply = self._replies[call_id] = new_future()
-        return call_id, reply
+        self._send(call_id, message)
+        return reply
 
     def _take(self, message: session.FromEngine) -> None:
         self._silent_s = 0.0
@@ -147,7 +147,7 @@ class RemoteEngine(ABC, Generic[RequestT, SampleT]):
         """End all calls, because the engine is closed or dead."""
         for call_id in (*self._streams, *self._replies):
             closed = RolloutError("the engine was closed while generating")
-            self._end_call(call_id, closed if self._closed else EngineDiedError(self._death or ""))
+            self._end_call(call_id, closed if self._is_closed else EngineDiedError(self._death or ""))
 
     async def _watch(self) -> None:
         """End the process when it has been silent for too long."""

@@ -114,13 +114,11 @@ class Channel(asyncio.Protocol):
 
     A message is handed over in the turn of the event loop that reads its last byte: where an engine's steps fill the
     loop, each turn more would be a step more.
-
-    Attributes:
-        gone: Done once the other end is, and all that it sent is handed over.
     """
 
     def __init__(self, take: Callable[[Any], None]) -> None:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the other end is, and all that it sent is handed over."""
         self._take = take
         self._buffer = bytearray()
 
@@ -130,7 +128,7 @@ class Channel(asyncio.Protocol):
         _, channel = await asyncio.get_running_loop().create_connection(lambda: cls(take), sock=sock)
         return channel
 
-    def send(self, message: Setup | EngineCall | FromEngine) -> None:
+    def send(self, message: tuple[int, Setup | EngineCall] | FromEngine) -> None:
         """Queue a message; it is lost if the other end is gone."""
         data = pickle.dumps(message, protocol=5)
         self._transport.write(_LENGTH.pack(len(data)) + data)
@@ -163,30 +161,27 @@ class Channel(asyncio.Protocol):
 
 
 class _EngineServer(Session):
-    """Serves in an engine process until the owner closes its end of the channel.
-
-    Args:
-        weights: file descriptors of shared weights, one ahead of each `UpdateWeights`.
-    """
+    """Serves in an engine process until the owner closes its end of the channel."""
 
     def __init__(self, weights: socket.socket) -> None:
         super().__init__(lambda message: self._channel.send(message), self._next_weights)
+        # It carries a descriptor of shared weights ahead of each `UpdateWeights`.
         self._weights = weights
         self._shared_weights: SharedWeightsReader | None = None
 
     async def live(self, channel: socket.socket) -> None:
         """Answer messages, of which the first is a `Setup`."""
-        self._channel = await Channel.open(channel, self._take)
+        self._channel = await Channel.open(channel, lambda message: self._take(*message))
         await self._channel.gone
         self.abandon()
         if self.engine is not None:
             await self.engine.close()
 
-    def _take(self, message: Setup | EngineCall) -> None:
+    def _take(self, call_id: int, message: Setup | EngineCall) -> None:
         if isinstance(message, Setup):
-            self.start(message.call_id, self._build(message))
+            self.start(call_id, self._build(message))
         else:
-            self.take(message)
+            self.take(call_id, message)
 
     async def _build(self, setup: Setup) -> None:
         os.environ.clear()
@@ -215,7 +210,7 @@ class _ForkServer:
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self._owner_pid = os.getpid()
-        self._control, theirs = socket.socketpair()
+        self.control, theirs = socket.socketpair()
         with theirs:
             # Not `-m`: this process may have found gcore_rollout where a fresh one would not look.
             arguments = f"{theirs.fileno()}, {os.getpid()}, {preload!r}"
@@ -231,15 +226,12 @@ class _ForkServer:
         """Return whether it runs and belongs to this process; a fork of the owner has to start another."""
         return self._owner_pid == os.getpid() and self._process.poll() is None
 
-    def fork(self, *fds: int) -> None:
-        socket.send_fds(self._control, [b"\0"], fds)
-
     def close(self) -> None:
         if self.serves():
             # Not close alone: a fork of this process may have its end of the socket, too.
-            self._control.shutdown(socket.SHUT_RDWR)
+            self.control.shutdown(socket.SHUT_RDWR)
             self._process.wait()
-        self._control.close()
+        self.control.close()
 
 
 _servers: dict[tuple[str, ...], _ForkServer] = {}
@@ -247,30 +239,24 @@ _servers: dict[tuple[str, ...], _ForkServer] = {}
 
 @dataclass(eq=False)
 class ChildProcess:
-    """A process that ends with this one at the latest.
-
-    Attributes:
-        pid: Its number; for signals there is `kill`, which cannot hit another process that was given the same one.
-    """
+    """A process that ends with this one at the latest."""
 
     pid: int
+    """For signals there is `kill`, which cannot hit another process that was given the same number."""
     _pidfd: int
     _status: socket.socket
 
     @classmethod
     async def fork(cls, channel: socket.socket, weights: socket.socket, *, preload: tuple[str, ...]) -> Self:
-        """Fork an engine process that has these sockets, which are closed here.
-
-        Raises:
-            EngineDiedError: the fork server ended.
-        """
+        """Fork an engine process that has these sockets, which are closed here."""
         status, theirs = socket.socketpair()
         try:
             with channel, weights, theirs:
                 server = _servers.get(preload)
                 if server is None or not server.serves():
                     server = _servers[preload] = _ForkServer(preload)
-                server.fork(channel.fileno(), weights.fileno(), theirs.fileno())
+                fds = channel.fileno(), weights.fileno(), theirs.fileno()
+                socket.send_fds(server.control, [b"\0"], fds)
             status.setblocking(False)
             ready = asyncio.Event()
             asyncio.get_running_loop().add_reader(status, ready.set)

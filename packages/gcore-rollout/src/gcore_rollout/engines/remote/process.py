@@ -6,7 +6,7 @@ import pickle
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,9 +26,6 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
 
     The process ends with this one, however that ends, and leaves nothing. It is bound to the event loop in which it was
     started, and ends with it. Linux only.
-
-    Attributes:
-        pid: The process id.
     """
 
     _HOW_TO_OPEN = "start a new one"
@@ -83,9 +80,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         try:
             async with asyncio.timeout(start_timeout_s):
                 engine = await cls._fork(preload, heartbeat_timeout_s)
-                call_id, ready = engine._new_reply()
                 setup = Setup(
-                    call_id,
                     environment=dict(os.environ) | dict(env or {}),
                     import_path=list(sys.path),
                     folder=str(Path.cwd()),
@@ -93,8 +88,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                     beat_interval_s=min(BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
                     factory=packed,
                 )
-                engine._send(setup)
-                await ready
+                await engine._reply_to(setup)
         except BaseException as error:
             if engine is not None:
                 engine._kill("its start failed")
@@ -107,21 +101,16 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
 
     @classmethod
     async def _fork(cls, preload: tuple[str, ...], heartbeat_timeout_s: float) -> Self:
-        channel, their_channel = socket.socketpair()
-        weights, their_weights = socket.socketpair()
-        try:
+        with ExitStack() as unfinished:
+            channel, their_channel = socket.socketpair()
+            weights, their_weights = socket.socketpair()
+            unfinished.callback(channel.close)
+            unfinished.callback(weights.close)
             process = await ChildProcess.fork(their_channel, their_weights, preload=preload)
-        except BaseException:
-            channel.close()
-            weights.close()
-            raise
-        try:
+            unfinished.callback(process.close)
             # The process speaks when it is spoken to, and then this is the engine.
             opened = await Channel.open(channel, lambda message: engine._take(message))
-        except BaseException:
-            process.close()
-            weights.close()
-            raise
+            unfinished.pop_all()
         engine = cls(process, opened, weights, heartbeat_timeout_s=heartbeat_timeout_s)
         return engine
 
@@ -142,27 +131,23 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                 await asyncio.wait([self._last_update])
             self._check_open()
             shared.write(weights)
-        layout = shared.layout
-        call_id, reply = self._new_reply()
-        self._last_update = reply
+        message = UpdateWeights(shared.layout, version)
         in_use = new_future()
         shared.read_until(in_use)
-        reply.add_done_callback(lambda _: self._weights_taken(reply, in_use))
         with suppress(ConnectionError):  # it has just died: the reply will say so
             socket.send_fds(self._weights_socket, [b"\0"], [shared.fileno()])
-        self._send(UpdateWeights(call_id, layout, version))
+        self._last_update = reply = self._reply_to(message)
+        reply.add_done_callback(lambda _: self._weights_taken(reply, in_use))
         await asyncio.shield(reply)
 
     async def close(self) -> None:
         """End the process: calls still generating raise what the engine raises; a process that hangs is killed."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             try:
                 async with asyncio.timeout(END_TIMEOUT_S):
                     if self._death is None:
-                        call_id, reply = self._new_reply()
-                        self._send(Call(call_id, "close"))
-                        await asyncio.shield(reply)
+                        await self._ask(Call(Engine.close))
             except (TimeoutError, RolloutError):
                 self._kill("it did not close")
             finally:
@@ -170,8 +155,8 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                 self._weights.close()
         await asyncio.wait([self._life])
 
-    def _send(self, message: Setup | EngineCall) -> None:
-        self._channel.send(message)
+    def _send(self, call_id: int, message: Setup | EngineCall) -> None:
+        self._channel.send((call_id, message))
 
     def _end_silent(self, reason: str) -> None:
         self._kill(f"it had been {reason}")

@@ -48,17 +48,17 @@ class _ClientSession(Session):
         self.outgoing: asyncio.Queue[FromEngine] = asyncio.Queue()
         self.lease: asyncio.TimerHandle | None = None
         # Ray may let a call with large arguments arrive after a later one.
-        self._early: dict[int, EngineCall] = {}
+        self._early: dict[int, tuple[int, EngineCall]] = {}
         self._num_taken = 0
 
     def _put(self, message: FromEngine) -> None:
         self.outgoing.put_nowait(message)
 
-    def arrive(self, number: int, message: EngineCall) -> None:
-        self._early[number] = message
+    def arrive(self, number: int, call: tuple[int, EngineCall]) -> None:
+        self._early[number] = call
         while (following := self._early.pop(self._num_taken, None)) is not None:
             self._num_taken += 1
-            self.take(following)
+            self.take(*following)
 
     def abandon_all(self, reason: str) -> "list[asyncio.Task[None]]":
         """Cancel all calls, each of which fails with this reason, and return their tasks."""
@@ -71,11 +71,7 @@ class _ClientSession(Session):
 
 
 class EngineActor:
-    """Runs one engine at a time, for any number of clients; its methods are the actor's.
-
-    Args:
-        num_threads: of torch on CPU; None: its own choice.
-    """
+    """Runs one engine at a time, for any number of clients; its methods are the actor's."""
 
     def __init__(self, num_threads: int | None) -> None:
         self._num_threads = num_threads
@@ -89,10 +85,7 @@ class EngineActor:
         return self._incarnation
 
     async def make(self, factory: bytes) -> tuple[Incarnation, EngineStats] | Failed:
-        """Make an engine by this factory, pickled by value, in place of any other, and return its incarnation.
-
-        An engine that could not be made is tried again.
-        """
+        """Make an engine by this factory in place of any other, again if that failed, and return its incarnation."""
         try:
             async with self._is_making:
                 if factory != self._factory:
@@ -104,18 +97,16 @@ class EngineActor:
         except Exception as error:
             return failure(0, error)
 
-    async def take(self, token: str, client: str, number: int, message: bytes | EngineCall) -> None:
-        """Start a client's call.
+    async def take(self, token: str, client: str, number: int, message: bytes | tuple[int, EngineCall]) -> None:
+        """Start the call of a client's message of this number, from 0.
 
-        Args:
-            number: of the message, from 0.
-            message: packed, because arrays that Ray unpickles cannot be written to; or with references to weights.
+        It is packed, because arrays that Ray unpickles cannot be written to, unless it has references to weights.
         """
         call = pickle.loads(message) if isinstance(message, bytes) else message
         if session := self._session(token, client):
             session.arrive(number, call)
         elif session := self._sessions.get(client):
-            session.outgoing.put_nowait(_restarted(call.call_id))
+            session.outgoing.put_nowait(_restarted(call[0]))
 
     async def stream(self, token: str, client: str, heartbeat_timeout_s: float) -> AsyncIterator[bytes]:
         """Yield packed lists of messages to a client, and beats.

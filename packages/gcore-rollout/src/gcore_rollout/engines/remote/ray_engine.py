@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -31,7 +31,6 @@ _MAX_STARTS = 3
 _RETRY_S = 0.1
 _END_POLL_S = 0.02
 
-
 Factory = Callable[[], Engine[Any, Any] | Awaitable[Engine[Any, Any]]]
 
 
@@ -52,16 +51,7 @@ class EngineHandle:
         return replace(self, factory=_packed(factory))
 
 
-def start_engine_actor(
-    factory: Factory,
-    *,
-    num_cpus: float = 1.0,
-    num_gpus: float = 0.0,
-    resources: Mapping[str, float] | None = None,
-    num_threads: int | None = None,
-    name: str | None = None,
-    scheduling_strategy: Any = None,
-) -> EngineHandle:
+def start_engine_actor(factory: Factory, *, num_threads: int | None = None, **options: Any) -> EngineHandle:
     """Start an actor for an engine, which is made by the first `RayEngine.connect`.
 
     It ends with the process that calls this, or by `end_engine_actor`. After any other end Ray restarts it, with a new
@@ -70,22 +60,12 @@ def start_engine_actor(
     Args:
         factory: makes the engine there; a function that Ray can pickle, such as ``partial(HFEngine.from_pretrained,
             path)``.
-        num_cpus: CPUs that it reserves, like `num_gpus` and `resources`, which have Ray's names.
         num_threads: of torch on CPU; default: what Ray gives it.
-        scheduling_strategy: see `ray.remote`.
-        name: for `ray.get_actor`.
+        options: of `ray.remote`, such as num_cpus (default: 1), num_gpus, resources, name and scheduling_strategy.
     """
     check_start_options(num_threads=num_threads)
     make: Any = ray.remote(EngineActor)
-    options = {
-        "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
-        "resources": dict(resources or {}),
-        "name": name,
-        "scheduling_strategy": scheduling_strategy,
-        "max_restarts": -1,
-        "max_concurrency": _MAX_CONCURRENCY,
-    }
+    options = {"num_cpus": 1.0, **options, "max_restarts": -1, "max_concurrency": _MAX_CONCURRENCY}
     return EngineHandle(make.options(**options).remote(num_threads), _packed(factory))
 
 
@@ -94,14 +74,14 @@ async def end_engine_actor(handle: EngineHandle) -> None:
     actor = handle.actor
     try:
         with suppress(TimeoutError, RayActorError):
-            await asyncio.wait_for(_answer_of(actor.close.remote()), END_TIMEOUT_S)
+            await asyncio.wait_for(actor.close.remote(), END_TIMEOUT_S)
     finally:
         ray.kill(actor)
     # Until it is dead, it answers.
     with suppress(TimeoutError, RayActorError):
         async with asyncio.timeout(END_TIMEOUT_S):
             while True:
-                await _answer_of(actor.incarnation.remote())
+                await actor.incarnation.remote()
                 await asyncio.sleep(_END_POLL_S)
 
 
@@ -168,16 +148,13 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         while True:
             try:
                 incarnation = await handle.actor.incarnation.remote()
-            except ActorUnavailableError:
-                # It is being restarted.
-                await asyncio.sleep(_RETRY_S)
-                continue
-            num_starts += 1
-            try:
+                num_starts += 1
                 return incarnation, await handle.actor.make.remote(handle.factory)
             except ActorUnavailableError:
                 if num_starts == _MAX_STARTS:
                     raise
+                # It is being restarted.
+                await asyncio.sleep(_RETRY_S)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights as references; other weights than `WeightReferences` are put into the object store first.
@@ -187,27 +164,24 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
         """
         self._check_open()
         references = weights if isinstance(weights, WeightReferences) else WeightReferences.put(weights)
-        call_id, reply = self._new_reply()
-        self._send(UpdateWeights(call_id, references, version))
-        await asyncio.shield(reply)
+        await self._ask(UpdateWeights(references, version))
 
     async def close(self) -> None:
         """Abandon what this client generates. Idempotent; the actor and its engine stay: see `end_engine_actor`."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         is_dead = self._death is not None
         self._end("it was closed")
         self._life.cancel()
         if not is_dead:
             with suppress(TimeoutError, RayActorError):
-                await asyncio.wait_for(_answer_of(self._actor.leave.remote(self._client)), END_TIMEOUT_S)
+                await asyncio.wait_for(self._actor.leave.remote(self._client), END_TIMEOUT_S)
 
-    def _send(self, message: Setup | EngineCall) -> None:
-        packed: bytes | EngineCall = pickle.dumps(message, protocol=5)
-        if isinstance(message, UpdateWeights):
-            # Ray itself must see the references.
-            packed = message
+    def _send(self, call_id: int, message: Setup | EngineCall) -> None:
+        call: Any = call_id, message
+        # Ray itself must see references to weights.
+        packed = call if isinstance(message, UpdateWeights) else pickle.dumps(call, protocol=5)
         taken = self._actor.take.remote(self._incarnation.token, self._client, next(self._numbers), packed)
         # If the actor is gone, the stream of its answers says so.
         taken.future().add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -243,10 +217,6 @@ def _packed(factory: Factory) -> bytes:
     # Separately: a factory that cannot be unpickled there is then an error to be sent back, not an actor that cannot
     # start.
     return cloudpickle.dumps(factory)  # pyright: ignore[reportPrivateImportUsage]
-
-
-async def _answer_of(reference: Any) -> Any:
-    return await reference
 
 
 def _reason(error: RayError) -> str:

@@ -9,14 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gcore_rollout.engines.protocol import (
-    AnyRequest,
-    AnySample,
-    Engine,
-    EngineStats,
-    TakesWeightsInPlace,
-    report_weights,
-)
+from gcore_rollout.engines.protocol import AnyRequest, AnySample, Engine, EngineStats, report_weights
 from gcore_rollout.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -29,14 +22,7 @@ AnyEngine = Engine[AnyRequest, AnySample]
 
 
 @dataclass(frozen=True)
-class Message:
-    """A message of a call, or of its answer."""
-
-    call_id: int
-
-
-@dataclass(frozen=True)
-class Setup(Message):
+class Setup:
     """The first message to a new process: its environment, and the factory of its engine."""
 
     environment: dict[str, str]
@@ -50,49 +36,53 @@ class Setup(Message):
 
 
 @dataclass(frozen=True)
-class Generate(Message):
+class Generate:
     requests: tuple[AnyRequest, ...]
 
 
 @dataclass(frozen=True)
-class Abandon(Message):
+class Abandon:
     """The rest of a `Generate` is not wanted any more; there is no answer."""
 
 
 @dataclass(frozen=True)
-class Call(Message):
-    method: str
+class Call:
+    method: Callable[..., Awaitable[Any]]
+    """A method of `Engine`, or `report_weights`."""
     arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
-class UpdateWeights(Message):
+class UpdateWeights:
     source: Any
     """The `SharedWeights.layout` of memory that was sent over the socket for descriptors; in Ray the references."""
     version: int
 
 
 @dataclass(frozen=True)
-class Finished(Message):
+class Finished:
     """One sample of a `Generate`."""
 
+    call_id: int
     sample: AnySample
 
 
 @dataclass(frozen=True)
-class Done(Message):
+class Done:
     """A call has returned; with the id 0, nothing but the stats is new."""
 
+    call_id: int
     stats: EngineStats
     value: Any = None
 
 
 @dataclass(frozen=True)
-class Failed(Message):
+class Failed:
     """A call has failed; with the id 0, the engine has ended for this client."""
 
-    error: bytes | None
-    """Pickled type, arguments and attributes, if they can be."""
+    call_id: int
+    error: bytes
+    """Pickled type, arguments and attributes; empty if they cannot be."""
     description: str
     traceback: str
 
@@ -106,32 +96,27 @@ def failure(call_id: int, error: Exception) -> Failed:
     try:
         packed = pickle.dumps((type(error), error.args, vars(error)), protocol=5)
     except Exception:
-        packed = None
+        packed = b""
     description = f"{type(error).__name__}: {error}"
     return Failed(call_id, packed, description, "".join(traceback.format_exception(error)))
 
 
 def exception(failed: Failed, pid: int) -> Exception:
     """Return the exception of a message, of the same type if that can be imported here."""
-    error: Exception = RolloutError(failed.description)
-    if failed.error is not None:
-        try:
-            kind, arguments, attributes = pickle.loads(failed.error)
-            # Not kind(*arguments): the arguments of a constructor need not be those of the exception.
-            error = kind.__new__(kind, *arguments)
-            vars(error).update(attributes)
-        except Exception:
-            error = RolloutError(failed.description)
+    error: Exception
+    try:
+        kind, arguments, attributes = pickle.loads(failed.error)
+        # Not kind(*arguments): the arguments of a constructor need not be those of the exception.
+        error = kind.__new__(kind, *arguments)
+        vars(error).update(attributes)
+    except Exception:
+        error = RolloutError(failed.description)
     error.add_note(f"raised in engine process {pid}:\n{failed.traceback}")
     return error
 
 
 async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
-    """Make an engine by a pickled function, which may be asynchronous.
-
-    Args:
-        num_threads: of torch on CPU; None: its own choice.
-    """
+    """Make an engine by a pickled function, which may be asynchronous, with so many threads of torch on CPU."""
     if num_threads is not None:
         import torch
 
@@ -143,12 +128,7 @@ async def make_engine(factory: bytes, num_threads: int | None) -> AnyEngine:
 class Session:
     """Answers the messages of one client, each in a task of its own.
 
-    Args:
-        send: sends a message to the client.
-        read: called in the order of messages with the ``source`` of each update; its result is awaited in the task.
-
-    Attributes:
-        engine: None until it is made.
+    ``read`` is called in the order of messages with the ``source`` of each update, and its result awaited in the task.
     """
 
     def __init__(
@@ -156,23 +136,25 @@ class Session:
         send: Callable[[FromEngine], None],
         read: Callable[[Any], "Awaitable[Iterable[tuple[str, torch.Tensor]]]"],
     ) -> None:
-        self.engine: AnyEngine | None = None
+        self.engine: Any = None
+        """None until it is made."""
         self._send = send
         self._read = read
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_called = asyncio.Event()
 
-    def take(self, message: EngineCall) -> None:
+    def take(self, call_id: int, message: EngineCall) -> None:
         self._is_called.set()
         match message:
-            case Generate(call_id, requests):
+            case Generate(requests):
                 self.start(call_id, self._generate(call_id, requests))
-            case UpdateWeights(call_id, source, version):
+            case UpdateWeights(source, version):
                 self.start(call_id, self._update(self._read(source), version))
-            case Call(call_id, method, arguments):
+            case Call(method, arguments):
                 self.start(call_id, self._call(method, *arguments))
-            case Abandon(call_id):
-                self.abandon([call_id])
+            case Abandon():
+                if task := self._tasks.get(call_id):
+                    task.cancel()
 
     def start(self, call_id: int, work: Coroutine[Any, Any, Any]) -> None:
         """Start work whose result or exception is the answer to a call."""
@@ -180,13 +162,12 @@ class Session:
         self._tasks[call_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(call_id))
 
-    def abandon(self, call_ids: Iterable[int] | None = None) -> "dict[int, asyncio.Task[None]]":
-        """Cancel calls, or all, without an answer; return the tasks by id."""
-        ids = self._tasks if call_ids is None else call_ids
-        found = {call_id: self._tasks[call_id] for call_id in ids if call_id in self._tasks}
-        for task in found.values():
+    def abandon(self) -> "dict[int, asyncio.Task[None]]":
+        """Cancel all calls without an answer; return the tasks by id."""
+        tasks = dict(self._tasks)
+        for task in tasks.values():
             task.cancel()
-        return found
+        return tasks
 
     async def beat(self, interval_s: float) -> None:
         """Report changed stats soon, and unchanged ones at intervals, as long as there is an engine."""
@@ -211,12 +192,10 @@ class Session:
         except Exception as error:
             self._send(failure(call_id, error))
         else:
-            assert self.engine is not None
             self._send(Done(call_id, self.engine.stats(), value))
 
     async def _generate(self, call_id: int, requests: tuple[AnyRequest, ...]) -> None:
-        assert self.engine is not None
-        samples: Any = self.engine.generate(requests)
+        samples = self.engine.generate(requests)
         try:
             async for sample in samples:
                 self._send(Finished(call_id, sample))
@@ -227,14 +206,12 @@ class Session:
     async def _update(self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int) -> bool:
         """Return whether the engine uses the memory of the weights from now on."""
         weights = await reading
-        if isinstance(self.engine, TakesWeightsInPlace):
-            return await self.engine.update_weights_in_place(weights, version=version)
-        assert self.engine is not None
+        if in_place := getattr(self.engine, "update_weights_in_place", None):
+            return await in_place(weights, version=version)
         await self.engine.update_weights(weights, version=version)
         return False
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        if method == "held_weights":
-            # An engine of the user's own may have no such method.
+    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        if method is report_weights:
             return await report_weights(self.engine, *arguments)
-        return await getattr(self.engine, method)(*arguments)
+        return await getattr(self.engine, method.__name__)(*arguments)

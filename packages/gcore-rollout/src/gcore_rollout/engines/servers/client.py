@@ -30,9 +30,7 @@ class ServerClient:
         timeout_s: how long the server may be silent in a call.
         api_key: the key that the server was started with, if any.
 
-    Raises:
-        MissingExtraError: aiohttp is not installed.
-        ValueError: ``url`` is not one.
+    Raises a `MissingExtraError` if aiohttp is not installed.
     """
 
     def __init__(self, url: str, *, timeout_s: float, api_key: str | None = None) -> None:
@@ -58,13 +56,13 @@ class ServerClient:
             ServerRequestError: the server says 400 or above.
             EngineDiedError: it cannot be reached, hangs up, or says nothing for too long.
         """
-        async with self._response(method, path, params=params, body=body) as response, self._losses():
-            async with asyncio.timeout(self.timeout_s):
-                answer = await response.read()
+        async with self._response(method, path, params=params, json=body) as response:
+            async with self._losses():
+                answer = (await response.read()).decode(errors="replace")
             try:
                 return json.loads(answer)
             except ValueError:
-                return answer.decode(errors="replace")
+                return answer
 
     async def events(self, path: str, body: Any, *, may_be_silent: Callable[[], bool]) -> AsyncGenerator[Any]:
         """POST, and yield the JSON of each server-sent event, until the server reports the last one.
@@ -72,11 +70,9 @@ class ServerClient:
         Args:
             may_be_silent: called when nothing has come for ``timeout_s``; returns whether to continue waiting.
 
-        Raises:
-            ServerRequestError: as in `call`.
-            EngineDiedError: as in `call`, and when the stream breaks off.
+        Raises as `call` does, and an `EngineDiedError` when the stream breaks off.
         """
-        async with self._response("POST", path, body=body) as response:
+        async with self._response("POST", path, json=body) as response:
             buffer = b""
             while data := await self._more(response, may_be_silent):
                 *events, buffer = (buffer + data).split(_EVENT_END)
@@ -91,38 +87,37 @@ class ServerClient:
         raise EngineDiedError(f"the server at {self.url} broke off a stream")
 
     async def _more(self, response: "aiohttp.ClientResponse", may_be_silent: Callable[[], bool]) -> bytes:
-        async with self._losses():
-            while True:
-                try:
-                    async with asyncio.timeout(self.timeout_s):
-                        return await response.content.readany()
-                except TimeoutError:
-                    if not may_be_silent():
-                        raise
+        while True:
+            try:
+                async with self._losses():
+                    return await response.content.readany()
+            except EngineDiedError as error:
+                if not (isinstance(error.__cause__, TimeoutError) and may_be_silent()):
+                    raise
 
     @asynccontextmanager
-    async def _response(
-        self, method: str, path: str, *, params: Mapping[str, str] | None = None, body: Any = None
-    ) -> AsyncGenerator["aiohttp.ClientResponse"]:
+    async def _response(self, method: str, path: str, **content: Any) -> AsyncGenerator["aiohttp.ClientResponse"]:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
-            async with self._losses(), asyncio.timeout(self.timeout_s):
-                response = await session.request(method, self.url + path, params=params, json=body)
+            async with self._losses():
+                response = await session.request(method, self.url + path, **content)
             async with response:
                 if response.status >= 400:
                     async with self._losses():
                         answer = (await response.read()).decode(errors="replace")
-                        raise ServerRequestError(f"{method} {self.url}{path}", status=response.status, answer=answer)
+                    raise ServerRequestError(f"{method} {self.url}{path}", status=response.status, answer=answer)
                 yield response
 
     @asynccontextmanager
     async def _losses(self) -> AsyncGenerator[None]:
+        """Report a lost server, also one that is silent for ``timeout_s``, as an `EngineDiedError`."""
         import aiohttp
 
         try:
-            yield
+            async with asyncio.timeout(self.timeout_s):
+                yield
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             how = f"said nothing for {self.timeout_s} s"
             if not isinstance(error, TimeoutError):

@@ -1,20 +1,27 @@
 """The base of engines whose servers run elsewhere."""
 
 import asyncio
+import shutil
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
+from transformers import AutoConfig
 
-from gcore_rollout.engines.queueing import Call, Sample
-from gcore_rollout.engines.servers import served
+from gcore_rollout.engines.queueing import Control, Sample, SampleFilter, TokenEngine
 from gcore_rollout.engines.servers.client import ServerClient
-from gcore_rollout.engines.servers.served import RunningSample, ServedModel, ServerCalls, ServerInfo
-from gcore_rollout.engines.vllm.process import check_weights_and_head
-from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError
+from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo, write_weights
+from gcore_rollout.engines.vllm.process import check_weights_and_head, checkpoint_shapes, eos_token_ids
+from gcore_rollout.errors import EngineDiedError, RolloutError, ServerRequestError, UnsupportedModelError
+
+Controls = Mapping[Control, tuple[str, Mapping[str, Any]]]
+"""Path and further arguments of `ServerClient.call` by which a server is controlled, all of them idempotent."""
 
 # An abort that overtakes its request finds no sample to end: it is sent until the sample has come.
 _ABORT_INTERVAL_S = 0.25
@@ -22,7 +29,7 @@ _ABORT_INTERVAL_S = 0.25
 _SETTLE_INTERVAL_S = 0.02
 
 
-class ServerEngine(ServerCalls):
+class ServerEngine(TokenEngine):
     """An engine that a server runs; this process sends it samples, one request each. Made by `connect`.
 
     The server must not have other clients: its weights, pauses and version labels are set from here. It is never
@@ -32,23 +39,31 @@ class ServerEngine(ServerCalls):
     `EngineDiedError` that names the server. Nothing is sent a second time.
     """
 
+    _HOW_TO_OPEN = "connect again"
+    _GENERATE_PATH: ClassVar[str]
+    _CONTROLS: ClassVar[Controls]
+    _ENDS_PAUSED_SAMPLES: ClassVar[bool]
+    """Whether the server answers an abort while it is paused."""
+
     def __init__(
-        self,
-        client: ServerClient,
-        info: ServerInfo,
-        model: ServedModel,
-        *,
-        max_num_seqs: int,
-        weights_dir: str | Path | None,
-        eos_token_ids: Sequence[int],
+        self, client: ServerClient, info: ServerInfo, *, weights_dir: str | Path | None, eos: Sequence[int] | None
     ) -> None:
         if weights_dir is not None and not Path(weights_dir).is_dir():
             raise ValueError(f"weights_dir is {str(weights_dir)!r}; expected an existing folder that the server sees")
-        super().__init__(max_length=info.max_length, vocab_size=model.vocab_size, max_num_seqs=max_num_seqs)
+        self._model_path = Path(info.model_path)
+        if not (self._model_path / "config.json").exists():
+            raise UnsupportedModelError(
+                f"the server runs {self._model_path}, which is no model's folder on this machine: "
+                "set model_path to a folder here that holds the same model"
+            )
+        config: Any = AutoConfig.from_pretrained(self._model_path).get_text_config()
+        super().__init__(max_length=info.max_length, vocab_size=config.vocab_size, max_num_seqs=info.max_num_seqs)
         self._client = client
-        self._info = info
-        self._model = model
-        self._eos = list(eos_token_ids)
+        self._is_tied = bool(config.tie_word_embeddings)
+        self._repacks_head = self._is_tied and info.is_on_cpu
+        self._shapes = checkpoint_shapes(self._model_path)
+        self._declared_eos = eos_token_ids(self._model_path)
+        self._eos = self._declared_eos if eos is None else list(eos)
         self._identity = uuid.uuid4().hex
         self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
         self._weights_folder: Path | None = None
@@ -89,53 +104,11 @@ class ServerEngine(ServerCalls):
             RolloutError: it was started without a needed option.
         """
         client = ServerClient(url, timeout_s=timeout_s, api_key=api_key)
-        info = cls._ask(client)
-        path = Path(info.model_path if model_path is None else model_path)
-        model = ServedModel.from_folder(path)
-        engine = cls(
-            client,
-            info,
-            model,
-            max_num_seqs=info.max_num_seqs if max_num_seqs is None else max_num_seqs,
-            weights_dir=weights_dir,
-            eos_token_ids=model.eos_token_ids if eos_token_ids is None else eos_token_ids,
-        )
+        given = {"model_path": model_path, "max_num_seqs": max_num_seqs}
+        info = replace(cls._ask(client), **{name: value for name, value in given.items() if value is not None})
+        engine = cls(client, info, weights_dir=weights_dir, eos=eos_token_ids)
         engine._take_over()
         return engine
-
-    async def pause(self) -> None:
-        async with self._controlling():
-            self._is_paused = True
-            await self._control_server("pause")
-            await self._settle()
-
-    async def resume(self) -> None:
-        async with self._controlling():
-            await self._control_server("resume")
-            self._is_paused = False
-        self._start()
-
-    async def sleep(self) -> None:
-        async with self._controlling():
-            if self._is_asleep:
-                return
-            self._check_idle()
-            # First, so that no sample starts meanwhile.
-            self._is_asleep = True
-            try:
-                await self._control_server("sleep")
-            except ServerRequestError:
-                self._is_asleep = False
-                self._start()
-                raise
-
-    async def wake(self) -> None:
-        async with self._controlling():
-            if not self._is_asleep:
-                return
-            await self._control_server("wake")
-            self._is_asleep = False
-        self._start()
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights; unknown or missing names and wrong shapes are refused before anything is sent.
@@ -152,7 +125,7 @@ class ServerEngine(ServerCalls):
             if self._weights_dir is None:
                 raise RolloutError("the engine was made without weights_dir: update_weights needs it")
             new = dict(weights)
-            check_weights_and_head(self._model.shapes, new, is_tied=self._model.tied)
+            check_weights_and_head(self._shapes, new, is_tied=self._is_tied)
             await self._check_update_possible()
             await _completed(self._replace_weights(new, self._weights_dir, version))
         self._start()
@@ -163,18 +136,18 @@ class ServerEngine(ServerCalls):
             return
         self._is_closed = True
         left = list(self._running)
-        self._fail(lambda _: RolloutError("the engine was closed while generating"))
+        self._fail(RolloutError("the engine was closed while generating"))
         with suppress(EngineDiedError, ServerRequestError):
             if self._death is None:
                 await self._abort_on_server(left)
                 if self._is_paused:
-                    await self._control_server("resume")
+                    await self._control("resume")
                 if self._is_asleep:
-                    await self._control_server("wake")
+                    await self._control("wake")
         if self._notifications:
             await asyncio.wait(self._notifications)
         if self._weights_folder is not None:
-            served.remove_weights(self._weights_folder)
+            shutil.rmtree(self._weights_folder, ignore_errors=True)
 
     @asynccontextmanager
     async def _controlling(self) -> AsyncGenerator[None]:
@@ -197,13 +170,12 @@ class ServerEngine(ServerCalls):
     def _start(self) -> None:
         if self._is_paused or self._is_asleep or self._is_held or self._is_closed or self._death is not None:
             return
-        for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
-            for sample in group:
-                if not sample.shares_prompt:
-                    self._prompt_tokens += len(sample.start_token_ids)
-                running = RunningSample(sample=sample, server_id=uuid.uuid4().hex, version=self._version)
-                self._running[running.server_id] = running
-                running.task = asyncio.create_task(self._run(running))
+        for sample in chain(*self._admitted()):
+            if not sample.shares_prompt:
+                self._prompt_tokens += len(sample.start_token_ids)
+            running = RunningSample(sample=sample, server_id=uuid.uuid4().hex, version=self._version)
+            self._running[running.server_id] = running
+            running.task = asyncio.create_task(self._run(running))
 
     async def _run(self, running: RunningSample) -> None:
         read = self._reader(running)
@@ -248,18 +220,12 @@ class ServerEngine(ServerCalls):
             self._running.pop(running.server_id, None)
             self._start()
 
-    def _abandon(self, call: Call) -> None:
-        self._drop([r for r in self._running.values() if r.sample.call is call])
-
-    async def _abort_running(self, which: Callable[[Sample], bool]) -> None:
+    async def _abort_running(self, which: SampleFilter) -> None:
         """End samples on the server, and wait until they have come."""
-        meant = [r for r in self._running.values() if which(r.sample)]
         if (self._is_paused or self._is_held) and not self._ENDS_PAUSED_SAMPLES:
-            for running in meant:
-                running.finish("abort")
-            self._drop(meant)
+            self._remove_running(which, as_aborted=True)
             return
-        tasks = {r.server_id: r.task for r in meant if r.task is not None}
+        tasks = {r.server_id: r.task for r in self._running.values() if which(r.sample)}
         end = asyncio.get_running_loop().time() + self._client.timeout_s
         try:
             while tasks := {server_id: task for server_id, task in tasks.items() if not task.done()}:
@@ -271,15 +237,20 @@ class ServerEngine(ServerCalls):
             self._die(error.reason)
             raise
 
-    def _drop(self, meant: Sequence[RunningSample]) -> None:
+    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
         """Drop samples: their connections are closed, and the server is notified."""
-        for running in meant:
+        dropped = [running for running in self._running.values() if which(running.sample)]
+        for running in dropped:
+            if as_aborted:
+                running.finish("abort")
             del self._running[running.server_id]
-            if running.task is not None:
+            # One of them may be the current task.
+            if running.task is not asyncio.current_task():
                 running.task.cancel()
-        if meant and self._death is None:
-            self._notify_gone(meant)
+        if dropped and not self._is_closed and self._death is None:
+            self._notify_gone(dropped)
         self._start()
+        return [running.sample for running in dropped]
 
     def _notify_gone(self, gone: Sequence[RunningSample]) -> None:
         """Notify the server, in the background, that these samples are not wanted any more."""
@@ -294,35 +265,35 @@ class ServerEngine(ServerCalls):
         notification.add_done_callback(self._notifications.discard)
 
     async def _replace_weights(self, tensors: Mapping[str, torch.Tensor], parent: Path, version: int) -> None:
-        model_path = self._model.path
-        folder = await asyncio.to_thread(served.write_weights, tensors, parent, version=version, model_path=model_path)
-        unused: Path | None = folder
-        try:
-            await self._load(folder, version)
-            unused, self._weights_folder = self._weights_folder, folder
-        finally:
-            if unused is not None:
-                served.remove_weights(unused)
-
-    async def _load(self, folder: Path, version: int) -> None:
-        """Have the server load the weights in ``folder`` between two steps."""
+        """Have the server load new weights between two steps."""
+        folder = unused = await asyncio.to_thread(
+            write_weights, tensors, parent, version=version, model_path=self._model_path
+        )
         self._is_held = True
         try:
             if not self._is_paused:
-                await self._control_server("pause")
-                await self._settle()
+                await self._control("pause")
             try:
                 await self._load_on_server(folder, version)
             except ServerRequestError as error:
                 reason = f"the weights in {folder} could not be loaded, does the server see them? {error}"
                 raise EngineDiedError(reason) from error
+            unused, self._weights_folder = self._weights_folder, folder
             self._version = version
             for running in self._running.values():
                 running.updates.append((len(running.token_ids), version))
             if not self._is_paused:
-                await self._control_server("resume")
+                await self._control("resume")
         finally:
             self._is_held = False
+            if unused is not None:
+                shutil.rmtree(unused, ignore_errors=True)
+
+    async def _control(self, name: Control) -> None:
+        path, arguments = self._CONTROLS[name]
+        await self._client.call("POST", path, **arguments)
+        if name == "pause":
+            await self._settle()
 
     async def _settle(self) -> None:
         """Wait until the tokens sampled before a pause have come."""
@@ -333,24 +304,48 @@ class ServerEngine(ServerCalls):
     def _die(self, reason: str) -> None:
         if self._death is None and not self._is_closed:
             self._death = reason
-            self._fail(lambda unfinished: EngineDiedError(reason, unfinished=unfinished))
-
-    def _fail(self, error: Callable[[tuple[tuple[str, int], ...]], Exception]) -> None:
-        """End all calls, each with an error made from (request id, index) of its unfinished samples."""
-        samples = self._waiting.remove(lambda _: True) + [running.sample for running in self._running.values()]
-        owed: dict[Call, list[tuple[str, int]]] = {}
-        for sample in samples:
-            owed.setdefault(sample.call, []).append((sample.request.request_id, sample.index))
-        for call, unfinished in owed.items():
-            call.finished.put_nowait(error(tuple(unfinished)))
-        for running in self._running.values():
-            # One of them may be the current task.
-            if running.task is not None and running.task is not asyncio.current_task():
-                running.task.cancel()
-        self._running.clear()
+            self._fail(EngineDiedError(reason))
 
     def _num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def _cache_salt(self) -> str:
+        """Servers keep prefixes computed with older weights, also of an earlier client: each version has its own."""
+        return f"{self._identity}-{self._version}"
+
+    def _failure(self, sample: Sample, *, status: int, answer: str) -> ServerRequestError:
+        """Return the error of a stream which reports that its sample failed."""
+        name = f"sample {sample.index} of {sample.request.request_id!r}, POST {self._client.url}{self._GENERATE_PATH}"
+        return ServerRequestError(name, status=status, answer=answer)
+
+    @classmethod
+    @abstractmethod
+    def _ask(cls, client: ServerClient) -> ServerInfo:
+        """Ask what the server runs, and refuse one that was started without a needed option. Blocks."""
+
+    @abstractmethod
+    def _take_over(self) -> None:
+        """Bring the server into the state that `connect` promises, whatever it was. Blocks."""
+
+    @abstractmethod
+    def _body(self, sample: Sample, server_id: str) -> dict[str, Any]:
+        """Return the JSON to be sent to ``_GENERATE_PATH``."""
+
+    @abstractmethod
+    def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
+        """Return what reads the events of the answer one by one, and raises `ServerRequestError` for a failure."""
+
+    @abstractmethod
+    def _abort_on_server(self, server_ids: Sequence[str]) -> Awaitable[None]:
+        """End samples; unknown ones are ignored, and the list may be empty."""
+
+    @abstractmethod
+    def _load_on_server(self, folder: Path, version: int) -> Awaitable[None]:
+        """Load a folder's weights while paused; tokens sampled afterwards are labelled ``version``."""
+
+    async def _check_update_possible(self) -> None:
+        """Refuse an update that the server cannot apply completely."""
 
 
 async def _completed(work: Coroutine[Any, Any, None]) -> None:

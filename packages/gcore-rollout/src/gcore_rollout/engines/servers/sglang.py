@@ -12,8 +12,8 @@ from gcore_rollout.engines.protocol import FinishReason, Request
 from gcore_rollout.engines.queueing import Sample
 from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 from gcore_rollout.engines.servers.client import ServerClient
-from gcore_rollout.engines.servers.engine import ServerEngine
-from gcore_rollout.engines.servers.served import Control, Controls, Piece, RunningSample, ServerInfo, spans_of
+from gcore_rollout.engines.servers.engine import Controls, ServerEngine
+from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo
 from gcore_rollout.errors import RequestError, RolloutError
 
 # Below this SGLang takes the most probable token.
@@ -61,7 +61,7 @@ class SGLangServerEngine(ServerEngine):
         return ServerInfo(model_path=info["model_path"], max_length=info["max_req_input_len"], max_num_seqs=256)
 
     def _take_over(self) -> None:
-        missing = sorted(set(self._model.eos_token_ids) - set(self._eos))
+        missing = sorted(set(self._declared_eos) - set(self._eos))
         if missing:
             raise ValueError(f"eos_token_ids is {self._eos}; expected {missing}, too, where SGLang ends anyway")
         self._client.call_blocking("POST", "/continue_generation", body={})
@@ -104,16 +104,14 @@ class SGLangServerEngine(ServerEngine):
 
     def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:
         sampling = running.sample.request.sampling
-        detection, prefix = sampling.repetition_detection, running.sample.prefix
+        detection, prefix = sampling.repetition_detection, running.sample.prefix.token_ids
         if detection is None:
             return partial(self._piece, running)
         sizes = np.array([[detection.min_pattern_size], [detection.max_pattern_size], [detection.min_count]])
         tokens_1T = np.zeros((1, sampling.max_tokens), np.int64)
-        length = running.sample.prefix_length
-        runs_1P = np.zeros((1, detection.max_pattern_size), np.int64)
-        if prefix is not None:
-            tokens_1T[0, :length] = prefix.token_ids
-            runs_1P[0] = runs_at_end(prefix.token_ids, detection.max_pattern_size)
+        length = prefix.size
+        tokens_1T[0, :length] = prefix
+        runs_1P = runs_at_end(prefix, detection.max_pattern_size)[None]
 
         def read(event: Any) -> Piece:
             nonlocal length
@@ -142,7 +140,7 @@ class SGLangServerEngine(ServerEngine):
             token_ids=[entry[1] for entry in entries],
             log_probs=[entry[0] for entry in entries],
             finish_reason=None if end is None else self._finish_reason(end["type"], running, entries),
-            version_spans=spans_of(meta.get("weight_versions")),
+            version_spans=meta.get("weight_versions"),
         )
 
     def _finish_reason(self, kind: str, running: RunningSample, entries: list[Any]) -> FinishReason:
@@ -162,11 +160,10 @@ class SGLangServerEngine(ServerEngine):
         calls = (self._client.call("POST", "/abort_request", body={"rid": server_id}) for server_id in server_ids)
         await asyncio.gather(*calls)
 
-    async def _control_server(self, name: Control) -> None:
-        await super()._control_server(name)
-        if name == "pause":
-            # The pause was only queued: this call is answered after the last step.
-            await self._client.call("GET", "/server_info")
+    async def _settle(self) -> None:
+        # The pause was only queued: this call is answered after the last step.
+        await self._client.call("GET", "/server_info")
+        await super()._settle()
 
     async def _load_on_server(self, folder: Path, version: int) -> None:
         # Flushing would fail while samples run; what is cached has the older version in its key.

@@ -1,16 +1,15 @@
 """The `vllm_server` engine, of a `vllm serve` that runs elsewhere."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 from gcore_rollout.engines.protocol import Request
 from gcore_rollout.engines.queueing import Sample
 from gcore_rollout.engines.servers.client import ServerClient
-from gcore_rollout.engines.servers.engine import ServerEngine
-from gcore_rollout.engines.servers.served import Controls, Piece, RunningSample, ServerInfo, spans_of
-from gcore_rollout.engines.vllm.requests import check_temperature
+from gcore_rollout.engines.servers.engine import Controls, ServerEngine
+from gcore_rollout.engines.servers.served import Piece, RunningSample, ServerInfo
+from gcore_rollout.engines.vllm.translation import check_temperature, sampling_settings
 from gcore_rollout.errors import RolloutError, ServerRequestError
 
 _WORKER = "gcore_rollout.TiedHeadWorker"
@@ -48,7 +47,15 @@ class VLLMServerEngine(ServerEngine):
 
     @classmethod
     def _ask(cls, client: ServerClient) -> ServerInfo:
-        config = _config(client)
+        try:
+            config = client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
+        except ServerRequestError as error:
+            if error.status != 404:
+                raise
+            raise RolloutError(
+                f"the server at {client.url} does not report its configuration: start `vllm serve` with "
+                "VLLM_SERVER_DEV_MODE=1"
+            ) from error
         mode = config["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             raise RolloutError(
@@ -77,24 +84,12 @@ class VLLMServerEngine(ServerEngine):
         check_temperature(request)
 
     def _body(self, sample: Sample, server_id: str) -> dict[str, Any]:
-        sampling = sample.request.sampling
-        detection = sampling.repetition_detection
         return {
             "request_id": server_id,
             "token_ids": sample.start_token_ids,
             "stream": True,
             "cache_salt": self._cache_salt,
-            "sampling_params": {
-                "max_tokens": sampling.max_tokens - sample.prefix_length,
-                "temperature": sampling.temperature,
-                "seed": sample.generator_seed,
-                "repetition_detection": None if detection is None else asdict(detection),
-                "stop_token_ids": self._eos,
-                # Only stop_token_ids end a completion.
-                "ignore_eos": True,
-                "detokenize": False,
-                "logprobs": 0,
-            },
+            "sampling_params": sampling_settings(sample, self._eos),
         }
 
     def _reader(self, running: RunningSample) -> Callable[[Any], Piece]:  # noqa: ARG002 - each event says all
@@ -123,7 +118,7 @@ class VLLMServerEngine(ServerEngine):
 
     async def _repack_head(self) -> None:
         """Have a tied head packed again where vLLM would keep the old one."""
-        if self._model.tied and self._info.is_on_cpu:
+        if self._repacks_head:
             await self._client.call("POST", "/collective_rpc", body={"method": "repack_tied_head"})
 
 
@@ -134,17 +129,5 @@ def _piece(event: Any) -> Piece:
         token_ids=choice["token_ids"] or [],
         log_probs=[entry["logprob"] for entry in content],
         finish_reason=choice["finish_reason"],
-        version_spans=spans_of(choice["weight_versions"]),
+        version_spans=choice["weight_versions"],
     )
-
-
-def _config(client: ServerClient) -> Any:
-    try:
-        return client.call_blocking("GET", "/server_info", params={"config_format": "json"})["vllm_config"]
-    except ServerRequestError as error:
-        if error.status != 404:
-            raise
-        raise RolloutError(
-            f"the server at {client.url} does not report its configuration: start `vllm serve` with "
-            "VLLM_SERVER_DEV_MODE=1"
-        ) from error

@@ -1,7 +1,8 @@
 """The `vllm` engine: vLLM's scheduler and kernels, in this process and on this event loop."""
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -9,16 +10,13 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from gcore_rollout.engines.protocol import HeldWeights, Request
-from gcore_rollout.engines.queueing import InProcessEngine, Sample, check_max_num_seqs
-from gcore_rollout.engines.vllm import process, requests
-from gcore_rollout.engines.vllm.process import TIED_HEAD
-from gcore_rollout.engines.vllm.weights import held_tensors
+from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
+from gcore_rollout.engines.queueing import Control, InProcessEngine, Sample, SampleFilter, check_max_num_seqs
+from gcore_rollout.engines.vllm import process, translation
 from gcore_rollout.errors import MissingExtraError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput
     from vllm.config import VllmConfig
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -46,8 +44,6 @@ class VLLMEngine(InProcessEngine):
     Args:
         config: vLLM's; use `from_pretrained`.
         shapes: names and shapes of the checkpoint's tensors, against which new weights are checked.
-        eos_token_ids: tokens that end a completion.
-        recompute_kv: see `from_pretrained`.
         vision: reads images for the model; None: it takes none.
     """
 
@@ -73,14 +69,14 @@ class VLLMEngine(InProcessEngine):
             vision=vision,
         )
         group_existed = torch.distributed.is_initialized()
-        self._engine: LLMEngine | None = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        self._engine: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._engine.engine_core.set_weight_version("0")
         VLLMEngine._made_process_group |= not group_existed
         VLLMEngine._num_live += 1
         self._can_sleep = config.model_config.enable_sleep_mode
         self._on_cpu = config.device_config.device_type == "cpu"
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
-        self._shapes = {name: shape for name, shape in shapes.items() if not (self._tied and name == TIED_HEAD)}
+        self._shapes = shapes
         self._eos = list(eos_token_ids)
         self._recompute_kv = recompute_kv
         self._running: dict[str, Sample] = {}
@@ -160,7 +156,7 @@ class VLLMEngine(InProcessEngine):
                 speculative_config=None if speculative_config is None else dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 skip_tokenizer_init=vision is None,
-                **({} if vision is None else requests.options_for_images(on_cpu=on_cpu)),
+                **({} if vision is None else translation.options_for_images(on_cpu=on_cpu)),
                 # The model's own generation config may hold top-k, top-p or penalties.
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
@@ -185,7 +181,7 @@ class VLLMEngine(InProcessEngine):
         ``recompute_kv`` was set; samples that start later share no cached prefix with them.
         """
         self._check_update(version)
-        engine = self._open()
+        engine = self._engine
         new = {name: tensor.detach() for name, tensor in weights}
         process.check_weights_and_head(self._shapes, new, is_tied=self._tied)
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
@@ -201,8 +197,9 @@ class VLLMEngine(InProcessEngine):
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         """Digest the weights; of a mixture of experts, all but the experts."""
-        read = partial(held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
-        (tensors,) = self._open().apply_model(read)
+        self._check_open()
+        read = partial(translation.held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
+        (tensors,) = self._engine.apply_model(read)
         return HeldWeights(version=self._version, tensors=tensors)
 
     async def close(self) -> None:
@@ -219,98 +216,75 @@ class VLLMEngine(InProcessEngine):
         del engine
         gc.collect()
 
-    def _open(self) -> "LLMEngine":
-        self._check_open()
-        assert self._engine is not None
-        return self._engine
-
     def _check_request(self, request: Request) -> None:
         super()._check_request(request)
-        requests.check_temperature(request)
+        translation.check_temperature(request)
 
     def _num_running(self) -> int:
         return len(self._running)
 
-    def _num_sampled(self) -> int:
-        return self._completion_tokens + self._tokens_sampled(self._running)
+    def stats(self) -> EngineStats:
+        stats = super().stats()
+        return replace(stats, completion_tokens=stats.completion_tokens + self._tokens_sampled(self._running))
 
-    def _free_memory(self) -> None:
-        engine = self._open()
-        if self._on_cpu:
+    async def _control(self, name: Control) -> None:
+        if name == "wake" and not self._on_cpu:
+            self._engine.wake_up()
+        elif name == "sleep" and self._on_cpu:
             # What is left of the cache is zeros: vLLM must not look for prefixes there.
-            is_reset = engine.reset_prefix_cache()
+            is_reset = self._engine.reset_prefix_cache()
             assert is_reset
-            engine.collective_rpc(process.free_kv_cache)
-        elif self._can_sleep:
-            engine.sleep(level=1)
-        else:
+            self._engine.collective_rpc(process.free_kv_cache)
+        elif name == "sleep" and self._can_sleep:
+            self._engine.sleep(level=1)
+        elif name == "sleep":
             raise RolloutError("sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)")
 
-    def _allocate_memory(self) -> None:
-        if not self._on_cpu:
-            self._open().wake_up()
-
     def _step(self) -> None:
-        engine = self._open()
-        self._admit(engine)
-        # On CPU vLLM draws from torch's global generator at every step, even where each sample has a seed.
-        with torch.random.fork_rng(devices=(), enabled=self._on_cpu):
-            outputs = engine.step()
-        for output in outputs:
-            self._finish(cast("RequestOutput", output))
-
-    def _admit(self, engine: "LLMEngine") -> None:
-        for group in self._waiting.admit(self._max_num_seqs - len(self._running)):
-            prompt = requests.prompt_of(group[0], self._vision, version=self._version)
+        for group in self._admitted():
+            prompt = translation.prompt_of(group[0], self._vision, version=self._version)
             for sample in group:
                 if not sample.shares_prompt:
                     self._prompt_tokens += len(sample.start_token_ids)
                 sample_id = str(next(self._sample_ids))
                 self._running[sample_id] = sample
-                engine.add_request(sample_id, prompt, requests.sampling_params(sample, self._eos))
+                self._engine.add_request(sample_id, prompt, translation.sampling_params(sample, self._eos))
+        # On CPU vLLM draws from torch's global generator at every step, even where each sample has a seed.
+        with torch.random.fork_rng(devices=(), enabled=self._on_cpu):
+            outputs: list[Any] = self._engine.step()
+        for output in outputs:
+            sample, result = self._running.pop(output.request_id), output.outputs[0]
+            self._completion_tokens += len(result.token_ids)
+            if result.finish_reason in ("stop", "length", "repetition"):
+                translation.finish(sample, result, result.finish_reason)
+            else:
+                reason = f"{result.finish_reason}, {result.stop_reason}"
+                error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
+                sample.call.finished.put_nowait(error)
 
-    def _finish(self, output: "RequestOutput") -> None:
-        sample = self._running.pop(output.request_id)
-        result = output.outputs[0]
-        self._completion_tokens += len(result.token_ids)
-        if result.finish_reason not in ("stop", "length", "repetition"):
-            reason = f"{result.finish_reason}, {result.stop_reason}"
-            error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
-            sample.call.finished.put_nowait(error)
-            return
-        requests.finish(sample, result, result.finish_reason)
-
-    def _remove_running(self, which: Callable[[Sample], bool], *, as_aborted: bool) -> list[Sample]:
+    def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
         removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}
-        if self._engine is None or not removed:
+        if not removed:
             return []
-        if as_aborted:
-            self._hand_over_unfinished(removed)
         self._completion_tokens += self._tokens_sampled(removed)
+        if as_aborted:
+            from vllm.v1.engine import FinishReason as VLLMFinishReason
+
+            for state in self._states(removed):
+                # vLLM itself makes this output when it aborts, but only for an asynchronous front end.
+                output: Any = state.make_request_output(
+                    new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
+                )
+                translation.finish(removed[output.request_id], output.outputs[0], "abort")
         self._engine.abort_request(list(removed))
         for sample_id in removed:
             del self._running[sample_id]
         return list(removed.values())
 
-    def _hand_over_unfinished(self, samples: dict[str, Sample]) -> None:
-        from vllm.v1.engine import FinishReason as VLLMFinishReason
-
-        for state in self._states(samples):
-            # vLLM itself makes this output when it aborts, but only for an asynchronous front end.
-            output = cast(
-                "RequestOutput",
-                state.make_request_output(
-                    new_token_ids=[], pooling_output=None, finish_reason=VLLMFinishReason.ABORT, stop_reason=None
-                ),
-            )
-            requests.finish(samples[output.request_id], output.outputs[0], "abort")
-
-    def _tokens_sampled(self, sample_ids: Iterable[str]) -> int:
+    def _tokens_sampled(self, sample_ids: Mapping[str, Sample]) -> int:
         return sum(state.detokenizer.num_output_tokens() for state in self._states(sample_ids))
 
-    def _states(self, sample_ids: Iterable[str]) -> list[Any]:
-        if self._engine is None:
-            return []
-        wanted = set(sample_ids)
-        states = cast(Iterable[Any], self._engine.output_processor.request_states.values())
-        return [state for state in states if state.external_req_id in wanted]
+    def _states(self, sample_ids: Mapping[str, Sample]) -> list[Any]:
+        # After `close` there are neither samples nor an engine.
+        states = self._engine.output_processor.request_states.values() if sample_ids else ()
+        return [state for state in states if state.external_req_id in sample_ids]

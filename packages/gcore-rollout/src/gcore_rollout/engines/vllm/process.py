@@ -61,7 +61,7 @@ def process_state_kept() -> Generator[None]:
     was_frozen = gc.get_freeze_count() > 0
     # Children would inherit the preloaded libraries; a launcher's worker would take the world size for its own.
     names = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE")
-    variables = {name: os.environ.get(name) for name in names}
+    variables = {name: os.environ[name] for name in names if name in os.environ}
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices=devices):
@@ -74,11 +74,9 @@ def process_state_kept() -> Generator[None]:
             torch.set_num_threads(num_threads)
         if not was_frozen:
             gc.unfreeze()
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(variables)
 
 
 def check_head_size(config: "VllmConfig") -> None:
@@ -153,10 +151,9 @@ class TiedHeadWorker:
 
 def check_speculation(config: Mapping[str, Any]) -> None:
     """Refuse settings with which samples are not drawn from the policy."""
-    method = config.get("rejection_sample_method", "standard")
-    if method == "synthetic":
+    if config.get("rejection_sample_method") == "synthetic":
         raise ValueError(
-            f"speculative_config has rejection_sample_method {method!r}; expected 'standard' or 'block', which sample "
+            "speculative_config has rejection_sample_method 'synthetic'; expected 'standard' or 'block', which sample "
             "from the policy"
         )
 
@@ -198,9 +195,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_weights_and_head(
-    shapes: Mapping[str, tuple[int, ...]], new: dict[str, torch.Tensor], *, is_tied: bool
-) -> None:
+def check_weights_and_head(shapes: Mapping[str, tuple[int, ...]], new: dict[str, Any], *, is_tied: bool) -> None:
     """Refuse weights that are not the model's, and remove a tied head, which need not be among them."""
     check_weights(shapes, new, optional=frozenset({TIED_HEAD} if is_tied else ()))
     if is_tied:
