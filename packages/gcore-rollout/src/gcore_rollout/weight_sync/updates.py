@@ -154,11 +154,7 @@ def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, 
         ValueError: they have other names, shapes or data types, or the delta is not whole.
     """
     if version != delta.base_version:
-        raise WrongBaseError(
-            f"the delta to version {delta.version} changes version {delta.base_version}, but version {version} is "
-            "here: send a full update",
-            version=version,
-        )
+        raise _wrong_base(delta, version=version)
     check_layout(delta.layout, layout_of(weights))
     _check_whole(delta)
     if strided := [name for name in delta.sparse if not weights[name].is_contiguous()]:
@@ -174,6 +170,18 @@ def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, 
     return WeightDelta(
         base_version=delta.version, version=delta.base_version, layout=delta.layout, sparse=sparse, dense=dense
     )
+
+
+def _wrong_base(
+    update: WeightDelta | AdapterWeights, *, version: int | None, adapters: AdapterWeights | None = None
+) -> WrongBaseError:
+    """Return the error of an update that does not build on this version, or on these adapters."""
+    needs = "delta to version {} changes" if isinstance(update, WeightDelta) else "adapters of version {} belong to"
+    here = "nothing is" if version is None else f"version {version} is"
+    if adapters is not None:
+        here = f"adapters of version {adapters.version} are"
+    message = f"the {needs.format(update.version)} version {update.base_version}, but {here} here: send a full update"
+    return WrongBaseError(message, version=version)
 
 
 def _change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor | None:
@@ -275,9 +283,7 @@ class WeightMirror:
             changes_back: list[tuple[dict[str, torch.Tensor], WeightDelta]] = []
             try:
                 for update in updates:
-                    change_back = self._take(update)
-                    if change_back is not None:
-                        changes_back.append((self._base, change_back))
+                    self._take(update, changes_back)
                 await self._engine.update_weights(iter(self), version=updates[-1].version)
             except BaseException:
                 # Otherwise it failed after it had taken the weights.
@@ -287,36 +293,23 @@ class WeightMirror:
                     self._base, self._base_version, self._adapters = before
                 raise
 
-    def _take(self, update: WeightUpdate) -> WeightDelta | None:
-        """Apply an update, and return the delta that reverts a change in place; None: there was none."""
+    def _take(self, update: WeightUpdate, changes_back: list[tuple[dict[str, torch.Tensor], WeightDelta]]) -> None:
+        """Apply an update, and add what was changed in place with the delta that reverts it."""
         if self.version is not None and update.version <= self.version:
             raise ValueError(f"version is {update.version}; expected a version above the current {self.version}")
         match update:
             case FullWeights():
                 self._base = {name: host_copy(tensor) for name, tensor in update.tensors}
-                self._adapters = None
-                self._base_version = update.version
-                return None
+                self._base_version, self._adapters = update.version, None
             case WeightDelta():
                 if self._base_version is None or self._adapters is not None:
-                    raise WrongBaseError(
-                        f"the delta to version {update.version} changes version {update.base_version}, but "
-                        f"{'nothing is' if self.version is None else f'adapters of version {self.version} are'} here: "
-                        "send a full update",
-                        version=None,
-                    )
+                    raise _wrong_base(update, version=None, adapters=self._adapters)
                 change_back = apply_delta(self._base, update, version=self._base_version)
+                changes_back.append((self._base, change_back))
                 self._base_version = update.version
-                return change_back
             case AdapterWeights():
                 if update.base_version != self._base_version:
-                    here = "nothing" if self._base_version is None else f"version {self._base_version}"
-                    raise WrongBaseError(
-                        f"the adapters of version {update.version} belong to version {update.base_version}, but {here} "
-                        "is here: send a full update",
-                        version=self._base_version,
-                    )
+                    raise _wrong_base(update, version=self._base_version)
                 check_adapters(self._base, update)
                 copies = {name: host_copy(tensor) for name, tensor in update.tensors.items()}
                 self._adapters = replace(update, tensors=copies)
-                return None

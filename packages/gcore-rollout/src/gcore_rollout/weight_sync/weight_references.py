@@ -3,7 +3,7 @@
 import asyncio
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,7 +13,7 @@ import torch
 from gcore_rollout.engines.protocol import Digests
 from gcore_rollout.errors import MissingExtraError
 from gcore_rollout.weight_sync.checked import digests_of
-from gcore_rollout.weight_sync.layout import TensorSpec
+from gcore_rollout.weight_sync.layout import Layout, layout_of
 
 # In a program started by `uv run`, Ray would build its environment again for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -29,36 +29,21 @@ class _Bucket:
     """Tensors that are one object of the store: the bytes of each, as an array."""
 
     reference: Any
-    layout: tuple[tuple[str, TensorSpec], ...]
+    layout: Layout
 
     @classmethod
-    def put(cls, weights: Sequence[tuple[str, torch.Tensor]]) -> Self:
+    def put(cls, weights: Mapping[str, torch.Tensor]) -> Self:
         """Copy tensors to the store, by way of this process's memory only if they are not on the CPU."""
-        arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for _, tensor in weights]
-        return cls(ray.put(arrays), tuple((name, TensorSpec.of(tensor)) for name, tensor in weights))
+        arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in weights.values()]
+        return cls(ray.put(arrays), layout_of(weights))
 
     def tensors(self, arrays: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        for (name, spec), array in zip(self.layout, arrays, strict=True):
+        for (name, spec), array in zip(self.layout.items(), arrays, strict=True):
             with warnings.catch_warnings():
                 # The store's memory is read-only: a write must fail and not change the weights of others.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
                 flat = torch.from_numpy(array)
             yield name, spec.view(flat)
-
-
-def _in_buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    bucket: list[tuple[str, torch.Tensor]] = []
-    filled_bytes = 0
-    for name, tensor in weights:
-        if bucket and filled_bytes + tensor.nbytes > size_bytes:
-            yield bucket
-            bucket, filled_bytes = [], 0
-        bucket.append((name, tensor.detach()))
-        filled_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 class WeightReferences:
@@ -89,7 +74,17 @@ class WeightReferences:
         """
         if bucket_size_bytes < 1:
             raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; expected at least 1")
-        buckets = [_Bucket.put(bucket) for bucket in _in_buckets(weights, bucket_size_bytes)]
+        buckets: list[_Bucket] = []
+        filled: dict[str, torch.Tensor] = {}
+        left_bytes = bucket_size_bytes
+        for name, tensor in weights:
+            if filled and tensor.nbytes > left_bytes:
+                buckets.append(_Bucket.put(filled))
+                filled, left_bytes = {}, bucket_size_bytes
+            filled[name] = tensor.detach()
+            left_bytes -= tensor.nbytes
+        if filled:
+            buckets.append(_Bucket.put(filled))
         return cls(buckets, digests=digests_of(weights))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,12 +8,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
 from gcore_rollout.errors import CorruptWeightsError
-from gcore_rollout.weight_sync.layout import Layout, TensorSpec
+from gcore_rollout.weight_sync.layout import Layout, from_json, to_json
 from gcore_rollout.weight_sync.updates import FullWeights, SparseValues, WeightDelta
 
 PARTS, VERSIONS = "parts", "versions"
@@ -22,8 +22,7 @@ _DENSE, _INDICES, _VALUES = "dense/", "indices/", "values/"
 Kind = Literal["full", "delta"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """A stored safetensors file of flat slices."""
 
     key: str
@@ -55,13 +54,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return a line with a checksum, followed by the JSON."""
-        body = {
-            "version": self.version,
-            "base_version": self.base_version,
-            "layout": {name: spec.plain() for name, spec in self.layout.items()},
-            "tensors": {name: spec.plain() for name, spec in self.tensors.items()},
-            "parts": [(part.key, part.size_bytes, part.sha256) for part in self.parts],
-        }
+        body = {**vars(self), "layout": to_json(self.layout), "tensors": to_json(self.tensors)}
         text = json.dumps(body).encode()
         return sha256(text).encode() + b"\n" + text
 
@@ -71,38 +64,28 @@ class Manifest:
         checksum, _, text = data.partition(b"\n")
         if checksum.decode(errors="replace") != sha256(text):
             raise CorruptWeightsError(f"{key} is damaged: its SHA-256 is not the one in its first line")
-        body = json.loads(text)
-        return cls(
-            version=body["version"],
-            base_version=body["base_version"],
-            layout={name: TensorSpec.from_plain(*spec) for name, spec in body["layout"].items()},
-            tensors={name: TensorSpec.from_plain(*spec) for name, spec in body["tensors"].items()},
-            parts=tuple(Part(key=k, size_bytes=size, sha256=digest) for k, size, digest in body["parts"]),
-        )
+        body: dict[str, Any] = json.loads(text)
+        body |= {name: from_json(body[name]) for name in ("layout", "tensors")}
+        return cls(**{**body, "parts": tuple(Part(*part) for part in body["parts"])})
 
     def update_of(self, tensors: Mapping[str, torch.Tensor]) -> FullWeights | WeightDelta:
         """Return the update that consists of these tensors."""
-        dense = {name.removeprefix(_DENSE): t for name, t in tensors.items() if name.startswith(_DENSE)}
+        dense, indices, values = (
+            {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+            for kind in (_DENSE, _INDICES, _VALUES)
+        )
         if self.base_version is None:
             return FullWeights(version=self.version, tensors=dense.items())
-        changed = [name.removeprefix(_INDICES) for name in tensors if name.startswith(_INDICES)]
+        sparse = {name: SparseValues(indices=indices[name], values=values[name]) for name in indices}
         return WeightDelta(
-            base_version=self.base_version,
-            version=self.version,
-            layout=self.layout,
-            dense=dense,
-            sparse={
-                name: SparseValues(indices=tensors[_INDICES + name], values=tensors[_VALUES + name]) for name in changed
-            },
+            base_version=self.base_version, version=self.version, layout=self.layout, dense=dense, sparse=sparse
         )
 
 
-def tensors_of(
-    dense: Mapping[str, torch.Tensor], sparse: Mapping[str, SparseValues] | None = None
-) -> dict[str, torch.Tensor]:
+def tensors_of(dense: Mapping[str, torch.Tensor], sparse: Mapping[str, SparseValues]) -> dict[str, torch.Tensor]:
     """Return the tensors for the parts of an update."""
     tensors = {_DENSE + name: tensor for name, tensor in dense.items()}
-    for name, part in (sparse or {}).items():
+    for name, part in sparse.items():
         tensors |= {_INDICES + name: part.indices, _VALUES + name: part.values}
     return tensors
 
@@ -113,16 +96,14 @@ def cut(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[s
     left_bytes = part_bytes
     for name, tensor in tensors.items():
         flat = tensor.reshape(-1)
-        start = 0
-        while start < flat.numel():
-            count = min(flat.numel() - start, left_bytes // flat.itemsize)
+        while flat.numel():
+            count = left_bytes // flat.itemsize
             if count == 0:
                 yield part
                 part, left_bytes = {}, part_bytes
                 continue
-            part[name] = flat[start : start + count]
-            start += count
-            left_bytes -= count * flat.itemsize
+            part[name], flat = flat[:count], flat[count:]
+            left_bytes -= part[name].nbytes
     if part:
         yield part
 

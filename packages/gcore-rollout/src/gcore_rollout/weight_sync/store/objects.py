@@ -1,6 +1,8 @@
 """Objects below a URL, by tensorstore: calls with a time limit, and errors that name the URL."""
 
 import os
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +39,17 @@ class Pending:
             raise TimeoutError(f"{self._url}: no answer within {self._timeout_s:.0f} s") from None
         except (ValueError, NotImplementedError) as error:  # tensorstore's, for any failure
             raise OSError(f"{self._url}: {str(error).partition(' [')[0]}") from error
+
+
+def in_flight(calls: Iterable[tuple[_T, Pending]], max_in_flight: int) -> Iterator[tuple[_T, Any]]:
+    """Yield results in order; calls are taken, which starts them, up to ``max_in_flight`` ahead."""
+    started = deque[tuple[_T, Pending]]()
+    for call in calls:
+        started.append(call)
+        if len(started) == max_in_flight:
+            key, pending = started.popleft()
+            yield key, pending.result()
+    yield from ((key, pending.result()) for key, pending in started)
 
 
 class Objects:
@@ -99,12 +112,12 @@ def _spec(url: str) -> dict[str, Any]:
     if path := spec.pop("path", "").rstrip("/"):
         spec["path"] = path + "/"
     if spec["driver"] == "s3":
-        variables = os.environ
-        if endpoint := variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL"):
+        found = os.environ.get
+        if endpoint := found("AWS_ENDPOINT_URL_S3") or found("AWS_ENDPOINT_URL"):
             spec["endpoint"] = endpoint.rstrip("/")
-        if region := variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION"):
+        if region := found("AWS_REGION") or found("AWS_DEFAULT_REGION"):
             spec["aws_region"] = region
-        if variables.get("AWS_ACCESS_KEY_ID"):
+        if found("AWS_ACCESS_KEY_ID"):
             # The default chain would look here first too, but prints errors about files that are not there.
             spec["aws_credentials"] = {"type": "environment"}
     return spec

@@ -3,17 +3,26 @@
 import asyncio
 import secrets
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
 
 from gcore_rollout.errors import CorruptWeightsError, WeightSyncError
 from gcore_rollout.weight_sync.layout import Layout, host_copy, layout_of
-from gcore_rollout.weight_sync.store import manifest as stored
-from gcore_rollout.weight_sync.store.manifest import PARTS, Manifest, Part, manifest_key, sha256, versions_in
-from gcore_rollout.weight_sync.store.objects import Objects, Pending
+from gcore_rollout.weight_sync.store.manifest import (
+    PARTS,
+    Manifest,
+    Part,
+    cut,
+    joined,
+    manifest_key,
+    sha256,
+    tensors_of,
+    versions_in,
+)
+from gcore_rollout.weight_sync.store.objects import Objects, Pending, in_flight
 from gcore_rollout.weight_sync.updates import FullWeights, WeightDelta, apply_delta, make_delta
 
 _TRIES = 3
@@ -77,41 +86,35 @@ class WeightPublisher:
         if newest is not None and version <= newest:
             raise ValueError(f"version is {version}: {self._objects} has versions up to {newest}, so it must be above")
         self._clean(keys)
-        if self._last_version is None or newest != self._last_version or self._num_deltas + 1 >= self._full_every:
+        base, is_full = self._last_version, self._num_deltas + 1 >= self._full_every
+        if base is None or base != newest or is_full:
             return self._publish_full({name: host_copy(tensor) for name, tensor in weights}, version)
-        delta = make_delta(self._last, weights, base_version=self._last_version, version=version)
+        delta = make_delta(self._last, weights, base_version=base, version=version)
         if delta.dense.keys() == self._last.keys():
             return self._publish_full(dict(delta.dense), version)
-        manifest = self._write(
-            stored.tensors_of(delta.dense, delta.sparse), delta.layout, version, base=delta.base_version
-        )
-        apply_delta(self._last, delta, version=delta.base_version)
-        self._last_version = version
-        self._num_deltas += 1
+        manifest = self._write(tensors_of(delta.dense, delta.sparse), delta.layout, version, base=base)
+        apply_delta(self._last, delta, version=base)
+        self._last_version, self._num_deltas = version, self._num_deltas + 1
         return manifest
 
     def _publish_full(self, weights: dict[str, torch.Tensor], version: int) -> Manifest:
-        manifest = self._write(stored.tensors_of(weights), layout_of(weights), version, base=None)
+        manifest = self._write(tensors_of(weights, {}), layout_of(weights), version, base=None)
         self._last, self._last_version, self._num_deltas = weights, version, 0
         return manifest
 
     def _write(self, tensors: dict[str, torch.Tensor], layout: Layout, version: int, *, base: int | None) -> Manifest:
         """Write the parts of a version, and then its manifest."""
         folder = f"{PARTS}/{version:012d}-{secrets.token_hex(8)}"
-        parts: list[Part] = []
-        writing = deque[Pending]()
-        for slices in stored.cut(tensors, self._part_bytes):
-            if len(writing) == self._max_in_flight:
-                writing.popleft().result()
-            data = save(slices)
-            part = Part(key=f"{folder}/{len(parts):06d}.safetensors", size_bytes=len(data), sha256=sha256(data))
-            parts.append(part)
-            writing.append(self._objects.start_write(part.key, data))
-        for write in writing:
-            write.result()
-        manifest = Manifest(
-            version=version, base_version=base, layout=layout, tensors=layout_of(tensors), parts=tuple(parts)
-        )
+
+        def start() -> Iterator[tuple[Part, Pending]]:
+            for number, slices in enumerate(cut(tensors, self._part_bytes)):
+                data = save(slices)
+                part = Part(f"{folder}/{number:06d}.safetensors", len(data), sha256(data))
+                yield part, self._objects.start_write(part.key, data)
+
+        parts = tuple(part for part, _ in in_flight(start(), self._max_in_flight))
+        tensors_layout = layout_of(tensors)
+        manifest = Manifest(version=version, base_version=base, layout=layout, tensors=tensors_layout, parts=parts)
         if not self._objects.create(manifest.key, manifest.to_bytes()):
             raise WeightSyncError(f"{self._objects} has version {manifest.version} already, by another publisher")
         return manifest
@@ -184,7 +187,7 @@ class WeightSubscriber:
         missing = ""
         for _ in range(_TRIES):
             try:
-                return [m.update_of(stored.joined(m.tensors, self._parts(m))) for m in self._chain(have)]
+                return [m.update_of(joined(m.tensors, self._parts(m))) for m in self._chain(have)]
             except _RemovedError as error:
                 # Either this reader was so slow that its versions were removed, or the store has lost an object.
                 missing = str(error)
@@ -200,31 +203,24 @@ class WeightSubscriber:
         version: int | None = newest
         while version is not None and version != have:
             key = manifest_key(version, there.get(version, "full"))
-            data = self._value(key, self._objects.start_read(key))
+            data = _value(key, self._objects.start_read(key).result())
             chain.append(Manifest.from_bytes(data, key=f"{self._objects}: {key}"))
             version = chain[-1].base_version
         return chain[::-1]
 
     def _parts(self, manifest: Manifest) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the parts of a version in order, while the next ones are read."""
-        reading = deque[tuple[Part, Pending]]()
-        for part in manifest.parts:
-            reading.append((part, self._objects.start_read(part.key, part.size_bytes)))
-            if len(reading) == self._max_in_flight:
-                yield self._checked(*reading.popleft())
-        while reading:
-            yield self._checked(*reading.popleft())
+        reads = ((part, self._objects.start_read(part.key, part.size_bytes)) for part in manifest.parts)
+        for part, found in in_flight(reads, self._max_in_flight):
+            data = _value(part.key, found)
+            if sha256(data) != part.sha256:
+                raise CorruptWeightsError(
+                    f"{self._objects}: {part.key} is damaged: its SHA-256 is not that of what was written"
+                )
+            yield load(data)
 
-    def _checked(self, part: Part, read: Pending) -> dict[str, torch.Tensor]:
-        data = self._value(part.key, read)
-        if sha256(data) != part.sha256:
-            raise CorruptWeightsError(
-                f"{self._objects}: {part.key} is damaged: its SHA-256 is not that of what was written"
-            )
-        return load(data)
 
-    def _value(self, key: str, read: Pending) -> bytes:
-        found = read.result()
-        if found.state != "value":
-            raise _RemovedError(key)
-        return found.value
+def _value(key: str, found: Any) -> bytes:
+    if found.state != "value":
+        raise _RemovedError(key)
+    return found.value
