@@ -148,27 +148,26 @@ class ScorePattern(LastMatch):
         return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else None
 
 
+@dataclass(kw_only=True, eq=False)
 class Judge(Generic[T]):
-    """The base of judges: asks the model a question with fields in braces, and reads its verdicts.
+    """The base of judges: asks the model a question with fields in braces, and reads its verdicts."""
 
-    Args:
-        model: the model, and how often it is asked.
-        template: as for `str.format`, without attributes and indexes; a literal brace is doubled, and braces in values
-            have no meaning. Empty: the class's own.
-        parse: reads a verdict; None: it cannot be read.
-    """
+    model: JudgeModel
+    template: str = ""
+    """The question, as for `str.format` without attributes and indexes; a literal brace is doubled, and braces in
+    values have no meaning. Fields are those that the class names, and columns of the row. Empty: the class's own."""
+    parse: Callable[[str], T | None]
+    """Reads a verdict; None: it cannot be read."""
 
     question: ClassVar[str]
     needed: ClassVar[tuple[str, ...]]
     """Fields that a template must have."""
 
-    def __init__(self, model: JudgeModel, template: str, parse: Callable[[str], T | None]) -> None:
+    def __post_init__(self) -> None:
         self.num_verdicts = self.num_unparsable = 0
-        self._model = model
-        self._parse = parse
-        self._template = template or self.question
+        template = self.template or self.question
         try:
-            self._fields = [name for _, name, _, _ in string.Formatter().parse(self._template) if name is not None]
+            self._fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
         except ValueError as error:
             raise RewardConfigError(f"template is {template!r}: {error}") from None
         for name in self._fields:
@@ -186,8 +185,8 @@ class Judge(Generic[T]):
         self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None
     ) -> list[list[tuple[T | None, str]]]:
         """Return each verdict on each question, None if it could not be read, with its text; see `JudgeModel.ask`."""
-        answers = await self._model.ask(questions, images)
-        verdicts = [[(self._parse(text), text) for text in texts] for texts in answers]
+        answers = await self.model.ask(questions, images)
+        verdicts = [[(self.parse(text), text) for text in texts] for texts in answers]
         found = [value for own in verdicts for value, _ in own]
         self.num_verdicts += len(found)
         self.num_unparsable += found.count(None)
@@ -199,35 +198,25 @@ class Judge(Generic[T]):
         for name in self._fields:
             if name not in values:
                 raise RewardError(f"the row has no {name!r} for the judge's template: it has {sorted(row)}")
-        return self._template.format_map(values)
+        return (self.template or self.question).format_map(values)
 
 
+@dataclass(kw_only=True, eq=False)
 class _ScoreJudge(Judge[float]):
-    """The base of judges whose verdicts are scores; ``substitute`` is that of a verdict that cannot be parsed."""
+    """The base of judges whose verdicts are scores."""
 
-    def __init__(
-        self,
-        model: JudgeModel,
-        template: str,
-        parse: Callable[[str], float | None] | None,
-        reduce: Reduce,
-        substitute: float | None,
-    ) -> None:
-        if reduce not in get_args(Reduce):
-            raise RewardConfigError(f"reduce is {reduce!r}; expected one of {', '.join(get_args(Reduce))}")
-        super().__init__(model, template, parse or ScorePattern())
-        self._reduce: Reduce = reduce
-        self._substitute = substitute
+    parse: Callable[[str], float | None] = ScorePattern()
+    reduce: Reduce = "mean"
+    """How several verdicts become one score."""
 
-    def _counted(self, verdicts: Sequence[tuple[float | None, str]]) -> list[tuple[float, str]]:
-        """Return the verdicts that count."""
-        scores = [(self._substitute if score is None else score, text) for score, text in verdicts]
-        return [(score, text) for score, text in scores if score is not None]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduce not in get_args(Reduce):
+            raise RewardConfigError(f"reduce is {self.reduce!r}; expected one of {', '.join(get_args(Reduce))}")
 
-    def _reduced(self, counted: Sequence[tuple[float, str]]) -> float:
-        """Reduce the scores of one or more verdicts to one score."""
-        scores = [score for score, _ in counted]
-        match self._reduce:
+    def _reduced(self, scores: Sequence[float]) -> float:
+        """Reduce one or more scores to one."""
+        match self.reduce:
             case "mean":
                 return statistics.fmean(scores)
             case "median":
@@ -237,48 +226,38 @@ class _ScoreJudge(Judge[float]):
                 return min(counts, key=lambda score: (-counts[score], score))
 
 
+@dataclass(kw_only=True, eq=False)
 class JudgeReward(_ScoreJudge):
     """The score that a language model gives (a generative reward model, "LLM as a judge", arXiv 2306.05685, sec. 3.1).
 
-    Its feedback is the text of the verdict nearest to the score. Parts: ``parsed``, the fraction of verdicts that could
-    be read, and ``spread``, the largest score less the smallest.
-
-    Args:
-        model: see `Judge`.
-        template: the question, with ``{prompt}``, ``{completion}`` and columns of the row as ``{column}``; empty: how
-            good the answer is, from 0 to 10.
-        parse: reads the score of a verdict; None: it has none.
-        reduce: how several verdicts become one score.
-        on_unparsable: "drop" leaves such verdicts out, and gives no score if none is left; a number counts as their
-            score.
+    The template has ``{prompt}`` and ``{completion}``; empty: how good the answer is, from 0 to 10. Its feedback is the
+    text of the verdict nearest to the score. Parts: ``parsed``, the fraction of verdicts that could be read, and
+    ``spread``, the largest score less the smallest.
     """
 
-    question = _QUESTION
-    needed = ("completion",)
+    question: ClassVar = _QUESTION
+    needed: ClassVar = ("completion",)
 
-    def __init__(
-        self,
-        *,
-        model: JudgeModel,
-        template: str = "",
-        parse: Callable[[str], float | None] | None = None,
-        reduce: Reduce = "mean",
-        on_unparsable: Literal["drop"] | float = "drop",
-    ) -> None:
-        substitute = None if isinstance(on_unparsable, str) else float(on_unparsable)
-        if on_unparsable != "drop" and not (substitute is not None and math.isfinite(substitute)):
-            raise RewardConfigError(f"on_unparsable is {on_unparsable!r}; expected 'drop' or a finite number")
-        super().__init__(model, template, parse, reduce, substitute)
+    on_unparsable: Literal["drop"] | float = "drop"
+    """ "drop" leaves such verdicts out, and gives no score if none is left; a number counts as their score."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unparsable = self.on_unparsable
+        if unparsable != "drop" and (isinstance(unparsable, str) or not math.isfinite(unparsable)):
+            raise RewardConfigError(f"on_unparsable is {unparsable!r}; expected 'drop' or a finite number")
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `NoScoreError` if no verdict counts, `RewardError` if the row lacks a column."""
         [verdicts] = await self.ask([self._filled(row, prompt=prompt, completion=completion)])
-        counted = self._counted(verdicts)
+        substitute = None if isinstance(self.on_unparsable, str) else float(self.on_unparsable)
+        texts = [(substitute if score is None else score, text) for score, text in verdicts]
+        counted = [(score, text) for score, text in texts if score is not None]
         if not counted:
             first = verdicts[0][1]
             raise NoScoreError(f"none of {len(verdicts)} verdicts could be parsed, the first is {first!r:.300}")
-        reduced, scores = self._reduced(counted), [score for score, _ in counted]
-        num_parsed = sum(score is not None for score, _ in verdicts)
+        scores = [score for score, _ in counted]
+        reduced, num_parsed = self._reduced(scores), sum(score is not None for score, _ in verdicts)
         return Scored(
             score=reduced,
             parts={"parsed": num_parsed / len(verdicts), "spread": max(scores) - min(scores)},
@@ -286,34 +265,30 @@ class JudgeReward(_ScoreJudge):
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class ImageJudgeReward(_ScoreJudge):
     """The score that a vision-language model gives an image for its prompt, through any engine that takes images.
 
     `JudgeReward` for images: every image is a question of its own, and all images of a call are one batch. The template
-    has ``{prompt}`` and columns of the row; empty: how well the image shows the prompt, from 0 to 10. A verdict that
-    cannot be parsed has the score ``unparsable_score``. The model needs its `JudgeModel.vision`.
+    has ``{prompt}``; empty: how well the image shows the prompt, from 0 to 10. The model needs its `JudgeModel.vision`.
     """
 
-    question = _IMAGE_QUESTION
-    needed = ("prompt",)
+    question: ClassVar = _IMAGE_QUESTION
+    needed: ClassVar = ("prompt",)
 
-    def __init__(
-        self,
-        *,
-        model: JudgeModel,
-        template: str = "",
-        parse: Callable[[str], float | None] | None = None,
-        reduce: Reduce = "mean",
-        unparsable_score: float = 0.0,
-    ) -> None:
-        if model.vision is None:
+    unparsable_score: float = 0.0
+    """Score of a verdict that cannot be parsed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.vision is None:
             raise RewardConfigError("vision is None; expected a vision-language model to judge images")
-        if not math.isfinite(unparsable_score):
-            raise RewardConfigError(f"unparsable_score is {unparsable_score}; expected a finite number")
-        super().__init__(model, template, parse, reduce, unparsable_score)
+        if not math.isfinite(self.unparsable_score):
+            raise RewardConfigError(f"unparsable_score is {self.unparsable_score}; expected a finite number")
 
     async def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> list[float]:
         """Return scores [B]; `RewardError` if a row lacks a column of the template."""
         questions = [self._filled(row, prompt=prompt) for prompt, row in zip(prompts, rows, strict=True)]
         verdicts = await self.ask(questions, [[png(image)] for image in images])
-        return [self._reduced(self._counted(own)) for own in verdicts]
+        substitute = self.unparsable_score
+        return [self._reduced([substitute if score is None else score for score, _ in own]) for own in verdicts]

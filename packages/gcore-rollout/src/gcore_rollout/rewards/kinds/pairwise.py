@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from gcore_rollout.errors import NoScoreError, RewardConfigError
-from gcore_rollout.rewards.kinds.judge import Judge, JudgeModel, LastMatch
+from gcore_rollout.rewards.kinds.judge import Judge, LastMatch
 from gcore_rollout.rewards.reward import Scored
 
 Winner = Literal["A", "B", "tie"]
@@ -47,39 +47,32 @@ class WinnerPattern(LastMatch):
         return _WINNERS.get(self.read(text).lower())
 
 
+@dataclass(kw_only=True, eq=False)
 class PairwiseJudge(Judge[Winner]):
     """Scores each completion of a group with the fraction of its comparisons that it wins; a tie is half a win.
 
     Every two completions are compared in both orders, so that a judge's preference for the first place cancels out
-    (arXiv 2306.05685, sec. 3.3 and 3.4): N completions take N (N - 1) questions. A `GroupRewardFunction`.
+    (arXiv 2306.05685, sec. 3.3 and 3.4): N completions take N (N - 1) questions. A `GroupRewardFunction`. With several
+    verdicts on each question all of them count.
+
+    The template has ``{completion_a}``, ``{completion_b}`` and ``{prompt}``; empty: which of the two answers is better.
 
     Parts: ``parsed``, the fraction of the completion's verdicts that could be read, and ``consistent``, the fraction of
     its opponents on whom both orders agree (absent if no two verdicts could be compared).
-
-    Args:
-        model: see `Judge`; with several verdicts on each question all of them count.
-        template: the question, with ``{completion_a}`` and ``{completion_b}``, and ``{prompt}`` and columns of the row;
-            empty: which of the two answers is better.
-        parse: reads the winner of a verdict; None: it has none.
-        on_unparsable: "drop" leaves such verdicts out, and the group has no scores if one of its completions has none
-            left; "tie" counts them as ties.
     """
 
-    question = _QUESTION
-    needed = ("completion_a", "completion_b")
+    question: ClassVar = _QUESTION
+    needed: ClassVar = ("completion_a", "completion_b")
 
-    def __init__(
-        self,
-        *,
-        model: JudgeModel,
-        template: str = "",
-        parse: Callable[[str], Winner | None] | None = None,
-        on_unparsable: Literal["drop", "tie"] = "drop",
-    ) -> None:
-        if on_unparsable not in ("drop", "tie"):
-            raise RewardConfigError(f"on_unparsable is {on_unparsable!r}; expected one of drop, tie")
-        super().__init__(model, template, parse or WinnerPattern())
-        self._substitute = _POINTS["tie"] if on_unparsable == "tie" else None
+    parse: Callable[[str], Winner | None] = WinnerPattern()
+    on_unparsable: Literal["drop", "tie"] = "drop"
+    """ "drop" leaves such verdicts out, and the group has no scores if one of its completions has none left; "tie"
+    counts them as ties."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.on_unparsable not in ("drop", "tie"):
+            raise RewardConfigError(f"on_unparsable is {self.on_unparsable!r}; expected one of drop, tie")
 
     async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
         """Score the completions of one prompt; `RewardError` if the row lacks a column of the template.
@@ -90,10 +83,8 @@ class PairwiseJudge(Judge[Winner]):
         if len(completions) < 2:
             raise NoScoreError(f"a group of {len(completions)} has nothing to compare")
         orders = list(itertools.permutations(range(len(completions)), 2))
-        questions = [
-            self._filled(row, prompt=prompt, completion_a=completions[a], completion_b=completions[b])
-            for a, b in orders
-        ]
+        shown = [{"completion_a": completions[a], "completion_b": completions[b]} for a, b in orders]
+        questions = [self._filled(row, prompt=prompt, **texts) for texts in shown]
         points = {
             order: [_POINTS[winner] if winner else None for winner, _ in verdicts]
             for order, verdicts in zip(orders, await self.ask(questions), strict=True)
@@ -105,13 +96,13 @@ class PairwiseJudge(Judge[Winner]):
         others = [other for other in range(num_completions) if other != one]
         pairs = [(points[one, other], [None if p is None else 1.0 - p for p in points[other, one]]) for other in others]
         verdicts = [p for first, second in pairs for p in (*first, *second)]
+        counted = [p for p in verdicts if p is not None]
+        parts = {"parsed": len(counted) / len(verdicts)}
         both = [(a, b) for first, second in pairs for a, b in zip(first, second, strict=True)]
-        agreements = [a == b for a, b in both if a is not None and b is not None]
-        num_parsed = sum(p is not None for p in verdicts)
-        counted = [p for p in (self._substitute if p is None else p for p in verdicts) if p is not None]
+        if agreements := [a == b for a, b in both if a is not None and b is not None]:
+            parts["consistent"] = sum(agreements) / len(agreements)
+        if self.on_unparsable == "tie":
+            counted = [_POINTS["tie"] if p is None else p for p in verdicts]
         if not counted:
             raise NoScoreError(f"none of {len(verdicts)} verdicts on completion {one} could be parsed")
-        parts = {"parsed": num_parsed / len(verdicts)}
-        if agreements:
-            parts["consistent"] = sum(agreements) / len(agreements)
         return Scored(score=sum(counted) / len(counted), parts=parts)
