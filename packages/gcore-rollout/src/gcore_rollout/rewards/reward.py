@@ -90,6 +90,13 @@ def name_of(reward: object) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 
 
+def column(row: Mapping[str, Any], name: str, purpose: str) -> Any:
+    """Return a column of a row; `RewardError` if there is none."""
+    if name not in row:
+        raise RewardError(f"the row has no {name!r} for {purpose}: it has {sorted(row)}")
+    return row[name]
+
+
 def located(error: Exception, where: str) -> RewardError:
     """Return the same error with the place where it happened; a `NoScoreError` or `RewardExitError` stays one."""
     kind = type(error) if isinstance(error, NoScoreError | RewardExitError) else RewardError

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from gcore_rollout.engines.protocol import Engine, Request, SamplingParams
-from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError
+from gcore_rollout.errors import NoScoreError, RewardConfigError
 from gcore_rollout.images.reward import Images, Rows, png
-from gcore_rollout.rewards.reward import Scored
+from gcore_rollout.rewards.reward import Scored, column
 
 if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import VisionProcessor
@@ -194,11 +194,8 @@ class Judge(Generic[T]):
 
     def _filled(self, row: Mapping[str, Any], **texts: str) -> str:
         """Return the question; ``texts`` take precedence over columns of the same name."""
-        values = {**row, **texts}
-        for name in self._fields:
-            if name not in values:
-                raise RewardError(f"the row has no {name!r} for the judge's template: it has {sorted(row)}")
-        return (self.template or self.question).format_map(values)
+        columns = {name: column(row, name, "the judge's template") for name in self._fields if name not in texts}
+        return (self.template or self.question).format_map({**columns, **texts})
 
 
 @dataclass(kw_only=True, eq=False)
