@@ -128,10 +128,12 @@ from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,
     JudgeModel as JudgeModel,
     JudgeReward as JudgeReward,
+    PairwiseJudge as PairwiseJudge,
     Reduce as Reduce,
     ScorePattern as ScorePattern,
+    Winner as Winner,
+    WinnerPattern as WinnerPattern,
 )
-from .rewards.kinds.pairwise import PairwiseJudge as PairwiseJudge, Winner as Winner, WinnerPattern as WinnerPattern
 from .rewards.kinds.sequence_classifier import SequenceClassifierReward as SequenceClassifierReward
 from .rewards.kinds.verifiers import (
     CodeReward as CodeReward,

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from gcore_rollout.errors import RequestError, RewardConfigError, RewardError
+from gcore_rollout.images.reward import ImageRewardFunction, JPEGCompressibility
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
+from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
 from gcore_rollout.rewards.reward import Failed, RewardFunction, Scored
 from gcore_rollout.rewards.runner import FailureLog, OnError, RewardRunner
-
-if TYPE_CHECKING:
-    from gcore_rollout.images.reward import ImageRewardFunction
+from gcore_rollout.sandbox.sandbox import Sandbox
 
 KindT = TypeVar("KindT")
 
@@ -38,7 +38,7 @@ class ImageRewardSettings:
 class ImageRewardKind:
     """A kind of image reward, and the settings that it needs."""
 
-    make: Callable[[ImageRewardSettings], "ImageRewardFunction"]
+    make: Callable[[ImageRewardSettings], ImageRewardFunction]
     path: str = ""
     """The content of the folder at ``path``, for errors; empty: none is needed."""
     head: str = ""
@@ -116,7 +116,7 @@ class MultiTurnConfig:
             make = partial(self._revision, reward, prompt_key)
         else:
             make = load_function(self.environment, setting="rollout.multi_turn.environment")
-        encoder, has_reward = ChatEncoder(tokenizer), self.max_revisions > 0
+        has_reward, encoder = self.max_revisions > 0, ChatEncoder(tokenizer)
         return EnvironmentRole(make=make, has_reward=has_reward, encoder=encoder, limits=self, on_error=on_error)
 
     def _revision(self, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]) -> Environment:
@@ -132,26 +132,9 @@ class MultiTurnConfig:
         return RevisionEnvironment(messages, score, good_enough=self.good_enough, max_revisions=self.max_revisions)
 
 
-def _math_verify() -> RewardFunction:
-    from gcore_rollout.rewards.kinds.verifiers import MathVerifyReward
-
-    return MathVerifyReward()
-
-
-def _code() -> RewardFunction:
-    from gcore_rollout.rewards.kinds.verifiers import CodeReward
-    from gcore_rollout.sandbox.sandbox import Sandbox
-
-    return CodeReward(Sandbox())
-
-
-def _jpeg(settings: ImageRewardSettings, *, sign: int) -> "ImageRewardFunction":
-    from gcore_rollout.images.reward import JPEGCompressibility
-
-    return JPEGCompressibility(sign=sign, size=settings.jpeg_size)
-
-
-def _scored_by_model(name: str, settings: ImageRewardSettings) -> "ImageRewardFunction":
+def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFunction:
+    if name.startswith("jpeg"):
+        return JPEGCompressibility(sign=-1 if name == "jpeg_compressibility" else 1, size=settings.jpeg_size)
     from gcore_rollout.images import models
 
     match name:
@@ -163,13 +146,15 @@ def _scored_by_model(name: str, settings: ImageRewardSettings) -> "ImageRewardFu
             return models.ImageRewardScore(settings.head, settings.path, device=settings.device)
 
 
-_REWARDS: dict[str, Callable[[], RewardFunction]] = {"math-verify": _math_verify, "code": _code}
+_REWARDS: dict[str, Callable[[], RewardFunction]] = {
+    "math-verify": MathVerifyReward,
+    "code": lambda: CodeReward(Sandbox()),
+}
 _IMAGE_REWARDS = {
-    "jpeg_compressibility": ImageRewardKind(make=partial(_jpeg, sign=-1)),
-    "jpeg_incompressibility": ImageRewardKind(make=partial(_jpeg, sign=1)),
-} | {
-    name: ImageRewardKind(make=partial(_scored_by_model, name), path=path, head=head)
+    name: ImageRewardKind(make=partial(_image_reward, name), path=path, head=head)
     for name, path, head in (
+        ("jpeg_compressibility", "", ""),
+        ("jpeg_incompressibility", "", ""),
         ("clip", "a CLIP model", ""),
         ("pick_score", "a CLIP model", ""),
         ("aesthetic", "a CLIP model", "a safetensors file of its head"),
@@ -204,7 +189,7 @@ def build_reward(spec: str) -> RewardFunction:
     return _REWARDS[spec]() if spec in _REWARDS else load_reward(spec)
 
 
-def build_image_reward(name: str, settings: ImageRewardSettings, *, setting: str) -> "ImageRewardFunction":
+def build_image_reward(name: str, settings: ImageRewardSettings, *, setting: str) -> ImageRewardFunction:
     """Make the image reward of a registered kind, at an http(s) URL, or by ``PATH.py:function``.
 
     ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors.

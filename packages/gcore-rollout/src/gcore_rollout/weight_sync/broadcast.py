@@ -110,7 +110,7 @@ class WeightReceiver:
         self._reuse_buffer = reuse_buffer
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._layouts: dict[int, Layout] = {}
-        self._buckets = iter[tuple[torch.Tensor, Layout]](())
+        self._buckets: Iterator[tuple[torch.Tensor, Layout]] = iter(())
         """The rest of the current weights."""
         self._tensors = _unpacked(self._buckets)
 

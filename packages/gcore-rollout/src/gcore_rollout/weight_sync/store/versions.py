@@ -1,31 +1,151 @@
-"""Writer of versions of the weights below a URL, and their reader on another site."""
+"""Versions of the weights below a URL: their writer, and their reader on another site.
+
+``parts/VERSION-RANDOM/NUMBER.safetensors`` are the parts of a version, and ``versions/VERSION-full`` or
+``versions/VERSION-delta`` is its manifest. A version exists if its manifest does.
+"""
 
 import asyncio
+import hashlib
+import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from safetensors.torch import load, save
 
 from gcore_rollout.errors import CorruptWeightsError, WeightSyncError
-from gcore_rollout.weight_sync.layout import Layout, host_copy, layout_of
-from gcore_rollout.weight_sync.store.manifest import (
-    PARTS,
-    Manifest,
-    Part,
-    cut,
-    joined,
-    manifest_key,
-    sha256,
-    tensors_of,
-    versions_in,
-)
+from gcore_rollout.weight_sync.layout import Layout, from_json, host_copy, layout_of, to_json
 from gcore_rollout.weight_sync.store.objects import Objects, Pending, in_flight
-from gcore_rollout.weight_sync.updates import FullWeights, WeightDelta, apply_delta, make_delta
+from gcore_rollout.weight_sync.updates import FullWeights, SparseValues, WeightDelta, apply_delta, make_delta
 
 _TRIES = 3
+_PARTS, _VERSIONS = "parts", "versions"
+_DENSE, _INDICES, _VALUES = "dense/", "indices/", "values/"
+
+Kind = Literal["full", "delta"]
+
+
+class Part(NamedTuple):
+    """A stored safetensors file of flat slices."""
+
+    key: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The manifest of one version."""
+
+    version: int
+    base_version: int | None
+    """The version that it changes; None: it is a full one."""
+    layout: Layout
+    """Layout of all weights."""
+    tensors: Layout
+    """Layout of the tensors in the parts, in this order, each flattened and cut where a part was full."""
+    parts: tuple[Part, ...]
+
+    @property
+    def key(self) -> str:
+        return _manifest_key(self.version, "full" if self.base_version is None else "delta")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all parts."""
+        return sum(part.size_bytes for part in self.parts)
+
+    def to_bytes(self) -> bytes:
+        """Return a line with a checksum, followed by the JSON."""
+        body = {**vars(self), "layout": to_json(self.layout), "tensors": to_json(self.tensors)}
+        text = json.dumps(body).encode()
+        return _sha256(text).encode() + b"\n" + text
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, key: str) -> Self:
+        """Read a manifest that `to_bytes` returned; a `CorruptWeightsError` if the checksum is wrong."""
+        checksum, _, text = data.partition(b"\n")
+        if checksum.decode(errors="replace") != _sha256(text):
+            raise CorruptWeightsError(f"{key} is damaged: its SHA-256 is not the one in its first line")
+        body: dict[str, Any] = json.loads(text)
+        body |= {name: from_json(body[name]) for name in ("layout", "tensors")}
+        body["parts"] = tuple(Part(*part) for part in body["parts"])
+        return cls(**body)
+
+    def update_of(self, tensors: Mapping[str, torch.Tensor]) -> FullWeights | WeightDelta:
+        """Return the update that consists of these tensors."""
+        dense, indices, values = (
+            {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+            for kind in (_DENSE, _INDICES, _VALUES)
+        )
+        if self.base_version is None:
+            return FullWeights(version=self.version, tensors=dense.items())
+        sparse = {name: SparseValues(indices=indices[name], values=values[name]) for name in indices}
+        return WeightDelta(
+            base_version=self.base_version, version=self.version, layout=self.layout, dense=dense, sparse=sparse
+        )
+
+
+def _tensors_of(dense: Mapping[str, torch.Tensor], sparse: Mapping[str, SparseValues]) -> dict[str, torch.Tensor]:
+    """Return the tensors for the parts of an update."""
+    tensors = {_DENSE + name: tensor for name, tensor in dense.items()}
+    for name, part in sparse.items():
+        tensors |= {_INDICES + name: part.indices, _VALUES + name: part.values}
+    return tensors
+
+
+def cut(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield non-empty parts of at most ``part_bytes``: flat tensors in order, cut where a part is full."""
+    part: dict[str, torch.Tensor] = {}
+    left_bytes = part_bytes
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        while flat.numel():
+            count = left_bytes // flat.itemsize
+            if count == 0:
+                yield part
+                part, left_bytes = {}, part_bytes
+                continue
+            part[name], flat = flat[:count], flat[count:]
+            left_bytes -= part[name].nbytes
+    if part:
+        yield part
+
+
+def joined(layout: Layout, parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors that were cut into these parts; a `CorruptWeightsError` if the parts do not fill them."""
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in layout.items()}
+    filled = dict.fromkeys(tensors, 0)
+    for part in parts:
+        for name, piece in part.items():
+            start = filled[name]
+            tensors[name].view(-1)[start : start + piece.numel()] = piece
+            filled[name] += piece.numel()
+    if short := [name for name, count in filled.items() if count != layout[name].numel]:
+        raise CorruptWeightsError(f"{short[0]!r} has {filled[short[0]]} of {layout[short[0]].numel} elements")
+    return tensors
+
+
+def _manifest_key(version: int, kind: Kind) -> str:
+    return f"{_VERSIONS}/{version:012d}-{kind}"
+
+
+def _versions_in(keys: Iterable[str]) -> dict[int, Kind]:
+    """Return the versions whose manifests are among these keys, in order."""
+    found: dict[int, Kind] = {}
+    for key in sorted(keys):
+        folder, _, name = key.partition("/")
+        number, _, kind = name.partition("-")
+        if folder == _VERSIONS and number.isdecimal() and kind in ("full", "delta"):
+            found[int(number)] = kind
+    return found
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _check_at_least(least: int, **values: int) -> None:
@@ -82,7 +202,7 @@ class WeightPublisher:
             OSError: the store failed, or did not answer in time (`TimeoutError`); the version is not there.
         """
         keys = self._objects.keys()
-        newest = max(versions_in(keys), default=None)
+        newest = max(_versions_in(keys), default=None)
         if newest is not None and version <= newest:
             raise ValueError(f"version is {version}: {self._objects} has versions up to {newest}, so it must be above")
         self._clean(keys)
@@ -92,24 +212,24 @@ class WeightPublisher:
         delta = make_delta(self._last, weights, base_version=base, version=version)
         if delta.dense.keys() == self._last.keys():
             return self._publish_full(dict(delta.dense), version)
-        manifest = self._write(tensors_of(delta.dense, delta.sparse), delta.layout, version, base=base)
+        manifest = self._write(_tensors_of(delta.dense, delta.sparse), delta.layout, version, base=base)
         apply_delta(self._last, delta, version=base)
         self._last_version, self._num_deltas = version, self._num_deltas + 1
         return manifest
 
     def _publish_full(self, weights: dict[str, torch.Tensor], version: int) -> Manifest:
-        manifest = self._write(tensors_of(weights, {}), layout_of(weights), version, base=None)
+        manifest = self._write(_tensors_of(weights, {}), layout_of(weights), version, base=None)
         self._last, self._last_version, self._num_deltas = weights, version, 0
         return manifest
 
     def _write(self, tensors: dict[str, torch.Tensor], layout: Layout, version: int, *, base: int | None) -> Manifest:
         """Write the parts of a version, and then its manifest."""
-        folder = f"{PARTS}/{version:012d}-{secrets.token_hex(8)}"
+        folder = f"{_PARTS}/{version:012d}-{secrets.token_hex(8)}"
 
         def start() -> Iterator[tuple[Part, Pending]]:
             for number, slices in enumerate(cut(tensors, self._part_bytes)):
                 data = save(slices)
-                part = Part(f"{folder}/{number:06d}.safetensors", len(data), sha256(data))
+                part = Part(f"{folder}/{number:06d}.safetensors", len(data), _sha256(data))
                 yield part, self._objects.start_write(part.key, data)
 
         parts = tuple(part for part, _ in in_flight(start(), self._max_in_flight))
@@ -121,15 +241,15 @@ class WeightPublisher:
 
     def _clean(self, keys: Sequence[str]) -> None:
         """Remove parts without a manifest, then the manifests of old versions; ``keys`` are all existing ones."""
-        there = versions_in(keys)
-        for folder in {key.rpartition("/")[0] for key in keys if key.startswith(f"{PARTS}/")}:
-            if int(folder.removeprefix(f"{PARTS}/").partition("-")[0]) not in there:
+        there = _versions_in(keys)
+        for folder in {key.rpartition("/")[0] for key in keys if key.startswith(f"{_PARTS}/")}:
+            if int(folder.removeprefix(f"{_PARTS}/").partition("-")[0]) not in there:
                 self._objects.delete_folder(folder)
         full = [version for version, kind in there.items() if kind == "full"]
         oldest = min(full[-self._keep :], default=0)
         for version, kind in there.items():
             if version < oldest:
-                self._objects.delete(manifest_key(version, kind))
+                self._objects.delete(_manifest_key(version, kind))
 
 
 class _RemovedError(Exception):
@@ -151,7 +271,7 @@ class WeightSubscriber:
 
     async def versions(self) -> list[int]:
         """Return the existing versions in order."""
-        return list(versions_in(await asyncio.to_thread(self._objects.keys)))
+        return list(_versions_in(await asyncio.to_thread(self._objects.keys)))
 
     async def wait(self, *, newer_than: int | None, timeout_s: float, poll_s: float = 1.0) -> int:
         """Return the newest version as soon as it is above ``newer_than``; None: as soon as there is one.
@@ -195,14 +315,14 @@ class WeightSubscriber:
 
     def _chain(self, have: int | None) -> list[Manifest]:
         """Return the manifests that lead to the newest version, in order."""
-        there = versions_in(self._objects.keys())
+        there = _versions_in(self._objects.keys())
         newest = max(there, default=None)
         if newest is None or (have is not None and newest <= have):
             return []
         chain: list[Manifest] = []
         version: int | None = newest
         while version is not None and version != have:
-            key = manifest_key(version, there.get(version, "full"))
+            key = _manifest_key(version, there.get(version, "full"))
             data = _value(key, self._objects.start_read(key).result())
             chain.append(Manifest.from_bytes(data, key=f"{self._objects}: {key}"))
             version = chain[-1].base_version
@@ -213,7 +333,7 @@ class WeightSubscriber:
         reads = ((part, self._objects.start_read(part.key, part.size_bytes)) for part in manifest.parts)
         for part, found in in_flight(reads, self._max_in_flight):
             data = _value(part.key, found)
-            if sha256(data) != part.sha256:
+            if _sha256(data) != part.sha256:
                 raise CorruptWeightsError(
                     f"{self._objects}: {part.key} is damaged: its SHA-256 is not that of what was written"
                 )
