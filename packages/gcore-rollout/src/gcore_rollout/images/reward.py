@@ -64,12 +64,8 @@ def import_pillow() -> Any:
 
 def png(image: Any) -> bytes:
     """Encode an image [H, W, 3] of uint8 as a PNG file."""
-    return _encoded(import_pillow().fromarray(image), format="PNG")
-
-
-def _encoded(picture: Any, **options: Any) -> bytes:
     file = io.BytesIO()
-    picture.save(file, **options)
+    import_pillow().fromarray(image).save(file, format="PNG")
     return file.getvalue()
 
 
@@ -82,13 +78,12 @@ class JPEGCompressibility:
     """
 
     def __init__(self, *, sign: int = -1, size: int = 0) -> None:
-        self._library = import_pillow()
+        self._pillow = import_pillow()
         if sign not in (-1, 1):
             raise RewardConfigError(f"sign is {sign}; expected -1 or 1")
         if size < 0:
             raise RewardConfigError(f"size is {size}; expected 0 or more")
-        self._sign = sign
-        self._size = size
+        self._sign, self._size = sign, size
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
@@ -96,10 +91,11 @@ class JPEGCompressibility:
         return np.array([self._sign * self._kilobytes(image) for image in images])
 
     def _kilobytes(self, image: NDArray[np.uint8]) -> float:
-        picture = self._library.fromarray(image)
+        picture, file = self._pillow.fromarray(image), io.BytesIO()
         if self._size:
-            picture = picture.resize((self._size, self._size), self._library.Resampling.BICUBIC)
-        return len(_encoded(picture, format="JPEG", quality=_QUALITY)) / 1000
+            picture = picture.resize((self._size, self._size), self._pillow.Resampling.BICUBIC)
+        picture.save(file, format="JPEG", quality=_QUALITY)
+        return file.tell() / 1000
 
 
 class ColourReward:

@@ -51,16 +51,14 @@ class VisionProcessor:
 
         config = AutoConfig.from_pretrained(path)
         if config.model_type not in VISION_MODELS:
-            raise UnsupportedModelError(
-                f"model type of {path} is {config.model_type!r}; expected {' or '.join(VISION_MODELS)} for images"
-            )
+            expected = f"{' or '.join(VISION_MODELS)} for images"
+            raise UnsupportedModelError(f"model type of {path} is {config.model_type!r}; expected {expected}")
         import_pillow()
         try:
             processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise UnsupportedModelError(
-                f"{path} has no image processor that loads; expected preprocessor_config.json"
-            ) from error
+            message = f"{path} has no image processor that loads; expected preprocessor_config.json"
+            raise UnsupportedModelError(message) from error
         return cls(processor, config)
 
     def num_tokens(self, image: bytes) -> int:

@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -75,11 +76,9 @@ async def run_episode(
     takes_truncated = "truncated" in inspect.signature(environment.step).parameters
     opening = await _within(environment.reset(), limits.step_timeout_s, f"episode {request_id!r}: reset")
     prompt_ids = encoder.first(opening.messages, tools=opening.tools)
-    log_probs: list[float] = []
-    versions: list[int] = []
-    mask: list[bool] = []
-    """Where the policy wrote the token."""
     response: list[int] = []
+    columns: list[tuple[float, int, bool]] = []
+    """For each token of the response, the log-prob, the version, and whether the policy wrote it."""
     turns: list[str] = []
     score = 0.0
     end: EpisodeEnd | None = None
@@ -94,9 +93,7 @@ async def run_episode(
         completion = await _completed(engine, request)
         written = completion.token_ids.tolist()
         response += written
-        log_probs += completion.log_probs.tolist()
-        versions += completion.weight_versions.tolist()
-        mask += [True] * len(written)
+        columns += zip(completion.log_probs.tolist(), completion.weight_versions.tolist(), repeat(True))
         turns.append(encoder.text(written))
         what = f"episode {request_id!r}: step {len(turns)}"
         is_truncated = completion.finish_reason != "stop"
@@ -118,9 +115,8 @@ async def run_episode(
                 end = "length"
             else:
                 response += said
-                log_probs += [0.0] * len(said)
-                versions += [-1] * len(said)
-                mask += [False] * len(said)
+                columns += [(0.0, -1, False)] * len(said)
+    log_probs, versions, mask = zip(*columns, strict=True) if columns else ((), (), ())
     return Episode(
         prompt_ids=np.array(prompt_ids, np.int64),
         token_ids=np.array(response, np.int64),

@@ -8,7 +8,6 @@ if it differs from that of the same bucket the last time.
 import json
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count, cycle
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from gcore_rollout.errors import PeerLostError, WeightSyncError
 from gcore_rollout.weight_sync.layout import Layout, PackedTensors, aligned, from_json, to_json, unpacked
+from gcore_rollout.weight_sync.updates import FullWeights
 
 _BUCKET, _END, _FAILED = 0, 1, 2
 _IN_FLIGHT = 2
@@ -83,14 +83,6 @@ class WeightSender:
             yield bucket
 
 
-@dataclass(frozen=True, kw_only=True)
-class IncomingWeights:
-    """Incoming weights, to be iterated over once."""
-
-    version: int
-    tensors: Iterator[tuple[str, torch.Tensor]]
-
-
 class WeightReceiver:
     """A rank that gets the weights.
 
@@ -114,8 +106,8 @@ class WeightReceiver:
         """The rest of the current weights."""
         self._tensors = _unpacked(self._buckets)
 
-    def receive(self) -> IncomingWeights:
-        """Wait for the next weights; they come while they are iterated over.
+    def receive(self) -> FullWeights:
+        """Wait for the next weights; they come while they are iterated over, once.
 
         That blocks: collect them in a thread while an event loop generates. The rest is received and dropped when the
         iterator is closed, or at the next call, because the other ranks wait for this one.
@@ -131,7 +123,7 @@ class WeightReceiver:
         message = self._channel.receive()
         self._buckets = self._received(message)
         self._tensors = _unpacked(self._buckets)
-        return IncomingWeights(version=message.version, tensors=self._tensors)
+        return FullWeights(version=message.version, tensors=self._tensors)
 
     def _received(self, message: "_Message") -> Iterator[tuple[torch.Tensor, Layout]]:
         """Receive buckets, of which this message is the first one's."""

@@ -131,24 +131,20 @@ class DigestedWeights:
         import torch
 
         self._weights = weights
-        self._dtypes = (torch.float32,) if dtypes is None else tuple(dict.fromkeys(dtypes))
-        self._given = digests
+        self._dtypes = [torch.float32] if dtypes is None else list(dict.fromkeys(dtypes))
         self._made: dict[str, Mapping[str, Digest]] = {}
-
-    @property
-    def digests(self) -> Digests:
+        self.digests: Digests = self._made if digests is None else digests
         """Digests of the tensors that have been iterated over."""
-        return self._made if self._given is None else self._given
 
     def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         for name, tensor in self._weights:
-            if self._given is None:
+            if self.digests is self._made:
                 self._made[name] = {_dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
             yield name, tensor
 
 
 def digests_of(weights: Any) -> Digests:
-    """Return the digests that come with weights, made of those iterated over so far; empty if there are none."""
+    """Return the digests that weights come with, of those iterated over so far; empty if there are none."""
     return getattr(weights, "digests", {})
 
 
@@ -237,9 +233,7 @@ class TimedEngine(WrappedEngine[RequestT, SampleT]):
     ) -> None:
         super().__init__(engine)
         self.name = name
-        self._timers = timers
-        self._device = device
-        self._stage = stage
+        self._timers, self._device, self._stage = timers, device, stage
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         with self._timers.stage(self._stage, self._device):
@@ -318,10 +312,9 @@ class Rotation:
 class CheckedEngine(WrappedEngine[RequestT, SampleT]):
     """An engine whose weights are compared with the trainer's after every update.
 
-    All tensors are compared after the first update and by `check_weights`; after later ones as many as 1 % of the time
-    since the last update allows, in rotation, and at least 8 MiB of them. The compared tensors are read from the model,
-    so that any cause of a wrong tensor is found. An engine that cannot report its weights, and weights without
-    digests (`DigestedWeights`), pass unchecked.
+    All tensors are compared after the first update and by `check_weights`; after later ones those that `Rotation`
+    chooses by the time since the last update. They are read from the model, so that any cause of a wrong tensor is
+    found. An engine that cannot report its weights, and weights without digests (`DigestedWeights`), pass unchecked.
 
     Args:
         name: such as "engine 3", for errors.

@@ -14,8 +14,7 @@ _DEVICE_ARGUMENT = 6
 class SharedCudaWeights:
     """The side that has the weights. It keeps them alive until `close`, and must not write to them before.
 
-    Call `close` only once every receiver has copied the weights and released its views, for example when the call that
-    took the handles has returned.
+    Call `close` only once every receiver has copied the weights and released its views.
 
     Args:
         weights: Hugging Face names and full tensors on a CUDA device. Pending computations are waited for.
@@ -46,7 +45,7 @@ def open_weights(handles: bytes) -> list[tuple[str, torch.Tensor]]:
     """Open the sender's weights: names and views of its memory, which must not be written to.
 
     Devices are matched by their UUID, because the two processes may number them differently. Copy the needed tensors,
-    wait for the copies (``torch.cuda.synchronize``), drop the views, and then notify the sender.
+    wait for the copies (``torch.cuda.synchronize``), drop the views, and notify the sender.
 
     Args:
         handles: from a process that is trusted, as with every pickle.

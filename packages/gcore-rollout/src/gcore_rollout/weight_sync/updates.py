@@ -59,9 +59,9 @@ def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -
             raise ValueError(f"there is an adapter of {layer!r}, and no weight of that layer")
         shape = tuple(base[f"{layer}.weight"].shape)
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != shape:
+            expected = f"[rank, {shape[-1]}] and [{shape[0]}, rank]"
             raise ValueError(
-                f"the adapter of {layer!r} has A {list(a.shape)} and B {list(b.shape)}; expected "
-                f"[rank, {shape[-1]}] and [{shape[0]}, rank]"
+                f"the adapter of {layer!r} has A {list(a.shape)} and B {list(b.shape)}; expected {expected}"
             )
 
 
@@ -99,7 +99,7 @@ class WeightDelta:
     base_version: int
     version: int
     layout: Layout
-    """Layout of all weights, changed or not."""
+    """All weights, changed or not."""
     sparse: Mapping[str, SparseValues]
     """Tensors with few changed elements."""
     dense: Mapping[str, torch.Tensor]
@@ -167,9 +167,7 @@ def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, 
         flat[part.indices] = bits(part.values)
     dense = {name: weights[name] for name in delta.dense}
     weights.update({name: host_copy(tensor) for name, tensor in delta.dense.items()})
-    return WeightDelta(
-        base_version=delta.version, version=delta.base_version, layout=delta.layout, sparse=sparse, dense=dense
-    )
+    return replace(delta, base_version=delta.version, version=delta.base_version, sparse=sparse, dense=dense)
 
 
 def _wrong_base(
@@ -208,10 +206,8 @@ def _check_whole(delta: WeightDelta) -> None:
     for name, part in delta.sparse.items():
         spec, indices, values = delta.layout[name], part.indices, part.values
         if indices.dim() != 1 or indices.shape != values.shape or values.dtype != spec.dtype:
-            raise ValueError(
-                f"the delta of {name!r} has indices {list(indices.shape)} and values {TensorSpec.of(values)}; "
-                f"expected as many of both, of {spec.dtype}"
-            )
+            found = f"indices {list(indices.shape)} and values {TensorSpec.of(values)}"
+            raise ValueError(f"the delta of {name!r} has {found}; expected as many of both, of {spec.dtype}")
         if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < spec.numel:
             raise ValueError(f"the delta of {name!r} has an index outside its {spec.numel} elements")
 
@@ -231,11 +227,9 @@ WeightUpdate = FullWeights | WeightDelta | AdapterWeights
 class WeightMirror:
     """A copy in the host's memory of the weights that an engine runs, and their version.
 
-    It takes updates in any form and gives the engine the full tensors. Adapters are merged into the last full weights
-    and their deltas, never into merged weights, which are not kept.
-
-    If the engine refuses an update or fails at it, the mirror goes back to what it was, so a sender may try again.
-    Every update gives the engine all tensors, so the next one repairs whatever a failed one left in it.
+    It takes updates in any form and gives the engine all full tensors. Adapters are merged into the last full weights
+    and their deltas, never into merged weights, which are not kept. If the engine refuses an update or fails at it, the
+    mirror goes back to what it was, so a sender may try again; the next update repairs whatever a failed one left.
 
     It takes the memory of the weights once, and twice while it takes a full update.
 

@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -44,9 +44,9 @@ class Manifest:
     base_version: int | None
     """The version that it changes; None: it is a full one."""
     layout: Layout
-    """Layout of all weights."""
+    """All weights."""
     tensors: Layout
-    """Layout of the tensors in the parts, in this order, each flattened and cut where a part was full."""
+    """Tensors in the parts, in this order, each flattened and cut where a part was full."""
     parts: tuple[Part, ...]
 
     @property
@@ -154,35 +154,35 @@ def _check_at_least(least: int, **values: int) -> None:
             raise ValueError(f"{name} is {value}; expected at least {least}")
 
 
+@dataclass(eq=False)
 class WeightPublisher:
     """Writes versions of the weights, in full or as what changed since the last one.
 
-    A version exists once its manifest does, which is written last and atomically; so a publisher that is killed leaves
-    only unused parts, which the next one removes. A new publisher starts with a full version.
+    A manifest is written last and atomically; so a publisher that is killed leaves only unused parts, which the next
+    one removes. A new publisher starts with a full version.
 
     Before it writes a version, it removes those older than the last ``keep`` full ones: their manifests now, their
     parts at the next version, so that earlier readers have all that time to finish.
 
     It keeps a copy of the last version in the host's memory. One publisher to a URL; its calls block.
-
-    Args:
-        url: see `Objects`.
-        full_every: period of full versions; 1: all are full.
-        keep: number of full versions that stay, with the deltas after them.
-        part_bytes: largest number of bytes of tensors in an object.
-        max_in_flight: largest number of parts that are written concurrently.
     """
 
-    def __init__(
-        self, url: str, *, full_every: int = 8, keep: int = 2, part_bytes: int = 64 << 20, max_in_flight: int = 4
-    ) -> None:
-        _check_at_least(1, full_every=full_every, keep=keep, max_in_flight=max_in_flight)
-        _check_at_least(16, part_bytes=part_bytes)
-        self._objects = Objects(url)
-        self._full_every = full_every
-        self._keep = keep
-        self._part_bytes = part_bytes
-        self._max_in_flight = max_in_flight
+    url: str
+    """See `Objects`."""
+    _: KW_ONLY
+    full_every: int = 8
+    """Period of full versions; 1: all are full."""
+    keep: int = 2
+    """Number of full versions that stay, with the deltas after them."""
+    part_bytes: int = 64 << 20
+    """Largest number of bytes of tensors in an object."""
+    max_in_flight: int = 4
+    """Largest number of parts that are written concurrently."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(1, full_every=self.full_every, keep=self.keep, max_in_flight=self.max_in_flight)
+        _check_at_least(16, part_bytes=self.part_bytes)
+        self._objects = Objects(self.url)
         self._last: dict[str, torch.Tensor] = {}
         self._last_version: int | None = None
         self._num_deltas = 0
@@ -206,8 +206,8 @@ class WeightPublisher:
         if newest is not None and version <= newest:
             raise ValueError(f"version is {version}: {self._objects} has versions up to {newest}, so it must be above")
         self._clean(keys)
-        base, is_full = self._last_version, self._num_deltas + 1 >= self._full_every
-        if base is None or base != newest or is_full:
+        base = self._last_version
+        if base is None or base != newest or self._num_deltas + 1 >= self.full_every:
             return self._publish_full({name: host_copy(tensor) for name, tensor in weights}, version)
         delta = make_delta(self._last, weights, base_version=base, version=version)
         if delta.dense.keys() == self._last.keys():
@@ -227,14 +227,14 @@ class WeightPublisher:
         folder = f"{_PARTS}/{version:012d}-{secrets.token_hex(8)}"
 
         def start() -> Iterator[tuple[Part, Pending]]:
-            for number, slices in enumerate(cut(tensors, self._part_bytes)):
+            for number, slices in enumerate(cut(tensors, self.part_bytes)):
                 data = save(slices)
                 part = Part(f"{folder}/{number:06d}.safetensors", len(data), _sha256(data))
                 yield part, self._objects.start_write(part.key, data)
 
-        parts = tuple(part for part, _ in in_flight(start(), self._max_in_flight))
-        tensors_layout = layout_of(tensors)
-        manifest = Manifest(version=version, base_version=base, layout=layout, tensors=tensors_layout, parts=parts)
+        parts = tuple(part for part, _ in in_flight(start(), self.max_in_flight))
+        stored = layout_of(tensors)
+        manifest = Manifest(version=version, base_version=base, layout=layout, tensors=stored, parts=parts)
         if not self._objects.create(manifest.key, manifest.to_bytes()):
             raise WeightSyncError(f"{self._objects} has version {manifest.version} already, by another publisher")
         return manifest
@@ -246,7 +246,7 @@ class WeightPublisher:
             if int(folder.removeprefix(f"{_PARTS}/").partition("-")[0]) not in there:
                 self._objects.delete_folder(folder)
         full = [version for version, kind in there.items() if kind == "full"]
-        oldest = min(full[-self._keep :], default=0)
+        oldest = min(full[-self.keep :], default=0)
         for version, kind in there.items():
             if version < oldest:
                 self._objects.delete(_manifest_key(version, kind))
