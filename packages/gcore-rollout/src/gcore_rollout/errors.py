@@ -28,6 +28,12 @@ class RewardConfigError(RewardError, ValueError):
     """A reward was given a setting that it cannot work with."""
 
 
+def require(field: str, value: object, holds: bool, accepted: str, error: type[Exception] = RewardConfigError) -> None:
+    """Raise an error unless what a setting has to be holds."""
+    if not holds:
+        raise error(f"{field} is {value!r}; expected {accepted}")
+
+
 class RewardExitError(RewardError):
     """A reward tried to end the process, or blocked it in its trial call; ``on_error`` does not apply."""
 

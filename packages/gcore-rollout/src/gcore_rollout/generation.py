@@ -183,7 +183,7 @@ class Generation:
         Args:
             prompts: with their prompt indices; all are generated at once.
             unfinished: groups that an earlier call left unfinished.
-            take: returns further prompts; called whenever the policy has capacity for them.
+            take: called whenever the policy has capacity for further prompts.
 
         Returns:
             The complete groups in the prompts' order, unfinished ones first, and those that were cut short; groups

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gcore_rollout.errors import RewardConfigError
+from gcore_rollout.errors import RewardConfigError, require
 from gcore_rollout.images.reward import Images, Rows, Scores
 
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072
@@ -160,8 +160,8 @@ def _layer_of(name: str) -> int:
 def _load_clip(path: str | Path, device: str) -> tuple[Any, Any]:
     from transformers import CLIPImageProcessor, CLIPModel
 
-    if not (Path(path) / "config.json").is_file():
-        raise RewardConfigError(f"path is {str(path)!r}; expected a Hugging Face folder of a CLIP model")
+    has_config = (Path(path) / "config.json").is_file()
+    require("path", str(path), has_config, "a Hugging Face folder of a CLIP model")
     try:
         model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
         return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(path)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
+from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError, require
 from gcore_rollout.rewards.reward import ThreadedReward, located, name_of
 from gcore_rollout.rewards.runner import answer, is_async
 
@@ -37,20 +37,19 @@ async def evaluate_images(
     """
     # A daemon thread: one of asyncio would keep the process from ending while the reward blocks.
     threaded = None if is_async(reward) else ThreadedReward(reward, max_workers=1)
-    try:
-        values = await answer(threaded or reward, images, prompts, rows)
+    with located(f"reward {name_of(reward)!r} on {len(images)} images"):
+        try:
+            values = await answer(threaded or reward, images, prompts, rows)
+        finally:
+            if threaded is not None:
+                threaded.close()
         scores = [float(value) for value in np.asarray(values, dtype=np.float64).reshape(-1)]
         if len(scores) != len(images):
             raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(images)} images")
         for score, prompt in zip(scores, prompts, strict=True):
             if not math.isfinite(score):
                 raise RewardError(f"returned {score} for an image of {prompt!r}; expected a finite number")
-    except Exception as error:
-        raise located(error, f"reward {name_of(reward)!r} on {len(images)} images") from error
-    finally:
-        if threaded is not None:
-            threaded.close()
-    return scores
+        return scores
 
 
 def import_pillow() -> Any:
@@ -79,10 +78,8 @@ class JPEGCompressibility:
 
     def __init__(self, *, sign: int = -1, size: int = 0) -> None:
         self._pillow = import_pillow()
-        if sign not in (-1, 1):
-            raise RewardConfigError(f"sign is {sign}; expected -1 or 1")
-        if size < 0:
-            raise RewardConfigError(f"size is {size}; expected 0 or more")
+        require("sign", sign, sign in (-1, 1), "-1 or 1")
+        require("size", size, size >= 0, "0 or more")
         self._sign, self._size = sign, size
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:

@@ -35,12 +35,12 @@ class ChatEncoder:
         Raises:
             RolloutError: there are tools, and no template; or images.
         """
-        _refuse_images(messages)
+        text = _text(messages)
         if self._tokenizer.chat_template is not None:
             return self._tokens(self._render(messages, tools=[dict(tool) for tool in tools] or None))
         if tools:
             raise RolloutError("tools are given: the tokenizer has no chat template that could announce them")
-        return self._tokenizer(_joined(messages))["input_ids"]
+        return self._tokenizer(text)["input_ids"]
 
     def next(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
         """Return the tokens of further messages, from after the policy's last token to where its next turn starts.
@@ -50,17 +50,15 @@ class ChatEncoder:
         Raises:
             RolloutError: the template cannot continue after a turn; or there are images.
         """
-        _refuse_images(messages)
+        text = _text(messages)
         if self._tokenizer.chat_template is None:
-            return self._tokens(_joined(messages))
+            return self._tokens(text)
         # Only from the stand-in on: the text before it may change with the messages after it.
         end_of_turn = self._render(_BEFORE, prompt=False).rpartition(_STAND_IN)[2]
         continued = self._render([*_BEFORE, *messages]).rpartition(_STAND_IN)[2]
         if not end_of_turn or not continued.startswith(end_of_turn) or continued == end_of_turn:
-            raise RolloutError(
-                "the chat template does not render further messages after those before them; "
-                "conversations of several turns need that"
-            )
+            does_not = "the chat template does not render further messages after those before them"
+            raise RolloutError(f"{does_not}; conversations of several turns need that")
         written: str = self._tokenizer.decode([last_token])
         rest = end_of_turn.partition(written)[2] if written and written in end_of_turn else end_of_turn
         return self._tokens(rest + continued.removeprefix(end_of_turn))
@@ -78,11 +76,9 @@ class ChatEncoder:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _refuse_images(messages: Sequence[Message]) -> None:
+def _text(messages: Sequence[Message]) -> str:
+    """Return the contents as they are; a `RolloutError` if there are images."""
     parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"] or ()]
     if any(part.get("type") in ("image", "image_url") for part in parts):
         raise RolloutError("a message has an image: episodes are of text alone, a Request can have images")
-
-
-def _joined(messages: Sequence[Message]) -> str:
     return "".join(str(m["content"]) for m in messages)

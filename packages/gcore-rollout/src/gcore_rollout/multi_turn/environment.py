@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
-from gcore_rollout.errors import RequestError
+from gcore_rollout.errors import RequestError, require
 from gcore_rollout.multi_turn.chat import Message
 from gcore_rollout.rewards.reward import Scored
 
@@ -77,10 +77,9 @@ class RevisionEnvironment:
     max_revisions: int
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.good_enough):
-            raise RequestError(f"good_enough is {self.good_enough}; expected a finite number")
-        if self.max_revisions < 1:
-            raise RequestError(f"max_revisions is {self.max_revisions}; expected at least 1")
+        good_enough, most = self.good_enough, self.max_revisions
+        require("good_enough", good_enough, math.isfinite(good_enough), "a finite number", RequestError)
+        require("max_revisions", most, most >= 1, "at least 1", RequestError)
         self._num_left, self._score = self.max_revisions, 0.0
 
     async def reset(self) -> Opening:

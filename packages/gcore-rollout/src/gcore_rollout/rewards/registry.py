@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gcore_rollout.errors import RequestError, RewardConfigError, RewardError
+from gcore_rollout.errors import RequestError, RewardConfigError, RewardError, require
 from gcore_rollout.images.reward import ImageRewardFunction, JPEGCompressibility
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
@@ -82,17 +82,12 @@ class MultiTurnConfig:
 
     def __post_init__(self) -> None:
         for name, lowest in (("max_assistant_turns", 1), ("max_tokens_per_turn", 0), ("max_revisions", 0)):
-            if getattr(self, name) < lowest:
-                raise RequestError(f"{name} is {getattr(self, name)}; expected {lowest} or more")
-        if not math.isfinite(self.good_enough):
-            raise RequestError(f"good_enough is {self.good_enough}; expected a finite number")
-        if self.environment and self.max_revisions:
-            raise RequestError(
-                f"max_revisions is {self.max_revisions}; expected 0 with rollout.multi_turn.environment "
-                f"{self.environment!r}"
-            )
-        if not 0 < self.step_timeout_s < math.inf:
-            raise RequestError(f"step_timeout_s is {self.step_timeout_s}; expected a finite number above 0")
+            require(name, getattr(self, name), getattr(self, name) >= lowest, f"{lowest} or more", RequestError)
+        good_enough, most, timeout_s = self.good_enough, self.max_revisions, self.step_timeout_s
+        require("good_enough", good_enough, math.isfinite(good_enough), "a finite number", RequestError)
+        require("step_timeout_s", timeout_s, 0 < timeout_s < math.inf, "a finite number above 0", RequestError)
+        alone = f"0 with rollout.multi_turn.environment {self.environment!r}"
+        require("max_revisions", most, not (self.environment and most), alone, RequestError)
 
     @property
     def is_used(self) -> bool:

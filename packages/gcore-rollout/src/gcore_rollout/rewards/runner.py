@@ -9,14 +9,13 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
-from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError, RewardExitError
+from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError, require
 from gcore_rollout.rewards.reward import (
     Failed,
     Failure,
@@ -62,7 +61,7 @@ async def evaluate(
         RewardExitError: it tried to end the process.
         RewardError: it raised anything else, or did not return finite numbers; the message holds both texts.
     """
-    with _naming(reward, prompt, completion):
+    with located(_call_of(reward, prompt, completion)):
         return checked(await answer(reward, prompt, completion, row, limit=limit))
 
 
@@ -75,20 +74,15 @@ async def evaluate_group(
     limit: Limit | None = None,
 ) -> list[Scored]:
     """Evaluate a group of completions of one prompt; see `evaluate`."""
-    with _naming(reward, prompt, completions[0] if completions else ""):
+    with located(_call_of(reward, prompt, completions[0] if completions else "")):
         values = await answer(reward, prompt, completions, row, limit=limit)
         if len(values) != len(completions):
             raise RewardError(f"returned {len(values)} scores; expected one for each of {len(completions)} completions")
         return [checked(value) for value in values]
 
 
-@contextmanager
-def _naming(reward: object, prompt: str, completion: str) -> Generator[None]:
-    try:
-        yield
-    except Exception as error:
-        texts = f"prompt {prompt[-80:]!r}, completion {completion[:80]!r}"
-        raise located(error, f"reward {name_of(reward)!r} on {texts}") from error
+def _call_of(reward: object, prompt: str, completion: str) -> str:
+    return f"reward {name_of(reward)!r} on prompt {prompt[-80:]!r}, completion {completion[:80]!r}"
 
 
 def checked(value: object) -> Scored:
@@ -250,11 +244,10 @@ class RetryPolicy:
     max_backoff_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("max_retries", "backoff_s"):
-            if not getattr(self, name) >= 0:
-                raise RewardConfigError(f"{name} is {getattr(self, name)}; expected 0 or more")
-        if not (longest := self.max_backoff_s) >= self.backoff_s:
-            raise RewardConfigError(f"max_backoff_s is {longest}; expected at least backoff_s={self.backoff_s}")
+        require("max_retries", self.max_retries, self.max_retries >= 0, "0 or more")
+        require("backoff_s", self.backoff_s, self.backoff_s >= 0, "0 or more")
+        longest = self.max_backoff_s
+        require("max_backoff_s", longest, longest >= self.backoff_s, f"at least backoff_s={self.backoff_s}")
 
     async def run(self, attempt: Callable[[], Awaitable[T]], *, may_pass: Callable[[Exception], bool]) -> T:
         """Return the result of ``attempt``, or raise its last error; ``may_pass``: it is worth another attempt."""
@@ -284,23 +277,18 @@ class RewardRunnerConfig:
     """Run a synchronous reward in as many threads as there may be calls (see `ThreadedReward`), not on the loop."""
 
     def __post_init__(self) -> None:
-        if self.max_concurrency < 1:
-            raise RewardConfigError(f"max_concurrency is {self.max_concurrency}; expected at least 1")
-        if not self.timeout_s > 0:
-            raise RewardConfigError(f"timeout_s is {self.timeout_s}; expected more than 0")
-        if self.on_error not in get_args(OnError):
-            raise RewardConfigError(f"on_error is {self.on_error!r}; expected one of {', '.join(get_args(OnError))}")
+        accepted = get_args(OnError)
+        require("max_concurrency", self.max_concurrency, self.max_concurrency >= 1, "at least 1")
+        require("timeout_s", self.timeout_s, self.timeout_s > 0, "more than 0")
+        require("on_error", self.on_error, self.on_error in accepted, f"one of {', '.join(accepted)}")
 
 
 class RewardRunner:
-    """Scores completions one by one, or by a `GroupRewardFunction` in groups, many calls at a time.
-
-    Attributes:
-        failures: Counts calls, and those that ended in an error after their retries.
-    """
+    """Scores completions one by one, or by a `GroupRewardFunction` in groups, many calls at a time."""
 
     def __init__(self, reward: RewardFunction | GroupRewardFunction, config: RewardRunnerConfig | None = None) -> None:
         self.failures = FailureLog()
+        """Counts calls, and those that ended in an error after their retries."""
         self._config = config or RewardRunnerConfig()
         self._places = asyncio.Semaphore(self._config.max_concurrency)
         self._stats = RewardStats()

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Self, get_args
 
-from gcore_rollout.errors import SandboxError
+from gcore_rollout.errors import SandboxError, require
 from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
 
 Isolation = Literal["namespaces", "limits"]
@@ -64,8 +64,7 @@ class SandboxLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0:
-                raise SandboxError(f"{name} is {value}; expected more than 0")
+            require(name, value, value > 0, "more than 0", SandboxError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,16 +117,15 @@ class Sandbox:
         import_paths: Sequence[str | Path] = (),
     ) -> None:
         self._limits = limits or SandboxLimits()
-        if isolation not in get_args(Isolation):
-            raise SandboxError(f"isolation is {isolation!r}; expected one of {', '.join(get_args(Isolation))}")
-        if max_concurrency is not None and max_concurrency < 1:
-            raise SandboxError(f"max_concurrency is {max_concurrency}; expected at least 1")
+        known, count = get_args(Isolation), os.cpu_count() or 1 if max_concurrency is None else max_concurrency
+        require("isolation", isolation, isolation in known, f"one of {', '.join(known)}", SandboxError)
+        require("max_concurrency", count, count >= 1, "at least 1", SandboxError)
         for path in map(Path, import_paths):
             if not path.is_absolute() or not path.is_dir():
                 raise SandboxError(f"import_paths holds {str(path)!r}; expected an absolute path of a folder")
         self._isolation: Isolation = isolation
         self._import_paths = [str(path) for path in import_paths]
-        self._places = asyncio.Semaphore(max_concurrency or os.cpu_count() or 1)
+        self._places = asyncio.Semaphore(count)
         self._try_isolation()
 
     async def run(self, program: str, *, stdin: str = "", tests: Sequence[str] = ()) -> SandboxResult:

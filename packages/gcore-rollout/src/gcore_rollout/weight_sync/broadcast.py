@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gcore_rollout.errors import PeerLostError, WeightSyncError
+from gcore_rollout.errors import PeerLostError, WeightSyncError, require
 from gcore_rollout.weight_sync.layout import Layout, PackedTensors, aligned, from_json, to_json, unpacked
 from gcore_rollout.weight_sync.updates import FullWeights
 
@@ -35,8 +35,7 @@ class WeightSender:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: str = "cpu", bucket_bytes: int = 256 << 20) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {bucket_bytes}; expected at least 1")
+        require("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "at least 1", ValueError)
         self._channel = _Channel(group, dist.get_rank(group), device)
         self._buckets = [_Bucket(bucket_bytes, device) for _ in range(_IN_FLIGHT)]
         self._layouts: dict[int, bytes] = {}

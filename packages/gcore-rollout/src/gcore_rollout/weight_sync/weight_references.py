@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from gcore_rollout.engines.protocol import Digests
-from gcore_rollout.errors import MissingExtraError
+from gcore_rollout.errors import MissingExtraError, require
 from gcore_rollout.weight_sync.checked import digests_of
 from gcore_rollout.weight_sync.layout import Layout, layout_of
 
@@ -72,8 +72,7 @@ class WeightReferences:
             weights: never asked for more than a bucket ahead; they must not write over those that they gave.
             bucket_size_bytes: size of an object of the store; a larger tensor is one of its own.
         """
-        if bucket_size_bytes < 1:
-            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; expected at least 1")
+        require("bucket_size_bytes", bucket_size_bytes, bucket_size_bytes >= 1, "at least 1", ValueError)
         buckets: list[_Bucket] = []
         filled: dict[str, torch.Tensor] = {}
         left_bytes = bucket_size_bytes

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
 
-from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
+from gcore_rollout.errors import MissingExtraError, RewardError, require
 from gcore_rollout.images.reward import Images, Rows, import_pillow, png
 from gcore_rollout.rewards.reward import Scored
 from gcore_rollout.rewards.runner import RetryPolicy, checked
@@ -48,12 +48,9 @@ class JSONServer:
     def __post_init__(self) -> None:
         if find_spec("aiohttp") is None:
             raise MissingExtraError("aiohttp", "http")
-        if not self.url.startswith(("http://", "https://")):
-            raise RewardConfigError(f"url is {self.url!r}; expected http://... or https://...")
-        if not self.timeout_s > 0:
-            raise RewardConfigError(f"timeout_s is {self.timeout_s}; expected more than 0")
-        if self.max_connections < 1:
-            raise RewardConfigError(f"max_connections is {self.max_connections}; expected at least 1")
+        require("url", self.url, self.url.startswith(("http://", "https://")), "http://... or https://...")
+        require("timeout_s", self.timeout_s, self.timeout_s > 0, "more than 0")
+        require("max_connections", self.max_connections, self.max_connections >= 1, "at least 1")
         self._connections = asyncio.Semaphore(self.max_connections)
         self._session: Any = None
 
@@ -120,8 +117,7 @@ class HTTPReward(JSONServer):
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `RewardError` as `JSONServer.post`, or if the answer has no finite score."""
-        message = {"prompt": prompt, "completion": completion, "row": dict(row)}
-        answer = await self.post(message, expected="score")
+        answer = await self.post({"prompt": prompt, "completion": completion, "row": dict(row)}, expected="score")
         parts, feedback = answer.get("parts", {}), answer.get("feedback", "")
         if not isinstance(parts, dict) or not isinstance(feedback, str):
             raise self.unexpected(answer, '"parts" to be an object and "feedback" a string')

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from gcore_rollout.engines.protocol import Engine, Request, SamplingParams
-from gcore_rollout.errors import NoScoreError, RewardConfigError
+from gcore_rollout.errors import NoScoreError, RewardConfigError, require
 from gcore_rollout.images.reward import Images, Rows, png
 from gcore_rollout.rewards.reward import Scored, column
 
@@ -79,8 +79,7 @@ class JudgeModel:
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise RewardConfigError(f"n is {self.n}; expected at least 1")
+        require("n", self.n, self.n >= 1, "at least 1")
 
     async def ask(self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None) -> list[list[str]]:
         """Return ``n`` verdicts on each question, in one call of the engine; ``images`` are encoded files of each.
@@ -130,8 +129,7 @@ class LastMatch:
             groups = re.compile(self.pattern).groups
         except re.error as error:
             raise RewardConfigError(f"pattern is {self.pattern!r}: {error}") from None
-        if groups < 1:
-            raise RewardConfigError(f"pattern is {self.pattern!r}; expected a group around {self.wanted}")
+        require("pattern", self.pattern, groups >= 1, f"a group around {self.wanted}")
 
     def read(self, text: str) -> str:
         """Return the group; empty: there is no match, or the group took no part."""
@@ -192,8 +190,8 @@ class Judge(Generic[T]):
         for name in self._fields:
             if not name.isidentifier():
                 raise RewardConfigError(f"template has the field {{{name}}}; expected names alone")
-        if missing := [name for name in self.needed if name not in self._fields]:
-            raise RewardConfigError(f"template is {template!r}; expected {{{missing[0]}}} in it")
+        for name in self.needed:
+            require("template", template, name in self._fields, f"{{{name}}} in it")
 
     @property
     def parse_rate(self) -> float:
@@ -227,8 +225,7 @@ class _ScoreJudge(Judge[float]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reduce not in get_args(Reduce):
-            raise RewardConfigError(f"reduce is {self.reduce!r}; expected one of {', '.join(get_args(Reduce))}")
+        require("reduce", self.reduce, self.reduce in get_args(Reduce), f"one of {', '.join(get_args(Reduce))}")
 
     def _reduced(self, scores: Sequence[float]) -> float:
         """Reduce one or more scores to one."""
@@ -260,8 +257,8 @@ class JudgeReward(_ScoreJudge):
     def __post_init__(self) -> None:
         super().__post_init__()
         unparsable = self.on_unparsable
-        if unparsable != "drop" and (isinstance(unparsable, str) or not math.isfinite(unparsable)):
-            raise RewardConfigError(f"on_unparsable is {unparsable!r}; expected 'drop' or a finite number")
+        is_known = unparsable == "drop" if isinstance(unparsable, str) else math.isfinite(unparsable)
+        require("on_unparsable", unparsable, is_known, "'drop' or a finite number")
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `NoScoreError` if no verdict counts, `RewardError` if the row lacks a column."""
@@ -297,10 +294,9 @@ class ImageJudgeReward(_ScoreJudge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model.vision is None:
-            raise RewardConfigError("vision is None; expected a vision-language model to judge images")
-        if not math.isfinite(self.unparsable_score):
-            raise RewardConfigError(f"unparsable_score is {self.unparsable_score}; expected a finite number")
+        vision, score = self.model.vision, self.unparsable_score
+        require("vision", vision, vision is not None, "a vision-language model to judge images")
+        require("unparsable_score", score, math.isfinite(score), "a finite number")
 
     async def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> list[float]:
         """Return scores [B]; `RewardError` if a row lacks a column of the template."""
@@ -350,8 +346,7 @@ class PairwiseJudge(Judge[Winner]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.on_unparsable not in ("drop", "tie"):
-            raise RewardConfigError(f"on_unparsable is {self.on_unparsable!r}; expected one of drop, tie")
+        require("on_unparsable", self.on_unparsable, self.on_unparsable in ("drop", "tie"), "one of drop, tie")
 
     async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
         """Score the completions of one prompt; `RewardError` if the row lacks a column of the template.

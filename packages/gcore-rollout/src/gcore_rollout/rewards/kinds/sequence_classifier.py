@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from gcore_rollout.errors import RewardConfigError, RewardError, UnsupportedModelError
+from gcore_rollout.errors import RewardConfigError, RewardError, UnsupportedModelError, require
 
 Encode = Callable[[str, str], Sequence[int]]
 """The token ids of a prompt and its completion."""
@@ -52,10 +52,8 @@ class SequenceClassifierReward:
         longest = self.max_length or getattr(config, "max_position_embeddings", None)
         if longest is None or longest < 1:
             raise RewardConfigError(f"max_length is {self.max_length} and the model names none; expected at least 1")
-        if self.max_batch_tokens < 1:
-            raise RewardConfigError(f"max_batch_tokens is {self.max_batch_tokens}; expected at least 1")
-        if not self.max_wait_s >= 0:
-            raise RewardConfigError(f"max_wait_s is {self.max_wait_s}; expected 0 or more")
+        require("max_batch_tokens", self.max_batch_tokens, self.max_batch_tokens >= 1, "at least 1")
+        require("max_wait_s", self.max_wait_s, self.max_wait_s >= 0, "0 or more")
         self.model.eval().requires_grad_(False)
         self._longest: int = longest
         self._waiting: list[_Waiting] = []

@@ -7,25 +7,25 @@
 import asyncio
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors.torch import load, save
 
-from gcore_rollout.errors import CorruptWeightsError, WeightSyncError
+from gcore_rollout.errors import CorruptWeightsError, WeightSyncError, require
 from gcore_rollout.weight_sync.layout import Layout, from_json, host_copy, layout_of, to_json
 from gcore_rollout.weight_sync.store.objects import Objects, Pending, in_flight
 from gcore_rollout.weight_sync.updates import FullWeights, SparseValues, WeightDelta, apply_delta, make_delta
 
 _TRIES = 3
-_PARTS, _VERSIONS = "parts", "versions"
+_PARTS = "parts/"
+_MANIFEST = re.compile(r"versions/(\d+)-(full|delta)")
 _DENSE, _INDICES, _VALUES = "dense/", "indices/", "values/"
-
-Kind = Literal["full", "delta"]
 
 
 class Part(NamedTuple):
@@ -51,7 +51,7 @@ class Manifest:
 
     @property
     def key(self) -> str:
-        return _manifest_key(self.version, "full" if self.base_version is None else "delta")
+        return f"versions/{self.version:012d}-{'full' if self.base_version is None else 'delta'}"
 
     @property
     def size_bytes(self) -> int:
@@ -129,29 +129,13 @@ def joined(layout: Layout, parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[
     return tensors
 
 
-def _manifest_key(version: int, kind: Kind) -> str:
-    return f"{_VERSIONS}/{version:012d}-{kind}"
-
-
-def _versions_in(keys: Iterable[str]) -> dict[int, Kind]:
-    """Return the versions whose manifests are among these keys, in order."""
-    found: dict[int, Kind] = {}
-    for key in sorted(keys):
-        folder, _, name = key.partition("/")
-        number, _, kind = name.partition("-")
-        if folder == _VERSIONS and number.isdecimal() and kind in ("full", "delta"):
-            found[int(number)] = kind
-    return found
+def _versions_in(keys: Iterable[str]) -> dict[int, str]:
+    """Return the versions whose manifests are among these keys, in order, with the keys."""
+    return {int(found[1]): key for key in sorted(keys) if (found := _MANIFEST.fullmatch(key))}
 
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _check_at_least(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} is {value}; expected at least {least}")
 
 
 @dataclass(eq=False)
@@ -180,8 +164,8 @@ class WeightPublisher:
     """Largest number of parts that are written concurrently."""
 
     def __post_init__(self) -> None:
-        _check_at_least(1, full_every=self.full_every, keep=self.keep, max_in_flight=self.max_in_flight)
-        _check_at_least(16, part_bytes=self.part_bytes)
+        for name, least in (("full_every", 1), ("keep", 1), ("part_bytes", 16), ("max_in_flight", 1)):
+            require(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}", ValueError)
         self._objects = Objects(self.url)
         self._last: dict[str, torch.Tensor] = {}
         self._last_version: int | None = None
@@ -224,7 +208,7 @@ class WeightPublisher:
 
     def _write(self, tensors: dict[str, torch.Tensor], layout: Layout, version: int, *, base: int | None) -> Manifest:
         """Write the parts of a version, and then its manifest."""
-        folder = f"{_PARTS}/{version:012d}-{secrets.token_hex(8)}"
+        folder = f"{_PARTS}{version:012d}-{secrets.token_hex(8)}"
 
         def start() -> Iterator[tuple[Part, Pending]]:
             for number, slices in enumerate(cut(tensors, self.part_bytes)):
@@ -242,14 +226,14 @@ class WeightPublisher:
     def _clean(self, keys: Sequence[str]) -> None:
         """Remove parts without a manifest, then the manifests of old versions; ``keys`` are all existing ones."""
         there = _versions_in(keys)
-        for folder in {key.rpartition("/")[0] for key in keys if key.startswith(f"{_PARTS}/")}:
-            if int(folder.removeprefix(f"{_PARTS}/").partition("-")[0]) not in there:
+        for folder in {key.rpartition("/")[0] for key in keys if key.startswith(_PARTS)}:
+            if int(folder.removeprefix(_PARTS).partition("-")[0]) not in there:
                 self._objects.delete_folder(folder)
-        full = [version for version, kind in there.items() if kind == "full"]
+        full = [version for version, key in there.items() if key.endswith("-full")]
         oldest = min(full[-self.keep :], default=0)
-        for version, kind in there.items():
+        for version, key in there.items():
             if version < oldest:
-                self._objects.delete(_manifest_key(version, kind))
+                self._objects.delete(key)
 
 
 class _RemovedError(Exception):
@@ -265,7 +249,7 @@ class WeightSubscriber:
     """
 
     def __init__(self, url: str, *, max_in_flight: int = 4) -> None:
-        _check_at_least(1, max_in_flight=max_in_flight)
+        require("max_in_flight", max_in_flight, max_in_flight >= 1, "at least 1", ValueError)
         self._objects = Objects(url)
         self._max_in_flight = max_in_flight
 
@@ -322,7 +306,9 @@ class WeightSubscriber:
         chain: list[Manifest] = []
         version: int | None = newest
         while version is not None and version != have:
-            key = _manifest_key(version, there.get(version, "full"))
+            if version not in there:
+                raise _RemovedError(f"the manifest of version {version}")
+            key = there[version]
             data = _value(key, self._objects.start_read(key).result())
             chain.append(Manifest.from_bytes(data, key=f"{self._objects}: {key}"))
             version = chain[-1].base_version
