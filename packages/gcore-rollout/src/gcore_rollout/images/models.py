@@ -36,10 +36,8 @@ class CLIPReward:
     CLIPScore (arXiv 2104.08718) is the cosine; PickScore (arXiv 2305.01569, eq. 1), with its weights, is the cosine
     times the model's learned scale, divided by 26 as Flow-GRPO's code does.
 
-    Args:
-        path: a Hugging Face folder of a CLIP model, with tokenizer and image processor.
-        device: such as cpu or cuda:0.
-        scale: factor of the cosine; None: the model's own over 26.
+    ``path`` is a Hugging Face folder with tokenizer and image processor; ``scale`` the factor of the cosine, None: the
+    model's own over 26.
     """
 
     def __init__(self, path: str | Path, *, device: str = "cpu", scale: float | None = 1.0) -> None:
@@ -64,10 +62,8 @@ class CLIPReward:
 class AestheticReward:
     """A linear head, or several layers of them, on CLIP's image embeddings of length 1: LAION's aesthetic predictor.
 
-    Args:
-        path: a Hugging Face folder of a CLIP model, with its image processor.
-        head: a safetensors file of the head: ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
-        device: such as cpu or cuda:0.
+    ``path`` is a Hugging Face folder of a CLIP model, with its image processor; ``head`` a safetensors file with
+    ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
     """
 
     def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
@@ -99,7 +95,6 @@ class ImageRewardScore:
     Args:
         weights: ImageReward.pt, or the same as safetensors.
         tokenizer: a Hugging Face folder of the tokenizer, bert-base-uncased with BLIP's two tokens.
-        device: such as cpu or cuda:0.
     """
 
     def __init__(self, weights: str | Path, tokenizer: str | Path, *, device: str = "cpu") -> None:

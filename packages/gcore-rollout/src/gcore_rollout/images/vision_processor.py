@@ -44,8 +44,7 @@ class VisionProcessor:
     def from_pretrained(cls, path: str | Path) -> Self:
         """Load the image processor of a Hugging Face folder; `MissingExtraError` if Pillow is not installed.
 
-        Raises:
-            UnsupportedModelError: its model takes no images or is not supported, or it has no image processor.
+        `UnsupportedModelError` if its model takes no images or is not supported, or it has no image processor.
         """
         from transformers import AutoConfig, AutoImageProcessor
 

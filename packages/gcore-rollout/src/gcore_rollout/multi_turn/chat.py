@@ -30,10 +30,8 @@ class ChatEncoder:
     def first(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens [P] of the first messages, up to where the policy starts.
 
-        ``tools`` are JSON schemas of the functions that the template is to announce.
-
-        Raises:
-            RolloutError: there are tools, and no template; or images.
+        ``tools`` are JSON schemas of the functions that the template is to announce. A `RolloutError` if there are
+        tools, and no template; or images.
         """
         text = _text(messages)
         if self._tokenizer.chat_template is not None:
@@ -45,10 +43,8 @@ class ChatEncoder:
     def next(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
         """Return the tokens of further messages, from after the policy's last token to where its next turn starts.
 
-        If ``last_token`` does not end a turn in the template, the end is added.
-
-        Raises:
-            RolloutError: the template cannot continue after a turn; or there are images.
+        If ``last_token`` does not end a turn in the template, the end is added. A `RolloutError` if the template cannot
+        continue after a turn; or there are images.
         """
         text = _text(messages)
         if self._tokenizer.chat_template is None:

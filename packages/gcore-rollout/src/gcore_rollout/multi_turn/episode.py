@@ -54,14 +54,13 @@ async def run_episode(
     limits: MultiTurnConfig | None = None,
     seed: int = 0,
 ) -> Episode:
-    """Play one episode. Many at once make one continuous stream of requests.
+    """Play one episode in a new environment. Many at once make one continuous stream of requests.
 
     Every turn continues the exact tokens of those before it. A turn that `Engine.abort` cuts short, as a change of
     weights may, is continued.
 
     Args:
         engine: the policy.
-        environment: a new one.
         encoder: of the policy's tokenizer.
         request_id: prefix of the request ids of its turns.
         sampling: ``max_tokens`` bounds the whole response [R], including the environment's messages.

@@ -99,11 +99,8 @@ class MultiTurnConfig:
     ) -> EnvironmentRole | None:
         """Build the environment; None: responses have one turn.
 
-        Args:
-            tokenizer: of the policy, with a chat template.
-            reward: scores what is revised.
-            prompt_key: column of a row that has the messages to answer, for revisions.
-            on_error: reaction to an environment that fails.
+        ``tokenizer`` is the policy's, with a chat template. For revisions, ``reward`` scores what is revised, and the
+        column ``prompt_key`` of a row has the messages to answer.
         """
         if not self.is_used:
             return None
@@ -187,11 +184,8 @@ def build_reward(spec: str) -> RewardFunction:
 def build_image_reward(name: str, settings: ImageRewardSettings, *, setting: str) -> ImageRewardFunction:
     """Make the image reward of a registered kind, at an http(s) URL, or by ``PATH.py:function``.
 
-    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors.
-
-    Raises:
-        RewardConfigError: there is no such reward, or it lacks a setting.
-        RewardError: the user's file does not import.
+    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors. `RewardConfigError` if
+    there is no such reward, or it lacks a setting; `RewardError` if the user's file does not import.
     """
     if kind := _IMAGE_REWARDS.get(name):
         group = setting.rpartition(".")[0]
@@ -217,8 +211,7 @@ def load_reward(spec: str) -> RewardFunction:
 def load_function(spec: str, *, setting: str) -> Callable[..., Any]:
     """Import the function that ``PATH.py:function`` names; ``setting`` is the name of the setting, for errors.
 
-    Raises:
-        RewardError: the form is wrong, the file is missing or does not import, or it has no such function.
+    A `RewardError` if the form is wrong, the file is missing or does not import, or it has no such function.
     """
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():

@@ -112,10 +112,8 @@ def is_async(reward: object) -> bool:
 async def answer(function: Callable[..., Any], *arguments: Any, limit: Limit | None = None) -> Any:
     """Call a function, and wait for what it returns if that is awaitable, within a limit if there is one.
 
-    After Ctrl-C has interrupted the call, this waits until it is cancelled.
-
-    Raises:
-        RewardExitError: the function tried to end the process, or blocked it for too long in `RewardRunner.try_on`.
+    After Ctrl-C has interrupted the call, this waits until it is cancelled. `RewardExitError` if the function tried to
+    end the process, or blocked it for too long in `RewardRunner.try_on`.
     """
     try:
         value = _call(function, *arguments)
@@ -301,10 +299,7 @@ class RewardRunner:
         return replace(self._stats)
 
     async def score(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
-        """Score one completion.
-
-        Returns:
-            `Failed` if the reward raised `NoScoreError`, or if it failed and ``on_error`` is "drop".
+        """Score one completion; `Failed` if the reward raised `NoScoreError`, or failed and ``on_error`` is "drop".
 
         Raises:
             RewardError: the reward failed, after its retries, and ``on_error`` is "raise".
@@ -321,11 +316,9 @@ class RewardRunner:
         return await self._run(partial(evaluate_group, self._reward, **texts, row=row, limit=self._in_time))
 
     async def try_on(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
-        """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too.
+        """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too; see `score`.
 
-        Raises:
-            RewardError: see `score`.
-            RewardExitError: the reward blocked the process for longer than ``timeout_s``, or tried to end it.
+        `RewardExitError` also if the reward blocked the process for longer than ``timeout_s``.
         """
         token = _blocking_limit_s.set(self._config.timeout_s)
         try:

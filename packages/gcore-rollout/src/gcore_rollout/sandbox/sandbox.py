@@ -100,12 +100,9 @@ class Sandbox:
 
     Args:
         limits: of each program.
-        isolation: tried once here.
+        isolation: tried once here; a `SandboxError` if this machine cannot enforce it.
         max_concurrency: most programs at one time; default: as many as there are CPUs.
         import_paths: folders to import from besides the standard library, absolute; the program can read them.
-
-    Raises:
-        SandboxError: a bad setting, or this machine cannot enforce the isolation.
     """
 
     def __init__(
@@ -135,10 +132,8 @@ class Sandbox:
         passed if a token came back that was sent, with the tests, only after the program's own text had run: leaving
         early by any way passes nothing. Still, a test shares the process with what it tests: a program that looks for
         the harness among its frames can take the token, and an object equal to everything satisfies an assertion.
-        What must not be forged is compared outside: give ``stdin``, look at ``stdout``.
-
-        Raises:
-            SandboxError: the program could not be started.
+        What must not be forged is compared outside: give ``stdin``, look at ``stdout``. A `SandboxError` if the program
+        could not be started.
         """
         began = time.monotonic()
         tokens = [secrets.token_hex(16) for _ in tests]

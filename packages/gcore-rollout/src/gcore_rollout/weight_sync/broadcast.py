@@ -44,10 +44,8 @@ class WeightSender:
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights; when it returns, they need not be kept.
 
-        If the iterable fails, the receivers are notified, and its error is raised here.
-
-        Raises:
-            PeerLostError: a receiver is gone, or did not receive in time.
+        If the iterable fails, the receivers are notified, and its error is raised here. `PeerLostError` if a receiver
+        is gone, or did not receive in time.
         """
         try:
             for number, bucket in enumerate(self._filled(weights)):
@@ -111,11 +109,8 @@ class WeightReceiver:
         That blocks: collect them in a thread while an event loop generates. The rest is received and dropped when the
         iterator is closed, or at the next call, because the other ranks wait for this one.
 
-        If the sender fails half-way, the iterator raises, so an engine that collects first keeps its old weights.
-
-        Raises:
-            PeerLostError: the sender is gone, or did not send in time; here or from the iterator.
-            WeightSyncError: the sender failed; from the iterator.
+        If the sender fails half-way, the iterator raises `WeightSyncError`, so an engine that collects first keeps its
+        old weights. `PeerLostError`, here or from the iterator, if the sender is gone, or did not send in time.
         """
         self._tensors.close()
         _drop(self._buckets)

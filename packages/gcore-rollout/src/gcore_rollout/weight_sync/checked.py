@@ -223,9 +223,7 @@ class Timers(Protocol):
 class TimedEngine(WrappedEngine[RequestT, SampleT]):
     """An engine whose calls are recorded: new weights as stage sync, sleep and wake as swap, samples as ``stage``.
 
-    Args:
-        device: name of its row in the timeline.
-        name: name in announcements.
+    ``device`` is the name of its row in the timeline, ``name`` that in announcements.
     """
 
     def __init__(
@@ -315,10 +313,7 @@ class CheckedEngine(WrappedEngine[RequestT, SampleT]):
     All tensors are compared after the first update and by `check_weights`; after later ones those that `Rotation`
     chooses by the time since the last update. They are read from the model, so that any cause of a wrong tensor is
     found. An engine that cannot report its weights, and weights without digests (`DigestedWeights`), pass unchecked.
-
-    Args:
-        name: such as "engine 3", for errors.
-        record: shared by the replicas of a model; None: one of its own.
+    Replicas of a model share a ``record``; ``name`` is for errors.
     """
 
     def __init__(self, engine: Engine[RequestT, SampleT], *, name: str, record: WeightRecord | None = None) -> None:

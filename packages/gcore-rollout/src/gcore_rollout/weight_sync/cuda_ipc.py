@@ -12,15 +12,10 @@ _DEVICE_ARGUMENT = 6
 
 
 class SharedCudaWeights:
-    """The side that has the weights. It keeps them alive until `close`, and must not write to them before.
+    """The side that has the weights: Hugging Face names and full tensors on a CUDA device; `ValueError` for others.
 
-    Call `close` only once every receiver has copied the weights and released its views.
-
-    Args:
-        weights: Hugging Face names and full tensors on a CUDA device. Pending computations are waited for.
-
-    Raises:
-        ValueError: a tensor is elsewhere.
+    It waits for pending computations, keeps the weights alive until `close`, and must not write to them before. Call
+    `close` only once every receiver has copied the weights and released its views.
     """
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -45,13 +40,8 @@ def open_weights(handles: bytes) -> list[tuple[str, torch.Tensor]]:
     """Open the sender's weights: names and views of its memory, which must not be written to.
 
     Devices are matched by their UUID, because the two processes may number them differently. Copy the needed tensors,
-    wait for the copies (``torch.cuda.synchronize``), drop the views, and notify the sender.
-
-    Args:
-        handles: from a process that is trusted, as with every pickle.
-
-    Raises:
-        ValueError: this process does not see the sender's GPU.
+    wait for the copies (``torch.cuda.synchronize``), drop the views, and notify the sender, which must be trusted, as
+    with every pickle. `ValueError` if this process does not see the sender's GPU.
     """
     own = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
     opened: list[tuple[str, torch.Tensor]] = []

@@ -44,18 +44,16 @@ class SharedWeights:
 
     Weights are complete before an engine takes the first of them, so that a sender which fails half-way leaves every
     engine with its old ones. Linux only.
-
-    Attributes:
-        digests: Digests that the weights came with; empty if there were none.
-        num_writes: Number of calls of `write`: two equal numbers mean the same weights.
     """
 
     def __init__(self) -> None:
         self._memories: list[_Memory] = []
         self._present: _Memory | None = None
-        self.digests: Digests = {}
-        self.num_writes = 0
         self._is_closed = False
+        self.digests: Digests = {}
+        """Digests that the weights came with; empty if there were none."""
+        self.num_writes = 0
+        """Number of calls of `write`: two equal numbers mean the same weights."""
 
     @property
     def layout(self) -> Layout:

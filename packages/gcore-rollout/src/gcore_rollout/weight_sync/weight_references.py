@@ -52,9 +52,6 @@ class WeightReferences:
     Iterating yields (name, tensor), so it can be given to `update_weights` of any engine. A tensor is the store's own
     memory and must not be written to. The memory is freed with the last reference and tensor, or, except for tensors in
     use, when the process that put it ends.
-
-    Attributes:
-        digests: Digests that the weights came with; empty if there were none.
     """
 
     is_whole = True
@@ -63,6 +60,7 @@ class WeightReferences:
     def __init__(self, buckets: Sequence[_Bucket], *, digests: Digests | None = None) -> None:
         self._buckets = tuple(buckets)
         self.digests = digests or {}
+        """Digests that the weights came with; empty if there were none."""
 
     @classmethod
     def put(cls, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_size_bytes: int = 256 << 20) -> Self:

@@ -84,9 +84,8 @@ class JudgeModel:
     async def ask(self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None) -> list[list[str]]:
         """Return ``n`` verdicts on each question, in one call of the engine; ``images`` are encoded files of each.
 
-        Raises:
-            RequestError: a question that the engine cannot take, such as one longer than its context.
-            RewardConfigError: there are images, and no `vision`.
+        `RequestError` for a question that the engine cannot take, such as one longer than its context, and
+        `RewardConfigError` for images without `vision`.
         """
         of_each = [()] * len(questions) if images is None else [tuple(own) for own in images]
         requests = [self._request(question, own) for question, own in zip(questions, of_each, strict=True)]
@@ -351,8 +350,7 @@ class PairwiseJudge(Judge[Winner]):
     async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
         """Score the completions of one prompt; `RewardError` if the row lacks a column of the template.
 
-        Raises:
-            NoScoreError: fewer than two completions, or one of them has no verdict that could be parsed.
+        `NoScoreError` for fewer than two completions, or one that has no verdict that could be parsed.
         """
         if len(completions) < 2:
             raise NoScoreError(f"a group of {len(completions)} has nothing to compare")

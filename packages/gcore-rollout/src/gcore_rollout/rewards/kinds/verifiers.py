@@ -34,10 +34,8 @@ class ReasoningGymReward:
     """1 if the task's verifier gives full marks, else 0.
 
     Partial marks are not used: the library's default gives some to any answer that contains the right one, and a
-    policy soon learns to write long answers.
-
-    Args:
-        answer_after: the answer is what follows the last occurrence of this string; empty: the whole completion.
+    policy soon learns to write long answers. The answer is what follows the last ``answer_after``; empty: it is the
+    whole completion.
     """
 
     def __init__(self, *, answer_after: str = "") -> None:

@@ -53,14 +53,10 @@ def in_flight(calls: Iterable[tuple[_T, Pending]], max_in_flight: int) -> Iterat
 
 
 class Objects:
-    """The objects below a URL.
+    """The objects below a URL; a `ValueError` if it names no such place.
 
-    Args:
-        url: ``file:///FOLDER``, ``s3://BUCKET/FOLDER``, ``gs://BUCKET/FOLDER``, or ``memory://NAME`` within a process.
-            An S3 endpoint, region and credentials are read from the usual environment variables (``AWS_*``).
-
-    Raises:
-        ValueError: the URL names no such place.
+    It is ``file:///FOLDER``, ``s3://BUCKET/FOLDER``, ``gs://BUCKET/FOLDER``, or ``memory://NAME`` within a process. An
+    S3 endpoint, region and credentials are read from the usual environment variables (``AWS_*``).
     """
 
     def __init__(self, url: str) -> None:

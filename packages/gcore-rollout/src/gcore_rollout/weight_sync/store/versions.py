@@ -173,11 +173,7 @@ class WeightPublisher:
         """Since the last full version."""
 
     def publish(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> Manifest:
-        """Write a version.
-
-        Args:
-            weights: Hugging Face names and full tensors, on any device; requested one by one.
-            version: above all existing ones.
+        """Write a version of Hugging Face names and full tensors, on any device, which are requested one by one.
 
         Raises:
             ValueError: the version is not above the existing ones, or after a full version came other names, shapes
@@ -241,12 +237,7 @@ class _RemovedError(Exception):
 
 
 class WeightSubscriber:
-    """Loads versions of the weights; it writes nothing.
-
-    Args:
-        url: see `Objects`.
-        max_in_flight: largest number of parts that are read concurrently.
-    """
+    """Loads versions of the weights, and reads at most ``max_in_flight`` parts concurrently; it writes nothing."""
 
     def __init__(self, url: str, *, max_in_flight: int = 4) -> None:
         require("max_in_flight", max_in_flight, max_in_flight >= 1, "at least 1", ValueError)
@@ -258,11 +249,7 @@ class WeightSubscriber:
         return list(_versions_in(await asyncio.to_thread(self._objects.keys)))
 
     async def wait(self, *, newer_than: int | None, timeout_s: float, poll_s: float = 1.0) -> int:
-        """Return the newest version as soon as it is above ``newer_than``; None: as soon as there is one.
-
-        Raises:
-            TimeoutError: there is none in time.
-        """
+        """Return the newest version once it is above ``newer_than`` (None: once there is one); else `TimeoutError`."""
         end_s = time.monotonic() + timeout_s
         while True:
             newest = max(await self.versions(), default=None)
@@ -275,11 +262,8 @@ class WeightSubscriber:
     async def load(self, *, have: int | None = None) -> list[FullWeights | WeightDelta]:
         """Return the updates that lead to the newest version, for one call of `WeightMirror.apply`.
 
-        These are the deltas since ``have`` if there is no full version in between, else the last full version and the
-        deltas since; none if there is nothing above ``have``.
-
-        Args:
-            have: the version of the current weights; None: there are none.
+        These are the deltas since ``have``, the version of the current weights, if there is no full version in between,
+        else the last full version and the deltas since; none if there is nothing above ``have``.
 
         Raises:
             CorruptWeightsError: an object is damaged, or one of an existing manifest is missing.
