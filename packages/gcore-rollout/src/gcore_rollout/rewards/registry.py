@@ -214,8 +214,8 @@ def load_function(spec: str, *, setting: str) -> Callable[..., Any]:
     A `RewardError` if the form is wrong, the file is missing or does not import, or it has no such function.
     """
     file, _, name = spec.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier():
-        raise RewardError(f"{setting} is {spec!r}; expected PATH.py:function")
+    is_function = file.endswith(".py") and name.isidentifier()
+    require(setting, spec, is_function, "PATH.py:function", RewardError)
     path = Path(file)
     if not path.is_file():
         raise RewardError(f"{setting} is {spec!r}: no such file {path}")

@@ -11,10 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Self, get_args
+from typing import IO, Any, Literal, get_args
 
 from gcore_rollout.errors import SandboxError, require
 from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
@@ -228,7 +228,7 @@ class Sandbox:
             )
 
 
-class _OutputPipe:
+class _OutputPipe(AbstractContextManager["_OutputPipe"]):
     """A pipe whose write end another process is given, and which this event loop reads, up to ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -237,9 +237,6 @@ class _OutputPipe:
         self._read_end, self.write_end = os.fdopen(read_end, "rb", 0), os.fdopen(write_end, "wb", 0)
         self.data = bytearray()
         self.too_much = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.write_end.close()

@@ -59,10 +59,8 @@ def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -
             raise ValueError(f"there is an adapter of {layer!r}, and no weight of that layer")
         shape = tuple(base[f"{layer}.weight"].shape)
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != shape:
-            expected = f"[rank, {shape[-1]}] and [{shape[0]}, rank]"
-            raise ValueError(
-                f"the adapter of {layer!r} has A {list(a.shape)} and B {list(b.shape)}; expected {expected}"
-            )
+            found, expected = f"A {list(a.shape)} and B {list(b.shape)}", f"[rank, {shape[-1]}] and [{shape[0]}, rank]"
+            raise ValueError(f"the adapter of {layer!r} has {found}; expected {expected}")
 
 
 def merged(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,11 +111,7 @@ class WeightDelta:
 
 
 def make_delta(
-    base: Mapping[str, torch.Tensor],
-    weights: Iterable[tuple[str, torch.Tensor]],
-    *,
-    base_version: int,
-    version: int,
+    base: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], *, base_version: int, version: int
 ) -> WeightDelta:
     """Return the delta from ``base`` to ``weights``.
 

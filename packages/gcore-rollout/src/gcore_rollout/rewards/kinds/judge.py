@@ -151,10 +151,9 @@ class ScorePattern(LastMatch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not -math.inf < self.low < self.high < math.inf:
-            raise RewardConfigError(
-                f"low and high are {self.low} and {self.high}; expected finite numbers, low below high"
-            )
+        low, high = self.low, self.high
+        if not -math.inf < low < high < math.inf:
+            raise RewardConfigError(f"low and high are {low} and {high}; expected finite numbers, low below high")
 
     def __call__(self, text: str) -> float | None:
         try:

@@ -304,9 +304,8 @@ class WeightSubscriber:
         for part, found in in_flight(reads, self._max_in_flight):
             data = _value(part.key, found)
             if _sha256(data) != part.sha256:
-                raise CorruptWeightsError(
-                    f"{self._objects}: {part.key} is damaged: its SHA-256 is not that of what was written"
-                )
+                what = "its SHA-256 is not that of what was written"
+                raise CorruptWeightsError(f"{self._objects}: {part.key} is damaged: {what}")
             yield load(data)
 
 
