@@ -18,14 +18,10 @@ _BEFORE: list[dict[str, Any]] = [{"role": "user", "content": "?"}, {"role": "ass
 
 
 class ChatEncoder:
-    """Renders and tokenizes messages by a tokenizer's chat template; without one, contents as they are.
+    """Renders and tokenizes messages by a tokenizer's chat template; without one, contents as they are."""
 
-    ``template_options`` are further variables of the template, such as ``enable_thinking``.
-    """
-
-    def __init__(self, tokenizer: Any, *, template_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._options = dict(template_options or {})
 
     def first(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens [P] of the first messages, up to where the policy starts.
@@ -65,7 +61,7 @@ class ChatEncoder:
 
     def _render(self, messages: Sequence[Message], *, prompt: bool = True, tools: Any = None) -> str:
         return self._tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=prompt, tokenize=False, tools=tools, **self._options
+            [dict(m) for m in messages], add_generation_prompt=prompt, tokenize=False, tools=tools
         )
 
     def _tokens(self, text: str) -> list[int]:

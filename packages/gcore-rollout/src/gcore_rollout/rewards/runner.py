@@ -247,8 +247,8 @@ class RetryPolicy:
         longest = self.max_backoff_s
         require("max_backoff_s", longest, longest >= self.backoff_s, f"at least backoff_s={self.backoff_s}")
 
-    async def run(self, attempt: Callable[[], Awaitable[T]], *, may_pass: Callable[[Exception], bool]) -> T:
-        """Return the result of ``attempt``, or raise its last error; ``may_pass``: it is worth another attempt."""
+    async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``attempt``, or raise its last error, or the first that cannot pass."""
         for retry in range(self.max_retries):
             try:
                 return await attempt()
@@ -355,7 +355,7 @@ class RewardRunner:
                 self._places.release()
 
         try:
-            result = await self._config.retry.run(attempt, may_pass=may_pass)
+            result = await self._config.retry.run(attempt)
             stats.num_scored += 1
         except NoScoreError as error:
             stats.num_no_score += 1

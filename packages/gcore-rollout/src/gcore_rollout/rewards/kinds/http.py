@@ -18,10 +18,6 @@ _LONGEST_ERROR_TEXT = 500
 """Characters of a server's answer that an error shows."""
 
 
-class _TransientError(Exception):
-    """Another attempt may succeed."""
-
-
 @dataclass(eq=False)
 class JSONServer:
     """Posts JSON to a server and returns its JSON.
@@ -61,8 +57,8 @@ class JSONServer:
         except (TypeError, ValueError) as error:
             raise RewardError(f"the row cannot be sent as JSON: {error}") from None
         try:
-            text = await self.retry.run(partial(self._post, body), may_pass=lambda e: isinstance(e, _TransientError))
-        except _TransientError as error:
+            text = await self.retry.run(partial(self._post, body))
+        except ConnectionError as error:
             attempts = self.retry.max_retries + 1
             # Without its cause, for which a runner around this would try again.
             raise RewardError(f"{error}, in each of {attempts} attempts" if attempts > 1 else str(error)) from None
@@ -86,6 +82,7 @@ class JSONServer:
             self._session = None
 
     async def _post(self, body: bytes) -> str:
+        """Return the answer's text; `ConnectionError` if another attempt may succeed."""
         import aiohttp
 
         if self._session is None:
@@ -98,12 +95,12 @@ class JSONServer:
             async with self._connections, self._session.post(self.url, data=body) as answer:
                 text = (await answer.read()).decode(errors="replace")
         except TimeoutError:
-            raise _TransientError(f"{self.url} did not answer within timeout_s={self.timeout_s}") from None
+            raise ConnectionError(f"{self.url} did not answer within timeout_s={self.timeout_s}") from None
         except aiohttp.ClientError as error:
-            raise _TransientError(f"{self.url}: {type(error).__name__}: {error}") from None
+            raise ConnectionError(f"{self.url}: {type(error).__name__}: {error}") from None
         if answer.status != 200:
             said = f"{self.url} answered {answer.status} {answer.reason}: {text[:_LONGEST_ERROR_TEXT]!r}"
-            raise (_TransientError if answer.status >= 500 or answer.status == 429 else RewardError)(said)
+            raise (ConnectionError if answer.status >= 500 or answer.status == 429 else RewardError)(said)
         return text
 
 
