@@ -106,9 +106,8 @@ class ColourReward:
             raise RewardConfigError("colours is empty; expected at least one")
         for word, colour in colours.items():
             if len(colour) != 3 or not all(0 <= part <= 1 for part in colour) or not any(colour):
-                raise RewardConfigError(
-                    f"colours has {word!r}: {colour}; expected three numbers from 0 to 1, one above 0"
-                )
+                expected = "three numbers from 0 to 1, one above 0"
+                raise RewardConfigError(f"colours has {word!r}: {colour}; expected {expected}")
         self._colours = {word: np.asarray(c, np.float64) / np.linalg.norm(c) for word, c in colours.items()}
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
@@ -118,11 +117,8 @@ class ColourReward:
         if "" in named:
             prompt, known = prompts[named.index("")], ", ".join(self._colours)
             raise RewardConfigError(f"prompt {prompt!r} names no colour; expected one of {known}")
-        return (mean_colours(images) * np.stack([self._colours[word] for word in named])).sum(1)
-
-
-def mean_colours(images: Images) -> NDArray[np.float64]:
-    """Return unit vectors [B, 3] of the mean colour of each image, pixels weighted by their brightest channel."""
-    pixels = images.astype(np.float64) / 255
-    means = (pixels * pixels.max(-1, keepdims=True)).sum((1, 2))
-    return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        # Pixels are weighted by their brightest channel.
+        pixels = images.astype(np.float64) / 255
+        means = (pixels * pixels.max(-1, keepdims=True)).sum((1, 2))
+        units = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        return (units * np.stack([self._colours[word] for word in named])).sum(1)

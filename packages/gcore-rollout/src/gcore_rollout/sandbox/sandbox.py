@@ -187,9 +187,9 @@ class Sandbox:
         elif end["timed_out"] or (exit_code == KILLED and cpu_s > 0.9 * self._limits.cpu_s):
             outcome = "timed_out"
         passed, wall_s = tuple(token.encode() in heard for token in tokens), time.monotonic() - began
-        text = stdout.data.decode(errors="replace")
+        output = stdout.data.decode(errors="replace")
         return SandboxResult(
-            outcome=outcome, exit_code=exit_code, stdout=text, stderr=error, passed=passed, cpu_s=cpu_s, wall_s=wall_s
+            outcome=outcome, exit_code=exit_code, stdout=output, stderr=error, passed=passed, cpu_s=cpu_s, wall_s=wall_s
         )
 
     def _start(self, control: socket.socket, report: IO[bytes], **options: Any) -> "subprocess.Popen[bytes]":

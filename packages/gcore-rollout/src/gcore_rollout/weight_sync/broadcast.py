@@ -175,8 +175,8 @@ class _Bucket(PackedTensors):
 
     def emptied(self) -> "_Bucket":
         """Return the empty bucket, once its tensors have been sent."""
-        if self.sending is not None:
-            with _losses():
+        with _losses():
+            if self.sending is not None:
                 self.sending.wait()
         self.sending, self.layout, self.size_bytes = None, {}, 0
         return self
@@ -197,14 +197,12 @@ class _Channel:
         self._src = src
         self._device = device
 
-    def start(self, tensor: torch.Tensor) -> Any:
+    def start(self, tensor: torch.Tensor, *, async_op: bool = True) -> Any:
         with _losses():
-            return dist.broadcast(tensor, group=self._group, group_src=self._src, async_op=True)
+            return dist.broadcast(tensor, group=self._group, group_src=self._src, async_op=async_op)
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        work = self.start(tensor)
-        with _losses():
-            work.wait()
+        self.start(tensor, async_op=False)
         return tensor
 
     def send(self, kind: int, version: int, text: bytes = b"", buffer_bytes: int = 0) -> None:

@@ -208,16 +208,14 @@ class WrappedEngine(Generic[RequestT, SampleT]):
 
 
 class Timers(Protocol):
-    """Records when devices work, and how much they generate; `gcore_controller.DeviceTimers` is one."""
+    """Records when devices work at a stage, and how much they generate; `gcore_controller.DeviceTimers` is one."""
 
     @property
     def generated(self) -> MutableMapping[str, int]:
         """Work of the samples of each stage."""
         ...
 
-    def stage(self, stage: str, *devices: str) -> AbstractContextManager[Any]:
-        """Record that devices work at a stage while this is held."""
-        ...
+    def stage(self, stage: str, *devices: str) -> AbstractContextManager[Any]: ...
 
 
 class TimedEngine(WrappedEngine[RequestT, SampleT]):
@@ -319,8 +317,7 @@ class CheckedEngine(WrappedEngine[RequestT, SampleT]):
     def __init__(self, engine: Engine[RequestT, SampleT], *, name: str, record: WeightRecord | None = None) -> None:
         super().__init__(engine)
         self.name = name
-        self._record = record or WeightRecord()
-        self._rotation = Rotation()
+        self._record, self._rotation = record or WeightRecord(), Rotation()
         self._checked_s: float | None = None
 
     async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:

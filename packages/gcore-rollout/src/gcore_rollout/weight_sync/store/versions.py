@@ -12,28 +12,20 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load, save
 
 from gcore_rollout.errors import CorruptWeightsError, WeightSyncError, require
 from gcore_rollout.weight_sync.layout import Layout, from_json, host_copy, layout_of, to_json
-from gcore_rollout.weight_sync.store.objects import Objects, Pending, in_flight
+from gcore_rollout.weight_sync.store.objects import Objects, Part
 from gcore_rollout.weight_sync.updates import FullWeights, SparseValues, WeightDelta, apply_delta, make_delta
 
 _TRIES = 3
 _PARTS = "parts/"
 _MANIFEST = re.compile(r"versions/(\d+)-(full|delta)")
 _DENSE, _INDICES, _VALUES = "dense/", "indices/", "values/"
-
-
-class Part(NamedTuple):
-    """A stored safetensors file of flat slices."""
-
-    key: str
-    size_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,13 +198,13 @@ class WeightPublisher:
         """Write the parts of a version, and then its manifest."""
         folder = f"{_PARTS}{version:012d}-{secrets.token_hex(8)}"
 
-        def start() -> Iterator[tuple[Part, Pending]]:
+        def start() -> Iterator[tuple[Part, Any]]:
             for number, slices in enumerate(cut(tensors, self.part_bytes)):
                 data = save(slices)
                 part = Part(f"{folder}/{number:06d}.safetensors", len(data), _sha256(data))
                 yield part, self._objects.start_write(part.key, data)
 
-        parts = tuple(part for part, _ in in_flight(start(), self.max_in_flight))
+        parts = tuple(part for part, _ in self._objects.results(start(), self.max_in_flight))
         stored = layout_of(tensors)
         manifest = Manifest(version=version, base_version=base, layout=layout, tensors=stored, parts=parts)
         if not self._objects.create(manifest.key, manifest.to_bytes()):
@@ -293,15 +285,15 @@ class WeightSubscriber:
             if version not in there:
                 raise _RemovedError(f"the manifest of version {version}")
             key = there[version]
-            data = _value(key, self._objects.start_read(key).result())
+            data = _value(key, self._objects.result(self._objects.start_read(key)))
             chain.append(Manifest.from_bytes(data, key=f"{self._objects}: {key}"))
             version = chain[-1].base_version
         return chain[::-1]
 
     def _parts(self, manifest: Manifest) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the parts of a version in order, while the next ones are read."""
-        reads = ((part, self._objects.start_read(part.key, part.size_bytes)) for part in manifest.parts)
-        for part, found in in_flight(reads, self._max_in_flight):
+        reads = ((part, self._objects.start_read(part.key)) for part in manifest.parts)
+        for part, found in self._objects.results(reads, self._max_in_flight):
             data = _value(part.key, found)
             if _sha256(data) != part.sha256:
                 what = "its SHA-256 is not that of what was written"
