@@ -92,7 +92,7 @@ class JPEGCompressibility:
         if self._size:
             picture = picture.resize((self._size, self._size), self._pillow.Resampling.BICUBIC)
         picture.save(file, format="JPEG", quality=_QUALITY)
-        return file.tell() / 1000
+        return len(file.getvalue()) / 1000
 
 
 class ColourReward:

@@ -241,7 +241,10 @@ def _show(path: str) -> None:
     if source.is_symlink():
         place.symlink_to(source.readlink())
         return
-    (place.mkdir if source.is_dir() else place.touch)()
+    if source.is_dir():
+        place.mkdir()
+    else:
+        place.touch()
     _mount(path, str(place), None, MS_BIND | MS_REC)
 
 
