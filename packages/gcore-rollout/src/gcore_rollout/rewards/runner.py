@@ -35,8 +35,6 @@ OnError = Literal["raise", "drop"]
 """A reward that fails after its retries raises, or gives `Failed`."""
 
 T = TypeVar("T")
-Limit = Callable[[Awaitable[Any]], Awaitable[Any]]
-"""Wraps the wait for an async reward, such as by a time limit."""
 _MAX_KINDS = 100
 """Most kinds of failures that are distinguished."""
 _logger = logging.getLogger(__name__)
@@ -51,9 +49,7 @@ async def score(reward: RewardFunction, *, prompt: str, completion: str, row: Ma
     return (await evaluate(reward, prompt=prompt, completion=completion, row=row)).score
 
 
-async def evaluate(
-    reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any], limit: Limit | None = None
-) -> Scored:
+async def evaluate(reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
     """Call a reward and check what it returns.
 
     Raises:
@@ -62,20 +58,15 @@ async def evaluate(
         RewardError: it raised anything else, or did not return finite numbers; the message holds both texts.
     """
     with located(_call_of(reward, prompt, completion)):
-        return checked(await answer(reward, prompt, completion, row, limit=limit))
+        return checked(await answer(reward, prompt, completion, row))
 
 
 async def evaluate_group(
-    reward: GroupRewardFunction,
-    *,
-    prompt: str,
-    completions: Sequence[str],
-    row: Mapping[str, Any],
-    limit: Limit | None = None,
+    reward: GroupRewardFunction, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
 ) -> list[Scored]:
     """Evaluate a group of completions of one prompt; see `evaluate`."""
     with located(_call_of(reward, prompt, completions[0] if completions else "")):
-        values = await answer(reward, prompt, completions, row, limit=limit)
+        values = await answer(reward, prompt, completions, row)
         if len(values) != len(completions):
             raise RewardError(f"returned {len(values)} scores; expected one for each of {len(completions)} completions")
         return [checked(value) for value in values]
@@ -109,17 +100,15 @@ def is_async(reward: object) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
-async def answer(function: Callable[..., Any], *arguments: Any, limit: Limit | None = None) -> Any:
-    """Call a function, and wait for what it returns if that is awaitable, within a limit if there is one.
+async def answer(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function, and wait for what it returns if that is awaitable.
 
     After Ctrl-C has interrupted the call, this waits until it is cancelled. `RewardExitError` if the function tried to
     end the process, or blocked it for too long in `RewardRunner.try_on`.
     """
     try:
         value = _call(function, *arguments)
-        if not inspect.isawaitable(value):
-            return value
-        return await (value if limit is None else limit(value))
+        return await value if inspect.isawaitable(value) else value
     except InterruptedCallError:
         await asyncio.get_running_loop().create_future()
     except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
@@ -290,10 +279,16 @@ class RewardRunner:
         self._config = config or RewardRunnerConfig()
         self._places = asyncio.Semaphore(self._config.max_concurrency)
         self._stats = RewardStats()
-        self._reward: Callable[..., Any] = reward
         self._threads: ThreadedReward | None = None
         if self._config.sync_in_threads and not is_async(reward):
-            self._reward = self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
+            reward = self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
+
+        def limited(*arguments: Any) -> Any:
+            value = reward(*arguments)
+            return self._in_time(value) if inspect.isawaitable(value) else value
+
+        limited.__name__ = name_of(reward)
+        self._reward: Callable[..., Any] = limited
 
     def stats(self) -> RewardStats:
         return replace(self._stats)
@@ -305,15 +300,13 @@ class RewardRunner:
             RewardError: the reward failed, after its retries, and ``on_error`` is "raise".
             RewardExitError: the reward tried to end the process.
         """
-        call = partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row, limit=self._in_time)
-        return await self._run(call)
+        return await self._run(partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row))
 
     async def score_group(
         self, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
     ) -> list[Scored] | Failed:
         """Return one `Scored` for each completion, in their order, from one call; otherwise as `score`."""
-        texts = {"prompt": prompt, "completions": completions}
-        return await self._run(partial(evaluate_group, self._reward, **texts, row=row, limit=self._in_time))
+        return await self._run(partial(evaluate_group, self._reward, prompt=prompt, completions=completions, row=row))
 
     async def try_on(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
         """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too; see `score`.

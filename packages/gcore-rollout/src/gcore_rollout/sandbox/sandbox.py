@@ -215,8 +215,7 @@ class Sandbox:
             null = subprocess.DEVNULL
             streams: dict[str, Any] = {"stdin": null, "stdout": null, "stderr": subprocess.PIPE}
             child = self._start(theirs, report.write_end, **streams, env=ENVIRONMENT)
-            with ours.makefile("rb") as lines:
-                answer = lines.readline()
+            answer = ours.recv(4096)
         said = child.communicate(timeout=GRACE_S)[1]
         if answer != SET_UP:
             reason = answer.decode().strip() or said.decode(errors="replace").strip()
