@@ -316,7 +316,7 @@ class Generation:
         finally:
             self._end_of_response()
         score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
-        if environment.has_reward:
+        if environment.limits.max_revisions:  # the run's reward has scored the turns
             environment.failures.succeeded()
         elif scored := await self._scored(group, episode.turns[-1]):
             score, parts = score + scored.score, {**scored.parts, **parts}

@@ -51,8 +51,6 @@ class EnvironmentRole:
 
     make: Callable[[Mapping[str, Any]], Environment]
     """Makes the environment of one episode from a row."""
-    has_reward: bool
-    """Whether its rewards are complete; otherwise the run's reward scores the last turn, in addition."""
     encoder: ChatEncoder
     limits: "MultiTurnConfig"
     on_error: OnError
@@ -108,8 +106,7 @@ class MultiTurnConfig:
             make = partial(self._revision, reward, prompt_key)
         else:
             make = load_function(self.environment, setting="rollout.multi_turn.environment")
-        has_reward, encoder = self.max_revisions > 0, ChatEncoder(tokenizer)
-        return EnvironmentRole(make=make, has_reward=has_reward, encoder=encoder, limits=self, on_error=on_error)
+        return EnvironmentRole(make=make, encoder=ChatEncoder(tokenizer), limits=self, on_error=on_error)
 
     def _revision(self, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]) -> Environment:
         prompt = row[prompt_key]

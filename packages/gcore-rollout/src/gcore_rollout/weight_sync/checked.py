@@ -92,7 +92,7 @@ def _multipliers(device: "torch.device") -> "torch.Tensor":
     return torch.from_numpy(z.view(np.int64)).to(device)
 
 
-def _dtype_name(dtype: "torch.dtype") -> str:
+def dtype_name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -103,7 +103,7 @@ def held(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = 
     return HeldTensor(
         name=name,
         source=source or name,
-        dtype=_dtype_name(tensor.dtype),
+        dtype=dtype_name(tensor.dtype),
         size_bytes=tensor.nbytes,
         digest=digest(tensor),
         seconds=time.perf_counter() - start_s,
@@ -139,7 +139,7 @@ class DigestedWeights:
     def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         for name, tensor in self._weights:
             if self.digests is self._made:
-                self._made[name] = {_dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
+                self._made[name] = {dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
             yield name, tensor
 
 

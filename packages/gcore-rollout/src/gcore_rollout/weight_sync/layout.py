@@ -8,6 +8,8 @@ from typing import Any, Self
 
 import torch
 
+from gcore_rollout.weight_sync.checked import dtype_name
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT_BYTES = 64
 
@@ -36,10 +38,6 @@ class TensorSpec:
 
 
 Layout = Mapping[str, TensorSpec]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
