@@ -178,12 +178,9 @@ class Generation:
         unfinished: Sequence[tuple[UnfinishedGroup, Prompt]] = (),
         take: Take | None = None,
     ) -> tuple[list[Group], list[UnfinishedGroup]]:
-        """Generate and score ``n`` responses to each prompt.
+        """Generate and score ``n`` responses to each prompt, and those missing in groups that an earlier call left.
 
-        Args:
-            prompts: with their prompt indices; all are generated at once.
-            unfinished: groups that an earlier call left unfinished.
-            take: called whenever the policy has capacity for further prompts.
+        Prompts come with their prompt indices; ``take`` is called whenever the policy has capacity for further ones.
 
         Returns:
             The complete groups in the prompts' order, unfinished ones first, and those that were cut short; groups

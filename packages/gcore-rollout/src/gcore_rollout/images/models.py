@@ -90,11 +90,8 @@ class ImageRewardScore:
     """ImageReward's score (arXiv 2304.05977), from its published weights: about a standard normal variable.
 
     The state at the prompt's first token of BLIP's text encoder, which attends to the image, goes through five linear
-    layers. Sizes are read off the weights.
-
-    Args:
-        weights: ImageReward.pt, or the same as safetensors.
-        tokenizer: a Hugging Face folder of the tokenizer, bert-base-uncased with BLIP's two tokens.
+    layers. Sizes are read off the ``weights``, ImageReward.pt or the same as safetensors; ``tokenizer`` is a Hugging
+    Face folder of bert-base-uncased with BLIP's two tokens.
     """
 
     def __init__(self, weights: str | Path, tokenizer: str | Path, *, device: str = "cpu") -> None:

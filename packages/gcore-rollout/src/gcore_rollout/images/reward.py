@@ -31,9 +31,8 @@ async def evaluate_images(
 ) -> list[float]:
     """Call a reward, in a thread unless it is async, and check what it returns.
 
-    Raises:
-        RewardError: it raised, or did not return as many finite numbers as there are images.
-        RewardExitError: it tried to end the process.
+    `RewardError` if it raised, or did not return as many finite numbers as there are images; `RewardExitError` if it
+    tried to end the process.
     """
     # A daemon thread: one of asyncio would keep the process from ending while the reward blocks.
     threaded = None if is_async(reward) else ThreadedReward(reward, max_workers=1)
@@ -71,9 +70,8 @@ def png(image: Any) -> bytes:
 class JPEGCompressibility:
     """DDPO's rewards (arXiv 2305.13301, section 5.1): kilobytes (1,000 bytes) of a JPEG of quality 95, or minus these.
 
-    Args:
-        sign: -1: small files are good (compressibility); 1: large ones are (incompressibility).
-        size: pixels that a side is resized to before; 0: as it is. The file of a very small image is mostly header.
+    With ``sign`` -1 small files are good (compressibility), with 1 large ones (incompressibility). A side is resized to
+    ``size`` pixels before; 0: it stays. The file of a very small image is mostly header.
     """
 
     def __init__(self, *, sign: int = -1, size: int = 0) -> None:

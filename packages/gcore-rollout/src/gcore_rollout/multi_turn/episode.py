@@ -67,9 +67,7 @@ async def run_episode(
         limits: of turns, tokens and the environment's time; default: `MultiTurnConfig()`.
         seed: together with the turn's number, determines the random numbers.
 
-    Raises:
-        EpisodeError: the environment failed, or did not answer in time.
-        RequestError: the first messages do not fit the model.
+    `EpisodeError` if the environment failed or did not answer in time, `RequestError` if its first messages do not fit.
     """
     limits = limits or MultiTurnConfig()
     takes_truncated = "truncated" in inspect.signature(environment.step).parameters

@@ -118,13 +118,10 @@ async def answer(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _call(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function so that SIGINT interrupts it even if it blocks the main thread.
+    """Call a function so that SIGINT interrupts it, by an `InterruptedCallError`, even if it blocks the main thread.
 
-    The handler of asyncio acts when the event loop runs again, which it does not while the function blocks.
-
-    Raises:
-        InterruptedCallError: Ctrl-C was pressed; the handler that was installed before has been called.
-        RewardExitError: the function raised KeyboardInterrupt, or blocked for longer than ``_blocking_limit_s``.
+    The handler of asyncio, which has been called then, acts when the event loop runs again. `RewardExitError` if the
+    function raised KeyboardInterrupt, or blocked for longer than ``_blocking_limit_s``.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -296,9 +293,8 @@ class RewardRunner:
     async def score(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
         """Score one completion; `Failed` if the reward raised `NoScoreError`, or failed and ``on_error`` is "drop".
 
-        Raises:
-            RewardError: the reward failed, after its retries, and ``on_error`` is "raise".
-            RewardExitError: the reward tried to end the process.
+        `RewardError` if it failed, after its retries, and ``on_error`` is "raise"; `RewardExitError` if it tried to end
+        the process.
         """
         return await self._run(partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row))
 

@@ -23,9 +23,7 @@ _IN_FLIGHT = 2
 
 
 class WeightSender:
-    """The rank that has the weights.
-
-    Two buckets are in flight: while one is sent, the next is filled with what the iterable makes.
+    """The rank that has the weights. While a bucket is sent, the next is filled with what the iterable makes.
 
     Args:
         group: of the sender and its receivers, all of which make their calls in the same order. How long a rank waits

@@ -111,9 +111,7 @@ def held(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = 
 
 
 class DigestedWeights:
-    """Weights for engines, with a digest of every tensor that has been iterated over.
-
-    Digests are made on the trainer's own tensors, before anything is copied.
+    """Weights for engines, with a digest of every tensor that has been iterated over, made before anything is copied.
 
     Args:
         dtypes: data types in which engines hold tensors; each tensor is cast to each of them for its digests. Those

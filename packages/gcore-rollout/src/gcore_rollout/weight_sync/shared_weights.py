@@ -45,10 +45,9 @@ class SharedWeights:
 
     Iterating yields (name, tensor) views of the memory, so it can be given to `update_weights` of any engine. An
     `EngineProcess` does not iterate: it maps the same memory, and an engine that can do so uses the weights in place.
-    New weights are then written to a second memory, and the ones after these to the first.
-
-    Weights are complete before an engine takes the first of them, so that a sender which fails half-way leaves every
-    engine with its old ones. Linux only.
+    New weights are then written to a second memory, and the ones after these to the first. Weights are complete before
+    an engine takes the first of them, so that a sender which fails half-way leaves every engine with its old ones.
+    Linux only.
     """
 
     def __init__(self) -> None:
@@ -127,10 +126,7 @@ class SharedWeights:
 
 
 class SharedWeightsReader:
-    """Reader of another process's weights.
-
-    Mappings are kept for the next update: making one takes a quarter of the time of copying from it.
-    """
+    """Reader of another process's weights. It keeps mappings for later updates: making one takes time."""
 
     def __init__(self) -> None:
         self._mappings: dict[int, torch.Tensor] = {}

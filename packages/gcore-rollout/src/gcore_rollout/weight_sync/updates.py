@@ -113,14 +113,10 @@ class WeightDelta:
 def make_delta(
     base: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], *, base_version: int, version: int
 ) -> WeightDelta:
-    """Return the delta from ``base`` to ``weights``.
+    """Return the delta from ``base`` to ``weights``, which are on any device and requested one by one.
 
-    Args:
-        base: contiguous tensors in the host's memory; copies, not those that a trainer changes in place.
-        weights: the same names, shapes and data types, on any device; requested one by one.
-
-    Raises:
-        ValueError: other names, shapes or data types, or elements of more than 8 bytes.
+    The base are contiguous tensors in the host's memory; copies, not those that a trainer changes in place. A
+    `ValueError` for other names, shapes or data types, or elements of more than 8 bytes.
     """
     layout, own = dict[str, TensorSpec](), layout_of(base)
     sparse: dict[str, SparseValues] = {}
@@ -140,8 +136,7 @@ def make_delta(
 def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, *, version: int) -> WeightDelta:
     """Change weights in place, and return the delta that changes them back.
 
-    Args:
-        weights: contiguous tensors in the host's memory, of this ``version``. A tensor with many changes is replaced.
+    They are contiguous tensors in the host's memory, of this ``version``. A tensor with many changes is replaced.
 
     Raises:
         WrongBaseError: these are not the weights that the delta was made from.
@@ -223,13 +218,11 @@ class WeightMirror:
 
     It takes updates in any form and gives the engine all full tensors. Adapters are merged into the last full weights
     and their deltas, never into merged weights, which are not kept. If the engine refuses an update or fails at it, the
-    mirror goes back to what it was, so a sender may try again; the next update repairs whatever a failed one left.
+    mirror goes back to what it was, so a sender may try again; the next update repairs whatever a failed one left. It
+    takes the memory of the weights once, and twice while it takes a full update.
 
-    It takes the memory of the weights once, and twice while it takes a full update.
-
-    Args:
-        engine: from now on, updated through this object alone.
-        weights: that the engine runs; None: unknown, and then the first update has to be a full one.
+    From now on, the engine is updated through this object alone. Without the ``weights`` that it runs, the first update
+    has to be a full one.
     """
 
     def __init__(self, engine: Engine, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
@@ -250,9 +243,7 @@ class WeightMirror:
         return iter(self._base.items()) if self._adapters is None else merged(self._base, self._adapters)
 
     async def apply(self, *updates: WeightUpdate) -> None:
-        """Apply updates in order, and then give the engine the resulting weights once.
-
-        If the caller is cancelled, the update still completes.
+        """Apply updates in order, and then give the engine the resulting weights once, even if the caller is cancelled.
 
         Raises:
             WrongBaseError: an update builds on weights that are not here; its ``version`` says which are.

@@ -23,11 +23,7 @@ class JSONServer:
     """Posts JSON to a server and returns its JSON.
 
     A status of 5xx or 429, a connection that fails and a time-out are tried again; any other status than 200 is an
-    error at once, with the server's text.
-
-    Raises:
-        MissingExtraError: aiohttp is not installed.
-        RewardConfigError: a setting is out of its range.
+    error at once, with the server's text. `MissingExtraError` if aiohttp is not installed.
     """
 
     url: str

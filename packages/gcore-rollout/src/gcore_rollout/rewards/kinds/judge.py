@@ -326,9 +326,8 @@ class PairwiseJudge(Judge[Winner]):
 
     Every two completions are compared in both orders, so that a judge's preference for the first place cancels out
     (arXiv 2306.05685, sec. 3.3 and 3.4): N completions take N (N - 1) questions. A `GroupRewardFunction`. With several
-    verdicts on each question all of them count.
-
-    The template has ``{completion_a}``, ``{completion_b}`` and ``{prompt}``; empty: which of the two answers is better.
+    verdicts on each question all of them count. The template has ``{completion_a}``, ``{completion_b}`` and
+    ``{prompt}``; empty: which of the two answers is better.
 
     Parts: ``parsed``, the fraction of the completion's verdicts that could be read, and ``consistent``, the fraction of
     its opponents on whom both orders agree (absent if no two verdicts could be compared).

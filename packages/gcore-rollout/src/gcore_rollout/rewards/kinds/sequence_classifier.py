@@ -1,7 +1,4 @@
-"""A Bradley-Terry reward model: a sequence classifier of one logit.
-
-Shapes: B sequences of a batch, T tokens of the longest.
-"""
+"""A Bradley-Terry reward model: a sequence classifier of one logit. Shapes: B sequences, T tokens of the longest."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -73,10 +70,7 @@ class SequenceClassifierReward:
         device: str = "cpu",
         **options: Any,
     ) -> Self:
-        """Load a local Hugging Face folder with a tokenizer, which is used without ``encode``; see `encoder`.
-
-        ``options`` are further arguments of the class.
-        """
+        """Load a local Hugging Face folder with a tokenizer, which is used without ``encode``; see `encoder`."""
         model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
         encode = encode or encoder(AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template)
         return cls(model.to(device), encode=encode, **options)

@@ -135,10 +135,9 @@ class WeightPublisher:
     """Writes versions of the weights, in full or as what changed since the last one.
 
     A manifest is written last and atomically; so a publisher that is killed leaves only unused parts, which the next
-    one removes. A new publisher starts with a full version.
-
-    Before it writes a version, it removes those older than the last ``keep`` full ones: their manifests now, their
-    parts at the next version, so that earlier readers have all that time to finish.
+    one removes. A new publisher starts with a full version. Before it writes a version, it removes those older than the
+    last ``keep`` full ones: their manifests now, their parts at the next version, so that earlier readers have all that
+    time to finish.
 
     It keeps a copy of the last version in the host's memory. One publisher to a URL; its calls block.
     """
@@ -257,9 +256,8 @@ class WeightSubscriber:
         These are the deltas since ``have``, the version of the current weights, if there is no full version in between,
         else the last full version and the deltas since; none if there is nothing above ``have``.
 
-        Raises:
-            CorruptWeightsError: an object is damaged, or one of an existing manifest is missing.
-            OSError: the store failed, or did not answer in time (`TimeoutError`).
+        `CorruptWeightsError` if an object is damaged or missing, `OSError` if the store failed or, by a `TimeoutError`,
+        did not answer in time.
         """
         return await asyncio.to_thread(self._load, have)
 
