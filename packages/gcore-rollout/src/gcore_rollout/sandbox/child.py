@@ -40,7 +40,7 @@ NOBODY = 65534
 HOME = "/sandbox"
 """The folder in which a program starts and to which it may write."""
 NEW_ROOT = "/proc"
-"""Mount point of the program's file system while it is assembled, over files of no use to it, on every Linux."""
+"""Mount point of the program's file system while it is assembled: every Linux has it, and its files are hidden."""
 SET_UP, READY_FOR_TESTS = b"set up\n", b"ready for tests\n"
 """Messages of the program's process before the program, and between it and its tests."""
 VISIBLE = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]

@@ -19,7 +19,6 @@ from gcore_rollout.weight_sync.layout import Layout, PackedTensors, aligned, fro
 from gcore_rollout.weight_sync.updates import FullWeights
 
 _BUCKET, _END, _FAILED = 0, 1, 2
-_IN_FLIGHT = 2
 
 
 class WeightSender:
@@ -35,7 +34,7 @@ class WeightSender:
     def __init__(self, group: dist.ProcessGroup, *, device: str = "cpu", bucket_bytes: int = 256 << 20) -> None:
         require("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "at least 1", ValueError)
         self._channel = _Channel(group, dist.get_rank(group), device)
-        self._buckets = [_Bucket(bucket_bytes, device) for _ in range(_IN_FLIGHT)]
+        self._buckets = (_Bucket(bucket_bytes, device), _Bucket(bucket_bytes, device))
         self._layouts: dict[int, bytes] = {}
         """Layouts of the buckets, as the receivers know them."""
 

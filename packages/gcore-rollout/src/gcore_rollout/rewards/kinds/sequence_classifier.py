@@ -70,7 +70,7 @@ class SequenceClassifierReward:
         device: str = "cpu",
         **options: Any,
     ) -> Self:
-        """Load a local Hugging Face folder with a tokenizer, which is used without ``encode``; see `encoder`."""
+        """Load a local Hugging Face folder; its tokenizer is the default of ``encode``. ``options`` are the class's."""
         model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
         encode = encode or encoder(AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template)
         return cls(model.to(device), encode=encode, **options)

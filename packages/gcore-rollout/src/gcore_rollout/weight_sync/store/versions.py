@@ -204,8 +204,7 @@ class WeightPublisher:
                 yield part, self._objects.start_write(part.key, data)
 
         parts = tuple(part for part, _ in self._objects.results(start(), self.max_in_flight))
-        stored = layout_of(tensors)
-        manifest = Manifest(version=version, base_version=base, layout=layout, tensors=stored, parts=parts)
+        manifest = Manifest(version=version, base_version=base, layout=layout, tensors=layout_of(tensors), parts=parts)
         if not self._objects.create(manifest.key, manifest.to_bytes()):
             raise WeightSyncError(f"{self._objects} has version {manifest.version} already, by another publisher")
         return manifest
