@@ -34,8 +34,8 @@ from gcore_rollout import (
     apply_delta,
 )
 from gcore_rollout.weight_sync.layout import layout_of
-from gcore_rollout.weight_sync.store.manifest import cut, joined
 from gcore_rollout.weight_sync.store.objects import Objects
+from gcore_rollout.weight_sync.store.versions import cut, joined
 
 State = dict[str, torch.Tensor]
 FEW_PARTS = OPTIONS | {"part_bytes": 100_000}

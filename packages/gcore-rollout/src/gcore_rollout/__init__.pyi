@@ -128,10 +128,12 @@ from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,
     JudgeModel as JudgeModel,
     JudgeReward as JudgeReward,
+    PairwiseJudge as PairwiseJudge,
     Reduce as Reduce,
     ScorePattern as ScorePattern,
+    Winner as Winner,
+    WinnerPattern as WinnerPattern,
 )
-from .rewards.kinds.pairwise import PairwiseJudge as PairwiseJudge, Winner as Winner, WinnerPattern as WinnerPattern
 from .rewards.kinds.sequence_classifier import SequenceClassifierReward as SequenceClassifierReward
 from .rewards.kinds.verifiers import (
     CodeReward as CodeReward,
@@ -191,8 +193,11 @@ from .weight_sync.checked import (
     all_digests as all_digests,
     check_weights as check_weights,
 )
-from .weight_sync.cuda_ipc import SharedCudaWeights as SharedCudaWeights, open_weights as open_weights
-from .weight_sync.shared_weights import SharedWeights as SharedWeights
+from .weight_sync.shared_weights import (
+    SharedCudaWeights as SharedCudaWeights,
+    SharedWeights as SharedWeights,
+    open_weights as open_weights,
+)
 from .weight_sync.store.versions import WeightPublisher as WeightPublisher, WeightSubscriber as WeightSubscriber
 from .weight_sync.updates import (
     AdapterWeights as AdapterWeights,

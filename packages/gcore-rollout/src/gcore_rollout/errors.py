@@ -28,6 +28,12 @@ class RewardConfigError(RewardError, ValueError):
     """A reward was given a setting that it cannot work with."""
 
 
+def require(field: str, value: object, holds: bool, accepted: str, error: type[Exception] = RewardConfigError) -> None:
+    """Raise an error unless what a setting has to be holds."""
+    if not holds:
+        raise error(f"{field} is {value!r}; expected {accepted}")
+
+
 class RewardExitError(RewardError):
     """A reward tried to end the process, or blocked it in its trial call; ``on_error`` does not apply."""
 
@@ -47,8 +53,7 @@ class EngineStartError(RolloutError):
 class EngineDiedError(RolloutError):
     """An engine has ended permanently: its process ended, or hung and was killed.
 
-    Attributes:
-        unfinished: The unfinished samples of the call that raises this, as (request id, index).
+    ``unfinished`` are the unfinished samples of the call that raises this, as (request id, index).
     """
 
     def __init__(self, reason: str, *, unfinished: tuple[tuple[str, int], ...] = ()) -> None:
@@ -62,11 +67,7 @@ class EpisodeError(RolloutError):
 
 
 class ServerRequestError(RolloutError):
-    """A server refused a request, or failed at it.
-
-    Attributes:
-        status: The HTTP status, 400 or above.
-    """
+    """A server refused a request, or failed at it, with an HTTP ``status`` of 400 or above."""
 
     def __init__(self, request: str, *, status: int, answer: str) -> None:
         super().__init__(f"{request}: the server says {status}: {answer[:500]}")
@@ -76,8 +77,7 @@ class ServerRequestError(RolloutError):
 class WrongWeightsError(RolloutError):
     """An engine computes with other weights than the trainer's, so that its samples are useless.
 
-    Attributes:
-        tensors: Names of the tensors that differ; none if the engine reports another version.
+    ``tensors`` are the names of those that differ; none if the engine reports another version.
     """
 
     def __init__(self, message: str, *, tensors: tuple[str, ...] = ()) -> None:
@@ -92,8 +92,7 @@ class WeightSyncError(RolloutError):
 class WrongBaseError(WeightSyncError):
     """An update changes other weights than the current ones: a full update is needed.
 
-    Attributes:
-        version: Version of the current weights; None: there are none, or they were merged from adapters.
+    ``version`` is that of the current weights; None: there are none, or they were merged from adapters.
     """
 
     def __init__(self, message: str, *, version: int | None) -> None:

@@ -178,23 +178,20 @@ class Generation:
         unfinished: Sequence[tuple[UnfinishedGroup, Prompt]] = (),
         take: Take | None = None,
     ) -> tuple[list[Group], list[UnfinishedGroup]]:
-        """Generate and score ``n`` responses to each prompt.
+        """Generate and score ``n`` responses to each prompt, and those missing in groups that an earlier call left.
 
-        Args:
-            prompts: with their prompt indices; all are generated at once.
-            unfinished: groups that an earlier call left unfinished.
-            take: returns further prompts; called whenever the policy has capacity for them.
+        Prompts come with their prompt indices; ``take`` is called whenever the policy has capacity for further ones.
 
         Returns:
             The complete groups in the prompts' order, unfinished ones first, and those that were cut short; groups
             without all scores are dropped.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as self._tasks:
                 with self.timer.stage("gen"):
-                    self._start([*unfinished, *_new(prompts)], tasks)
+                    self._start([*unfinished, *_new(prompts)])
                     while take and (taken := await take(await self._capacity())):
-                        self._start(_new(taken), tasks)
+                        self._start(_new(taken))
                         # Other controllers may not have started yet: take theirs only after some of the own work.
                         await self._fewer_than(self._num_generating)
                     await self._fewer_than(1)
@@ -228,26 +225,25 @@ class Generation:
         self._num_generating -= 1
         self._generated.set()
 
-    def _start(self, prompts: Sequence[tuple[UnfinishedGroup, Prompt]], tasks: asyncio.TaskGroup) -> None:
+    def _launch(self, num_responses: int, work: Coroutine[Any, Any, None]) -> None:
+        self._num_generating += num_responses
+        self._scoring.append(self._tasks.create_task(work))
+
+    def _start(self, prompts: Sequence[tuple[UnfinishedGroup, Prompt]]) -> None:
         """Start to generate and score all missing responses to some prompts."""
         groups = [_PendingGroup(before, prompt, self.n) for before, prompt in prompts]
         self._pending |= {group.prompt_index: group for group in groups}
-
-        def start(num_responses: int, work: Coroutine[Any, Any, None]) -> None:
-            self._num_generating += num_responses
-            self._scoring.append(tasks.create_task(work))
-
         if self.roles.environment is None:
             requests = [self._request(group) for group in groups]
             if self.with_greedy:
                 plain: dict[str, Any] = {"sampling": self._greedy, "n": 1, "seed": 0, "indices": None, "prefixes": ()}
                 requests += [replace(r, request_id=f"{r.request_id}/greedy", **plain) for r in requests]
             if requests:
-                start(sum(len(request.sample_indices) for request in requests), self._complete(requests, start))
+                self._launch(sum(len(request.sample_indices) for request in requests), self._complete(requests))
             return
         for group in groups:
             for index in (*range(self.n), *([None] if self.with_greedy else [])):
-                start(1, self._play(self.roles.environment, group, index))
+                self._launch(1, self._play(self.roles.environment, group, index))
 
     def _request(self, group: "_PendingGroup") -> Request:
         prompt = group.prompt
@@ -262,7 +258,7 @@ class Generation:
             images=() if prompt.images is None else prompt.images.encoded(),
         )
 
-    async def _complete(self, requests: list[Request], start: Callable[[int, Coroutine[Any, Any, None]], None]) -> None:
+    async def _complete(self, requests: list[Request]) -> None:
         """Generate, and start to score each response as soon as it is complete."""
         num_whole, is_cut = 0, False
         async for completion in self.roles.policy.generate(requests):
@@ -271,7 +267,7 @@ class Generation:
                 group.partial.append(completion)
                 self._end_of_response()
                 continue
-            start(0, self._score(group, completion))
+            self._launch(0, self._score(group, completion))
             self._end_of_response()
             if completion.request_id.endswith("/greedy"):
                 continue
@@ -292,8 +288,7 @@ class Generation:
     async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
         text = self.roles.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         if scored := await self._scored(group, text):
-            index = None if completion.request_id.endswith("/greedy") else completion.index
-            group.add(index, completion, completion.finish_reason != "stop", scored)
+            group.add(None if completion.request_id.endswith("/greedy") else completion.index, completion, scored)
 
     async def _play(self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
@@ -318,16 +313,13 @@ class Generation:
         finally:
             self._end_of_response()
         score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
-        if environment.has_reward:
+        if environment.limits.max_revisions:  # the run's reward has scored the turns
             environment.failures.succeeded()
         elif scored := await self._scored(group, episode.turns[-1]):
             score, parts = score + scored.score, {**scored.parts, **parts}
         else:
             return
-        if index is not None:
-            group.start_with(episode.prompt_ids)
-        total, is_cut = Scored(score=score, parts=parts), episode.end != "done"
-        group.add(index, episode, is_cut, total, mask=episode.response_mask, end=episode.end)
+        group.add(index, episode, Scored(score=score, parts=parts))
 
 
 def _new(prompts: Iterable[tuple[int, Prompt]]) -> list[tuple[UnfinishedGroup, Prompt]]:
@@ -350,26 +342,25 @@ class _PendingGroup:
         """Responses that are still to be generated."""
         self._prompt_ids: NDArray[np.int64] | None = None
 
-    def start_with(self, prompt_ids: NDArray[np.int64]) -> None:
-        """Set the tokens that an episode starts with; `RequestError` if another of the group started with others."""
-        if self._prompt_ids is not None and not np.array_equal(prompt_ids, self._prompt_ids):
-            raise RequestError(
-                "rollout.multi_turn.environment started episodes of one row with different messages; expected the same "
-                f"messages in a group, whose episodes are compared with each other (row {self.prompt.row!r:.200})"
-            )
-        self._prompt_ids = prompt_ids
-
-    def add(
-        self, index: int | None, made: Completion | Episode, truncated: bool, scored: Scored, **episode: Any
-    ) -> None:
-        """Add a scored response; the greedy one has no index."""
+    def add(self, index: int | None, made: Completion | Episode, scored: Scored) -> None:
+        """Add a scored response; the greedy one has no index. `RequestError` if an episode starts differently."""
         if index is None:
             self.greedy_score = scored.score
             return
+        fields: dict[str, Any] = {"score": scored.score, "parts": scored.parts}
+        if isinstance(made, Episode):
+            if self._prompt_ids is not None and not np.array_equal(made.prompt_ids, self._prompt_ids):
+                raise RequestError(
+                    "rollout.multi_turn.environment started episodes of one row with different messages; expected the "
+                    "same messages in a group, whose episodes are compared with each other "
+                    f"(row {self.prompt.row!r:.200})"
+                )
+            self._prompt_ids = made.prompt_ids
+            fields |= {"truncated": made.end != "done", "mask": made.response_mask, "end": made.end}
+        else:
+            fields["truncated"] = made.finish_reason != "stop"
         arrays = {"token_ids": made.token_ids, "log_probs": made.log_probs, "weight_versions": made.weight_versions}
-        self.responses[index] = Response(
-            **arrays, truncated=truncated, score=scored.score, parts=scored.parts, **episode
-        )
+        self.responses[index] = Response(**arrays, **fields)
 
     def group(self) -> Group:
         own_ids = np.array(self.prompt.token_ids, np.int64) if self._prompt_ids is None else self._prompt_ids

@@ -1,13 +1,13 @@
 """Scores of images by local models: CLIP, heads on it, and BLIP with ImageReward's head."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gcore_rollout.errors import RewardConfigError
+from gcore_rollout.errors import RewardConfigError, require
 from gcore_rollout.images.reward import Images, Rows, Scores
 
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072
@@ -31,15 +31,13 @@ _VISION_NAMES = (
 
 
 class CLIPReward:
-    """Similarity of images and prompts under a CLIP model of transformers: CLIPScore, or PickScore with its weights.
+    """Similarity of images and prompts under a CLIP model of transformers.
 
-    CLIPScore (arXiv 2104.08718) is the cosine; PickScore (arXiv 2305.01569, eq. 1) is the cosine times the model's
-    learned scale, divided by 26 as Flow-GRPO's code does.
+    CLIPScore (arXiv 2104.08718) is the cosine; PickScore (arXiv 2305.01569, eq. 1), with its weights, is the cosine
+    times the model's learned scale, divided by 26 as Flow-GRPO's code does.
 
-    Args:
-        path: a Hugging Face folder of a CLIP model, with tokenizer and image processor.
-        device: such as cpu or cuda:0.
-        scale: factor of the cosine; None: the model's own over 26.
+    ``path`` is a Hugging Face folder with tokenizer and image processor; ``scale`` the factor of the cosine, None: the
+    model's own over 26.
     """
 
     def __init__(self, path: str | Path, *, device: str = "cpu", scale: float | None = 1.0) -> None:
@@ -64,10 +62,8 @@ class CLIPReward:
 class AestheticReward:
     """A linear head, or several layers of them, on CLIP's image embeddings of length 1: LAION's aesthetic predictor.
 
-    Args:
-        path: a Hugging Face folder of a CLIP model, with its image processor.
-        head: a safetensors file of the head: ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
-        device: such as cpu or cuda:0.
+    ``path`` is a Hugging Face folder of a CLIP model, with its image processor; ``head`` a safetensors file with
+    ``layers.N.weight`` and ``layers.N.bias``, or ``weight`` and ``bias``.
     """
 
     def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
@@ -78,7 +74,7 @@ class AestheticReward:
         if not names or tensors[names[0]].shape[1] != width or tensors[names[-1]].shape[0] != 1:
             shapes = {name: tuple(tensors[name].shape) for name in tensors}
             raise RewardConfigError(f"head {head} has {shapes}; expected layers from {width} embeddings to 1 score")
-        self._head = _Head([(tensors[n], tensors[n.removesuffix("weight") + "bias"]) for n in names], device)
+        self._head = _Head(tensors, names, device)
         self._device = device
 
     @torch.no_grad()
@@ -87,19 +83,15 @@ class AestheticReward:
         del prompts, rows
         pixels = self._processor(list(images), return_tensors="pt").to(self._device)
         seen = self._model.vision_model(pixel_values=pixels["pixel_values"]).pooler_output
-        return self._head(torch.nn.functional.normalize(self._model.visual_projection(seen), dim=-1)).cpu().numpy()
+        return self._head(torch.nn.functional.normalize(self._model.visual_projection(seen), dim=-1))
 
 
 class ImageRewardScore:
     """ImageReward's score (arXiv 2304.05977), from its published weights: about a standard normal variable.
 
     The state at the prompt's first token of BLIP's text encoder, which attends to the image, goes through five linear
-    layers. Sizes are read off the weights.
-
-    Args:
-        weights: ImageReward.pt, or the same as safetensors.
-        tokenizer: a Hugging Face folder of the tokenizer, bert-base-uncased with BLIP's two tokens.
-        device: such as cpu or cuda:0.
+    layers. Sizes are read off the ``weights``, ImageReward.pt or the same as safetensors; ``tokenizer`` is a Hugging
+    Face folder of bert-base-uncased with BLIP's two tokens.
     """
 
     def __init__(self, weights: str | Path, tokenizer: str | Path, *, device: str = "cpu") -> None:
@@ -108,20 +100,18 @@ class ImageRewardScore:
         tensors = _read("weights", Path(weights))
         try:
             self._vision, self._text = (model.to(device) for model in _models(tensors))
-            layers = [(tensors[f"mlp.layers.{i}.weight"], tensors[f"mlp.layers.{i}.bias"]) for i in _HEAD_LAYERS]
+            self._head = _Head(tensors, [f"mlp.layers.{i}.weight" for i in _HEAD_LAYERS], device)
         except (KeyError, RuntimeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise RewardConfigError(f"weights is {str(weights)!r}: it is not ImageReward's: {reason}") from None
-        self._head = _Head(layers, device)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         except (OSError, ValueError) as error:
             raise RewardConfigError(f"tokenizer is {str(tokenizer)!r}: {error}") from None
         size = self._vision.config.image_size
         # The shorter side is resized, the middle cropped, and CLIP's means and deviations taken.
-        self._processor: Any = CLIPImageProcessor(
-            size={"shortest_edge": size}, crop_size={"height": size, "width": size}
-        )
+        crop = {"height": size, "width": size}
+        self._processor: Any = CLIPImageProcessor(size={"shortest_edge": size}, crop_size=crop)
         self._device = device
 
     @torch.no_grad()
@@ -130,29 +120,29 @@ class ImageRewardScore:
         del rows
         pixels = self._processor(list(images), return_tensors="pt")["pixel_values"].to(self._device)
         seen = self._vision(pixel_values=pixels).last_hidden_state
-        words = self._tokenizer(
-            list(prompts), padding="max_length", truncation=True, max_length=_MAX_TOKENS, return_tensors="pt"
-        ).to(self._device)
+        options: dict[str, Any] = {"padding": "max_length", "truncation": True, "max_length": _MAX_TOKENS}
+        words = self._tokenizer(list(prompts), **options, return_tensors="pt").to(self._device)
         read = self._text(
             input_ids=words["input_ids"],
             attention_mask=words["attention_mask"],
             encoder_hidden_states=seen,
             encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=self._device),
         )
-        return ((self._head(read.last_hidden_state[:, 0]) - _MEAN) / _STD).cpu().numpy()
+        return (self._head(read.last_hidden_state[:, 0]) - _MEAN) / _STD
 
 
 class _Head:
-    """Linear layers to one score."""
+    """Linear layers to one score, by the names of their weights."""
 
-    def __init__(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], device: str) -> None:
-        self._layers = [(weight.to(device), bias.to(device)) for weight, bias in layers]
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str], device: str) -> None:
+        biases = {name: name.removesuffix("weight") + "bias" for name in names}
+        self._layers = [(tensors[weight].to(device), tensors[bias].to(device)) for weight, bias in biases.items()]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> Scores:
         """Return scores [B]."""
         for weight, bias in self._layers:
             x = torch.nn.functional.linear(x, weight, bias)
-        return x[:, 0].double()
+        return x[:, 0].double().cpu().numpy()
 
 
 def _layer_of(name: str) -> int:
@@ -162,8 +152,8 @@ def _layer_of(name: str) -> int:
 def _load_clip(path: str | Path, device: str) -> tuple[Any, Any]:
     from transformers import CLIPImageProcessor, CLIPModel
 
-    if not (Path(path) / "config.json").is_file():
-        raise RewardConfigError(f"path is {str(path)!r}; expected a Hugging Face folder of a CLIP model")
+    has_config = (Path(path) / "config.json").is_file()
+    require("path", str(path), has_config, "a Hugging Face folder of a CLIP model")
     try:
         model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
         return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(path)
@@ -216,8 +206,7 @@ def _models(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
         add_pooling_layer=False,
     )
     seen = {_renamed(name): tensor for name, tensor in blip.items() if name.startswith("visual_encoder.")}
-    prefix = "text_encoder."
-    read = {name.removeprefix(prefix): tensor for name, tensor in blip.items() if name.startswith(prefix)}
+    read = {n.removeprefix("text_encoder."): tensor for n, tensor in blip.items() if n.startswith("text_encoder.")}
     # Not a parameter, and not everywhere there.
     read.pop("embeddings.position_ids", None)
     buffers = {name: tensor for name, tensor in text.named_buffers() if name in text.state_dict()}
@@ -232,7 +221,5 @@ def _num_layers(tensors: Mapping[str, torch.Tensor], pattern: str) -> int:
 
 def _renamed(name: str) -> str:
     for pattern, replacement in _VISION_NAMES:
-        name, count = re.subn(pattern, replacement, name)
-        if count:
-            return name
+        name = re.sub(pattern, replacement, name)
     return name

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
+from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError, require
 from gcore_rollout.rewards.reward import ThreadedReward, located, name_of
 from gcore_rollout.rewards.runner import answer, is_async
 
@@ -31,26 +31,24 @@ async def evaluate_images(
 ) -> list[float]:
     """Call a reward, in a thread unless it is async, and check what it returns.
 
-    Raises:
-        RewardError: it raised, or did not return as many finite numbers as there are images.
-        RewardExitError: it tried to end the process.
+    `RewardError` if it raised, or did not return as many finite numbers as there are images; `RewardExitError` if it
+    tried to end the process.
     """
     # A daemon thread: one of asyncio would keep the process from ending while the reward blocks.
     threaded = None if is_async(reward) else ThreadedReward(reward, max_workers=1)
-    try:
-        values = await answer(threaded or reward, images, prompts, rows)
+    with located(f"reward {name_of(reward)!r} on {len(images)} images"):
+        try:
+            values = await answer(threaded or reward, images, prompts, rows)
+        finally:
+            if threaded is not None:
+                threaded.close()
         scores = [float(value) for value in np.asarray(values, dtype=np.float64).reshape(-1)]
         if len(scores) != len(images):
             raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(images)} images")
         for score, prompt in zip(scores, prompts, strict=True):
             if not math.isfinite(score):
                 raise RewardError(f"returned {score} for an image of {prompt!r}; expected a finite number")
-    except Exception as error:
-        raise located(error, f"reward {name_of(reward)!r} on {len(images)} images") from error
-    finally:
-        if threaded is not None:
-            threaded.close()
-    return scores
+        return scores
 
 
 def import_pillow() -> Any:
@@ -64,31 +62,23 @@ def import_pillow() -> Any:
 
 def png(image: Any) -> bytes:
     """Encode an image [H, W, 3] of uint8 as a PNG file."""
-    return _encoded(import_pillow().fromarray(image), format="PNG")
-
-
-def _encoded(picture: Any, **options: Any) -> bytes:
     file = io.BytesIO()
-    picture.save(file, **options)
+    import_pillow().fromarray(image).save(file, format="PNG")
     return file.getvalue()
 
 
 class JPEGCompressibility:
     """DDPO's rewards (arXiv 2305.13301, section 5.1): kilobytes (1,000 bytes) of a JPEG of quality 95, or minus these.
 
-    Args:
-        sign: -1: small files are good (compressibility); 1: large ones are (incompressibility).
-        size: pixels that a side is resized to before; 0: as it is. The file of a very small image is mostly header.
+    With ``sign`` -1 small files are good (compressibility), with 1 large ones (incompressibility). A side is resized to
+    ``size`` pixels before; 0: it stays. The file of a very small image is mostly header.
     """
 
     def __init__(self, *, sign: int = -1, size: int = 0) -> None:
-        self._library = import_pillow()
-        if sign not in (-1, 1):
-            raise RewardConfigError(f"sign is {sign}; expected -1 or 1")
-        if size < 0:
-            raise RewardConfigError(f"size is {size}; expected 0 or more")
-        self._sign = sign
-        self._size = size
+        self._pillow = import_pillow()
+        require("sign", sign, sign in (-1, 1), "-1 or 1")
+        require("size", size, size >= 0, "0 or more")
+        self._sign, self._size = sign, size
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
         """Return scores [B]."""
@@ -96,10 +86,11 @@ class JPEGCompressibility:
         return np.array([self._sign * self._kilobytes(image) for image in images])
 
     def _kilobytes(self, image: NDArray[np.uint8]) -> float:
-        picture = self._library.fromarray(image)
+        picture, file = self._pillow.fromarray(image), io.BytesIO()
         if self._size:
-            picture = picture.resize((self._size, self._size), self._library.Resampling.BICUBIC)
-        return len(_encoded(picture, format="JPEG", quality=_QUALITY)) / 1000
+            picture = picture.resize((self._size, self._size), self._pillow.Resampling.BICUBIC)
+        picture.save(file, format="JPEG", quality=_QUALITY)
+        return len(file.getvalue()) / 1000
 
 
 class ColourReward:
@@ -113,9 +104,8 @@ class ColourReward:
             raise RewardConfigError("colours is empty; expected at least one")
         for word, colour in colours.items():
             if len(colour) != 3 or not all(0 <= part <= 1 for part in colour) or not any(colour):
-                raise RewardConfigError(
-                    f"colours has {word!r}: {colour}; expected three numbers from 0 to 1, one above 0"
-                )
+                expected = "three numbers from 0 to 1, one above 0"
+                raise RewardConfigError(f"colours has {word!r}: {colour}; expected {expected}")
         self._colours = {word: np.asarray(c, np.float64) / np.linalg.norm(c) for word, c in colours.items()}
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
@@ -125,11 +115,8 @@ class ColourReward:
         if "" in named:
             prompt, known = prompts[named.index("")], ", ".join(self._colours)
             raise RewardConfigError(f"prompt {prompt!r} names no colour; expected one of {known}")
-        return (mean_colours(images) * np.stack([self._colours[word] for word in named])).sum(1)
-
-
-def mean_colours(images: Images) -> NDArray[np.float64]:
-    """Return unit vectors [B, 3] of the mean colour of each image, pixels weighted by their brightest channel."""
-    pixels = images.astype(np.float64) / 255
-    means = (pixels * pixels.max(-1, keepdims=True)).sum((1, 2))
-    return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        # Pixels are weighted by their brightest channel.
+        pixels = images.astype(np.float64) / 255
+        means = (pixels * pixels.max(-1, keepdims=True)).sum((1, 2))
+        units = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        return (units * np.stack([self._colours[word] for word in named])).sum(1)

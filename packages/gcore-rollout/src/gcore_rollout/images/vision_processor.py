@@ -44,23 +44,20 @@ class VisionProcessor:
     def from_pretrained(cls, path: str | Path) -> Self:
         """Load the image processor of a Hugging Face folder; `MissingExtraError` if Pillow is not installed.
 
-        Raises:
-            UnsupportedModelError: its model takes no images or is not supported, or it has no image processor.
+        `UnsupportedModelError` if its model takes no images or is not supported, or it has no image processor.
         """
         from transformers import AutoConfig, AutoImageProcessor
 
         config = AutoConfig.from_pretrained(path)
         if config.model_type not in VISION_MODELS:
-            raise UnsupportedModelError(
-                f"model type of {path} is {config.model_type!r}; expected {' or '.join(VISION_MODELS)} for images"
-            )
+            expected = f"{' or '.join(VISION_MODELS)} for images"
+            raise UnsupportedModelError(f"model type of {path} is {config.model_type!r}; expected {expected}")
         import_pillow()
         try:
             processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise UnsupportedModelError(
-                f"{path} has no image processor that loads; expected preprocessor_config.json"
-            ) from error
+            message = f"{path} has no image processor that loads; expected preprocessor_config.json"
+            raise UnsupportedModelError(message) from error
         return cls(processor, config)
 
     def num_tokens(self, image: bytes) -> int:

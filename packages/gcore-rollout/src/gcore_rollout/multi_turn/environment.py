@@ -5,10 +5,10 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
-from gcore_rollout.errors import RequestError
+from gcore_rollout.errors import RequestError, require
 from gcore_rollout.multi_turn.chat import Message
 from gcore_rollout.rewards.reward import Scored
 
@@ -61,6 +61,7 @@ class Environment(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class RevisionEnvironment:
     """Returns an answer with its reward's feedback until it is good enough (G-Core, arXiv 2507.22789).
 
@@ -69,31 +70,25 @@ class RevisionEnvironment:
     An answer of the score ``good_enough`` or more ends the episode.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        reward: Callable[[str], Awaitable[Scored]],
-        *,
-        good_enough: float,
-        max_revisions: int,
-    ) -> None:
-        if not math.isfinite(good_enough):
-            raise RequestError(f"good_enough is {good_enough}; expected a finite number")
-        if max_revisions < 1:
-            raise RequestError(f"max_revisions is {max_revisions}; expected at least 1")
-        self._messages = list(messages)
-        self._reward = reward
-        self._good_enough = good_enough
-        self._num_left = max_revisions
-        self._score = 0.0
+    messages: Sequence[Message]
+    reward: Callable[[str], Awaitable[Scored]]
+    _: KW_ONLY
+    good_enough: float
+    max_revisions: int
+
+    def __post_init__(self) -> None:
+        good_enough, most = self.good_enough, self.max_revisions
+        require("good_enough", good_enough, math.isfinite(good_enough), "a finite number", RequestError)
+        require("max_revisions", most, most >= 1, "at least 1", RequestError)
+        self._num_left, self._score = self.max_revisions, 0.0
 
     async def reset(self) -> Opening:
-        return Opening(messages=self._messages)
+        return Opening(messages=self.messages)
 
     async def step(self, completion: str) -> Reply:
-        scored = await self._reward(completion)
+        scored = await self.reward(completion)
         gain, self._score = scored.score - self._score, scored.score
-        if scored.score >= self._good_enough or not self._num_left:
+        if scored.score >= self.good_enough or not self._num_left:
             return Reply(reward=gain, done=True)
         self._num_left -= 1
         feedback = scored.feedback or f"The answer scores {scored.score:.3g}."
@@ -160,40 +155,36 @@ class Tool:
         return answer
 
 
+@dataclass(eq=False)
 class ToolEnvironment:
-    """An environment that runs the calls of every turn, all at once; a turn without calls is the answer and ends it.
+    """An environment that runs the calls of every turn, all at once; a turn without calls is the answer and ends it."""
 
-    ``parse`` reads the calls of a turn; ``reward`` scores the answer, None: the episode is scored elsewhere.
-    """
+    messages: Sequence[Message]
+    tools: Sequence[Tool]
+    _: KW_ONLY
+    parse: Callable[[str], Sequence[ToolCall]] = hermes_calls
+    """Reads the calls of a turn."""
+    reward: Callable[[str], float | Awaitable[float]] | None = None
+    """Scores the answer; None: the episode is scored elsewhere."""
 
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        *,
-        parse: Callable[[str], Sequence[ToolCall]] = hermes_calls,
-        reward: Callable[[str], float | Awaitable[float]] | None = None,
-    ) -> None:
-        self._messages = list(messages)
-        self._tools = {tool.name: tool for tool in tools}
-        self._parse = parse
-        self._reward = reward
+    def __post_init__(self) -> None:
+        self._by_name = {tool.name: tool for tool in self.tools}
 
     async def reset(self) -> Opening:
-        return Opening(messages=self._messages, tools=[tool.schema for tool in self._tools.values()])
+        return Opening(messages=self.messages, tools=[tool.schema for tool in self.tools])
 
     async def step(self, completion: str) -> Reply:
-        calls = self._parse(completion)
+        calls = self.parse(completion)
         if calls:
             answers = await asyncio.gather(*(self._answer(call) for call in calls))
             named = zip(calls, answers, strict=True)
             return Reply(messages=[{"role": "tool", "name": call.name, "content": answer} for call, answer in named])
-        reward = self._reward(completion) if self._reward else 0.0
+        reward = self.reward(completion) if self.reward else 0.0
         return Reply(done=True, reward=reward if isinstance(reward, int | float) else await reward)
 
     async def _answer(self, call: ToolCall) -> str:
         if call.error:
             return f"error: {call.error}"
-        if call.name not in self._tools:
-            return f"error: there is no tool {call.name!r}: there are {', '.join(sorted(self._tools))}"
-        return await self._tools[call.name](call.arguments)
+        if call.name not in self._by_name:
+            return f"error: there is no tool {call.name!r}: there are {', '.join(sorted(self._by_name))}"
+        return await self._by_name[call.name](call.arguments)

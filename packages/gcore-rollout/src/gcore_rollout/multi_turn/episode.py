@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -53,33 +54,28 @@ async def run_episode(
     limits: MultiTurnConfig | None = None,
     seed: int = 0,
 ) -> Episode:
-    """Play one episode. Many at once make one continuous stream of requests.
+    """Play one episode in a new environment. Many at once make one continuous stream of requests.
 
     Every turn continues the exact tokens of those before it. A turn that `Engine.abort` cuts short, as a change of
     weights may, is continued.
 
     Args:
         engine: the policy.
-        environment: a new one.
         encoder: of the policy's tokenizer.
         request_id: prefix of the request ids of its turns.
         sampling: ``max_tokens`` bounds the whole response [R], including the environment's messages.
         limits: of turns, tokens and the environment's time; default: `MultiTurnConfig()`.
         seed: together with the turn's number, determines the random numbers.
 
-    Raises:
-        EpisodeError: the environment failed, or did not answer in time.
-        RequestError: the first messages do not fit the model.
+    `EpisodeError` if the environment failed or did not answer in time, `RequestError` if its first messages do not fit.
     """
     limits = limits or MultiTurnConfig()
     takes_truncated = "truncated" in inspect.signature(environment.step).parameters
     opening = await _within(environment.reset(), limits.step_timeout_s, f"episode {request_id!r}: reset")
     prompt_ids = encoder.first(opening.messages, tools=opening.tools)
-    log_probs: list[float] = []
-    versions: list[int] = []
-    mask: list[bool] = []
-    """Where the policy wrote the token."""
     response: list[int] = []
+    columns: list[tuple[float, int, bool]] = []
+    """For each token of the response, the log-prob, the version, and whether the policy wrote it."""
     turns: list[str] = []
     score = 0.0
     end: EpisodeEnd | None = None
@@ -94,9 +90,7 @@ async def run_episode(
         completion = await _completed(engine, request)
         written = completion.token_ids.tolist()
         response += written
-        log_probs += completion.log_probs.tolist()
-        versions += completion.weight_versions.tolist()
-        mask += [True] * len(written)
+        columns += zip(completion.log_probs.tolist(), completion.weight_versions.tolist(), repeat(True))
         turns.append(encoder.text(written))
         what = f"episode {request_id!r}: step {len(turns)}"
         is_truncated = completion.finish_reason != "stop"
@@ -118,9 +112,8 @@ async def run_episode(
                 end = "length"
             else:
                 response += said
-                log_probs += [0.0] * len(said)
-                versions += [-1] * len(said)
-                mask += [False] * len(said)
+                columns += [(0.0, -1, False)] * len(said)
+    log_probs, versions, mask = zip(*columns, strict=True) if columns else ((), (), ())
     return Episode(
         prompt_ids=np.array(prompt_ids, np.int64),
         token_ids=np.array(response, np.int64),

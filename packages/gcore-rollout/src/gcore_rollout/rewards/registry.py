@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from gcore_rollout.errors import RequestError, RewardConfigError, RewardError
+from gcore_rollout.errors import RequestError, RewardConfigError, RewardError, require
+from gcore_rollout.images.reward import ImageRewardFunction, JPEGCompressibility
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
+from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
 from gcore_rollout.rewards.reward import Failed, RewardFunction, Scored
 from gcore_rollout.rewards.runner import FailureLog, OnError, RewardRunner
-
-if TYPE_CHECKING:
-    from gcore_rollout.images.reward import ImageRewardFunction
+from gcore_rollout.sandbox.sandbox import Sandbox
 
 KindT = TypeVar("KindT")
 
@@ -38,7 +38,7 @@ class ImageRewardSettings:
 class ImageRewardKind:
     """A kind of image reward, and the settings that it needs."""
 
-    make: Callable[[ImageRewardSettings], "ImageRewardFunction"]
+    make: Callable[[ImageRewardSettings], ImageRewardFunction]
     path: str = ""
     """The content of the folder at ``path``, for errors; empty: none is needed."""
     head: str = ""
@@ -51,8 +51,6 @@ class EnvironmentRole:
 
     make: Callable[[Mapping[str, Any]], Environment]
     """Makes the environment of one episode from a row."""
-    has_reward: bool
-    """Whether its rewards are complete; otherwise the run's reward scores the last turn, in addition."""
     encoder: ChatEncoder
     limits: "MultiTurnConfig"
     on_error: OnError
@@ -82,17 +80,12 @@ class MultiTurnConfig:
 
     def __post_init__(self) -> None:
         for name, lowest in (("max_assistant_turns", 1), ("max_tokens_per_turn", 0), ("max_revisions", 0)):
-            if getattr(self, name) < lowest:
-                raise RequestError(f"{name} is {getattr(self, name)}; expected {lowest} or more")
-        if not math.isfinite(self.good_enough):
-            raise RequestError(f"good_enough is {self.good_enough}; expected a finite number")
-        if self.environment and self.max_revisions:
-            raise RequestError(
-                f"max_revisions is {self.max_revisions}; expected 0 with rollout.multi_turn.environment "
-                f"{self.environment!r}"
-            )
-        if not 0 < self.step_timeout_s < math.inf:
-            raise RequestError(f"step_timeout_s is {self.step_timeout_s}; expected a finite number above 0")
+            require(name, getattr(self, name), getattr(self, name) >= lowest, f"{lowest} or more", RequestError)
+        good_enough, most, timeout_s = self.good_enough, self.max_revisions, self.step_timeout_s
+        require("good_enough", good_enough, math.isfinite(good_enough), "a finite number", RequestError)
+        require("step_timeout_s", timeout_s, 0 < timeout_s < math.inf, "a finite number above 0", RequestError)
+        alone = f"0 with rollout.multi_turn.environment {self.environment!r}"
+        require("max_revisions", most, not (self.environment and most), alone, RequestError)
 
     @property
     def is_used(self) -> bool:
@@ -104,11 +97,8 @@ class MultiTurnConfig:
     ) -> EnvironmentRole | None:
         """Build the environment; None: responses have one turn.
 
-        Args:
-            tokenizer: of the policy, with a chat template.
-            reward: scores what is revised.
-            prompt_key: column of a row that has the messages to answer, for revisions.
-            on_error: reaction to an environment that fails.
+        ``tokenizer`` is the policy's, with a chat template. For revisions, ``reward`` scores what is revised, and the
+        column ``prompt_key`` of a row has the messages to answer.
         """
         if not self.is_used:
             return None
@@ -116,8 +106,7 @@ class MultiTurnConfig:
             make = partial(self._revision, reward, prompt_key)
         else:
             make = load_function(self.environment, setting="rollout.multi_turn.environment")
-        encoder, has_reward = ChatEncoder(tokenizer), self.max_revisions > 0
-        return EnvironmentRole(make=make, has_reward=has_reward, encoder=encoder, limits=self, on_error=on_error)
+        return EnvironmentRole(make=make, encoder=ChatEncoder(tokenizer), limits=self, on_error=on_error)
 
     def _revision(self, reward: RewardRunner, prompt_key: str, row: Mapping[str, Any]) -> Environment:
         prompt = row[prompt_key]
@@ -132,26 +121,9 @@ class MultiTurnConfig:
         return RevisionEnvironment(messages, score, good_enough=self.good_enough, max_revisions=self.max_revisions)
 
 
-def _math_verify() -> RewardFunction:
-    from gcore_rollout.rewards.kinds.verifiers import MathVerifyReward
-
-    return MathVerifyReward()
-
-
-def _code() -> RewardFunction:
-    from gcore_rollout.rewards.kinds.verifiers import CodeReward
-    from gcore_rollout.sandbox.sandbox import Sandbox
-
-    return CodeReward(Sandbox())
-
-
-def _jpeg(settings: ImageRewardSettings, *, sign: int) -> "ImageRewardFunction":
-    from gcore_rollout.images.reward import JPEGCompressibility
-
-    return JPEGCompressibility(sign=sign, size=settings.jpeg_size)
-
-
-def _scored_by_model(name: str, settings: ImageRewardSettings) -> "ImageRewardFunction":
+def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFunction:
+    if name.startswith("jpeg"):
+        return JPEGCompressibility(sign=-1 if name == "jpeg_compressibility" else 1, size=settings.jpeg_size)
     from gcore_rollout.images import models
 
     match name:
@@ -163,13 +135,15 @@ def _scored_by_model(name: str, settings: ImageRewardSettings) -> "ImageRewardFu
             return models.ImageRewardScore(settings.head, settings.path, device=settings.device)
 
 
-_REWARDS: dict[str, Callable[[], RewardFunction]] = {"math-verify": _math_verify, "code": _code}
+_REWARDS: dict[str, Callable[[], RewardFunction]] = {
+    "math-verify": MathVerifyReward,
+    "code": lambda: CodeReward(Sandbox()),
+}
 _IMAGE_REWARDS = {
-    "jpeg_compressibility": ImageRewardKind(make=partial(_jpeg, sign=-1)),
-    "jpeg_incompressibility": ImageRewardKind(make=partial(_jpeg, sign=1)),
-} | {
-    name: ImageRewardKind(make=partial(_scored_by_model, name), path=path, head=head)
+    name: ImageRewardKind(make=partial(_image_reward, name), path=path, head=head)
     for name, path, head in (
+        ("jpeg_compressibility", "", ""),
+        ("jpeg_incompressibility", "", ""),
         ("clip", "a CLIP model", ""),
         ("pick_score", "a CLIP model", ""),
         ("aesthetic", "a CLIP model", "a safetensors file of its head"),
@@ -204,14 +178,11 @@ def build_reward(spec: str) -> RewardFunction:
     return _REWARDS[spec]() if spec in _REWARDS else load_reward(spec)
 
 
-def build_image_reward(name: str, settings: ImageRewardSettings, *, setting: str) -> "ImageRewardFunction":
+def build_image_reward(name: str, settings: ImageRewardSettings, *, setting: str) -> ImageRewardFunction:
     """Make the image reward of a registered kind, at an http(s) URL, or by ``PATH.py:function``.
 
-    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors.
-
-    Raises:
-        RewardConfigError: there is no such reward, or it lacks a setting.
-        RewardError: the user's file does not import.
+    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors. `RewardConfigError` if
+    there is no such reward, or it lacks a setting; `RewardError` if the user's file does not import.
     """
     if kind := _IMAGE_REWARDS.get(name):
         group = setting.rpartition(".")[0]
@@ -237,12 +208,11 @@ def load_reward(spec: str) -> RewardFunction:
 def load_function(spec: str, *, setting: str) -> Callable[..., Any]:
     """Import the function that ``PATH.py:function`` names; ``setting`` is the name of the setting, for errors.
 
-    Raises:
-        RewardError: the form is wrong, the file is missing or does not import, or it has no such function.
+    A `RewardError` if the form is wrong, the file is missing or does not import, or it has no such function.
     """
     file, _, name = spec.rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier():
-        raise RewardError(f"{setting} is {spec!r}; expected PATH.py:function")
+    is_function = file.endswith(".py") and name.isidentifier()
+    require(setting, spec, is_function, "PATH.py:function", RewardError)
     path = Path(file)
     if not path.is_file():
         raise RewardError(f"{setting} is {spec!r}: no such file {path}")

@@ -7,13 +7,15 @@ import math
 import queue
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError, RewardExitError, RolloutError
+from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError, RolloutError, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +92,22 @@ def name_of(reward: object) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 
 
-def located(error: Exception, where: str) -> RewardError:
-    """Return the same error with the place where it happened; a `NoScoreError` or `RewardExitError` stays one."""
-    kind = type(error) if isinstance(error, NoScoreError | RewardExitError) else RewardError
-    reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
-    return kind(f"{where}: {reason}")
+def column(row: Mapping[str, Any], name: str, purpose: str) -> Any:
+    """Return a column of a row; `RewardError` if there is none."""
+    if name not in row:
+        raise RewardError(f"the row has no {name!r} for {purpose}: it has {sorted(row)}")
+    return row[name]
+
+
+@contextmanager
+def located(where: str) -> Generator[None]:
+    """Raise errors of a block with the place where they happened; a `NoScoreError` or `RewardExitError` stays one."""
+    try:
+        yield
+    except Exception as error:
+        kind = type(error) if isinstance(error, NoScoreError | RewardExitError) else RewardError
+        reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+        raise kind(f"{where}: {reason}") from error
 
 
 def may_pass(error: BaseException | None) -> bool:
@@ -127,8 +140,7 @@ class ThreadedReward:
     """
 
     def __init__(self, reward: Callable[..., Any], *, max_workers: int = 8) -> None:
-        if max_workers < 1:
-            raise RewardConfigError(f"max_workers is {max_workers}; expected at least 1")
+        require("max_workers", max_workers, max_workers >= 1, "at least 1")
         self._reward = reward
         self.__name__ = name_of(reward)
         self._max_workers = max_workers
@@ -171,22 +183,19 @@ class ThreadedReward:
 
 def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return ``reward/PART/mean`` of every part, over the completions that have it."""
-    values: dict[str, list[float]] = {}
-    for one in parts:
-        for name, part in one.items():
-            values.setdefault(name, []).append(part)
+    values = defaultdict[str, list[float]](list)
+    for name, part in (item for one in parts for item in one.items()):
+        values[name].append(part)
     return {f"reward/{name}/mean": math.fsum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
 
 
 def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:
-    """Return means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``.
-
-    Without outcomes the result is empty.
-    """
+    """Return means over completions: ``reward/mean``, those of `part_means`, and ``reward/failed_fraction``."""
     everything = list(outcomes)
     scored = [outcome for outcome in everything if isinstance(outcome, Scored)]
-    if not everything:
-        return {}
-    mean = {"reward/mean": math.fsum(one.score for one in scored) / len(scored)} if scored else {}
-    failed = {"reward/failed_fraction": (len(everything) - len(scored)) / len(everything)}
-    return mean | part_means(one.parts for one in scored) | failed
+    metrics = part_means(one.parts for one in scored)
+    if scored:
+        metrics["reward/mean"] = math.fsum(one.score for one in scored) / len(scored)
+    if everything:
+        metrics["reward/failed_fraction"] = (len(everything) - len(scored)) / len(everything)
+    return metrics

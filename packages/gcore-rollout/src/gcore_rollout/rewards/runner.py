@@ -9,14 +9,13 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
-from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError, RewardExitError
+from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError, require
 from gcore_rollout.rewards.reward import (
     Failed,
     Failure,
@@ -36,8 +35,6 @@ OnError = Literal["raise", "drop"]
 """A reward that fails after its retries raises, or gives `Failed`."""
 
 T = TypeVar("T")
-Limit = Callable[[Awaitable[Any]], Awaitable[Any]]
-"""Wraps the wait for an async reward, such as by a time limit."""
 _MAX_KINDS = 100
 """Most kinds of failures that are distinguished."""
 _logger = logging.getLogger(__name__)
@@ -52,9 +49,7 @@ async def score(reward: RewardFunction, *, prompt: str, completion: str, row: Ma
     return (await evaluate(reward, prompt=prompt, completion=completion, row=row)).score
 
 
-async def evaluate(
-    reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any], limit: Limit | None = None
-) -> Scored:
+async def evaluate(reward: RewardFunction, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
     """Call a reward and check what it returns.
 
     Raises:
@@ -62,33 +57,23 @@ async def evaluate(
         RewardExitError: it tried to end the process.
         RewardError: it raised anything else, or did not return finite numbers; the message holds both texts.
     """
-    with _naming(reward, prompt, completion):
-        return checked(await answer(reward, prompt, completion, row, limit=limit))
+    with located(_call_of(reward, prompt, completion)):
+        return checked(await answer(reward, prompt, completion, row))
 
 
 async def evaluate_group(
-    reward: GroupRewardFunction,
-    *,
-    prompt: str,
-    completions: Sequence[str],
-    row: Mapping[str, Any],
-    limit: Limit | None = None,
+    reward: GroupRewardFunction, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
 ) -> list[Scored]:
     """Evaluate a group of completions of one prompt; see `evaluate`."""
-    with _naming(reward, prompt, completions[0] if completions else ""):
-        values = await answer(reward, prompt, completions, row, limit=limit)
+    with located(_call_of(reward, prompt, completions[0] if completions else "")):
+        values = await answer(reward, prompt, completions, row)
         if len(values) != len(completions):
             raise RewardError(f"returned {len(values)} scores; expected one for each of {len(completions)} completions")
         return [checked(value) for value in values]
 
 
-@contextmanager
-def _naming(reward: object, prompt: str, completion: str) -> Generator[None]:
-    try:
-        yield
-    except Exception as error:
-        texts = f"prompt {prompt[-80:]!r}, completion {completion[:80]!r}"
-        raise located(error, f"reward {name_of(reward)!r} on {texts}") from error
+def _call_of(reward: object, prompt: str, completion: str) -> str:
+    return f"reward {name_of(reward)!r} on prompt {prompt[-80:]!r}, completion {completion[:80]!r}"
 
 
 def checked(value: object) -> Scored:
@@ -115,19 +100,15 @@ def is_async(reward: object) -> bool:
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__)
 
 
-async def answer(function: Callable[..., Any], *arguments: Any, limit: Limit | None = None) -> Any:
-    """Call a function, and wait for what it returns if that is awaitable, within a limit if there is one.
+async def answer(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function, and wait for what it returns if that is awaitable.
 
-    After Ctrl-C has interrupted the call, this waits until it is cancelled.
-
-    Raises:
-        RewardExitError: the function tried to end the process, or blocked it for too long in `RewardRunner.try_on`.
+    After Ctrl-C has interrupted the call, this waits until it is cancelled. `RewardExitError` if the function tried to
+    end the process, or blocked it for too long in `RewardRunner.try_on`.
     """
     try:
         value = _call(function, *arguments)
-        if not inspect.isawaitable(value):
-            return value
-        return await (value if limit is None else limit(value))
+        return await value if inspect.isawaitable(value) else value
     except InterruptedCallError:
         await asyncio.get_running_loop().create_future()
     except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
@@ -137,13 +118,10 @@ async def answer(function: Callable[..., Any], *arguments: Any, limit: Limit | N
 
 
 def _call(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function so that SIGINT interrupts it even if it blocks the main thread.
+    """Call a function so that SIGINT interrupts it, by an `InterruptedCallError`, even if it blocks the main thread.
 
-    The handler of asyncio acts when the event loop runs again, which it does not while the function blocks.
-
-    Raises:
-        InterruptedCallError: Ctrl-C was pressed; the handler that was installed before has been called.
-        RewardExitError: the function raised KeyboardInterrupt, or blocked for longer than ``_blocking_limit_s``.
+    The handler of asyncio, which has been called then, acts when the event loop runs again. `RewardExitError` if the
+    function raised KeyboardInterrupt, or blocked for longer than ``_blocking_limit_s``.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -250,14 +228,13 @@ class RetryPolicy:
     max_backoff_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("max_retries", "backoff_s"):
-            if not getattr(self, name) >= 0:
-                raise RewardConfigError(f"{name} is {getattr(self, name)}; expected 0 or more")
-        if not (longest := self.max_backoff_s) >= self.backoff_s:
-            raise RewardConfigError(f"max_backoff_s is {longest}; expected at least backoff_s={self.backoff_s}")
+        require("max_retries", self.max_retries, self.max_retries >= 0, "0 or more")
+        require("backoff_s", self.backoff_s, self.backoff_s >= 0, "0 or more")
+        longest = self.max_backoff_s
+        require("max_backoff_s", longest, longest >= self.backoff_s, f"at least backoff_s={self.backoff_s}")
 
-    async def run(self, attempt: Callable[[], Awaitable[T]], *, may_pass: Callable[[Exception], bool]) -> T:
-        """Return the result of ``attempt``, or raise its last error; ``may_pass``: it is worth another attempt."""
+    async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``attempt``, or raise its last error, or the first that cannot pass."""
         for retry in range(self.max_retries):
             try:
                 return await attempt()
@@ -284,60 +261,53 @@ class RewardRunnerConfig:
     """Run a synchronous reward in as many threads as there may be calls (see `ThreadedReward`), not on the loop."""
 
     def __post_init__(self) -> None:
-        if self.max_concurrency < 1:
-            raise RewardConfigError(f"max_concurrency is {self.max_concurrency}; expected at least 1")
-        if not self.timeout_s > 0:
-            raise RewardConfigError(f"timeout_s is {self.timeout_s}; expected more than 0")
-        if self.on_error not in get_args(OnError):
-            raise RewardConfigError(f"on_error is {self.on_error!r}; expected one of {', '.join(get_args(OnError))}")
+        accepted = get_args(OnError)
+        require("max_concurrency", self.max_concurrency, self.max_concurrency >= 1, "at least 1")
+        require("timeout_s", self.timeout_s, self.timeout_s > 0, "more than 0")
+        require("on_error", self.on_error, self.on_error in accepted, f"one of {', '.join(accepted)}")
 
 
 class RewardRunner:
-    """Scores completions one by one, or by a `GroupRewardFunction` in groups, many calls at a time.
-
-    Attributes:
-        failures: Counts calls, and those that ended in an error after their retries.
-    """
+    """Scores completions one by one, or by a `GroupRewardFunction` in groups, many calls at a time."""
 
     def __init__(self, reward: RewardFunction | GroupRewardFunction, config: RewardRunnerConfig | None = None) -> None:
         self.failures = FailureLog()
+        """Counts calls, and those that ended in an error after their retries."""
         self._config = config or RewardRunnerConfig()
         self._places = asyncio.Semaphore(self._config.max_concurrency)
         self._stats = RewardStats()
-        self._reward: Callable[..., Any] = reward
         self._threads: ThreadedReward | None = None
         if self._config.sync_in_threads and not is_async(reward):
-            self._reward = self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
+            reward = self._threads = ThreadedReward(reward, max_workers=self._config.max_concurrency)
+
+        def limited(*arguments: Any) -> Any:
+            value = reward(*arguments)
+            return self._in_time(value) if inspect.isawaitable(value) else value
+
+        limited.__name__ = name_of(reward)
+        self._reward: Callable[..., Any] = limited
 
     def stats(self) -> RewardStats:
         return replace(self._stats)
 
     async def score(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
-        """Score one completion.
+        """Score one completion; `Failed` if the reward raised `NoScoreError`, or failed and ``on_error`` is "drop".
 
-        Returns:
-            `Failed` if the reward raised `NoScoreError`, or if it failed and ``on_error`` is "drop".
-
-        Raises:
-            RewardError: the reward failed, after its retries, and ``on_error`` is "raise".
-            RewardExitError: the reward tried to end the process.
+        `RewardError` if it failed, after its retries, and ``on_error`` is "raise"; `RewardExitError` if it tried to end
+        the process.
         """
-        call = partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row, limit=self._in_time)
-        return await self._run(call)
+        return await self._run(partial(evaluate, self._reward, prompt=prompt, completion=completion, row=row))
 
     async def score_group(
         self, *, prompt: str, completions: Sequence[str], row: Mapping[str, Any]
     ) -> list[Scored] | Failed:
         """Return one `Scored` for each completion, in their order, from one call; otherwise as `score`."""
-        texts = {"prompt": prompt, "completions": completions}
-        return await self._run(partial(evaluate_group, self._reward, **texts, row=row, limit=self._in_time))
+        return await self._run(partial(evaluate_group, self._reward, prompt=prompt, completions=completions, row=row))
 
     async def try_on(self, *, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored | Failed:
-        """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too.
+        """Score one completion before a run starts, with ``timeout_s`` for a synchronous reward, too; see `score`.
 
-        Raises:
-            RewardError: see `score`.
-            RewardExitError: the reward blocked the process for longer than ``timeout_s``, or tried to end it.
+        `RewardExitError` also if the reward blocked the process for longer than ``timeout_s``.
         """
         token = _blocking_limit_s.set(self._config.timeout_s)
         try:
@@ -374,7 +344,7 @@ class RewardRunner:
                 self._places.release()
 
         try:
-            result = await self._config.retry.run(attempt, may_pass=may_pass)
+            result = await self._config.retry.run(attempt)
             stats.num_scored += 1
         except NoScoreError as error:
             stats.num_no_score += 1

@@ -40,8 +40,7 @@ NOBODY = 65534
 HOME = "/sandbox"
 """The folder in which a program starts and to which it may write."""
 NEW_ROOT = "/proc"
-"""Mount point of the program's file system while it is assembled: it exists on every Linux, and its files are
-hidden."""
+"""Mount point of the program's file system while it is assembled: every Linux has it, and its files are hidden."""
 SET_UP, READY_FOR_TESTS = b"set up\n", b"ready for tests\n"
 """Messages of the program's process before the program, and between it and its tests."""
 VISIBLE = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache"]
@@ -99,7 +98,7 @@ def _exit_code(status: int) -> int:
 
 
 def _enter_namespaces(own: tuple[int, int], target: tuple[int, int]) -> None:
-    """Enter new user, mount, network, process and IPC namespaces; the next child is their first process.
+    """Enter new namespaces; the next child is their first process.
 
     Root becomes the user nobody in them: the kernel holds root to no limit of processes, and files of root stay out of
     reach. Only a process outside may map a second user, hence the helper.
@@ -152,7 +151,7 @@ def _start_the_program(setup: "Setup", target: tuple[int, int]) -> "NoReturn":
                 os.setgroups([])
                 os.setresgid(target[1], target[1], target[1])
                 os.setresuid(target[0], target[0], target[0])
-            _drop_capabilities()
+            _check(_libc.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()), "capset")
             _limit(resource.RLIMIT_NPROC, setup["processes"] + 1)
         _prctl(PR_SET_NO_NEW_PRIVS, 1)
         _limit(resource.RLIMIT_CPU, setup["cpu_s"])
@@ -224,7 +223,7 @@ def _see_only(setup: "Setup") -> None:
     for path in sorted({*VISIBLE, *DEVICES, sys.base_prefix, *setup["import_paths"]}, key=len):
         _show(path)
     Path(NEW_ROOT + HOME).mkdir()
-    _read_only(NEW_ROOT, AT_RECURSIVE)
+    _read_only(NEW_ROOT)
     size = f"size={setup['disk_bytes']},nr_inodes=4096,mode=1777"
     _mount("tmpfs", NEW_ROOT + HOME, "tmpfs", MS_NOSUID | MS_NODEV, size)
     os.chdir(NEW_ROOT)
@@ -248,28 +247,17 @@ def _show(path: str) -> None:
     _mount(path, str(place), None, MS_BIND | MS_REC)
 
 
-class _MountAttributes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
-
-
-def _read_only(path: str, flags: int) -> None:
-    attributes = _MountAttributes(attr_set=MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
-    size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    result = _libc.syscall(
-        ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), size
-    )
+def _read_only(path: str) -> None:
+    # The fields of struct mount_attr: attr_set, attr_clr, propagation and userns_fd.
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
+    size, number = ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.c_long(SYS_MOUNT_SETATTR)
+    result = _libc.syscall(number, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), size)
     _check(result, f"mount_setattr {path}")
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     source_b, kind_b, data_b = (text and text.encode() for text in (source, kind, data))
     _check(_libc.mount(source_b, target.encode(), kind_b, ctypes.c_ulong(flags), data_b), f"mount {target}")
-
-
-def _drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    none = (ctypes.c_uint32 * 6)()
-    _check(_libc.capset(header, none), "capset")
 
 
 def _prctl(option: int, value: int) -> None:

@@ -11,12 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Self, get_args
+from typing import IO, Any, Literal, get_args
 
-from gcore_rollout.errors import SandboxError
+from gcore_rollout.errors import SandboxError, require
 from gcore_rollout.sandbox.child import HOME, READY_FOR_TESTS, SET_UP
 
 Isolation = Literal["namespaces", "limits"]
@@ -63,10 +63,8 @@ class SandboxLimits:
     """Processes and threads at one time, the program's own among them. Held with namespaces only."""
 
     def __post_init__(self) -> None:
-        for name in asdict(self):
-            value = getattr(self, name)
-            if not value > 0:
-                raise SandboxError(f"{name} is {value}; expected more than 0")
+        for name, value in vars(self).items():
+            require(name, value, value > 0, "more than 0", SandboxError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +100,9 @@ class Sandbox:
 
     Args:
         limits: of each program.
-        isolation: tried once here.
+        isolation: tried once here; a `SandboxError` if this machine cannot enforce it.
         max_concurrency: most programs at one time; default: as many as there are CPUs.
         import_paths: folders to import from besides the standard library, absolute; the program can read them.
-
-    Raises:
-        SandboxError: a bad setting, or this machine cannot enforce the isolation.
     """
 
     def __init__(
@@ -119,18 +114,15 @@ class Sandbox:
         import_paths: Sequence[str | Path] = (),
     ) -> None:
         self._limits = limits or SandboxLimits()
-        self._isolation: Isolation = isolation
-        if isolation not in get_args(Isolation):
-            raise SandboxError(f"isolation is {isolation!r}; expected one of {', '.join(get_args(Isolation))}")
-        self._max_concurrency = os.cpu_count() or 1 if max_concurrency is None else max_concurrency
-        if self._max_concurrency < 1:
-            raise SandboxError(f"max_concurrency is {max_concurrency}; expected at least 1")
-        self._import_paths = [Path(path) for path in import_paths]
-        for path in self._import_paths:
+        known, count = get_args(Isolation), os.cpu_count() or 1 if max_concurrency is None else max_concurrency
+        require("isolation", isolation, isolation in known, f"one of {', '.join(known)}", SandboxError)
+        require("max_concurrency", count, count >= 1, "at least 1", SandboxError)
+        for path in map(Path, import_paths):
             if not path.is_absolute() or not path.is_dir():
                 raise SandboxError(f"import_paths holds {str(path)!r}; expected an absolute path of a folder")
-        self._python = str(Path(sys.executable).resolve())
-        self._places = asyncio.Semaphore(self._max_concurrency)
+        self._isolation: Isolation = isolation
+        self._import_paths = [str(path) for path in import_paths]
+        self._places = asyncio.Semaphore(count)
         self._try_isolation()
 
     async def run(self, program: str, *, stdin: str = "", tests: Sequence[str] = ()) -> SandboxResult:
@@ -140,10 +132,8 @@ class Sandbox:
         passed if a token came back that was sent, with the tests, only after the program's own text had run: leaving
         early by any way passes nothing. Still, a test shares the process with what it tests: a program that looks for
         the harness among its frames can take the token, and an object equal to everything satisfies an assertion.
-        What must not be forged is compared outside: give ``stdin``, look at ``stdout``.
-
-        Raises:
-            SandboxError: the program could not be started.
+        What must not be forged is compared outside: give ``stdin``, look at ``stdout``. A `SandboxError` if the program
+        could not be started.
         """
         began = time.monotonic()
         tokens = [secrets.token_hex(16) for _ in tests]
@@ -189,21 +179,17 @@ class Sandbox:
             said = b"".join(heard[:1]).decode(errors="replace")
             raise SandboxError(f"a program could not be started: {said or error or process.returncode}")
         end = json.loads(report.data)
-        # The kernel's count at the kill, in ticks, and the one reported differ a little.
-        out_of_cpu = end["exit_code"] == KILLED and end["cpu_s"] > 0.9 * self._limits.cpu_s
-        outcome: Outcome = "failed" if end["exit_code"] else "finished"
+        exit_code, cpu_s = end["exit_code"], end["cpu_s"]
+        outcome: Outcome = "failed" if exit_code else "finished"
         if stdout.too_much or stderr.too_much:
             outcome = "output_limit"
-        elif end["timed_out"] or out_of_cpu:
+        # The kernel's count at the kill, in ticks, and the one reported differ a little.
+        elif end["timed_out"] or (exit_code == KILLED and cpu_s > 0.9 * self._limits.cpu_s):
             outcome = "timed_out"
+        passed, wall_s = tuple(token.encode() in heard for token in tokens), time.monotonic() - began
+        output = stdout.data.decode(errors="replace")
         return SandboxResult(
-            outcome=outcome,
-            exit_code=end["exit_code"],
-            stdout=stdout.data.decode(errors="replace"),
-            stderr=error,
-            passed=tuple(token.encode() in heard for token in tokens),
-            cpu_s=end["cpu_s"],
-            wall_s=time.monotonic() - began,
+            outcome=outcome, exit_code=exit_code, stdout=output, stderr=error, passed=passed, cpu_s=cpu_s, wall_s=wall_s
         )
 
     def _start(self, control: socket.socket, report: IO[bytes], **options: Any) -> "subprocess.Popen[bytes]":
@@ -212,11 +198,12 @@ class Sandbox:
             "isolation": self._isolation,
             "control_fd": control.fileno(),
             "report_fd": report.fileno(),
-            "import_paths": [str(path) for path in self._import_paths],
+            "import_paths": self._import_paths,
             **asdict(self._limits),
         }
         # Bare: no site-packages, none of the user's, no folder of the script, and no .pyc written.
-        command = [self._python, "-s", "-S", "-P", "-B", str(CHILD), json.dumps(setup)]
+        python = str(Path(sys.executable).resolve())
+        command = [python, "-s", "-S", "-P", "-B", str(CHILD), json.dumps(setup)]
         with control:
             return subprocess.Popen[bytes](command, pass_fds=(control.fileno(), report.fileno()), **options)
 
@@ -226,11 +213,9 @@ class Sandbox:
         with ours, _OutputPipe(1) as report:
             ours.settimeout(GRACE_S)
             null = subprocess.DEVNULL
-            child = self._start(
-                theirs, report.write_end, stdin=null, stdout=null, stderr=subprocess.PIPE, env=ENVIRONMENT
-            )
-            with ours.makefile("rb") as lines:
-                answer = lines.readline()
+            streams: dict[str, Any] = {"stdin": null, "stdout": null, "stderr": subprocess.PIPE}
+            child = self._start(theirs, report.write_end, **streams, env=ENVIRONMENT)
+            answer = ours.recv(4096)
         said = child.communicate(timeout=GRACE_S)[1]
         if answer != SET_UP:
             reason = answer.decode().strip() or said.decode(errors="replace").strip()
@@ -242,20 +227,15 @@ class Sandbox:
             )
 
 
-class _OutputPipe:
-    """A pipe whose write end another process is given, and which this event loop reads up to ``max_bytes``."""
+class _OutputPipe(AbstractContextManager["_OutputPipe"]):
+    """A pipe whose write end another process is given, and which this event loop reads, up to ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._read_end, self.write_end = (
-            os.fdopen(fd, mode, buffering=0) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
-        )
+        read_end, write_end = os.pipe()
+        self._read_end, self.write_end = os.fdopen(read_end, "rb", 0), os.fdopen(write_end, "wb", 0)
         self.data = bytearray()
-        """The output so far."""
         self.too_much = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.write_end.close()
@@ -306,17 +286,9 @@ async def _talk(
 
 async def _stop(process: "subprocess.Popen[bytes]") -> None:
     """Have the watcher kill its program, if it has not ended, and wait for the watcher."""
-
-    def wait() -> None:
-        try:
-            process.wait(timeout=GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
     process.terminate()
     try:
-        # It has usually ended, so that no thread is needed.
-        process.wait(timeout=0.01)
+        await asyncio.to_thread(process.wait, GRACE_S)
     except subprocess.TimeoutExpired:
-        await asyncio.to_thread(wait)
+        process.kill()
+        await asyncio.to_thread(process.wait)

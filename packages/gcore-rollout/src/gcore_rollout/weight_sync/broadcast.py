@@ -8,25 +8,21 @@ if it differs from that of the same bucket the last time.
 import json
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from itertools import count, cycle
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from gcore_rollout.errors import PeerLostError, WeightSyncError
-from gcore_rollout.weight_sync.layout import TensorSpec, aligned
+from gcore_rollout.errors import PeerLostError, WeightSyncError, require
+from gcore_rollout.weight_sync.layout import Layout, PackedTensors, aligned, from_json, to_json, unpacked
+from gcore_rollout.weight_sync.updates import FullWeights
 
 _BUCKET, _END, _FAILED = 0, 1, 2
-_IN_FLIGHT = 2
-
-BucketLayout = tuple[tuple[str, TensorSpec], ...]
 
 
 class WeightSender:
-    """The rank that has the weights.
-
-    Two buckets are in flight: while one is sent, the next is filled with what the iterable makes.
+    """The rank that has the weights. While a bucket is sent, the next is filled with what the iterable makes.
 
     Args:
         group: of the sender and its receivers, all of which make their calls in the same order. How long a rank waits
@@ -36,33 +32,26 @@ class WeightSender:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: str = "cpu", bucket_bytes: int = 256 << 20) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {bucket_bytes}; expected at least 1")
+        require("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "at least 1", ValueError)
         self._channel = _Channel(group, dist.get_rank(group), device)
-        self._buckets = [_Bucket(bucket_bytes, device) for _ in range(_IN_FLIGHT)]
-        self._layouts: dict[int, BucketLayout] = {}
+        self._buckets = (_Bucket(bucket_bytes, device), _Bucket(bucket_bytes, device))
+        self._layouts: dict[int, bytes] = {}
         """Layouts of the buckets, as the receivers know them."""
-        self._number = 0
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights; when it returns, they need not be kept.
 
-        If the iterable fails, the receivers are notified, and its error is raised here.
-
-        Raises:
-            PeerLostError: a receiver is gone, or did not receive in time.
+        If the iterable fails, the receivers are notified, and its error is raised here. `PeerLostError` if a receiver
+        is gone, or did not receive in time.
         """
-        self._number = 0
-        bucket = self._emptied()
         try:
-            for name, tensor in weights:
-                if not bucket.fits(tensor):
-                    bucket = self._sent(bucket, version)
-                bucket.add(name, tensor)
-                if bucket.is_full:
-                    bucket = self._sent(bucket, version)
-            if bucket.layout:
-                self._sent(bucket, version)
+            for number, bucket in enumerate(self._filled(weights)):
+                layout = json.dumps(to_json(bucket.layout)).encode()
+                is_known = self._layouts.get(number) == layout
+                self._channel.send(_BUCKET, version, b"" if is_known else layout, bucket.size_bytes)
+                self._layouts[number] = layout
+                if bucket.size_bytes:
+                    bucket.sending = self._channel.start(bucket.buffer(0)[: bucket.size_bytes])
         except PeerLostError:
             raise
         except BaseException as error:
@@ -70,33 +59,22 @@ class WeightSender:
             raise
         self._channel.send(_END, version)
         for bucket in self._buckets:
-            bucket.clear()
+            bucket.emptied()
 
-    def _sent(self, bucket: "_Bucket", version: int) -> "_Bucket":
-        """Start sending a bucket, and return the one to fill meanwhile."""
-        layout = tuple(bucket.layout)
-        is_known = self._layouts.get(self._number) == layout
-        text = b"" if is_known else json.dumps([(name, *spec.plain()) for name, spec in layout]).encode()
-        self._channel.send(_BUCKET, version, text, bucket.used_bytes)
-        self._layouts[self._number] = layout
-        if bucket.used_bytes:
-            bucket.sending = self._channel.start(bucket.buffer[: bucket.used_bytes])
-        self._number += 1
-        return self._emptied()
-
-    def _emptied(self) -> "_Bucket":
-        """Return the next bucket once its previous contents have been sent."""
-        bucket = self._buckets[self._number % _IN_FLIGHT]
-        bucket.clear()
-        return bucket
-
-
-@dataclass(frozen=True, kw_only=True)
-class IncomingWeights:
-    """Incoming weights, to be iterated over once."""
-
-    version: int
-    tensors: Iterator[tuple[str, torch.Tensor]]
+    def _filled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator["_Bucket"]:
+        """Yield one full bucket after the other, and clear the next one once its previous contents have been sent."""
+        buckets = cycle(self._buckets)
+        bucket = next(buckets).emptied()
+        for name, tensor in weights:
+            if not bucket.fits(tensor):
+                yield bucket
+                bucket = next(buckets).emptied()
+            bucket.add(name, tensor)
+            if bucket.is_full:
+                yield bucket
+                bucket = next(buckets).emptied()
+        if bucket.layout:
+            yield bucket
 
 
 class WeightReceiver:
@@ -117,109 +95,88 @@ class WeightReceiver:
         self._channel = _Channel(group, src, device)
         self._reuse_buffer = reuse_buffer
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._layouts: dict[int, BucketLayout] = {}
-        self._incoming: Generator[tuple[str, torch.Tensor]] | None = None
-        self._is_coming = False
-        """Whether more messages belong to these weights."""
-        self._message: _Message | None = None
-        """The next message, if it has been received already."""
-        self._number = 0
+        self._layouts: dict[int, Layout] = {}
+        self._buckets: Iterator[tuple[torch.Tensor, Layout]] = iter(())
+        """The rest of the current weights."""
+        self._tensors = _unpacked(self._buckets)
 
-    def receive(self) -> IncomingWeights:
-        """Wait for the next weights; they come while they are iterated over.
+    def receive(self) -> FullWeights:
+        """Wait for the next weights; they come while they are iterated over, once.
 
         That blocks: collect them in a thread while an event loop generates. The rest is received and dropped when the
         iterator is closed, or at the next call, because the other ranks wait for this one.
 
-        If the sender fails half-way, the iterator raises, so an engine that collects first keeps its old weights.
-
-        Raises:
-            PeerLostError: the sender is gone, or did not send in time; here or from the iterator.
-            WeightSyncError: the sender failed; from the iterator.
+        If the sender fails half-way, the iterator raises `WeightSyncError`, so an engine that collects first keeps its
+        old weights. `PeerLostError`, here or from the iterator, if the sender is gone, or did not send in time.
         """
-        if self._incoming is not None:
-            self._incoming.close()
-        self._drop_rest()
-        self._message = self._channel.receive()
-        self._number, self._is_coming = 0, True
-        self._incoming = self._tensors()
-        return IncomingWeights(version=self._message.version, tensors=self._incoming)
+        self._tensors.close()
+        _drop(self._buckets)
+        message = self._channel.receive()
+        self._buckets = self._received(message)
+        self._tensors = _unpacked(self._buckets)
+        return FullWeights(version=message.version, tensors=self._tensors)
 
-    def _tensors(self) -> Generator[tuple[str, torch.Tensor]]:
-        try:
-            while (bucket := self._next_bucket()) is not None:
-                buffer, layout = bucket
-                end = 0
-                for name, spec in layout:
-                    start = aligned(end)
-                    end = start + spec.size_bytes
-                    yield name, spec.view(buffer, start)
-        finally:
-            self._drop_rest()
-
-    def _drop_rest(self) -> None:
-        with suppress(WeightSyncError):  # of weights that are not wanted
-            while self._next_bucket() is not None:
-                pass
-
-    def _next_bucket(self) -> tuple[torch.Tensor, BucketLayout] | None:
-        """Receive the next bucket; None: there are no more."""
-        if not self._is_coming:
-            return None
-        # Unless all goes well from here on, there is no more to come.
-        self._is_coming = False
-        message, self._message = self._message or self._channel.receive(), None
-        if message.kind == _FAILED:
-            raise WeightSyncError(f"the sender of version {message.version} failed: {message.text.decode()}")
-        if message.kind == _END:
-            return None
-        if message.text:
-            rows = json.loads(message.text)
-            self._layouts[self._number] = tuple((name, TensorSpec.from_plain(*spec)) for name, *spec in rows)
-        if not self._reuse_buffer or self._buffer.numel() < message.buffer_bytes:
-            self._buffer = self._buffer.new_empty(message.buffer_bytes)
-        buffer = self._buffer[: message.buffer_bytes]
-        if message.buffer_bytes:
-            self._channel.run(buffer)
-        layout = self._layouts[self._number]
-        self._number += 1
-        self._is_coming = True
-        return buffer, layout
+    def _received(self, message: "_Message") -> Iterator[tuple[torch.Tensor, Layout]]:
+        """Receive buckets, of which this message is the first one's."""
+        for number in count():
+            if message.kind == _FAILED:
+                raise WeightSyncError(f"the sender of version {message.version} failed: {message.text.decode()}")
+            if message.kind == _END:
+                return
+            if message.text:
+                self._layouts[number] = from_json(json.loads(message.text))
+            if not self._reuse_buffer or self._buffer.numel() < message.buffer_bytes:
+                self._buffer = self._buffer.new_empty(message.buffer_bytes)
+            buffer = self._buffer[: message.buffer_bytes]
+            if message.buffer_bytes:
+                self._channel.run(buffer)
+            yield buffer, self._layouts[number]
+            message = self._channel.receive()
 
 
-class _Bucket:
-    """A flat buffer and the tensors in it."""
+def _unpacked(buckets: Iterator[tuple[torch.Tensor, Layout]]) -> Generator[tuple[str, torch.Tensor]]:
+    try:
+        for buffer, layout in buckets:
+            yield from unpacked(buffer, layout)
+    finally:
+        _drop(buckets)
 
-    def __init__(self, size_bytes: int, device: str) -> None:
-        self._size_bytes = size_bytes
-        self.buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self.layout: list[tuple[str, TensorSpec]] = []
-        self.used_bytes = 0
+
+def _drop(buckets: Iterator[object]) -> None:
+    with suppress(WeightSyncError):  # of weights that are not wanted
+        for _ in buckets:
+            pass
+
+
+class _Bucket(PackedTensors):
+    """A buffer that is filled with tensors and then sent."""
+
+    def __init__(self, limit_bytes: int, device: str) -> None:
+        super().__init__()
+        self._limit_bytes = limit_bytes
+        self._buffer = torch.empty(limit_bytes, dtype=torch.uint8, device=device)
         self.sending: Any = None
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether there is capacity for a tensor; an empty bucket takes any."""
-        return not self.layout or aligned(self.used_bytes) + tensor.nbytes <= self._size_bytes
+        return not self.layout or aligned(self.size_bytes) + tensor.nbytes <= self._limit_bytes
 
     @property
     def is_full(self) -> bool:
-        return self.used_bytes >= self._size_bytes
+        return self.size_bytes >= self._limit_bytes
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        start = aligned(self.used_bytes)
-        self.used_bytes = start + tensor.nbytes
-        if self.used_bytes > self.buffer.numel():
-            self.buffer = self.buffer.new_empty(self.used_bytes)
-        spec = TensorSpec.of(tensor)
-        spec.view(self.buffer, start).copy_(tensor.detach())
-        self.layout.append((name, spec))
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        if size_bytes > self._buffer.numel():  # for the first tensor alone, so there is nothing to keep
+            self._buffer = self._buffer.new_empty(size_bytes)
+        return self._buffer
 
-    def clear(self) -> None:
-        if self.sending is not None:
-            with _losses():
+    def emptied(self) -> "_Bucket":
+        """Return the empty bucket, once its tensors have been sent."""
+        with _losses():
+            if self.sending is not None:
                 self.sending.wait()
-        self.sending = None
-        self.layout, self.used_bytes = [], 0
+        self.sending, self.layout, self.size_bytes = None, {}, 0
+        return self
 
 
 class _Message(NamedTuple):
@@ -237,14 +194,12 @@ class _Channel:
         self._src = src
         self._device = device
 
-    def start(self, tensor: torch.Tensor) -> Any:
+    def start(self, tensor: torch.Tensor, *, async_op: bool = True) -> Any:
         with _losses():
-            return dist.broadcast(tensor, group=self._group, group_src=self._src, async_op=True)
+            return dist.broadcast(tensor, group=self._group, group_src=self._src, async_op=async_op)
 
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
-        work = self.start(tensor)
-        with _losses():
-            work.wait()
+        self.start(tensor, async_op=False)
         return tensor
 
     def send(self, kind: int, version: int, text: bytes = b"", buffer_bytes: int = 0) -> None:

@@ -92,7 +92,7 @@ def _multipliers(device: "torch.device") -> "torch.Tensor":
     return torch.from_numpy(z.view(np.int64)).to(device)
 
 
-def _dtype_name(dtype: "torch.dtype") -> str:
+def dtype_name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -103,7 +103,7 @@ def held(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = 
     return HeldTensor(
         name=name,
         source=source or name,
-        dtype=_dtype_name(tensor.dtype),
+        dtype=dtype_name(tensor.dtype),
         size_bytes=tensor.nbytes,
         digest=digest(tensor),
         seconds=time.perf_counter() - start_s,
@@ -111,9 +111,7 @@ def held(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = 
 
 
 class DigestedWeights:
-    """Weights for engines, with a digest of every tensor that has been iterated over.
-
-    Digests are made on the trainer's own tensors, before anything is copied.
+    """Weights for engines, with a digest of every tensor that has been iterated over, made before anything is copied.
 
     Args:
         dtypes: data types in which engines hold tensors; each tensor is cast to each of them for its digests. Those
@@ -131,24 +129,20 @@ class DigestedWeights:
         import torch
 
         self._weights = weights
-        self._dtypes = (torch.float32,) if dtypes is None else tuple(dict.fromkeys(dtypes))
-        self._given = digests
+        self._dtypes = [torch.float32] if dtypes is None else list(dict.fromkeys(dtypes))
         self._made: dict[str, Mapping[str, Digest]] = {}
-
-    @property
-    def digests(self) -> Digests:
+        self.digests: Digests = self._made if digests is None else digests
         """Digests of the tensors that have been iterated over."""
-        return self._made if self._given is None else self._given
 
     def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         for name, tensor in self._weights:
-            if self._given is None:
-                self._made[name] = {_dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
+            if self.digests is self._made:
+                self._made[name] = {dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
             yield name, tensor
 
 
 def digests_of(weights: Any) -> Digests:
-    """Return the digests that come with weights, made of those iterated over so far; empty if there are none."""
+    """Return the digests that weights come with, of those iterated over so far; empty if there are none."""
     return getattr(weights, "digests", {})
 
 
@@ -212,24 +206,20 @@ class WrappedEngine(Generic[RequestT, SampleT]):
 
 
 class Timers(Protocol):
-    """Records when devices work, and how much they generate; `gcore_controller.DeviceTimers` is one."""
+    """Records when devices work at a stage, and how much they generate; `gcore_controller.DeviceTimers` is one."""
 
     @property
     def generated(self) -> MutableMapping[str, int]:
         """Work of the samples of each stage."""
         ...
 
-    def stage(self, stage: str, *devices: str) -> AbstractContextManager[Any]:
-        """Record that devices work at a stage while this is held."""
-        ...
+    def stage(self, stage: str, *devices: str) -> AbstractContextManager[Any]: ...
 
 
 class TimedEngine(WrappedEngine[RequestT, SampleT]):
     """An engine whose calls are recorded: new weights as stage sync, sleep and wake as swap, samples as ``stage``.
 
-    Args:
-        device: name of its row in the timeline.
-        name: name in announcements.
+    ``device`` is the name of its row in the timeline, ``name`` that in announcements.
     """
 
     def __init__(
@@ -237,9 +227,7 @@ class TimedEngine(WrappedEngine[RequestT, SampleT]):
     ) -> None:
         super().__init__(engine)
         self.name = name
-        self._timers = timers
-        self._device = device
-        self._stage = stage
+        self._timers, self._device, self._stage = timers, device, stage
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         with self._timers.stage(self._stage, self._device):
@@ -318,21 +306,16 @@ class Rotation:
 class CheckedEngine(WrappedEngine[RequestT, SampleT]):
     """An engine whose weights are compared with the trainer's after every update.
 
-    All tensors are compared after the first update and by `check_weights`; after later ones as many as 1 % of the time
-    since the last update allows, in rotation, and at least 8 MiB of them. The compared tensors are read from the model,
-    so that any cause of a wrong tensor is found. An engine that cannot report its weights, and weights without
-    digests (`DigestedWeights`), pass unchecked.
-
-    Args:
-        name: such as "engine 3", for errors.
-        record: shared by the replicas of a model; None: one of its own.
+    All tensors are compared after the first update and by `check_weights`; after later ones those that `Rotation`
+    chooses by the time since the last update. They are read from the model, so that any cause of a wrong tensor is
+    found. An engine that cannot report its weights, and weights without digests (`DigestedWeights`), pass unchecked.
+    Replicas of a model share a ``record``; ``name`` is for errors.
     """
 
     def __init__(self, engine: Engine[RequestT, SampleT], *, name: str, record: WeightRecord | None = None) -> None:
         super().__init__(engine)
         self.name = name
-        self._record = record or WeightRecord()
-        self._rotation = Rotation()
+        self._record, self._rotation = record or WeightRecord(), Rotation()
         self._checked_s: float | None = None
 
     async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:

@@ -1,11 +1,14 @@
-"""Layouts of weights: names, data types, shapes, and places in a flat buffer."""
+"""Layouts of weights: names, data types and shapes, and the places of tensors in a flat buffer."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Self
+from typing import Any, Self
 
 import torch
+
+from gcore_rollout.weight_sync.checked import dtype_name
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNMENT_BYTES = 64
@@ -22,33 +25,33 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> Self:
         return cls(dtype=tensor.dtype, shape=tuple(tensor.shape))
 
-    @classmethod
-    def from_plain(cls, dtype: str, shape: list[int]) -> Self:
-        """Return the spec that `plain` returned values of."""
-        return cls(dtype=getattr(torch, dtype), shape=tuple(shape))
-
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def plain(self) -> tuple[str, list[int]]:
-        """Return values that JSON can hold."""
-        return str(self.dtype).removeprefix("torch."), list(self.shape)
-
     def view(self, buffer: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Return the tensor whose bytes start at this place of a flat uint8 buffer, without a copy."""
-        return buffer[start : start + self.size_bytes].view(self.dtype).view(self.shape)
+        return buffer[start : start + self.numel * self.dtype.itemsize].view(self.dtype).view(self.shape)
 
     def __str__(self) -> str:
-        dtype, shape = self.plain()
-        return f"{dtype} {shape}"
+        return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
 
 Layout = Mapping[str, TensorSpec]
+
+
+def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec.of(tensor) for name, tensor in weights.items()}
+
+
+def to_json(layout: Layout) -> dict[str, Any]:
+    """Return values that JSON can hold."""
+    return {name: (dtype_name(spec.dtype), list(spec.shape)) for name, spec in layout.items()}
+
+
+def from_json(values: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Return the layout that `to_json` returned these values for."""
+    return {name: TensorSpec(dtype=getattr(torch, dtype), shape=tuple(dims)) for name, (dtype, dims) in values.items()}
 
 
 def aligned(end_bytes: int) -> int:
@@ -56,8 +59,32 @@ def aligned(end_bytes: int) -> int:
     return -(-end_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {name: TensorSpec.of(tensor) for name, tensor in weights.items()}
+class PackedTensors(ABC):
+    """Tensors that are copied to a flat uint8 buffer one after the other."""
+
+    def __init__(self) -> None:
+        self.layout: dict[str, TensorSpec] = {}
+        self.size_bytes = 0
+
+    @abstractmethod
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Return the buffer, with at least so many bytes; what it has is kept."""
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        start = aligned(self.size_bytes)
+        self.size_bytes = start + tensor.nbytes
+        self.layout[name] = TensorSpec.of(tensor)
+        self.layout[name].view(self.buffer(self.size_bytes), start).copy_(tensor.detach())
+
+
+def unpacked(buffer: torch.Tensor, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and views of the tensors that `PackedTensors` copied to a buffer."""
+    end = 0
+    for name, spec in layout.items():
+        start = aligned(end)
+        tensor = spec.view(buffer, start)
+        end = start + tensor.nbytes
+        yield name, tensor
 
 
 def check_layout(given: Layout, own: Layout) -> None:

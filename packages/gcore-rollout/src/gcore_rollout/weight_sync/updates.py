@@ -59,10 +59,8 @@ def check_adapters(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -
             raise ValueError(f"there is an adapter of {layer!r}, and no weight of that layer")
         shape = tuple(base[f"{layer}.weight"].shape)
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != shape:
-            raise ValueError(
-                f"the adapter of {layer!r} has A {list(a.shape)} and B {list(b.shape)}; expected "
-                f"[rank, {shape[-1]}] and [{shape[0]}, rank]"
-            )
+            found, expected = f"A {list(a.shape)} and B {list(b.shape)}", f"[rank, {shape[-1]}] and [{shape[0]}, rank]"
+            raise ValueError(f"the adapter of {layer!r} has {found}; expected {expected}")
 
 
 def merged(base: Mapping[str, torch.Tensor], adapters: AdapterWeights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,7 +97,7 @@ class WeightDelta:
     base_version: int
     version: int
     layout: Layout
-    """Layout of all weights, changed or not."""
+    """All weights, changed or not."""
     sparse: Mapping[str, SparseValues]
     """Tensors with few changed elements."""
     dense: Mapping[str, torch.Tensor]
@@ -113,20 +111,12 @@ class WeightDelta:
 
 
 def make_delta(
-    base: Mapping[str, torch.Tensor],
-    weights: Iterable[tuple[str, torch.Tensor]],
-    *,
-    base_version: int,
-    version: int,
+    base: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], *, base_version: int, version: int
 ) -> WeightDelta:
-    """Return the delta from ``base`` to ``weights``.
+    """Return the delta from ``base`` to ``weights``, which are on any device and requested one by one.
 
-    Args:
-        base: contiguous tensors in the host's memory; copies, not those that a trainer changes in place.
-        weights: the same names, shapes and data types, on any device; requested one by one.
-
-    Raises:
-        ValueError: other names, shapes or data types, or elements of more than 8 bytes.
+    The base are contiguous tensors in the host's memory; copies, not those that a trainer changes in place. A
+    `ValueError` for other names, shapes or data types, or elements of more than 8 bytes.
     """
     layout, own = dict[str, TensorSpec](), layout_of(base)
     sparse: dict[str, SparseValues] = {}
@@ -146,19 +136,14 @@ def make_delta(
 def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, *, version: int) -> WeightDelta:
     """Change weights in place, and return the delta that changes them back.
 
-    Args:
-        weights: contiguous tensors in the host's memory, of this ``version``. A tensor with many changes is replaced.
+    They are contiguous tensors in the host's memory, of this ``version``. A tensor with many changes is replaced.
 
     Raises:
         WrongBaseError: these are not the weights that the delta was made from.
         ValueError: they have other names, shapes or data types, or the delta is not whole.
     """
     if version != delta.base_version:
-        raise WrongBaseError(
-            f"the delta to version {delta.version} changes version {delta.base_version}, but version {version} is "
-            "here: send a full update",
-            version=version,
-        )
+        raise _wrong_base(delta, version=version)
     check_layout(delta.layout, layout_of(weights))
     _check_whole(delta)
     if strided := [name for name in delta.sparse if not weights[name].is_contiguous()]:
@@ -171,9 +156,19 @@ def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, 
         flat[part.indices] = bits(part.values)
     dense = {name: weights[name] for name in delta.dense}
     weights.update({name: host_copy(tensor) for name, tensor in delta.dense.items()})
-    return WeightDelta(
-        base_version=delta.version, version=delta.base_version, layout=delta.layout, sparse=sparse, dense=dense
-    )
+    return replace(delta, base_version=delta.version, version=delta.base_version, sparse=sparse, dense=dense)
+
+
+def _wrong_base(
+    update: WeightDelta | AdapterWeights, *, version: int | None, adapters: AdapterWeights | None = None
+) -> WrongBaseError:
+    """Return the error of an update that does not build on this version, or on these adapters."""
+    needs = "delta to version {} changes" if isinstance(update, WeightDelta) else "adapters of version {} belong to"
+    here = "nothing is" if version is None else f"version {version} is"
+    if adapters is not None:
+        here = f"adapters of version {adapters.version} are"
+    message = f"the {needs.format(update.version)} version {update.base_version}, but {here} here: send a full update"
+    return WrongBaseError(message, version=version)
 
 
 def _change(old: torch.Tensor, new: torch.Tensor) -> SparseValues | torch.Tensor | None:
@@ -200,10 +195,8 @@ def _check_whole(delta: WeightDelta) -> None:
     for name, part in delta.sparse.items():
         spec, indices, values = delta.layout[name], part.indices, part.values
         if indices.dim() != 1 or indices.shape != values.shape or values.dtype != spec.dtype:
-            raise ValueError(
-                f"the delta of {name!r} has indices {list(indices.shape)} and values {TensorSpec.of(values)}; "
-                f"expected as many of both, of {spec.dtype}"
-            )
+            found = f"indices {list(indices.shape)} and values {TensorSpec.of(values)}"
+            raise ValueError(f"the delta of {name!r} has {found}; expected as many of both, of {spec.dtype}")
         if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < spec.numel:
             raise ValueError(f"the delta of {name!r} has an index outside its {spec.numel} elements")
 
@@ -223,17 +216,13 @@ WeightUpdate = FullWeights | WeightDelta | AdapterWeights
 class WeightMirror:
     """A copy in the host's memory of the weights that an engine runs, and their version.
 
-    It takes updates in any form and gives the engine the full tensors. Adapters are merged into the last full weights
-    and their deltas, never into merged weights, which are not kept.
+    It takes updates in any form and gives the engine all full tensors. Adapters are merged into the last full weights
+    and their deltas, never into merged weights, which are not kept. If the engine refuses an update or fails at it, the
+    mirror goes back to what it was, so a sender may try again; the next update repairs whatever a failed one left. It
+    takes the memory of the weights once, and twice while it takes a full update.
 
-    If the engine refuses an update or fails at it, the mirror goes back to what it was, so a sender may try again.
-    Every update gives the engine all tensors, so the next one repairs whatever a failed one left in it.
-
-    It takes the memory of the weights once, and twice while it takes a full update.
-
-    Args:
-        engine: from now on, updated through this object alone.
-        weights: that the engine runs; None: unknown, and then the first update has to be a full one.
+    From now on, the engine is updated through this object alone. Without the ``weights`` that it runs, the first update
+    has to be a full one.
     """
 
     def __init__(self, engine: Engine, weights: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
@@ -254,9 +243,7 @@ class WeightMirror:
         return iter(self._base.items()) if self._adapters is None else merged(self._base, self._adapters)
 
     async def apply(self, *updates: WeightUpdate) -> None:
-        """Apply updates in order, and then give the engine the resulting weights once.
-
-        If the caller is cancelled, the update still completes.
+        """Apply updates in order, and then give the engine the resulting weights once, even if the caller is cancelled.
 
         Raises:
             WrongBaseError: an update builds on weights that are not here; its ``version`` says which are.
@@ -275,9 +262,7 @@ class WeightMirror:
             changes_back: list[tuple[dict[str, torch.Tensor], WeightDelta]] = []
             try:
                 for update in updates:
-                    change_back = self._take(update)
-                    if change_back is not None:
-                        changes_back.append((self._base, change_back))
+                    self._take(update, changes_back)
                 await self._engine.update_weights(iter(self), version=updates[-1].version)
             except BaseException:
                 # Otherwise it failed after it had taken the weights.
@@ -287,36 +272,23 @@ class WeightMirror:
                     self._base, self._base_version, self._adapters = before
                 raise
 
-    def _take(self, update: WeightUpdate) -> WeightDelta | None:
-        """Apply an update, and return the delta that reverts a change in place; None: there was none."""
+    def _take(self, update: WeightUpdate, changes_back: list[tuple[dict[str, torch.Tensor], WeightDelta]]) -> None:
+        """Apply an update, and add what was changed in place with the delta that reverts it."""
         if self.version is not None and update.version <= self.version:
             raise ValueError(f"version is {update.version}; expected a version above the current {self.version}")
         match update:
             case FullWeights():
                 self._base = {name: host_copy(tensor) for name, tensor in update.tensors}
-                self._adapters = None
-                self._base_version = update.version
-                return None
+                self._base_version, self._adapters = update.version, None
             case WeightDelta():
                 if self._base_version is None or self._adapters is not None:
-                    raise WrongBaseError(
-                        f"the delta to version {update.version} changes version {update.base_version}, but "
-                        f"{'nothing is' if self.version is None else f'adapters of version {self.version} are'} here: "
-                        "send a full update",
-                        version=None,
-                    )
+                    raise _wrong_base(update, version=None, adapters=self._adapters)
                 change_back = apply_delta(self._base, update, version=self._base_version)
+                changes_back.append((self._base, change_back))
                 self._base_version = update.version
-                return change_back
             case AdapterWeights():
                 if update.base_version != self._base_version:
-                    here = "nothing" if self._base_version is None else f"version {self._base_version}"
-                    raise WrongBaseError(
-                        f"the adapters of version {update.version} belong to version {update.base_version}, but {here} "
-                        "is here: send a full update",
-                        version=self._base_version,
-                    )
+                    raise _wrong_base(update, version=self._base_version)
                 check_adapters(self._base, update)
                 copies = {name: host_copy(tensor) for name, tensor in update.tensors.items()}
                 self._adapters = replace(update, tensors=copies)
-                return None

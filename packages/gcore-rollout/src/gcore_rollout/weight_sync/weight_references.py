@@ -3,7 +3,7 @@
 import asyncio
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 
 from gcore_rollout.engines.protocol import Digests
-from gcore_rollout.errors import MissingExtraError
+from gcore_rollout.errors import MissingExtraError, require
 from gcore_rollout.weight_sync.checked import digests_of
-from gcore_rollout.weight_sync.layout import TensorSpec
+from gcore_rollout.weight_sync.layout import Layout, layout_of
 
 # In a program started by `uv run`, Ray would build its environment again for every process. Read on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -29,36 +29,21 @@ class _Bucket:
     """Tensors that are one object of the store: the bytes of each, as an array."""
 
     reference: Any
-    layout: tuple[tuple[str, TensorSpec], ...]
+    layout: Layout
 
     @classmethod
-    def put(cls, weights: Sequence[tuple[str, torch.Tensor]]) -> Self:
+    def put(cls, weights: Mapping[str, torch.Tensor]) -> Self:
         """Copy tensors to the store, by way of this process's memory only if they are not on the CPU."""
-        arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for _, tensor in weights]
-        return cls(ray.put(arrays), tuple((name, TensorSpec.of(tensor)) for name, tensor in weights))
+        arrays = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in weights.values()]
+        return cls(ray.put(arrays), layout_of(weights))
 
     def tensors(self, arrays: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        for (name, spec), array in zip(self.layout, arrays, strict=True):
+        for (name, spec), array in zip(self.layout.items(), arrays, strict=True):
             with warnings.catch_warnings():
                 # The store's memory is read-only: a write must fail and not change the weights of others.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
                 flat = torch.from_numpy(array)
             yield name, spec.view(flat)
-
-
-def _in_buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    bucket: list[tuple[str, torch.Tensor]] = []
-    filled_bytes = 0
-    for name, tensor in weights:
-        if bucket and filled_bytes + tensor.nbytes > size_bytes:
-            yield bucket
-            bucket, filled_bytes = [], 0
-        bucket.append((name, tensor.detach()))
-        filled_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 class WeightReferences:
@@ -67,9 +52,6 @@ class WeightReferences:
     Iterating yields (name, tensor), so it can be given to `update_weights` of any engine. A tensor is the store's own
     memory and must not be written to. The memory is freed with the last reference and tensor, or, except for tensors in
     use, when the process that put it ends.
-
-    Attributes:
-        digests: Digests that the weights came with; empty if there were none.
     """
 
     is_whole = True
@@ -78,18 +60,26 @@ class WeightReferences:
     def __init__(self, buckets: Sequence[_Bucket], *, digests: Digests | None = None) -> None:
         self._buckets = tuple(buckets)
         self.digests = digests or {}
+        """Digests that the weights came with; empty if there were none."""
 
     @classmethod
     def put(cls, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_size_bytes: int = 256 << 20) -> Self:
-        """Copy weights into the store of this node.
+        """Copy weights into the store of this node, in objects of this size; a larger tensor is one of its own.
 
-        Args:
-            weights: never asked for more than a bucket ahead; they must not write over those that they gave.
-            bucket_size_bytes: size of an object of the store; a larger tensor is one of its own.
+        Weights are never asked for more than a bucket ahead; they must not write over those that they gave.
         """
-        if bucket_size_bytes < 1:
-            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; expected at least 1")
-        buckets = [_Bucket.put(bucket) for bucket in _in_buckets(weights, bucket_size_bytes)]
+        require("bucket_size_bytes", bucket_size_bytes, bucket_size_bytes >= 1, "at least 1", ValueError)
+        buckets: list[_Bucket] = []
+        filled: dict[str, torch.Tensor] = {}
+        left_bytes = bucket_size_bytes
+        for name, tensor in weights:
+            if filled and tensor.nbytes > left_bytes:
+                buckets.append(_Bucket.put(filled))
+                filled, left_bytes = {}, bucket_size_bytes
+            filled[name] = tensor.detach()
+            left_bytes -= tensor.nbytes
+        if filled:
+            buckets.append(_Bucket.put(filled))
         return cls(buckets, digests=digests_of(weights))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

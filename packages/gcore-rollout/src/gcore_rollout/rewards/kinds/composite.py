@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gcore_rollout.errors import RewardConfigError
+from gcore_rollout.errors import RewardConfigError, require
 from gcore_rollout.rewards.reward import RewardFunction, Scored, located
 from gcore_rollout.rewards.runner import answer, checked
 
@@ -24,19 +24,15 @@ class CompositeReward:
         if rewards.keys() != weights.keys():
             raise RewardConfigError(f"weights has {sorted(weights)}; expected the names of rewards, {sorted(rewards)}")
         for name, weight in weights.items():
-            if not math.isfinite(weight):
-                raise RewardConfigError(f"weights[{name!r}] is {weight}; expected a finite number")
+            require(f"weights[{name!r}]", weight, math.isfinite(weight), "a finite number")
         if not any(weights.values()):
             raise RewardConfigError(f"weights are all 0 ({sorted(weights)}); expected at least one that is not")
-        self._rewards = dict(rewards)
-        self._weights = dict(weights)
+        self._rewards, self._weights = dict(rewards), dict(weights)
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         async def part(name: str, reward: RewardFunction) -> Scored:
-            try:
+            with located(f"part {name!r}"):
                 return checked(await answer(reward, prompt, completion, row))
-            except Exception as error:
-                raise located(error, f"part {name!r}") from error
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -46,11 +42,8 @@ class CompositeReward:
             first = errors.exceptions[0]
             raise first from first.__cause__
         scored = {name: task.result() for name, task in tasks.items()}
-        parts: dict[str, float] = {}
-        for name, one in scored.items():
-            parts |= one.as_parts(name)
         return Scored(
             score=math.fsum(self._weights[name] * one.score for name, one in scored.items()),
-            parts=parts,
+            parts={part: value for name, one in scored.items() for part, value in one.as_parts(name).items()},
             feedback="\n\n".join(one.feedback for one in scored.values() if one.feedback),
         )

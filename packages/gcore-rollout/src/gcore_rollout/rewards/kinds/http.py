@@ -4,9 +4,12 @@ import asyncio
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from typing import Any, cast
 
-from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError
+from gcore_rollout.errors import MissingExtraError, RewardError, require
 from gcore_rollout.images.reward import Images, Rows, import_pillow, png
 from gcore_rollout.rewards.reward import Scored
 from gcore_rollout.rewards.runner import RetryPolicy, checked
@@ -15,53 +18,32 @@ _LONGEST_ERROR_TEXT = 500
 """Characters of a server's answer that an error shows."""
 
 
-class _TransientError(Exception):
-    """Another attempt may succeed."""
-
-
+@dataclass(eq=False)
 class JSONServer:
     """Posts JSON to a server and returns its JSON.
 
     A status of 5xx or 429, a connection that fails and a time-out are tried again; any other status than 200 is an
-    error at once, with the server's text.
-
-    Args:
-        url: http or https.
-        timeout_s: of each attempt, from connecting to the last byte.
-        retry: how often.
-        max_connections: largest number of open connections; further calls wait, and their time-out does not run yet.
-        headers: sent with every request, such as an authorization.
-
-    Raises:
-        MissingExtraError: aiohttp is not installed.
-        RewardConfigError: a setting is out of its range.
+    error at once, with the server's text. `MissingExtraError` if aiohttp is not installed.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = 30.0,
-        retry: RetryPolicy | None = None,
-        max_connections: int = 64,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        try:
-            import aiohttp
-        except ImportError as error:
-            raise MissingExtraError("aiohttp", "http") from error
-        if not url.startswith(("http://", "https://")):
-            raise RewardConfigError(f"url is {url!r}; expected http://... or https://...")
-        if not timeout_s > 0:
-            raise RewardConfigError(f"timeout_s is {timeout_s}; expected more than 0")
-        if max_connections < 1:
-            raise RewardConfigError(f"max_connections is {max_connections}; expected at least 1")
-        self._library = aiohttp
-        self._url = url
-        self._timeout_s = timeout_s
-        self._retry = retry or RetryPolicy()
-        self._connections = asyncio.Semaphore(max_connections)
-        self._headers = {**(headers or {}), "Content-Type": "application/json"}
+    url: str
+    """http or https."""
+    _: KW_ONLY
+    timeout_s: float = 30.0
+    """Time limit of each attempt, from connecting to the last byte."""
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    max_connections: int = 64
+    """Largest number of open connections; further calls wait, and their time-out does not run yet."""
+    headers: Mapping[str, str] | None = None
+    """Sent with every request, such as an authorization."""
+
+    def __post_init__(self) -> None:
+        if find_spec("aiohttp") is None:
+            raise MissingExtraError("aiohttp", "http")
+        require("url", self.url, self.url.startswith(("http://", "https://")), "http://... or https://...")
+        require("timeout_s", self.timeout_s, self.timeout_s > 0, "more than 0")
+        require("max_connections", self.max_connections, self.max_connections >= 1, "at least 1")
+        self._connections = asyncio.Semaphore(self.max_connections)
         self._session: Any = None
 
     async def post(self, message: Mapping[str, Any], *, expected: str) -> Mapping[str, Any]:
@@ -71,11 +53,9 @@ class JSONServer:
         except (TypeError, ValueError) as error:
             raise RewardError(f"the row cannot be sent as JSON: {error}") from None
         try:
-            text = await self._retry.run(
-                lambda: self._post(body), may_pass=lambda error: isinstance(error, _TransientError)
-            )
-        except _TransientError as error:
-            attempts = self._retry.max_retries + 1
+            text = await self.retry.run(partial(self._post, body))
+        except ConnectionError as error:
+            attempts = self.retry.max_retries + 1
             # Without its cause, for which a runner around this would try again.
             raise RewardError(f"{error}, in each of {attempts} attempts" if attempts > 1 else str(error)) from None
         try:
@@ -89,7 +69,7 @@ class JSONServer:
     def unexpected(self, answer: object, expected: str) -> RewardError:
         """Return the error of an answer that is not as expected."""
         text = answer if isinstance(answer, str) else json.dumps(answer)
-        return RewardError(f"{self._url} answered {text[:_LONGEST_ERROR_TEXT]!r}; expected {expected}")
+        return RewardError(f"{self.url} answered {text[:_LONGEST_ERROR_TEXT]!r}; expected {expected}")
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -98,23 +78,25 @@ class JSONServer:
             self._session = None
 
     async def _post(self, body: bytes) -> str:
-        http = self._library
+        """Return the answer's text; `ConnectionError` if another attempt may succeed."""
+        import aiohttp
+
         if self._session is None:
-            self._session = http.ClientSession(
-                headers=self._headers,
-                connector=http.TCPConnector(limit=0),
-                timeout=http.ClientTimeout(total=self._timeout_s),
+            self._session = aiohttp.ClientSession(
+                headers={**(self.headers or {}), "Content-Type": "application/json"},
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=self.timeout_s),
             )
         try:
-            async with self._connections, self._session.post(self._url, data=body) as answer:
+            async with self._connections, self._session.post(self.url, data=body) as answer:
                 text = (await answer.read()).decode(errors="replace")
         except TimeoutError:
-            raise _TransientError(f"{self._url} did not answer within timeout_s={self._timeout_s}") from None
-        except http.ClientError as error:
-            raise _TransientError(f"{self._url}: {type(error).__name__}: {error}") from None
+            raise ConnectionError(f"{self.url} did not answer within timeout_s={self.timeout_s}") from None
+        except aiohttp.ClientError as error:
+            raise ConnectionError(f"{self.url}: {type(error).__name__}: {error}") from None
         if answer.status != 200:
-            said = f"{self._url} answered {answer.status} {answer.reason}: {text[:_LONGEST_ERROR_TEXT]!r}"
-            raise (_TransientError if answer.status >= 500 or answer.status == 429 else RewardError)(said)
+            said = f"{self.url} answered {answer.status} {answer.reason}: {text[:_LONGEST_ERROR_TEXT]!r}"
+            raise (ConnectionError if answer.status >= 500 or answer.status == 429 else RewardError)(said)
         return text
 
 
@@ -128,8 +110,7 @@ class HTTPReward(JSONServer):
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `RewardError` as `JSONServer.post`, or if the answer has no finite score."""
-        message = {"prompt": prompt, "completion": completion, "row": dict(row)}
-        answer = await self.post(message, expected="score")
+        answer = await self.post({"prompt": prompt, "completion": completion, "row": dict(row)}, expected="score")
         parts, feedback = answer.get("parts", {}), answer.get("feedback", "")
         if not isinstance(parts, dict) or not isinstance(feedback, str):
             raise self.unexpected(answer, '"parts" to be an object and "feedback" a string')

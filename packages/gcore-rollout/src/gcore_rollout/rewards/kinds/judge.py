@@ -1,4 +1,4 @@
-"""Scores of completions and of images by a language model."""
+"""Scores of completions and of images by a language model, and its comparisons of the completions of a prompt."""
 
 import hashlib
 import itertools
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from gcore_rollout.engines.protocol import Engine, Request, SamplingParams
-from gcore_rollout.errors import NoScoreError, RewardConfigError, RewardError
+from gcore_rollout.errors import NoScoreError, RewardConfigError, require
 from gcore_rollout.images.reward import Images, Rows, png
-from gcore_rollout.rewards.reward import Scored
+from gcore_rollout.rewards.reward import Scored, column
 
 if TYPE_CHECKING:
     from gcore_rollout.images.vision_processor import VisionProcessor
@@ -23,6 +23,12 @@ T = TypeVar("T")
 
 Reduce = Literal["mean", "median", "majority"]
 """How several verdicts become one. The majority is the most frequent score, and the lowest of those on a tie."""
+
+Winner = Literal["A", "B", "tie"]
+
+_WINNERS: dict[str, Winner] = {"a": "A", "b": "B", "tie": "tie"}
+_POINTS: dict[Winner, float] = {"A": 1.0, "B": 0.0, "tie": 0.5}
+"""Points of the completion shown first."""
 
 _QUESTION = """Here are a request and an answer to it.
 
@@ -33,6 +39,19 @@ Answer:
 {completion}
 
 How good is the answer? Think about it briefly, then end with "Score: N", where N is a whole number from 0 to 10.
+"""
+_PAIR_QUESTION = """Here are a request and two answers to it.
+
+Request:
+{prompt}
+
+Answer A:
+{completion_a}
+
+Answer B:
+{completion_b}
+
+Which answer is better? Think about it briefly, then end with "Winner: A", "Winner: B" or "Winner: tie".
 """
 _IMAGE_QUESTION = """How well does the image show this: {prompt}
 
@@ -60,15 +79,13 @@ class JudgeModel:
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise RewardConfigError(f"n is {self.n}; expected at least 1")
+        require("n", self.n, self.n >= 1, "at least 1")
 
     async def ask(self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None) -> list[list[str]]:
         """Return ``n`` verdicts on each question, in one call of the engine; ``images`` are encoded files of each.
 
-        Raises:
-            RequestError: a question that the engine cannot take, such as one longer than its context.
-            RewardConfigError: there are images, and no `vision`.
+        `RequestError` for a question that the engine cannot take, such as one longer than its context, and
+        `RewardConfigError` for images without `vision`.
         """
         of_each = [()] * len(questions) if images is None else [tuple(own) for own in images]
         requests = [self._request(question, own) for question, own in zip(questions, of_each, strict=True)]
@@ -111,8 +128,7 @@ class LastMatch:
             groups = re.compile(self.pattern).groups
         except re.error as error:
             raise RewardConfigError(f"pattern is {self.pattern!r}: {error}") from None
-        if groups < 1:
-            raise RewardConfigError(f"pattern is {self.pattern!r}; expected a group around {self.wanted}")
+        require("pattern", self.pattern, groups >= 1, f"a group around {self.wanted}")
 
     def read(self, text: str) -> str:
         """Return the group; empty: there is no match, or the group took no part."""
@@ -135,10 +151,9 @@ class ScorePattern(LastMatch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not -math.inf < self.low < self.high < math.inf:
-            raise RewardConfigError(
-                f"low and high are {self.low} and {self.high}; expected finite numbers, low below high"
-            )
+        low, high = self.low, self.high
+        if not -math.inf < low < high < math.inf:
+            raise RewardConfigError(f"low and high are {low} and {high}; expected finite numbers, low below high")
 
     def __call__(self, text: str) -> float | None:
         try:
@@ -148,34 +163,33 @@ class ScorePattern(LastMatch):
         return (number - self.low) / (self.high - self.low) if self.low <= number <= self.high else None
 
 
+@dataclass(kw_only=True, eq=False)
 class Judge(Generic[T]):
-    """The base of judges: asks the model a question with fields in braces, and reads its verdicts.
+    """The base of judges: asks the model a question with fields in braces, and reads its verdicts."""
 
-    Args:
-        model: the model, and how often it is asked.
-        template: as for `str.format`, without attributes and indexes; a literal brace is doubled, and braces in values
-            have no meaning. Empty: the class's own.
-        parse: reads a verdict; None: it cannot be read.
-    """
+    model: JudgeModel
+    template: str = ""
+    """The question, as for `str.format` without attributes and indexes; a literal brace is doubled, and braces in
+    values have no meaning. Fields are those that the class names, and columns of the row. Empty: the class's own."""
+    parse: Callable[[str], T | None]
+    """Reads a verdict; None: it cannot be read."""
 
     question: ClassVar[str]
     needed: ClassVar[tuple[str, ...]]
     """Fields that a template must have."""
 
-    def __init__(self, model: JudgeModel, template: str, parse: Callable[[str], T | None]) -> None:
+    def __post_init__(self) -> None:
         self.num_verdicts = self.num_unparsable = 0
-        self._model = model
-        self._parse = parse
-        self._template = template or self.question
+        template = self.template or self.question
         try:
-            self._fields = [name for _, name, _, _ in string.Formatter().parse(self._template) if name is not None]
+            self._fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
         except ValueError as error:
             raise RewardConfigError(f"template is {template!r}: {error}") from None
         for name in self._fields:
             if not name.isidentifier():
                 raise RewardConfigError(f"template has the field {{{name}}}; expected names alone")
-        if missing := [name for name in self.needed if name not in self._fields]:
-            raise RewardConfigError(f"template is {template!r}; expected {{{missing[0]}}} in it")
+        for name in self.needed:
+            require("template", template, name in self._fields, f"{{{name}}} in it")
 
     @property
     def parse_rate(self) -> float:
@@ -186,8 +200,8 @@ class Judge(Generic[T]):
         self, questions: Sequence[str], images: Sequence[Sequence[bytes]] | None = None
     ) -> list[list[tuple[T | None, str]]]:
         """Return each verdict on each question, None if it could not be read, with its text; see `JudgeModel.ask`."""
-        answers = await self._model.ask(questions, images)
-        verdicts = [[(self._parse(text), text) for text in texts] for texts in answers]
+        answers = await self.model.ask(questions, images)
+        verdicts = [[(self.parse(text), text) for text in texts] for texts in answers]
         found = [value for own in verdicts for value, _ in own]
         self.num_verdicts += len(found)
         self.num_unparsable += found.count(None)
@@ -195,39 +209,25 @@ class Judge(Generic[T]):
 
     def _filled(self, row: Mapping[str, Any], **texts: str) -> str:
         """Return the question; ``texts`` take precedence over columns of the same name."""
-        values = {**row, **texts}
-        for name in self._fields:
-            if name not in values:
-                raise RewardError(f"the row has no {name!r} for the judge's template: it has {sorted(row)}")
-        return self._template.format_map(values)
+        columns = {name: column(row, name, "the judge's template") for name in self._fields if name not in texts}
+        return (self.template or self.question).format_map({**columns, **texts})
 
 
+@dataclass(kw_only=True, eq=False)
 class _ScoreJudge(Judge[float]):
-    """The base of judges whose verdicts are scores; ``substitute`` is that of a verdict that cannot be parsed."""
+    """The base of judges whose verdicts are scores."""
 
-    def __init__(
-        self,
-        model: JudgeModel,
-        template: str,
-        parse: Callable[[str], float | None] | None,
-        reduce: Reduce,
-        substitute: float | None,
-    ) -> None:
-        if reduce not in get_args(Reduce):
-            raise RewardConfigError(f"reduce is {reduce!r}; expected one of {', '.join(get_args(Reduce))}")
-        super().__init__(model, template, parse or ScorePattern())
-        self._reduce: Reduce = reduce
-        self._substitute = substitute
+    parse: Callable[[str], float | None] = ScorePattern()
+    reduce: Reduce = "mean"
+    """How several verdicts become one score."""
 
-    def _counted(self, verdicts: Sequence[tuple[float | None, str]]) -> list[tuple[float, str]]:
-        """Return the verdicts that count."""
-        scores = [(self._substitute if score is None else score, text) for score, text in verdicts]
-        return [(score, text) for score, text in scores if score is not None]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("reduce", self.reduce, self.reduce in get_args(Reduce), f"one of {', '.join(get_args(Reduce))}")
 
-    def _reduced(self, counted: Sequence[tuple[float, str]]) -> float:
-        """Reduce the scores of one or more verdicts to one score."""
-        scores = [score for score, _ in counted]
-        match self._reduce:
+    def _reduced(self, scores: Sequence[float]) -> float:
+        """Reduce one or more scores to one."""
+        match self.reduce:
             case "mean":
                 return statistics.fmean(scores)
             case "median":
@@ -237,48 +237,38 @@ class _ScoreJudge(Judge[float]):
                 return min(counts, key=lambda score: (-counts[score], score))
 
 
+@dataclass(kw_only=True, eq=False)
 class JudgeReward(_ScoreJudge):
     """The score that a language model gives (a generative reward model, "LLM as a judge", arXiv 2306.05685, sec. 3.1).
 
-    Its feedback is the text of the verdict nearest to the score. Parts: ``parsed``, the fraction of verdicts that could
-    be read, and ``spread``, the largest score less the smallest.
-
-    Args:
-        model: see `Judge`.
-        template: the question, with ``{prompt}``, ``{completion}`` and columns of the row as ``{column}``; empty: how
-            good the answer is, from 0 to 10.
-        parse: reads the score of a verdict; None: it has none.
-        reduce: how several verdicts become one score.
-        on_unparsable: "drop" leaves such verdicts out, and gives no score if none is left; a number counts as their
-            score.
+    The template has ``{prompt}`` and ``{completion}``; empty: how good the answer is, from 0 to 10. Its feedback is the
+    text of the verdict nearest to the score. Parts: ``parsed``, the fraction of verdicts that could be read, and
+    ``spread``, the largest score less the smallest.
     """
 
-    question = _QUESTION
-    needed = ("completion",)
+    question: ClassVar = _QUESTION
+    needed: ClassVar = ("completion",)
 
-    def __init__(
-        self,
-        *,
-        model: JudgeModel,
-        template: str = "",
-        parse: Callable[[str], float | None] | None = None,
-        reduce: Reduce = "mean",
-        on_unparsable: Literal["drop"] | float = "drop",
-    ) -> None:
-        substitute = None if isinstance(on_unparsable, str) else float(on_unparsable)
-        if on_unparsable != "drop" and not (substitute is not None and math.isfinite(substitute)):
-            raise RewardConfigError(f"on_unparsable is {on_unparsable!r}; expected 'drop' or a finite number")
-        super().__init__(model, template, parse, reduce, substitute)
+    on_unparsable: Literal["drop"] | float = "drop"
+    """ "drop" leaves such verdicts out, and gives no score if none is left; a number counts as their score."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unparsable = self.on_unparsable
+        is_known = unparsable == "drop" if isinstance(unparsable, str) else math.isfinite(unparsable)
+        require("on_unparsable", unparsable, is_known, "'drop' or a finite number")
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `NoScoreError` if no verdict counts, `RewardError` if the row lacks a column."""
         [verdicts] = await self.ask([self._filled(row, prompt=prompt, completion=completion)])
-        counted = self._counted(verdicts)
+        substitute = None if isinstance(self.on_unparsable, str) else float(self.on_unparsable)
+        texts = [(substitute if score is None else score, text) for score, text in verdicts]
+        counted = [(score, text) for score, text in texts if score is not None]
         if not counted:
             first = verdicts[0][1]
             raise NoScoreError(f"none of {len(verdicts)} verdicts could be parsed, the first is {first!r:.300}")
-        reduced, scores = self._reduced(counted), [score for score, _ in counted]
-        num_parsed = sum(score is not None for score, _ in verdicts)
+        scores = [score for score, _ in counted]
+        reduced, num_parsed = self._reduced(scores), sum(score is not None for score, _ in verdicts)
         return Scored(
             score=reduced,
             parts={"parsed": num_parsed / len(verdicts), "spread": max(scores) - min(scores)},
@@ -286,34 +276,103 @@ class JudgeReward(_ScoreJudge):
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class ImageJudgeReward(_ScoreJudge):
     """The score that a vision-language model gives an image for its prompt, through any engine that takes images.
 
     `JudgeReward` for images: every image is a question of its own, and all images of a call are one batch. The template
-    has ``{prompt}`` and columns of the row; empty: how well the image shows the prompt, from 0 to 10. A verdict that
-    cannot be parsed has the score ``unparsable_score``. The model needs its `JudgeModel.vision`.
+    has ``{prompt}``; empty: how well the image shows the prompt, from 0 to 10. The model needs its `JudgeModel.vision`.
     """
 
-    question = _IMAGE_QUESTION
-    needed = ("prompt",)
+    question: ClassVar = _IMAGE_QUESTION
+    needed: ClassVar = ("prompt",)
 
-    def __init__(
-        self,
-        *,
-        model: JudgeModel,
-        template: str = "",
-        parse: Callable[[str], float | None] | None = None,
-        reduce: Reduce = "mean",
-        unparsable_score: float = 0.0,
-    ) -> None:
-        if model.vision is None:
-            raise RewardConfigError("vision is None; expected a vision-language model to judge images")
-        if not math.isfinite(unparsable_score):
-            raise RewardConfigError(f"unparsable_score is {unparsable_score}; expected a finite number")
-        super().__init__(model, template, parse, reduce, unparsable_score)
+    unparsable_score: float = 0.0
+    """Score of a verdict that cannot be parsed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        vision, score = self.model.vision, self.unparsable_score
+        require("vision", vision, vision is not None, "a vision-language model to judge images")
+        require("unparsable_score", score, math.isfinite(score), "a finite number")
 
     async def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> list[float]:
         """Return scores [B]; `RewardError` if a row lacks a column of the template."""
         questions = [self._filled(row, prompt=prompt) for prompt, row in zip(prompts, rows, strict=True)]
         verdicts = await self.ask(questions, [[png(image)] for image in images])
-        return [self._reduced(self._counted(own)) for own in verdicts]
+        substitute = self.unparsable_score
+        return [self._reduced([substitute if score is None else score for score, _ in own]) for own in verdicts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinnerPattern(LastMatch):
+    """Reads ``Winner: A``, ``B`` or ``tie``: the last match in an answer; brackets and case do not matter.
+
+    A match whose first group is something else is no verdict.
+    """
+
+    wanted: ClassVar = "the winner"
+    flags: ClassVar = re.IGNORECASE
+
+    pattern: str = r"winner:\s*\W{0,2}(A|B|tie)\b"
+
+    def __call__(self, text: str) -> Winner | None:
+        return _WINNERS.get(self.read(text).lower())
+
+
+@dataclass(kw_only=True, eq=False)
+class PairwiseJudge(Judge[Winner]):
+    """Scores each completion of a group with the fraction of its comparisons that it wins; a tie is half a win.
+
+    Every two completions are compared in both orders, so that a judge's preference for the first place cancels out
+    (arXiv 2306.05685, sec. 3.3 and 3.4): N completions take N (N - 1) questions. A `GroupRewardFunction`. With several
+    verdicts on each question all of them count. The template has ``{completion_a}``, ``{completion_b}`` and
+    ``{prompt}``; empty: which of the two answers is better.
+
+    Parts: ``parsed``, the fraction of the completion's verdicts that could be read, and ``consistent``, the fraction of
+    its opponents on whom both orders agree (absent if no two verdicts could be compared).
+    """
+
+    question: ClassVar = _PAIR_QUESTION
+    needed: ClassVar = ("completion_a", "completion_b")
+
+    parse: Callable[[str], Winner | None] = WinnerPattern()
+    on_unparsable: Literal["drop", "tie"] = "drop"
+    """ "drop" leaves such verdicts out, and the group has no scores if one of its completions has none left; "tie"
+    counts them as ties."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("on_unparsable", self.on_unparsable, self.on_unparsable in ("drop", "tie"), "one of drop, tie")
+
+    async def __call__(self, prompt: str, completions: Sequence[str], row: Mapping[str, Any]) -> list[Scored]:
+        """Score the completions of one prompt; `RewardError` if the row lacks a column of the template.
+
+        `NoScoreError` for fewer than two completions, or one that has no verdict that could be parsed.
+        """
+        if len(completions) < 2:
+            raise NoScoreError(f"a group of {len(completions)} has nothing to compare")
+        orders = list(itertools.permutations(range(len(completions)), 2))
+        shown = [{"completion_a": completions[a], "completion_b": completions[b]} for a, b in orders]
+        questions = [self._filled(row, prompt=prompt, **texts) for texts in shown]
+        points = {
+            order: [_POINTS[winner] if winner else None for winner, _ in verdicts]
+            for order, verdicts in zip(orders, await self.ask(questions), strict=True)
+        }
+        return [self._scored(one, points, len(completions)) for one in range(len(completions))]
+
+    def _scored(self, one: int, points: Mapping[tuple[int, int], list[float | None]], num_completions: int) -> Scored:
+        """Score a completion by the points of the first in each verdict."""
+        others = [other for other in range(num_completions) if other != one]
+        pairs = [(points[one, other], [None if p is None else 1.0 - p for p in points[other, one]]) for other in others]
+        verdicts = [p for first, second in pairs for p in (*first, *second)]
+        counted = [p for p in verdicts if p is not None]
+        parts = {"parsed": len(counted) / len(verdicts)}
+        both = [(a, b) for first, second in pairs for a, b in zip(first, second, strict=True)]
+        if agreements := [a == b for a, b in both if a is not None and b is not None]:
+            parts["consistent"] = sum(agreements) / len(agreements)
+        if self.on_unparsable == "tie":
+            counted = [_POINTS["tie"] if p is None else p for p in verdicts]
+        if not counted:
+            raise NoScoreError(f"none of {len(verdicts)} verdicts on completion {one} could be parsed")
+        return Scored(score=sum(counted) / len(counted), parts=parts)

@@ -1,11 +1,9 @@
-"""A Bradley-Terry reward model: a sequence classifier of one logit.
-
-Shapes: B sequences of a batch, T tokens of the longest.
-"""
+"""A Bradley-Terry reward model: a sequence classifier of one logit. Shapes: B sequences, T tokens of the longest."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from gcore_rollout.errors import RewardConfigError, RewardError, UnsupportedModelError
+from gcore_rollout.errors import RewardConfigError, RewardError, UnsupportedModelError, require
 
 Encode = Callable[[str, str], Sequence[int]]
 """The token ids of a prompt and its completion."""
@@ -21,47 +19,40 @@ _Waiting = tuple[Sequence[int], "asyncio.Future[float]"]
 """The token ids of a call, and its score to come."""
 
 
+@dataclass(eq=False)
 class SequenceClassifierReward:
     """The logit of a reward model trained on preferences, P(a over b) = sigmoid(r_a - r_b) (arXiv 2203.02155, eq. 1).
 
     Calls that come within ``max_wait_s``, or while a batch is computed, go into the next batches together: sorted by
     length, padded on the right, as many as fit in ``max_batch_tokens``. The forward runs in a thread.
-
-    Args:
-        model: a transformers ``...ForSequenceClassification`` with ``num_labels=1`` and a pad token.
-        encode: from texts to token ids.
-        max_batch_tokens: B x T of a batch at most; a longer sequence is a batch of its own.
-        max_wait_s: how long the first call of a batch waits for others.
-        max_length: most tokens of a sequence; default: the model's ``max_position_embeddings``.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        encode: Encode,
-        max_batch_tokens: int = 16384,
-        max_wait_s: float = 0.005,
-        max_length: int | None = None,
-    ) -> None:
-        if model.config.num_labels != 1:
-            raise UnsupportedModelError(f"the reward model has num_labels={model.config.num_labels}; expected 1")
-        if model.config.pad_token_id is None:
+    model: Any
+    """A transformers ``...ForSequenceClassification`` with ``num_labels=1`` and a pad token."""
+    _: KW_ONLY
+    encode: Encode
+    max_batch_tokens: int = 16384
+    """B x T of a batch at most; a longer sequence is a batch of its own."""
+    max_wait_s: float = 0.005
+    """Time for which the first call of a batch waits for others."""
+    max_length: int | None = None
+    """Most tokens of a sequence; default: the model's ``max_position_embeddings``."""
+
+    def __post_init__(self) -> None:
+        config = self.model.config
+        if config.num_labels != 1:
+            raise UnsupportedModelError(f"the reward model has num_labels={config.num_labels}; expected 1")
+        if config.pad_token_id is None:
             raise UnsupportedModelError(
                 "the reward model's config.json has no pad_token_id, which batches need: set it"
             )
-        longest = max_length or getattr(model.config, "max_position_embeddings", None)
+        longest = self.max_length or getattr(config, "max_position_embeddings", None)
         if longest is None or longest < 1:
-            raise RewardConfigError(f"max_length is {max_length} and the model names none; expected at least 1")
-        if max_batch_tokens < 1:
-            raise RewardConfigError(f"max_batch_tokens is {max_batch_tokens}; expected at least 1")
-        if not max_wait_s >= 0:
-            raise RewardConfigError(f"max_wait_s is {max_wait_s}; expected 0 or more")
-        self._model = model.eval().requires_grad_(False)
-        self._encode = encode
-        self._max_batch_tokens = max_batch_tokens
-        self._max_wait_s = max_wait_s
-        self._max_length: int = longest
+            raise RewardConfigError(f"max_length is {self.max_length} and the model names none; expected at least 1")
+        require("max_batch_tokens", self.max_batch_tokens, self.max_batch_tokens >= 1, "at least 1")
+        require("max_wait_s", self.max_wait_s, self.max_wait_s >= 0, "0 or more")
+        self.model.eval().requires_grad_(False)
+        self._longest: int = longest
         self._waiting: list[_Waiting] = []
         self._driver: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
@@ -79,10 +70,7 @@ class SequenceClassifierReward:
         device: str = "cpu",
         **options: Any,
     ) -> Self:
-        """Load a local Hugging Face folder with a tokenizer, which is used without ``encode``; see `encoder`.
-
-        ``options`` are further arguments of the class.
-        """
+        """Load a local Hugging Face folder; its tokenizer is the default of ``encode``. ``options`` are the class's."""
         model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
         encode = encode or encoder(AutoTokenizer.from_pretrained(path), apply_chat_template=apply_chat_template)
         return cls(model.to(device), encode=encode, **options)
@@ -90,9 +78,9 @@ class SequenceClassifierReward:
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """Score one completion; `RewardError` if it has no token, or more than ``max_length``."""
         del row
-        token_ids = self._encode(prompt, completion)
-        if not 1 <= len(token_ids) <= self._max_length:
-            raise RewardError(f"the text has {len(token_ids)} tokens; expected 1 to max_length={self._max_length}")
+        token_ids = self.encode(prompt, completion)
+        if not 1 <= len(token_ids) <= self._longest:
+            raise RewardError(f"the text has {len(token_ids)} tokens; expected 1 to max_length={self._longest}")
         score: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((token_ids, score))
         if self._driver is None or self._driver.done():
@@ -105,36 +93,37 @@ class SequenceClassifierReward:
 
     async def _drive(self) -> None:
         """Score waiting sequences until there are none."""
-        await asyncio.sleep(self._max_wait_s)
+        await asyncio.sleep(self.max_wait_s)
         while taken := [one for one in self._waiting if not one[1].done()]:
             self._waiting.clear()
             lengths = [len(token_ids) for token_ids, _ in taken]
-            for batch in batches_by_length(lengths, max_tokens=self._max_batch_tokens):
+            for batch in batches_by_length(lengths, max_tokens=self.max_batch_tokens):
                 await self._score([taken[i] for i in batch])
         self._waiting.clear()
 
     async def _score(self, batch: Sequence[_Waiting]) -> None:
-        loop = asyncio.get_running_loop()
+        sequences = [token_ids for token_ids, _ in batch]
+        found: Sequence[float | Exception]
         try:
-            found = await loop.run_in_executor(self._thread, self._forward, [token_ids for token_ids, _ in batch])
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._forward, sequences)
         except Exception as error:
-            for _, score in batch:
-                if not score.done():
-                    score.set_exception(error)
-            return
+            found = [error] * len(batch)
         for (_, score), value in zip(batch, found, strict=True):
-            # Its caller may have given up.
-            if not score.done():
+            if score.done():  # its caller has given up
+                continue
+            if isinstance(value, Exception):
+                score.set_exception(value)
+            else:
                 score.set_result(value)
 
     @torch.inference_mode()
     def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         self.num_batches += 1
-        device, padding = self._model.device, self._model.config.pad_token_id
+        device, padding = self.model.device, self.model.config.pad_token_id
         tokens = [torch.tensor(sequence, device=device) for sequence in sequences]
         tokens_BT = pad_sequence(tokens, batch_first=True, padding_value=padding)
         mask_BT = pad_sequence([torch.ones_like(own) for own in tokens], batch_first=True)
-        logits_B1 = self._model(input_ids=tokens_BT, attention_mask=mask_BT).logits
+        logits_B1 = self.model(input_ids=tokens_BT, attention_mask=mask_BT).logits
         return logits_B1[:, 0].float().tolist()
 
 

@@ -5,10 +5,11 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
 
 from gcore_rollout.errors import MissingExtraError, RewardError
-from gcore_rollout.rewards.reward import Scored
+from gcore_rollout.rewards.reward import Scored, column
 
 if TYPE_CHECKING:
     from gcore_rollout.sandbox.sandbox import Sandbox, SandboxResult
@@ -33,10 +34,8 @@ class ReasoningGymReward:
     """1 if the task's verifier gives full marks, else 0.
 
     Partial marks are not used: the library's default gives some to any answer that contains the right one, and a
-    policy soon learns to write long answers.
-
-    Args:
-        answer_after: the answer is what follows the last occurrence of this string; empty: the whole completion.
+    policy soon learns to write long answers. The answer is what follows the last ``answer_after``; empty: it is the
+    whole completion.
     """
 
     def __init__(self, *, answer_after: str = "") -> None:
@@ -74,13 +73,9 @@ class MathVerifyReward:
 
     def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         del prompt
-        if self._answer_key not in row:
-            raise RewardError(
-                f"the row has no {self._answer_key!r} for math-verify to compare with: it has {sorted(row)}"
-            )
+        expected = column(row, self._answer_key, "math-verify to compare with")
         # Its own time-outs use SIGALRM, which works in the main thread alone and would break the event loop's timers.
-        gold = self._library.parse(f"${row[self._answer_key]}$", parsing_timeout=0)
-        answer = self._library.parse(completion, parsing_timeout=0)
+        gold, answer = (self._library.parse(text, parsing_timeout=0) for text in (f"${expected}$", completion))
         return float(self._library.verify(gold, answer, timeout_seconds=0))
 
 
@@ -90,6 +85,7 @@ def last_code_block(completion: str) -> str | None:
     return blocks[-1] if blocks else None
 
 
+@dataclass(eq=False)
 class CodeReward:
     """1 if the program in the completion passes the row's tests, else 0.
 
@@ -103,17 +99,15 @@ class CodeReward:
 
     Parts: ``passed``, the fraction of tests that passed (of the tests run, where the first failure ends it),
     ``has_code`` and ``timed_out``.
-
-    Args:
-        sandbox: its limits hold for each run.
-        tests_key: the row's column.
-        partial: score the fraction of tests that passed; all of them are run then.
     """
 
-    def __init__(self, sandbox: "Sandbox", *, tests_key: str = "tests", partial: bool = False) -> None:
-        self._sandbox = sandbox
-        self._tests_key = tests_key
-        self._partial = partial
+    sandbox: "Sandbox"
+    """Its limits hold for each run."""
+    _: KW_ONLY
+    tests_key: str = "tests"
+    """The row's column."""
+    partial: bool = False
+    """Score the fraction of tests that passed; all of them are run then."""
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion; `RewardError` if the row has no such tests, `SandboxError` if a run does not start."""
@@ -123,50 +117,50 @@ class CodeReward:
         if program is None:
             return Scored(score=0.0, parts={"passed": 0.0, "has_code": 0.0, "timed_out": 0.0})
         if isinstance(tests[0], str):
-            result = await self._sandbox.run(program, tests=cast(list[str], tests))
+            result = await self.sandbox.run(program, tests=tests)
             passed, results = list(result.passed), [result]
         else:
-            passed, results = await self._run_cases(program, cast(list[Mapping[str, str]], tests))
+            cases = await self._run_cases(program, tests)
+            passed, results = [is_right for is_right, _ in cases], [result for _, result in cases]
         fraction = sum(passed) / len(passed)
         timed_out = float(any(result.outcome == "timed_out" for result in results))
         return Scored(
-            score=fraction if self._partial else float(all(passed)),
+            score=fraction if self.partial else float(all(passed)),
             parts={"passed": fraction, "has_code": 1.0, "timed_out": timed_out},
         )
 
     async def _run_cases(
         self, program: str, cases: Sequence[Mapping[str, str]]
-    ) -> tuple[list[bool], list["SandboxResult"]]:
-        if self._partial:
-            results = list(await asyncio.gather(*(self._sandbox.run(program, stdin=c["input"]) for c in cases)))
-            return [_is_right(r, c["output"]) for r, c in zip(results, cases, strict=True)], results
-        results: list[SandboxResult] = []
-        for case in cases:
-            results.append(await self._sandbox.run(program, stdin=case["input"]))
-            if not _is_right(results[-1], case["output"]):
-                return [*[True] * (len(results) - 1), False], results
-        return [True] * len(results), results
+    ) -> Sequence[tuple[bool, "SandboxResult"]]:
+        """Return for each case whether the output is right, with the result, up to the first that is wrong."""
 
-    def _tests(self, row: Mapping[str, Any]) -> list[str] | list[Mapping[str, str]]:
+        async def run(case: Mapping[str, str]) -> tuple[bool, "SandboxResult"]:
+            result = await self.sandbox.run(program, stdin=case["input"])
+            return result.outcome == "finished" and _lines(result.stdout) == _lines(case["output"]), result
+
+        if self.partial:
+            return await asyncio.gather(*map(run, cases))
+        found: list[tuple[bool, SandboxResult]] = []
+        for case in cases:
+            found.append(await run(case))
+            if not found[-1][0]:
+                break
+        return found
+
+    def _tests(self, row: Mapping[str, Any]) -> list[Any]:
         """Return the row's tests, of one kind and at least one."""
-        if self._tests_key not in row:
-            raise RewardError(f"the row has no {self._tests_key!r} for its program to pass: it has {sorted(row)}")
-        value = row[self._tests_key]
+        value = column(row, self.tests_key, "its program to pass")
         tests: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else []
         if tests and (all(isinstance(test, str) for test in tests) or all(_is_case(test) for test in tests)):
             return tests
         raise RewardError(
-            f"the row's {self._tests_key!r} is {value!r:.200}; expected Python statements (a string or several), "
+            f"the row's {self.tests_key!r} is {value!r:.200}; expected Python statements (a string or several), "
             'or one or more {"input": str, "output": str}'
         )
 
 
 def _is_case(test: Any) -> bool:
     return isinstance(test, Mapping) and all(isinstance(test.get(key), str) for key in ("input", "output"))
-
-
-def _is_right(result: "SandboxResult", output: str) -> bool:
-    return result.outcome == "finished" and _lines(result.stdout) == _lines(output)
 
 
 def _lines(text: str) -> list[str]:

@@ -1,8 +1,9 @@
 """Objects below a URL, by tensorstore: calls with a time limit, and errors that name the URL."""
 
 import os
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from gcore_rollout.errors import MissingExtraError
 
@@ -11,7 +12,6 @@ try:
 except ImportError:
     raise MissingExtraError("tensorstore", "store") from None
 
-_T = TypeVar("_T")
 _ANSWER_TIMEOUT_S = 60.0
 _SLOWEST_BYTES_PER_S = 2**20
 # With the default of 32 tries, an unreachable server would take a quarter of an hour to become an error.
@@ -20,34 +20,19 @@ _RETRIES = {"max_retries": 5, "initial_delay": "250ms", "max_delay": "2s"}
 _CONTEXT = ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A call in flight."""
+class Part(NamedTuple):
+    """One of the objects that hold a version."""
 
-    _future: "ts.Future[Any]"
-    _url: str
-    _timeout_s: float
-
-    def result(self) -> Any:
-        """Return the answer; an `OSError` if the store reports a failure, a `TimeoutError` if it does not answer."""
-        try:
-            return self._future.result(timeout=self._timeout_s)
-        except TimeoutError:
-            self._future.cancel()
-            raise TimeoutError(f"{self._url}: no answer within {self._timeout_s:.0f} s") from None
-        except (ValueError, NotImplementedError) as error:  # tensorstore's, for any failure
-            raise OSError(f"{self._url}: {str(error).partition(' [')[0]}") from error
+    key: str
+    size_bytes: int
+    sha256: str
 
 
 class Objects:
-    """The objects below a URL.
+    """The objects below a URL; a `ValueError` if it names no such place.
 
-    Args:
-        url: ``file:///FOLDER``, ``s3://BUCKET/FOLDER``, ``gs://BUCKET/FOLDER``, or ``memory://NAME`` within a process.
-            An S3 endpoint, region and credentials are read from the usual environment variables (``AWS_*``).
-
-    Raises:
-        ValueError: the URL names no such place.
+    It is ``file:///FOLDER``, ``s3://BUCKET/FOLDER``, ``gs://BUCKET/FOLDER``, or ``memory://NAME`` within a process. An
+    S3 endpoint, region and credentials are read from the usual environment variables (``AWS_*``).
     """
 
     def __init__(self, url: str) -> None:
@@ -62,35 +47,53 @@ class Objects:
 
     def keys(self) -> list[str]:
         """Return the keys of all objects."""
-        return [key.decode() for key in self._pending(self._store.list()).result()]
+        return [key.decode() for key in self.result(self._store.list())]
 
-    def start_read(self, key: str, size_bytes: int = 0) -> Pending:
-        """Start reading an object; the result has ``state`` "value" or "missing", and ``value``."""
-        return self._pending(self._store.read(key), size_bytes)
+    def start_read(self, key: str) -> "ts.Future[Any]":
+        """Start reading an object; the `result` has ``state`` "value" or "missing", and ``value``."""
+        return self._store.read(key)
 
-    def start_write(self, key: str, value: bytes) -> Pending:
+    def start_write(self, key: str, value: bytes) -> "ts.Future[Any]":
         """Start writing an object atomically."""
-        return self._pending(self._store.write(key, value), len(value))
+        return self._store.write(key, value)
+
+    def result(self, call: "ts.Future[Any]", size_bytes: int = 0) -> Any:
+        """Return a call's answer; an `OSError` if the store reports a failure, a `TimeoutError` if it is silent."""
+        timeout_s = _ANSWER_TIMEOUT_S + size_bytes / _SLOWEST_BYTES_PER_S
+        try:
+            return call.result(timeout=timeout_s)
+        except TimeoutError:
+            call.cancel()
+            raise TimeoutError(f"{self}: no answer within {timeout_s:.0f} s") from None
+        except (ValueError, NotImplementedError) as error:  # tensorstore's, for any failure
+            raise OSError(f"{self}: {str(error).partition(' [')[0]}") from error
+
+    def results(self, calls: Iterable[tuple[Part, "ts.Future[Any]"]], most: int) -> Iterator[tuple[Part, Any]]:
+        """Yield results in order; calls are taken, which starts them, up to ``most`` ahead."""
+        started = deque[tuple[Part, "ts.Future[Any]"]]()
+        for call in calls:
+            started.append(call)
+            if len(started) == most:
+                part, oldest = started.popleft()
+                yield part, self.result(oldest, part.size_bytes)
+        yield from ((part, self.result(call, part.size_bytes)) for part, call in started)
 
     def create(self, key: str, value: bytes) -> bool:
         """Write an object atomically, and return False if another one exists."""
-        absent = self.start_read(key).result()
+        absent = self.result(self._store.read(key))
         if absent.state == "missing":
-            stamp = self._pending(self._store.write(key, value, if_equal=absent.stamp.generation), len(value)).result()
-            if stamp.generation:
+            write = self._store.write(key, value, if_equal=absent.stamp.generation)
+            if self.result(write, len(value)).generation:
                 return True
         # A try whose answer was lost may have written it.
-        return self.start_read(key).result().value == value
+        return self.result(self._store.read(key)).value == value
 
     def delete(self, key: str) -> None:
-        self._pending(self._store.write(key, None)).result()
+        self.result(self._store.write(key, None))
 
     def delete_folder(self, folder: str) -> None:
         everything = ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is the character after "/"
-        self._pending(self._store.delete_range(everything)).result()
-
-    def _pending(self, future: "ts.Future[_T]", size_bytes: int = 0) -> Pending:
-        return Pending(future, self._url, _ANSWER_TIMEOUT_S + size_bytes / _SLOWEST_BYTES_PER_S)
+        self.result(self._store.delete_range(everything))
 
 
 def _spec(url: str) -> dict[str, Any]:
@@ -99,12 +102,12 @@ def _spec(url: str) -> dict[str, Any]:
     if path := spec.pop("path", "").rstrip("/"):
         spec["path"] = path + "/"
     if spec["driver"] == "s3":
-        variables = os.environ
-        if endpoint := variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL"):
+        found = os.environ.get
+        if endpoint := found("AWS_ENDPOINT_URL_S3") or found("AWS_ENDPOINT_URL"):
             spec["endpoint"] = endpoint.rstrip("/")
-        if region := variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION"):
+        if region := found("AWS_REGION") or found("AWS_DEFAULT_REGION"):
             spec["aws_region"] = region
-        if variables.get("AWS_ACCESS_KEY_ID"):
+        if found("AWS_ACCESS_KEY_ID"):
             # The default chain would look here first too, but prints errors about files that are not there.
             spec["aws_credentials"] = {"type": "environment"}
     return spec

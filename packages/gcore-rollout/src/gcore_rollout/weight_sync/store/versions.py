@@ -1,70 +1,170 @@
-"""Writer of versions of the weights below a URL, and their reader on another site."""
+"""Versions of the weights below a URL: their writer, and their reader on another site.
+
+``parts/VERSION-RANDOM/NUMBER.safetensors`` are the parts of a version, and ``versions/VERSION-full`` or
+``versions/VERSION-delta`` is its manifest. A version exists if its manifest does.
+"""
 
 import asyncio
+import hashlib
+import json
+import re
 import secrets
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Self
 
 import torch
 from safetensors.torch import load, save
 
-from gcore_rollout.errors import CorruptWeightsError, WeightSyncError
-from gcore_rollout.weight_sync.layout import Layout, host_copy, layout_of
-from gcore_rollout.weight_sync.store import manifest as stored
-from gcore_rollout.weight_sync.store.manifest import PARTS, Manifest, Part, manifest_key, sha256, versions_in
-from gcore_rollout.weight_sync.store.objects import Objects, Pending
-from gcore_rollout.weight_sync.updates import FullWeights, WeightDelta, apply_delta, make_delta
+from gcore_rollout.errors import CorruptWeightsError, WeightSyncError, require
+from gcore_rollout.weight_sync.layout import Layout, from_json, host_copy, layout_of, to_json
+from gcore_rollout.weight_sync.store.objects import Objects, Part
+from gcore_rollout.weight_sync.updates import FullWeights, SparseValues, WeightDelta, apply_delta, make_delta
 
 _TRIES = 3
+_PARTS = "parts/"
+_MANIFEST = re.compile(r"versions/(\d+)-(full|delta)")
+_DENSE, _INDICES, _VALUES = "dense/", "indices/", "values/"
 
 
-def _check_at_least(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} is {value}; expected at least {least}")
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The manifest of one version."""
+
+    version: int
+    base_version: int | None
+    """The version that it changes; None: it is a full one."""
+    layout: Layout
+    """All weights."""
+    tensors: Layout
+    """Tensors in the parts, in this order, each flattened and cut where a part was full."""
+    parts: tuple[Part, ...]
+
+    @property
+    def key(self) -> str:
+        return f"versions/{self.version:012d}-{'full' if self.base_version is None else 'delta'}"
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all parts."""
+        return sum(part.size_bytes for part in self.parts)
+
+    def to_bytes(self) -> bytes:
+        """Return a line with a checksum, followed by the JSON."""
+        body = {**vars(self), "layout": to_json(self.layout), "tensors": to_json(self.tensors)}
+        text = json.dumps(body).encode()
+        return _sha256(text).encode() + b"\n" + text
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, key: str) -> Self:
+        """Read a manifest that `to_bytes` returned; a `CorruptWeightsError` if the checksum is wrong."""
+        checksum, _, text = data.partition(b"\n")
+        if checksum.decode(errors="replace") != _sha256(text):
+            raise CorruptWeightsError(f"{key} is damaged: its SHA-256 is not the one in its first line")
+        body: dict[str, Any] = json.loads(text)
+        body |= {name: from_json(body[name]) for name in ("layout", "tensors")}
+        body["parts"] = tuple(Part(*part) for part in body["parts"])
+        return cls(**body)
+
+    def update_of(self, tensors: Mapping[str, torch.Tensor]) -> FullWeights | WeightDelta:
+        """Return the update that consists of these tensors."""
+        dense, indices, values = (
+            {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+            for kind in (_DENSE, _INDICES, _VALUES)
+        )
+        if self.base_version is None:
+            return FullWeights(version=self.version, tensors=dense.items())
+        sparse = {name: SparseValues(indices=indices[name], values=values[name]) for name in indices}
+        return WeightDelta(
+            base_version=self.base_version, version=self.version, layout=self.layout, dense=dense, sparse=sparse
+        )
 
 
+def _tensors_of(dense: Mapping[str, torch.Tensor], sparse: Mapping[str, SparseValues]) -> dict[str, torch.Tensor]:
+    """Return the tensors for the parts of an update."""
+    tensors = {_DENSE + name: tensor for name, tensor in dense.items()}
+    for name, part in sparse.items():
+        tensors |= {_INDICES + name: part.indices, _VALUES + name: part.values}
+    return tensors
+
+
+def cut(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield non-empty parts of at most ``part_bytes``: flat tensors in order, cut where a part is full."""
+    part: dict[str, torch.Tensor] = {}
+    left_bytes = part_bytes
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        while flat.numel():
+            count = left_bytes // flat.itemsize
+            if count == 0:
+                yield part
+                part, left_bytes = {}, part_bytes
+                continue
+            part[name], flat = flat[:count], flat[count:]
+            left_bytes -= part[name].nbytes
+    if part:
+        yield part
+
+
+def joined(layout: Layout, parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors that were cut into these parts; a `CorruptWeightsError` if the parts do not fill them."""
+    tensors = {name: torch.empty(spec.shape, dtype=spec.dtype) for name, spec in layout.items()}
+    filled = dict.fromkeys(tensors, 0)
+    for part in parts:
+        for name, piece in part.items():
+            start = filled[name]
+            tensors[name].view(-1)[start : start + piece.numel()] = piece
+            filled[name] += piece.numel()
+    if short := [name for name, count in filled.items() if count != layout[name].numel]:
+        raise CorruptWeightsError(f"{short[0]!r} has {filled[short[0]]} of {layout[short[0]].numel} elements")
+    return tensors
+
+
+def _versions_in(keys: Iterable[str]) -> dict[int, str]:
+    """Return the versions whose manifests are among these keys, in order, with the keys."""
+    return {int(found[1]): key for key in sorted(keys) if (found := _MANIFEST.fullmatch(key))}
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(eq=False)
 class WeightPublisher:
     """Writes versions of the weights, in full or as what changed since the last one.
 
-    A version exists once its manifest does, which is written last and atomically; so a publisher that is killed leaves
-    only unused parts, which the next one removes. A new publisher starts with a full version.
-
-    Before it writes a version, it removes those older than the last ``keep`` full ones: their manifests now, their
-    parts at the next version, so that earlier readers have all that time to finish.
+    A manifest is written last and atomically; so a publisher that is killed leaves only unused parts, which the next
+    one removes. A new publisher starts with a full version. Before it writes a version, it removes those older than the
+    last ``keep`` full ones: their manifests now, their parts at the next version, so that earlier readers have all that
+    time to finish.
 
     It keeps a copy of the last version in the host's memory. One publisher to a URL; its calls block.
-
-    Args:
-        url: see `Objects`.
-        full_every: period of full versions; 1: all are full.
-        keep: number of full versions that stay, with the deltas after them.
-        part_bytes: largest number of bytes of tensors in an object.
-        max_in_flight: largest number of parts that are written concurrently.
     """
 
-    def __init__(
-        self, url: str, *, full_every: int = 8, keep: int = 2, part_bytes: int = 64 << 20, max_in_flight: int = 4
-    ) -> None:
-        _check_at_least(1, full_every=full_every, keep=keep, max_in_flight=max_in_flight)
-        _check_at_least(16, part_bytes=part_bytes)
-        self._objects = Objects(url)
-        self._full_every = full_every
-        self._keep = keep
-        self._part_bytes = part_bytes
-        self._max_in_flight = max_in_flight
+    url: str
+    """See `Objects`."""
+    _: KW_ONLY
+    full_every: int = 8
+    """Period of full versions; 1: all are full."""
+    keep: int = 2
+    """Number of full versions that stay, with the deltas after them."""
+    part_bytes: int = 64 << 20
+    """Largest number of bytes of tensors in an object."""
+    max_in_flight: int = 4
+    """Largest number of parts that are written concurrently."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("full_every", 1), ("keep", 1), ("part_bytes", 16), ("max_in_flight", 1)):
+            require(name, getattr(self, name), getattr(self, name) >= least, f"at least {least}", ValueError)
+        self._objects = Objects(self.url)
         self._last: dict[str, torch.Tensor] = {}
         self._last_version: int | None = None
         self._num_deltas = 0
         """Since the last full version."""
 
     def publish(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> Manifest:
-        """Write a version.
-
-        Args:
-            weights: Hugging Face names and full tensors, on any device; requested one by one.
-            version: above all existing ones.
+        """Write a version of Hugging Face names and full tensors, on any device, which are requested one by one.
 
         Raises:
             ValueError: the version is not above the existing ones, or after a full version came other names, shapes
@@ -73,60 +173,53 @@ class WeightPublisher:
             OSError: the store failed, or did not answer in time (`TimeoutError`); the version is not there.
         """
         keys = self._objects.keys()
-        newest = max(versions_in(keys), default=None)
+        newest = max(_versions_in(keys), default=None)
         if newest is not None and version <= newest:
             raise ValueError(f"version is {version}: {self._objects} has versions up to {newest}, so it must be above")
         self._clean(keys)
-        if self._last_version is None or newest != self._last_version or self._num_deltas + 1 >= self._full_every:
+        base = self._last_version
+        if base is None or base != newest or self._num_deltas + 1 >= self.full_every:
             return self._publish_full({name: host_copy(tensor) for name, tensor in weights}, version)
-        delta = make_delta(self._last, weights, base_version=self._last_version, version=version)
+        delta = make_delta(self._last, weights, base_version=base, version=version)
         if delta.dense.keys() == self._last.keys():
             return self._publish_full(dict(delta.dense), version)
-        manifest = self._write(
-            stored.tensors_of(delta.dense, delta.sparse), delta.layout, version, base=delta.base_version
-        )
-        apply_delta(self._last, delta, version=delta.base_version)
-        self._last_version = version
-        self._num_deltas += 1
+        manifest = self._write(_tensors_of(delta.dense, delta.sparse), delta.layout, version, base=base)
+        apply_delta(self._last, delta, version=base)
+        self._last_version, self._num_deltas = version, self._num_deltas + 1
         return manifest
 
     def _publish_full(self, weights: dict[str, torch.Tensor], version: int) -> Manifest:
-        manifest = self._write(stored.tensors_of(weights), layout_of(weights), version, base=None)
+        manifest = self._write(_tensors_of(weights, {}), layout_of(weights), version, base=None)
         self._last, self._last_version, self._num_deltas = weights, version, 0
         return manifest
 
     def _write(self, tensors: dict[str, torch.Tensor], layout: Layout, version: int, *, base: int | None) -> Manifest:
         """Write the parts of a version, and then its manifest."""
-        folder = f"{PARTS}/{version:012d}-{secrets.token_hex(8)}"
-        parts: list[Part] = []
-        writing = deque[Pending]()
-        for slices in stored.cut(tensors, self._part_bytes):
-            if len(writing) == self._max_in_flight:
-                writing.popleft().result()
-            data = save(slices)
-            part = Part(key=f"{folder}/{len(parts):06d}.safetensors", size_bytes=len(data), sha256=sha256(data))
-            parts.append(part)
-            writing.append(self._objects.start_write(part.key, data))
-        for write in writing:
-            write.result()
-        manifest = Manifest(
-            version=version, base_version=base, layout=layout, tensors=layout_of(tensors), parts=tuple(parts)
-        )
+        folder = f"{_PARTS}{version:012d}-{secrets.token_hex(8)}"
+
+        def start() -> Iterator[tuple[Part, Any]]:
+            for number, slices in enumerate(cut(tensors, self.part_bytes)):
+                data = save(slices)
+                part = Part(f"{folder}/{number:06d}.safetensors", len(data), _sha256(data))
+                yield part, self._objects.start_write(part.key, data)
+
+        parts = tuple(part for part, _ in self._objects.results(start(), self.max_in_flight))
+        manifest = Manifest(version=version, base_version=base, layout=layout, tensors=layout_of(tensors), parts=parts)
         if not self._objects.create(manifest.key, manifest.to_bytes()):
             raise WeightSyncError(f"{self._objects} has version {manifest.version} already, by another publisher")
         return manifest
 
     def _clean(self, keys: Sequence[str]) -> None:
         """Remove parts without a manifest, then the manifests of old versions; ``keys`` are all existing ones."""
-        there = versions_in(keys)
-        for folder in {key.rpartition("/")[0] for key in keys if key.startswith(f"{PARTS}/")}:
-            if int(folder.removeprefix(f"{PARTS}/").partition("-")[0]) not in there:
+        there = _versions_in(keys)
+        for folder in {key.rpartition("/")[0] for key in keys if key.startswith(_PARTS)}:
+            if int(folder.removeprefix(_PARTS).partition("-")[0]) not in there:
                 self._objects.delete_folder(folder)
-        full = [version for version, kind in there.items() if kind == "full"]
-        oldest = min(full[-self._keep :], default=0)
-        for version, kind in there.items():
+        full = [version for version, key in there.items() if key.endswith("-full")]
+        oldest = min(full[-self.keep :], default=0)
+        for version, key in there.items():
             if version < oldest:
-                self._objects.delete(manifest_key(version, kind))
+                self._objects.delete(key)
 
 
 class _RemovedError(Exception):
@@ -134,28 +227,19 @@ class _RemovedError(Exception):
 
 
 class WeightSubscriber:
-    """Loads versions of the weights; it writes nothing.
-
-    Args:
-        url: see `Objects`.
-        max_in_flight: largest number of parts that are read concurrently.
-    """
+    """Loads versions of the weights, and reads at most ``max_in_flight`` parts concurrently; it writes nothing."""
 
     def __init__(self, url: str, *, max_in_flight: int = 4) -> None:
-        _check_at_least(1, max_in_flight=max_in_flight)
+        require("max_in_flight", max_in_flight, max_in_flight >= 1, "at least 1", ValueError)
         self._objects = Objects(url)
         self._max_in_flight = max_in_flight
 
     async def versions(self) -> list[int]:
         """Return the existing versions in order."""
-        return list(versions_in(await asyncio.to_thread(self._objects.keys)))
+        return list(_versions_in(await asyncio.to_thread(self._objects.keys)))
 
     async def wait(self, *, newer_than: int | None, timeout_s: float, poll_s: float = 1.0) -> int:
-        """Return the newest version as soon as it is above ``newer_than``; None: as soon as there is one.
-
-        Raises:
-            TimeoutError: there is none in time.
-        """
+        """Return the newest version once it is above ``newer_than`` (None: once there is one); else `TimeoutError`."""
         end_s = time.monotonic() + timeout_s
         while True:
             newest = max(await self.versions(), default=None)
@@ -168,15 +252,11 @@ class WeightSubscriber:
     async def load(self, *, have: int | None = None) -> list[FullWeights | WeightDelta]:
         """Return the updates that lead to the newest version, for one call of `WeightMirror.apply`.
 
-        These are the deltas since ``have`` if there is no full version in between, else the last full version and the
-        deltas since; none if there is nothing above ``have``.
+        These are the deltas since ``have``, the version of the current weights, if there is no full version in between,
+        else the last full version and the deltas since; none if there is nothing above ``have``.
 
-        Args:
-            have: the version of the current weights; None: there are none.
-
-        Raises:
-            CorruptWeightsError: an object is damaged, or one of an existing manifest is missing.
-            OSError: the store failed, or did not answer in time (`TimeoutError`).
+        `CorruptWeightsError` if an object is damaged or missing, `OSError` if the store failed or, by a `TimeoutError`,
+        did not answer in time.
         """
         return await asyncio.to_thread(self._load, have)
 
@@ -184,7 +264,7 @@ class WeightSubscriber:
         missing = ""
         for _ in range(_TRIES):
             try:
-                return [m.update_of(stored.joined(m.tensors, self._parts(m))) for m in self._chain(have)]
+                return [m.update_of(joined(m.tensors, self._parts(m))) for m in self._chain(have)]
             except _RemovedError as error:
                 # Either this reader was so slow that its versions were removed, or the store has lost an object.
                 missing = str(error)
@@ -192,39 +272,33 @@ class WeightSubscriber:
 
     def _chain(self, have: int | None) -> list[Manifest]:
         """Return the manifests that lead to the newest version, in order."""
-        there = versions_in(self._objects.keys())
+        there = _versions_in(self._objects.keys())
         newest = max(there, default=None)
         if newest is None or (have is not None and newest <= have):
             return []
         chain: list[Manifest] = []
         version: int | None = newest
         while version is not None and version != have:
-            key = manifest_key(version, there.get(version, "full"))
-            data = self._value(key, self._objects.start_read(key))
+            if version not in there:
+                raise _RemovedError(f"the manifest of version {version}")
+            key = there[version]
+            data = _value(key, self._objects.result(self._objects.start_read(key)))
             chain.append(Manifest.from_bytes(data, key=f"{self._objects}: {key}"))
             version = chain[-1].base_version
         return chain[::-1]
 
     def _parts(self, manifest: Manifest) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the parts of a version in order, while the next ones are read."""
-        reading = deque[tuple[Part, Pending]]()
-        for part in manifest.parts:
-            reading.append((part, self._objects.start_read(part.key, part.size_bytes)))
-            if len(reading) == self._max_in_flight:
-                yield self._checked(*reading.popleft())
-        while reading:
-            yield self._checked(*reading.popleft())
+        reads = ((part, self._objects.start_read(part.key)) for part in manifest.parts)
+        for part, found in self._objects.results(reads, self._max_in_flight):
+            data = _value(part.key, found)
+            if _sha256(data) != part.sha256:
+                what = "its SHA-256 is not that of what was written"
+                raise CorruptWeightsError(f"{self._objects}: {part.key} is damaged: {what}")
+            yield load(data)
 
-    def _checked(self, part: Part, read: Pending) -> dict[str, torch.Tensor]:
-        data = self._value(part.key, read)
-        if sha256(data) != part.sha256:
-            raise CorruptWeightsError(
-                f"{self._objects}: {part.key} is damaged: its SHA-256 is not that of what was written"
-            )
-        return load(data)
 
-    def _value(self, key: str, read: Pending) -> bytes:
-        found = read.result()
-        if found.state != "value":
-            raise _RemovedError(key)
-        return found.value
+def _value(key: str, found: Any) -> bytes:
+    if found.state != "value":
+        raise _RemovedError(key)
+    return found.value
