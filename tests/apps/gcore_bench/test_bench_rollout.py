@@ -21,8 +21,7 @@ from gcore_bench.harness.report import Run, paired_ratio, summarise
 from gcore_bench.rollout import generation, sandbox_calls
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.report import ratios, tables
-from gcore_bench.rollout.step_clock import StepClock
-from gcore_bench.rollout.sync import Way, busy_figures
+from gcore_bench.rollout.sync import StepClock, Way, busy_figures
 from gcore_bench.rollout.workload import (
     make_requests,
     max_length,
@@ -65,11 +64,12 @@ def test_clocks_of_one_file_are_one(tmp_path: Path) -> None:
     reader = StepClock(tmp_path / "clock")
     before_s = time.perf_counter()
     writer.note_pass()
-    writer.note_update_start()
-    writer.note_update_end()
+    with writer.updating():
+        pass
     writer.note_pass()
     first_s, second_s = reader.passes_s
-    assert before_s <= first_s <= reader.update_start_s <= reader.update_end_s <= second_s <= time.perf_counter()
+    start_s, end_s = reader.update_s
+    assert before_s <= first_s <= start_s <= end_s <= second_s <= time.perf_counter()
     reader.reset()
     assert writer.num_passes == 0
 
@@ -144,24 +144,15 @@ class FakeEngine:
 
     async def update(self, version: int) -> None:
         assert self._clock is not None
-        self._clock.note_update_start()
-        time.sleep(0.3)
-        self._version = version
-        self._clock.note_update_end()
+        with self._clock.updating():
+            time.sleep(0.3)
+            self._version = version
 
     async def abort(self) -> None:
         self._aborted = True
 
     async def close(self) -> None:
         self._aborted = True
-
-
-class FakeProcesses:
-    def __init__(self, engine: FakeEngine) -> None:
-        self._engine = engine
-
-    async def start(self, *_: object) -> FakeEngine:
-        return self._engine
 
 
 @pytest.mark.slow
@@ -185,12 +176,16 @@ async def test_tokens_with_the_wrong_version_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-async def test_a_contender_makes_the_tokens_that_were_asked_for(tmp_path: Path, missing: int) -> None:
+async def test_a_contender_makes_the_tokens_that_were_asked_for(
+    tmp_path: Path, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(*_: object) -> FakeEngine:
+        return FakeEngine(missing=missing)
+
+    monkeypatch.setattr(generation, "start_engine", start)
     options = RolloutOptions(contenders=("gcore-hf-process",), rounds=2, median_length=4, max_response_length=8)
     said: list[str] = []
-    rounds = generation.run_rounds(
-        options, tmp_path, cast(Any, FakeProcesses(FakeEngine(missing=missing))), say=said.append
-    )
+    rounds = generation.run_rounds(options, tmp_path, say=said.append)
     if missing:
         with pytest.raises(BenchError, match=f"the samples have {num_tokens(options)}"):
             await rounds
@@ -200,7 +195,9 @@ async def test_a_contender_makes_the_tokens_that_were_asked_for(tmp_path: Path, 
         assert len(said) == 2
 
 
-async def test_an_isolation_that_the_machine_does_not_give_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_isolation_that_the_machine_does_not_give_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def make(*, isolation: str, max_concurrency: int) -> Sandbox:
         if isolation == "namespaces":
             raise SandboxError("not on this machine")
@@ -208,7 +205,7 @@ async def test_an_isolation_that_the_machine_does_not_give_is_left_out(monkeypat
 
     monkeypatch.setattr(sandbox_calls, "Sandbox", make)
     said: list[str] = []
-    runs = await sandbox_calls.run_rounds(RolloutOptions(rounds=1, calls=1), say=said.append)
+    runs = await sandbox_calls.run_rounds(RolloutOptions(rounds=1, calls=1), tmp_path, say=said.append)
     assert [r.contender for r in runs] == ["bare", "limits"]
     assert said[0] == "sandbox: not on this machine"
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Figures, Rounds, Run
@@ -22,12 +23,13 @@ _ISOLATIONS: tuple[Isolation, ...] = ("limits", "namespaces")
 Call = Callable[[], Awaitable[object]]
 
 
-async def run_rounds(options: RolloutOptions, *, say: Callable[[str], object]) -> list[Run]:
+async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[str], object]) -> list[Run]:
     """Measure every isolation in turn; one that this machine does not support is left out.
 
     Raises:
         BenchError: a program did not finish.
     """
+    del folder
     cores = os.cpu_count() or 1
     rounds = Rounds("sandbox", options.rounds, say=say)
     with ThreadPoolExecutor(cores) as pool:

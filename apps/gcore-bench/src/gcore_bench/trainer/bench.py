@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
@@ -13,7 +13,6 @@ from gcore_bench.harness.report import Rounds, Rows, Session, plain, summarise
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.report import notes, part_table, tokens_table
 from gcore_bench.trainer.workload import (
-    BALANCE_RANKS,
     Deal,
     context_layouts,
     deals,
@@ -25,13 +24,8 @@ from gcore_trainer import Sample
 
 _TOLERANCE = 1e-4
 
-
-class Contender(NamedTuple):
-    """A contender of a part: its number of processes, and the micro-batches of each of them."""
-
-    name: str
-    world_size: int = 1
-    batches: list[list[list[int]]] | None = None
+_Ranks = list[list[list[int]]]
+"""Micro-batches of samples of each process of a contender; no batches where its work has none."""
 
 
 def run(options: TrainerOptions, console: Console) -> None:
@@ -42,7 +36,7 @@ def run(options: TrainerOptions, console: Console) -> None:
     """
     with Session(options, console, notes=notes(options)) as session:
         start_server(options.threads)
-        run_processes(_specs("setup", Contender("setup"), options, session.folder))
+        run_processes(_specs("setup", "setup", [[]], options, session.folder))
         samples = load_samples(session.folder)
         dealt = deals(options, samples)
         for part in dict.fromkeys(options.parts):
@@ -51,9 +45,10 @@ def run(options: TrainerOptions, console: Console) -> None:
                 session.add(part, tables=[tokens_table(rows)], summary={"rows": rows})
                 continue
             rounds = Rounds(part, options.rounds, say=session.say)
-            contenders = {found.name: found for found in _contenders(part, options, samples, dealt)}
+            contenders = _contenders(part, options, samples, dealt)
             for turn in rounds.turns(contenders):
-                found = run_processes(_specs(part, contenders[turn.contender], options, session.folder))
+                ranks = contenders[turn.contender]
+                found = run_processes(_specs(part, turn.contender, ranks, options, session.folder))
                 turn.done(found, " and ".join(f"{figures['step_s']:.2f} s" for figures in found.values()))
             summary = summarise(part, rounds.runs)
             figures: dict[str, Any] = {"summary": asdict(summary), "runs": rounds.runs}
@@ -82,34 +77,32 @@ def check_agreement(part: str, rows: Rows) -> None:
 
 def _contenders(
     part: str, options: TrainerOptions, samples: Sequence[Sample], dealt: Mapping[str, Deal]
-) -> list[Contender]:
+) -> dict[str, _Ranks]:
     """Return the contenders of a part in the order in which they run."""
     match part:
         case "step":
-            return [Contender(name, 1, [step_batches(options, samples, name)]) for name in options.contenders]
+            return {name: [step_batches(options, samples, name)] for name in options.contenders}
         case "balance":
-            return [Contender(name, BALANCE_RANKS, found.batches) for name, found in dealt.items()]
+            return {name: found.batches for name, found in dealt.items()}
         case "log-probs":
-            return [Contender("chunked"), Contender("naive")]
+            return {"chunked": [[]], "naive": [[]]}
         case "context":
-            layouts = context_layouts(options.context_sizes)
-            return [Contender(name, size) for name, (size, _) in layouts.items()]
+            return {name: [[]] * size for name, (size, _) in context_layouts(options.context_sizes).items()}
         case _:
-            return [Contender("gcore")]
+            return {"gcore": [[]]}
 
 
-def _specs(part: str, contender: Contender, options: TrainerOptions, folder: Path) -> list[Spec]:
-    more = {} if contender.batches is None else {"batches": contender.batches}
+def _specs(part: str, contender: str, ranks: _Ranks, options: TrainerOptions, folder: Path) -> list[Spec]:
     return [
         Spec(
             work="gcore_bench.trainer.parts",
             part=part,
-            contender=contender.name,
+            contender=contender,
             folder=str(folder),
-            options=plain(options) | more,
+            options={**plain(options), **({"batches": batches} if batches else {})},
             rank=rank,
-            world_size=contender.world_size,
+            world_size=len(ranks),
             threads=options.threads,
         )
-        for rank in range(contender.world_size)
+        for rank, batches in enumerate(ranks)
     ]

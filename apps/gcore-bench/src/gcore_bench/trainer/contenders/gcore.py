@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_bench.trainer.updates import LOSS, OPTIMIZER, StepResult, padded
+from gcore_bench.harness.processes import Spec
+from gcore_bench.harness.report import Figures
+from gcore_bench.trainer.updates import LOSS, OPTIMIZER, padded
 from gcore_trainer import (
     MicroBatch,
     PackedModel,
@@ -21,31 +23,26 @@ from gcore_trainer import (
 )
 
 
-class GcoreStep:
-    """Steps of one trainer.
+class Stepper:
+    """Steps of one trainer; ``parallel`` are its FSDP ranks, which share the prompts of a group."""
 
-    Args:
-        model: folder of a Hugging Face model.
-        kind: ``gcore-padded``, ``gcore-packed`` or ``gcore-shared``.
-        parallel: the FSDP ranks; None for a single process.
-    """
-
-    def __init__(self, model: Path, kind: str, *, parallel: TorchParallel | None = None) -> None:
-        family = _PaddedModel if kind == "gcore-padded" else PackedModel
+    def __init__(self, spec: Spec, parallel: TorchParallel | None = None) -> None:
+        family = _PaddedModel if spec.contender == "gcore-padded" else PackedModel
+        is_shared = spec.contender == "gcore-shared" or parallel is not None
         self._trainer = TorchTrainer(
-            family.from_pretrained(model, share_prefix=kind == "gcore-shared"),
+            family.from_pretrained(Path(spec.folder) / "model", share_prefix=is_shared),
             optimizer=OPTIMIZER,
             objective=PolicyObjective(LOSS),
             parallel=parallel,
         )
 
-    def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> StepResult:
+    def step(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> Figures:
         metrics = self._trainer.train_step([[samples[i] for i in batch] for batch in batches])
-        return StepResult(
-            loss=metrics["actor/pg_loss"],
-            grad_norm=metrics["actor/grad_norm"],
-            computed_tokens=metrics["perf/computed_tokens"],
-        )
+        return {
+            "loss": metrics["actor/pg_loss"],
+            "grad_norm": metrics["actor/grad_norm"],
+            "computed_tokens": metrics["perf/computed_tokens"],
+        }
 
 
 class _PaddedModel(PackedModel):

@@ -1,6 +1,6 @@
 """TRL: the loss of a real `GRPOTrainer` on batches padded the way it pads them, its backward pass, and AdamW."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,25 +9,23 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from gcore_bench.harness.processes import Spec
 from gcore_bench.trainer.updates import LOSS, LossStep, padded
 from gcore_runs import build_tokenizer
 from gcore_trainer import Sample
 
 
-class TrlStep(LossStep):
-    """Steps of a `GRPOTrainer` on given rollouts.
+class Stepper(LossStep):
+    """Steps of a `GRPOTrainer` on given rollouts."""
 
-    Args:
-        folder: has ``model`` and ``tokenizer``; TRL requires the latter, this bench does not use it.
-    """
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, spec: Spec) -> None:
         # Otherwise TRL imports vLLM, which takes ten seconds and is not used here.
         import_module("trl.import_utils").__dict__["is_vllm_available"] = lambda *_, **__: False
         from datasets import Dataset
         from trl.trainer.grpo_config import GRPOConfig
         from trl.trainer.grpo_trainer import GRPOTrainer
 
+        folder = Path(spec.folder)
         policy: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         self._trainer: Any = GRPOTrainer(
             model=policy,
@@ -48,22 +46,24 @@ class TrlStep(LossStep):
                 report_to="none",
             ),
             train_dataset=Dataset.from_dict({"prompt": ["1", "2"]}),
+            # TRL requires one; this bench does not use it.
             processing_class=build_tokenizer(folder / "tokenizer"),
         )
         super().__init__(self._trainer.model)
         self.model.train()
 
-    def start(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> None:
-        self._inputs = _inputs(samples)
+    def partial_losses(
+        self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[torch.Tensor, int]]:
+        inputs = _inputs(samples)
         # The loss of a micro-batch is scaled by the number of them in a generation batch.
         self._trainer.args.steps_per_generation = len(batches)
         self._trainer.current_gradient_accumulation_steps = len(batches)
-
-    def partial_loss(self, batch: Sequence[int]) -> tuple[torch.Tensor, int]:
-        rows = torch.tensor(batch)
-        part = {name: value[rows] if value.dim() else value for name, value in self._inputs.items()}
-        num_tokens = part["prompt_ids"].numel() + part["completion_ids"].numel()
-        return self._trainer._compute_loss(self.model, part), num_tokens
+        for batch in batches:
+            rows = torch.tensor(batch)
+            part = {name: value[rows] if value.dim() else value for name, value in inputs.items()}
+            num_tokens = part["prompt_ids"].numel() + part["completion_ids"].numel()
+            yield self._trainer._compute_loss(self.model, part), num_tokens
 
 
 def _inputs(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ one call of torch's fused attention kernel for each sequence, which computes no 
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,16 +17,17 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from gcore_bench.harness.processes import Spec
 from gcore_bench.trainer.updates import LOSS, LossStep, padded
 from gcore_trainer import Sample
 
 _ATTENTION = "bench_varlen"
 
 
-class VerlStep(LossStep):
+class Stepper(LossStep):
     """Steps of a model under verl's loss."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, spec: Spec) -> None:
         self._verl = _import_verl()
         self._config = self._verl.ActorConfig(
             strategy="fsdp",
@@ -36,30 +37,30 @@ class VerlStep(LossStep):
             clip_ratio_high=LOSS.clip_ratio_high,
         )
         AttentionInterface.register(_ATTENTION, _attend)
-        load = AutoModelForCausalLM.from_pretrained
+        load, model = AutoModelForCausalLM.from_pretrained, Path(spec.folder) / "model"
         super().__init__(load(model, dtype=torch.float32, attn_implementation=_ATTENTION))
 
-    def start(self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> None:
-        self._samples = samples
+    def partial_losses(
+        self, samples: Sequence[Sample], batches: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[torch.Tensor, int]]:
         self._config.global_batch_info.update(
             dp_size=1,
             batch_num_tokens=sum(samples[i].response_ids.size for batch in batches for i in batch),
             global_batch_size=sum(len(b) for b in batches),
             loss_scale_factor=None,
         )
-
-    def partial_loss(self, batch: Sequence[int]) -> tuple[torch.Tensor, int]:
-        chosen = [self._samples[i] for i in batch]
-        log_probs_BR, row_length = self._log_probs(chosen)
-        loss, _ = self._verl.get_policy_loss_fn("vanilla")(
-            old_log_prob=padded([s.old_log_probs for s in chosen]),
-            log_prob=log_probs_BR,
-            advantages=padded([s.advantages for s in chosen]),
-            response_mask=padded([s.mask for s in chosen]),
-            loss_agg_mode=LOSS.loss_agg_mode,
-            config=self._config,
-        )
-        return loss, row_length
+        for batch in batches:
+            chosen = [samples[i] for i in batch]
+            log_probs_BR, row_length = self._log_probs(chosen)
+            loss, _ = self._verl.get_policy_loss_fn("vanilla")(
+                old_log_prob=padded([s.old_log_probs for s in chosen]),
+                log_prob=log_probs_BR,
+                advantages=padded([s.advantages for s in chosen]),
+                response_mask=padded([s.mask for s in chosen]),
+                loss_agg_mode=LOSS.loss_agg_mode,
+                config=self._config,
+            )
+            yield loss, row_length
 
     def _log_probs(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, int]:
         """Return the log-probs of the responses, [B, R], and the number of tokens of the row."""
