@@ -3,7 +3,6 @@
 Shapes: N tokens, D hidden size, V vocabulary.
 """
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from gcore_bench.harness.measure import measured
 from gcore_bench.harness.models import make_model
 from gcore_bench.harness.processes import Spec, joined_world
 from gcore_bench.harness.report import Figures
+from gcore_bench.trainer.contenders import LOSS, OPTIMIZER, GcoreStep, LossStep, TrlStep, VerlStep
 from gcore_bench.trainer.options import TrainerOptions
-from gcore_bench.trainer.updates import LOSS, OPTIMIZER
 from gcore_bench.trainer.workload import (
     LONG_VOCAB_SIZE,
     context_layouts,
@@ -73,15 +72,13 @@ def run(spec: Spec) -> dict[str, Figures]:
         case "setup":
             return _set_up(folder, TrainerOptions(**spec.options))
         case "step":
-            # Only the process of a contender imports its library.
-            library = import_module(f"gcore_bench.trainer.contenders.{spec.contender.partition('-')[0]}")
-            return _measured(spec, library.Stepper(spec))
+            peer = {"trl": TrlStep, "verl": VerlStep}.get(spec.contender)
+            return _measured(spec, peer(folder) if peer else GcoreStep(folder, spec.contender))
         case "balance":
-            from gcore_bench.trainer.contenders.gcore import Stepper
-
             # Parameters are sharded, so that ranks wait for each other in every pass.
             with joined_world(spec):
-                return _measured(spec, Stepper(spec, TorchParallel.join(ParallelConfig())))
+                parallel = TorchParallel.join(ParallelConfig())
+                return _measured(spec, GcoreStep(folder, "gcore-shared", parallel=parallel))
         case "log-probs":
             return {f"{size:,} {spec.contender}": _figures(spec, size) for size in spec.options["vocab_sizes"]}
         case "context":
@@ -102,7 +99,7 @@ def _set_up(folder: Path, options: TrainerOptions) -> dict[str, Figures]:
     return {}
 
 
-def _measured(spec: Spec, stepper: Any) -> dict[str, Figures]:
+def _measured(spec: Spec, stepper: GcoreStep | LossStep) -> dict[str, Figures]:
     """Return seconds and memory of a step, and its result; of one rank among several its own."""
     samples, batches = load_samples(Path(spec.folder)), spec.options["batches"]
     stepper.step(_WARMUP, [[0, 1]])
