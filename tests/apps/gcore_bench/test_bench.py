@@ -15,7 +15,7 @@ import pytest
 from process_tree import left_after
 from rich.console import Console
 
-from gcore_bench.grpo.contenders import verl as verl_contender
+from gcore_bench.grpo.contenders.commands import verl_program
 from gcore_bench.grpo.measure import StepFigures, StepRecorder
 from gcore_bench.grpo.options import GrpoOptions
 from gcore_bench.grpo.report import StepRun, Summary, aims, notes, summarise_steps, table
@@ -185,7 +185,7 @@ def test_verl_is_given_the_job_of_all(tmp_path: Path) -> None:
     workload = WORKLOADS["long"]
     make_tiny_model(tmp_path / "model", seed=0)
     task = Task(contender="verl", workload=workload, model=tmp_path / "model", steps=200, threads=1, seed=3)
-    verl = verl_contender.program(task, python=Path("python"), folder=tmp_path)
+    verl = verl_program(task, python=Path("python"), folder=tmp_path)
     settings = dict(a.split("=", 1) for a in verl.command if "=" in a)
     config = train_config(workload, seed=3)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -1,13 +1,27 @@
-"""Figures of a step, and the means to take them inside a contender's process."""
+"""The process of a contender, which returns the figures of its steps, and the means to take them."""
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Self
 
+from gcore_bench.grpo.workload import MODEL, WORKLOADS, Task
+from gcore_bench.harness.processes import Spec
+
 if TYPE_CHECKING:
     from gcore_rollout import RewardFunction
+
+
+def run(spec: Spec) -> list[dict[str, Any]]:
+    """Make the steps of a contender, or the model that the workload trains; return the figures of every step."""
+    own: dict[str, Any] = {**spec.options, "model": Path(spec.options["model"]), "threads": spec.threads}
+    task = Task(workload=WORKLOADS[spec.part], contender=spec.contender, **own)
+    name = "setup" if spec.contender == MODEL else f"contenders.{spec.contender.removesuffix('-vllm')}"
+    steps: list[StepFigures] = import_module(f"gcore_bench.grpo.{name}").run(task)
+    return [asdict(step) for step in steps]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +56,6 @@ class StepFigures:
     def other_s(self) -> float:
         """Time for advantages, batches and bookkeeping."""
         return self.wall_s - self.gen_s - self.reward_s - self.train_s
-
-
-def reported_step(row: Mapping[str, float], num_samples: int, *, gen_s: float, train_s: float) -> dict[str, Any]:
-    """Return the figures of a step from the metrics of a system of several processes; its gen includes rewards."""
-    return {
-        "wall_s": row["timing_s/step"],
-        "gen_s": gen_s,
-        "train_s": train_s,
-        "score": row["critic/score/mean"],
-        "num_samples": num_samples,
-        "mean_length": row["response_length/mean"],
-        "max_length": int(row["response_length/max"]),
-    }
 
 
 class StepClock:

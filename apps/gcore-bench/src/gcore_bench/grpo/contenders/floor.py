@@ -6,6 +6,7 @@ No program that multiplies the same weights with the same tokens in the same num
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,11 +67,6 @@ def _train(layers: list[torch.Tensor], head: torch.Tensor, lengths: Sequence[int
         torch.mm(gradient.T, inputs)
 
 
-_buffers: dict[tuple[int, int], torch.Tensor] = {}
-
-
+@cache
 def _inputs(num_tokens: int, width: int) -> torch.Tensor:
-    key = (num_tokens, width)
-    if key not in _buffers:
-        _buffers[key] = torch.randn(key)
-    return _buffers[key]
+    return torch.randn(num_tokens, width)

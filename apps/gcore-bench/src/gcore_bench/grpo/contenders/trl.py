@@ -90,7 +90,6 @@ class _TimedTrainer(GRPOTrainer):
     gen_s = 0.0
     prepare_s = 0.0
     """Seconds of all that precedes the forward passes: generation, rewards, advantages."""
-    train_start_s: float | None = None
     lengths: tuple[int, ...] = ()
 
     def _generate(self, prompts: list[Any]) -> Any:
@@ -106,11 +105,6 @@ class _TimedTrainer(GRPOTrainer):
         self.prepare_s += time.perf_counter() - start_s
         return inputs
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.train_start_s is None:
-            self.train_start_s = time.perf_counter()
-        return super().training_step(*args, **kwargs)
-
 
 class _Callback(TrainerCallback):
     """Notifies the recorder of every step."""
@@ -122,13 +116,15 @@ class _Callback(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._recorder.clock.lap()
 
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer.prepare_s = 0.0
+        self._start_s = time.perf_counter()
+
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Called when the optimizer has stepped."""
         trainer = self._trainer
-        assert trainer.train_start_s is not None
-        train_s = time.perf_counter() - trainer.train_start_s - trainer.prepare_s
+        train_s = time.perf_counter() - self._start_s - trainer.prepare_s
         self._recorder.ended(trainer.lengths, gen_s=trainer.gen_s, train_s=train_s)
-        trainer.train_start_s, trainer.prepare_s = None, 0.0
 
 
 def _correct_weight_sync(generation: Any) -> None:

@@ -1,28 +1,55 @@
-"""verl: its main program on a CPU, in an environment of its own; figures are read from the file of its logger."""
+"""gcore on Ray and verl: systems of several processes, run by their own commands; figures are from their metrics."""
 
 import json
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, disable_progress_bars
-
-from gcore_bench.grpo.measure import reported_step
 from gcore_bench.grpo.setup import load_train_prompts, train_config
-from gcore_bench.grpo.workload import PROMPT_LENGTH, Task, Workload
+from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 from gcore_bench.harness.processes import Program
-from gcore_runs import build_tokenizer
+from gcore_runs import build_tokenizer, read_jsonl, to_toml
 
+_NUM_CONTROLLERS = 2
 _KV_CACHE_BYTES = 256 << 20
-"""Enough for the responses of a step; all of it is touched at the start and counts as memory."""
+"""Enough for the responses of a step in verl; all of it is touched at the start and counts as memory."""
 
 
-def program(task: Task, *, python: Path, folder: Path) -> Program:
-    """Return the command of verl's main program; the files that it reads are written to ``folder``."""
+def gcore_program(task: Task, *, folder: Path) -> Program:
+    """Return the command `gcore-llm train` on Ray; its settings and its run are in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = replace(
+        train_config(task.workload, steps=task.steps, threads=task.threads, seed=task.seed),
+        runtime="ray",
+        controllers=_NUM_CONTROLLERS,
+        model=str(task.model.resolve()),
+        name="run",
+        runs_dir=str(folder.resolve()),
+    )
+    settings, run = folder / "settings.toml", folder / config.name
+    settings.write_text(to_toml(config))
+    shutil.rmtree(run, ignore_errors=True)
+    main = "from gcore_llm.cli import main; main()"
+    # Responses are scored while others of the step are being generated.
+    stages: dict[str, Any] = {"gen": ("gen",), "also": ("reward", "sync"), "train": ("train",)}
+    return Program(
+        command=[sys.executable, "-c", main, "train", "--config", str(settings.resolve())],
+        environment={"OMP_NUM_THREADS": str(task.threads)},
+        folder=folder,
+        read=lambda: _figures(task, run / "metrics.jsonl", **stages),
+    )
+
+
+def verl_program(task: Task, *, python: Path, folder: Path) -> Program:
+    """Return the command of verl's main program on a CPU; the files that it reads are written to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts, metrics = folder / "prompts.parquet", folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     overrides = _overrides(task, prompts, num_prompts=_write_prompts(task, prompts))
+    stages: dict[str, Any] = {"gen": ("gen", "update_weights"), "train": ("old_log_prob", "update_actor")}
     return Program(
         command=[
             *(str(python), "-W", "ignore", "-m", "verl.trainer.main_ppo"),
@@ -41,12 +68,38 @@ def program(task: Task, *, python: Path, folder: Path) -> Program:
             "TOKENIZERS_PARALLELISM": "false",
         },
         folder=folder,
-        read=lambda: _figures(task.workload, metrics),
+        read=lambda: _figures(task, metrics, **stages),
     )
+
+
+def _figures(
+    task: Task, metrics: Path, *, gen: Sequence[str], train: Sequence[str], also: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the figures of each step from the seconds of a system's stages; those of ``also`` may be missing in gen.
+
+    Its generation includes rewards.
+    """
+    # verl writes the metrics of a step into one entry; evaluations of gcore have rows of their own.
+    rows: list[dict[str, float]] = [row.get("data", row) for row in read_jsonl(metrics)]
+    return [
+        {
+            "wall_s": row["timing_s/step"],
+            "gen_s": sum(row[f"timing_s/{s}"] for s in gen) + sum(row.get(f"timing_s/{s}", 0.0) for s in also),
+            "train_s": sum(row[f"timing_s/{s}"] for s in train),
+            "score": row["critic/score/mean"],
+            "num_samples": task.workload.samples_per_step,
+            "mean_length": row["response_length/mean"],
+            "max_length": int(row["response_length/max"]),
+        }
+        for row in rows
+        if "timing_s/step" in row
+    ]
 
 
 def _write_prompts(task: Task, path: Path) -> int:
     """Write the prompts of all contenders in verl's format; return their number."""
+    from datasets import Dataset, disable_progress_bars
+
     config = train_config(task.workload, seed=task.seed)
     prompts = load_train_prompts(config, build_tokenizer(task.model)).train
     rows: list[dict[str, Any]] = [
@@ -164,16 +217,3 @@ def _hydra(value: object) -> str:
             return f"'{value}'"
         case _:
             return str(value)
-
-
-def _figures(workload: Workload, metrics: Path) -> list[dict[str, Any]]:
-    rows: list[Mapping[str, float]] = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-    return [
-        reported_step(
-            row,
-            workload.samples_per_step,
-            gen_s=row["timing_s/gen"] + row["timing_s/update_weights"],
-            train_s=row["timing_s/old_log_prob"] + row["timing_s/update_actor"],
-        )
-        for row in rows
-    ]
