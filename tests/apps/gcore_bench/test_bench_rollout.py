@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.report import Run, paired_ratio, summarise
+from gcore_bench.harness.report import Rounds, Run, paired_ratio, summarise
 from gcore_bench.rollout import generation, sandbox_calls
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.report import ratios, tables
@@ -142,7 +142,7 @@ class FakeEngine:
                     finish_reason="abort",
                 )
 
-    async def update(self, version: int) -> None:
+    async def update_weights(self, _: object, *, version: int) -> None:
         assert self._clock is not None
         with self._clock.updating():
             time.sleep(0.3)
@@ -159,7 +159,7 @@ class FakeEngine:
 async def test_the_time_without_a_token_is_that_of_the_copy(tmp_path: Path) -> None:
     clock = StepClock(tmp_path / "clock")
     engine = FakeEngine(clock)
-    way = Way(engine=cast(Any, engine), clocks=[clock], update=engine.update)
+    way = Way(engine=cast(Any, engine), clocks=[clock], weights=tuple)
     row = await busy_figures(way, 1, sync_request(RolloutOptions()))
     assert row["first_token_s"] >= row["busy_s"] >= 0.3
     # The time without a token begins with the last one before the call, a step or, on a busy machine, more before.
@@ -170,7 +170,7 @@ async def test_the_time_without_a_token_is_that_of_the_copy(tmp_path: Path) -> N
 async def test_tokens_with_the_wrong_version_are_found(tmp_path: Path) -> None:
     clock = StepClock(tmp_path / "clock")
     engine = FakeEngine(clock, labels_late=1)
-    way = Way(engine=cast(Any, engine), clocks=[clock], update=engine.update)
+    way = Way(engine=cast(Any, engine), clocks=[clock], weights=tuple)
     with pytest.raises(BenchError, match="carry version 1 first, but by their times"):
         await busy_figures(way, 1, sync_request(RolloutOptions()))
 
@@ -185,13 +185,13 @@ async def test_a_contender_makes_the_tokens_that_were_asked_for(
     monkeypatch.setattr(generation, "start_engine", start)
     options = RolloutOptions(contenders=("gcore-hf-process",), rounds=2, median_length=4, max_response_length=8)
     said: list[str] = []
-    rounds = generation.run_rounds(options, tmp_path, say=said.append)
+    rounds = Rounds("generation", options.rounds, say=said.append)
     if missing:
         with pytest.raises(BenchError, match=f"the samples have {num_tokens(options)}"):
-            await rounds
+            await generation.measure(options, tmp_path, rounds)
     else:
-        runs = await rounds
-        assert [r.round for r in runs] == [1, 2]
+        await generation.measure(options, tmp_path, rounds)
+        assert [r.round for r in rounds.runs] == [1, 2]
         assert len(said) == 2
 
 
@@ -205,8 +205,9 @@ async def test_an_isolation_that_the_machine_does_not_give_is_left_out(
 
     monkeypatch.setattr(sandbox_calls, "Sandbox", make)
     said: list[str] = []
-    runs = await sandbox_calls.run_rounds(RolloutOptions(rounds=1, calls=1), tmp_path, say=said.append)
-    assert [r.contender for r in runs] == ["bare", "limits"]
+    rounds = Rounds("sandbox", 1, say=said.append)
+    await sandbox_calls.measure(RolloutOptions(calls=1), tmp_path, rounds)
+    assert [r.contender for r in rounds.runs] == ["bare", "limits"]
     assert said[0] == "sandbox: not on this machine"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from gcore_bench.grpo.measure import StepFigures
+from gcore_bench.grpo.measure import Step
 from gcore_bench.grpo.options import GrpoOptions
 from gcore_bench.grpo.workload import FLOOR, Workload
 from gcore_bench.harness.processes import Footprint
@@ -25,7 +25,7 @@ class StepRun(Run):
     """One contender in one round."""
 
     footprint: Footprint
-    steps: list[StepFigures]
+    steps: list[Step]
     """The measured steps."""
 
 
@@ -70,23 +70,28 @@ def _ratios(lines: Mapping[str, Line], metric: str) -> dict[str, dict[str, float
 
 
 def _line(contender: str, runs: Sequence[StepRun]) -> Line:
-    steps = [step for run in runs for step in run.steps]
-    step_s = median(step.wall_s for step in steps)
-    cpu_s = [step.cpu_s for step in steps if step.cpu_s is not None]
+    steps = [step | {"other_s": _other_s(step)} for run in runs for step in run.steps]
+    step_s, num_samples = median(step["wall_s"] for step in steps), steps[0]["num_samples"]
+    cpu_s = [step["cpu_s"] for step in steps if step["cpu_s"] is not None]
     return {
         "contender": contender,
         "num_steps": len(steps),
-        "samples_per_step": steps[0].num_samples,
-        "samples_per_s": steps[0].num_samples / step_s,
+        "samples_per_step": num_samples,
+        "samples_per_s": num_samples / step_s,
         "step_s": step_s,
-        **{f"{stage}_s": median(getattr(step, f"{stage}_s") for step in steps) for stage in _STAGES},
+        **{f"{stage}_s": median(step[f"{stage}_s"] for step in steps) for stage in _STAGES},
         "cpu_s": median(cpu_s) if cpu_s else None,
         "peak_pss_bytes": max(run.footprint.pss_bytes for run in runs),
         "num_processes": max(run.footprint.num_processes for run in runs),
-        "mean_length": fmean(step.mean_length for step in steps),
-        "max_length": max(step.max_length for step in steps),
-        "score": fmean(step.score for step in steps),
+        "mean_length": fmean(step["mean_length"] for step in steps),
+        "max_length": max(step["max_length"] for step in steps),
+        "score": fmean(step["score"] for step in steps),
     }
+
+
+def _other_s(step: Step) -> float:
+    """Return the time for advantages, batches and bookkeeping."""
+    return step["wall_s"] - step["gen_s"] - step["reward_s"] - step["train_s"]
 
 
 def aims(lines: Sequence[Line]) -> list[str]:

@@ -2,12 +2,13 @@
 
 import asyncio
 from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 
 from gcore_bench.harness.models import make_model
 from gcore_bench.harness.processes import environment, stderr_to
-from gcore_bench.harness.report import Session, summarise
+from gcore_bench.harness.report import Rounds, Session, summarise
 from gcore_bench.rollout import generation, sandbox_calls, sync, sync_forms
 from gcore_bench.rollout.engines import ENVIRONMENT
 from gcore_bench.rollout.options import RolloutOptions
@@ -15,10 +16,10 @@ from gcore_bench.rollout.report import notes, ratios, tables
 from gcore_bench.rollout.workload import SYNC_MAX_LENGTH, generation_shape, max_length, sync_shape
 
 _PARTS = {
-    "generation": generation.run_rounds,
-    "sync": sync.run_rounds,
-    "forms": sync_forms.run_rounds,
-    "sandbox": sandbox_calls.run_rounds,
+    "generation": generation.measure,
+    "sync": sync.measure,
+    "forms": sync_forms.measure,
+    "sandbox": sandbox_calls.measure,
 }
 
 
@@ -40,6 +41,8 @@ def run(options: RolloutOptions, console: Console) -> None:
         if "sync" in options.parts:
             make_model(folder / "sync-model", sync_shape(options), max_length=SYNC_MAX_LENGTH, seed=seed)
         for part in dict.fromkeys(options.parts):
-            runs = asyncio.run(_PARTS[part](options, folder, say=session.say))
-            summary, found = summarise(part, runs), ratios(part, runs)
-            session.add(part, tables=tables(summary, found, options), summary=asdict(summary), ratios=found, runs=runs)
+            rounds = Rounds(part, options.rounds, say=session.say)
+            asyncio.run(_PARTS[part](options, folder, rounds))
+            summary, found = summarise(part, rounds.runs), ratios(part, rounds.runs)
+            figures: dict[str, Any] = {"summary": asdict(summary), "ratios": found, "runs": rounds.runs}
+            session.add(part, tables=tables(summary, found, options), **figures)

@@ -1,7 +1,7 @@
 """The part generation: the same samples under every engine, in turn."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.report import Figures, Rounds, Run
+from gcore_bench.harness.report import Figures, Rounds
 from gcore_bench.rollout.engines import collect, make_contender, measured, start_engine
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.workload import make_requests, num_tokens, warmup_requests
@@ -25,14 +25,9 @@ BASES = {
 """The contender that each of ours is compared with."""
 
 
-async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[str], object]) -> list[Run]:
-    """Start and warm up all contenders; then let them take turns.
-
-    Raises:
-        BenchError: a contender failed, or made another number of tokens.
-    """
+async def measure(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
+    """Start and warm up all contenders; then let them take turns, in which all must make the same number of tokens."""
     requests, expected = make_requests(options), num_tokens(options)
-    rounds = Rounds("generation", options.rounds, say=say)
     async with AsyncExitStack() as stack:
         engines: dict[str, Any] = {}
         for name in dict.fromkeys(options.contenders):
@@ -44,7 +39,6 @@ async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[st
             if row["tokens"] != expected:
                 raise BenchError(f"{turn.contender} made {row['tokens']:.0f} tokens; the samples have {expected}")
             turn.done({turn.contender: row}, f"{row['tokens_per_s']:,.0f} tokens/s")
-    return rounds.runs
 
 
 async def _figures(name: str, engine: Any, requests: Sequence[Request]) -> Figures:

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.report import Figures, Rounds, Run
+from gcore_bench.harness.report import Figures, Rounds
 from gcore_bench.rollout.engines import start_engine
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.workload import sync_request
@@ -123,27 +124,22 @@ class Way:
     engine: Engine
     clocks: Sequence[StepClock]
     """The clock of each process."""
-    update: Callable[[int], Awaitable[object]]
-    """Updates the weights to the given version."""
+    weights: Callable[[], Weights]
+    """Returns the new weights that the caller gives."""
     starts_inside: bool = False
     """True if the measured call is made in the engine's process."""
 
 
-async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[str], object]) -> list[Run]:
-    """Measure the copy and every way in turn.
-
-    Raises:
-        BenchError: a way failed, or the versions of its tokens contradict their times.
-    """
+async def measure(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
+    """Measure the copy and every way in turn; the versions of tokens must agree with their times."""
     # Copies in this process use as many threads as those in the others.
     torch.set_num_threads(options.threads)
     state = {name: tensor.clone() for name, tensor in load_file(folder / "sync-model" / "model.safetensors").items()}
-    rounds = Rounds("sync", options.rounds, say=say)
     async with AsyncExitStack() as stack:
         ways = await _ways(state, options, folder, stack)
         versions = count(1)
         for way in ways.values():
-            await way.update(next(versions))
+            await _timed_update(way, next(versions))
         copy = {name: tensor.clone() for name, tensor in state.items()}
         for turn in rounds.turns((MEMCPY, *ways)):
             name = turn.contender
@@ -157,42 +153,32 @@ async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[st
                 except Exception as error:
                     raise BenchError(f"{name} failed: {error}") from error
             turn.done({name: row}, f"{row['wall_s']:.3f} s")
-    return rounds.runs
 
 
 async def _ways(state: State, options: RolloutOptions, folder: Path, stack: AsyncExitStack) -> dict[str, Way]:
     model, file = folder / "sync-model", folder / "weights.safetensors"
 
-    async def start(name: str, read: Path | None = None) -> tuple[Engine, StepClock]:
+    async def start(name: str, read: Path | None = None) -> dict[str, Any]:
         path = folder / f"clock-{name}"
         clock = StepClock(path)
         factory = partial(_make_engine, model, path, sync_request(options).n, read, read != file)
-        return await start_engine(name, factory, options, stack), clock
+        return {"engine": await start_engine(name, factory, options, stack), "clocks": [clock]}
 
-    def way(engine: Engine, *clocks: StepClock, starts_inside: bool = False) -> Way:
-        given = {} if starts_inside else state
-        update = partial(_update, engine, given)
-        return Way(engine=engine, clocks=clocks, update=update, starts_inside=starts_inside)
+    def written() -> Weights:
+        save_file(dict(state), file)
+        return ()
 
     several = [await start(f"replica-{number}") for number in range(2)]
-    replicas = EngineReplicas([engine for engine, _ in several])
+    replicas = EngineReplicas([one["engine"] for one in several])
     stack.push_async_callback(replicas.close)
-    reader, reader_clock = await start("files", file)
-
-    async def through_file(version: int) -> None:
-        save_file(dict(state), file)
-        await _update(reader, {}, version)
-
+    clocks = [clock for one in several for clock in one["clocks"]]
+    in_process = await start("in-process", model / "model.safetensors")
     return {
-        "in-process": way(*await start("in-process", model / "model.safetensors"), starts_inside=True),
-        "process": way(*await start("process")),
-        "2 processes": way(replicas, *(clock for _, clock in several)),
-        "files": Way(engine=reader, clocks=[reader_clock], update=through_file),
+        "in-process": Way(**in_process, weights=tuple, starts_inside=True),
+        "process": Way(**await start("process"), weights=state.items),
+        "2 processes": Way(engine=replicas, clocks=clocks, weights=state.items),
+        "files": Way(**await start("files", file), weights=written),
     }
-
-
-async def _update(engine: Engine, state: State, version: int) -> None:
-    await engine.update_weights(state.items(), version=version)
 
 
 def memcpy_seconds(copy: State, state: State) -> float:
@@ -208,7 +194,7 @@ def memcpy_seconds(copy: State, state: State) -> float:
 
 async def _timed_update(way: Way, version: int) -> tuple[float, float]:
     start_s = time.perf_counter()
-    await way.update(version)
+    await way.engine.update_weights(way.weights(), version=version)
     return way.clocks[0].update_s if way.starts_inside else (start_s, time.perf_counter())
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.report import Figures, Rounds, Run
+from gcore_bench.harness.report import Figures, Rounds
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.sync import MEMCPY, memcpy_seconds
 from gcore_rollout import (
@@ -56,15 +56,10 @@ class _Sink:
             raise BenchError("forms: an engine has other weights than those that were sent")
 
 
-async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[str], object]) -> list[Run]:
-    """Measure the copy and every form in turn.
-
-    Raises:
-        BenchError: an engine has other weights than those that were sent.
-    """
+async def measure(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
+    """Measure the copy and every form in turn; the engine must then have the weights that were sent."""
     torch.set_num_threads(options.threads)
     forms = _Forms(options, folder)
-    rounds = Rounds("forms", options.rounds, say=say)
     names = (MEMCPY, "full", *_FRACTIONS, "adapters", "store full", "store delta 1 %", "broadcast")
     try:
         for turn in rounds.turns(names):
@@ -73,7 +68,6 @@ async def run_rounds(options: RolloutOptions, folder: Path, *, say: Callable[[st
             turn.done({turn.contender: row}, f"{row['wall_s']:.3f} s")
     finally:
         forms.close()
-    return rounds.runs
 
 
 class _Forms:

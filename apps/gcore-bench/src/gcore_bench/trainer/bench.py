@@ -16,7 +16,7 @@ from gcore_bench.trainer.workload import (
     Deal,
     context_layouts,
     deals,
-    load_samples,
+    make_samples,
     step_batches,
     token_rows,
 )
@@ -37,7 +37,7 @@ def run(options: TrainerOptions, console: Console) -> None:
     with Session(options, console, notes=notes(options)) as session:
         start_server(options.threads)
         run_processes(_specs("setup", "setup", [[]], options, session.folder))
-        samples = load_samples(session.folder)
+        samples = make_samples(options)
         dealt = deals(options, samples)
         for part in dict.fromkeys(options.parts):
             if part == "tokens":

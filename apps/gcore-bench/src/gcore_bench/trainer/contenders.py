@@ -39,13 +39,7 @@ Batches = Sequence[Sequence[int]]
 
 
 class GcoreStep:
-    """`TorchTrainer` on padded rows, on packed rows, and on packed rows that share the prompts of a group.
-
-    Args:
-        folder: has ``model``.
-        kind: ``gcore-padded``, ``gcore-packed`` or ``gcore-shared``.
-        parallel: the FSDP ranks; None for a single process.
-    """
+    """`TorchTrainer` on ``gcore-padded`` or ``gcore-packed`` rows, or, ``gcore-shared``, with a group's prompt once."""
 
     def __init__(self, folder: Path, kind: str, *, parallel: TorchParallel | None = None) -> None:
         family = _PaddedModel if kind == "gcore-padded" else PackedModel

@@ -3,6 +3,8 @@
 Shapes: N tokens, D hidden size, V vocabulary.
 """
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,8 @@ from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.workload import (
     LONG_VOCAB_SIZE,
     context_layouts,
-    load_samples,
     long_workload,
     make_samples,
-    off_policy,
-    save_samples,
     step_workload,
 )
 from gcore_llm.tiny_model import tiny_tokenizer
@@ -40,6 +39,8 @@ from gcore_trainer import (
 
 TARGET = 0.45
 """Fraction of the peak that well-tuned trainers of dense models reach."""
+_OFF_POLICY = 0.1
+"""Standard deviation of noise on log-probabilities that imitates an older policy; some ratios are clipped."""
 _LENGTH = 4096
 _SEQUENCES = 4
 _PASSES = 4
@@ -95,13 +96,17 @@ def _set_up(folder: Path, options: TrainerOptions) -> dict[str, Figures]:
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
     samples = make_samples(options)
     (log_probs,) = PackedModel.from_pretrained(folder / "model").log_probs([samples])
-    save_samples(folder, off_policy(samples, log_probs, seed=options.seed))
+    rng = np.random.default_rng(options.seed)
+    noisy = [(lp + rng.normal(0.0, _OFF_POLICY, lp.shape)).astype(np.float32) for lp in log_probs]
+    samples = [replace(s, old_log_probs=lp) for s, lp in zip(samples, noisy, strict=True)]
+    (folder / "samples").write_bytes(pickle.dumps(samples))
     return {}
 
 
 def _measured(spec: Spec, stepper: GcoreStep | LossStep) -> dict[str, Figures]:
     """Return seconds and memory of a step, and its result; of one rank among several its own."""
-    samples, batches = load_samples(Path(spec.folder)), spec.options["batches"]
+    samples: list[Sample] = pickle.loads((Path(spec.folder) / "samples").read_bytes())
+    batches = spec.options["batches"]
     stepper.step(_WARMUP, [[0, 1]])
     results: list[Figures] = []
     times = measured(lambda: results.append(stepper.step(samples, batches)), times=spec.options["steps"])

@@ -3,15 +3,12 @@
 Indices are of samples in group order: sample i answers prompt i // n. Importing this module imports no torch.
 """
 
-import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_bench.harness.models import small_shape
 from gcore_bench.harness.report import Figures
@@ -26,9 +23,6 @@ BALANCE_RANKS = 2
 """Ranks of the part balance."""
 BATCHINGS = ("trl", "gcore-padded", "gcore-packed", "gcore-shared")
 """Contenders whose ways of batching differ; verl receives the batches of gcore-packed."""
-
-_OFF_POLICY = 0.1
-"""Standard deviation of noise on log-probabilities that imitates an older policy; some ratios are clipped."""
 
 
 def step_workload(options: TrainerOptions) -> TransformerWorkload:
@@ -66,25 +60,6 @@ def make_samples(options: TrainerOptions) -> list[Sample]:
             advantages = np.full(response.size, score, np.float32)
             samples.append(Sample(prompt_ids=prompt, response_ids=response, advantages=advantages))
     return samples
-
-
-def off_policy(samples: Sequence[Sample], log_probs: Sequence[NDArray[np.float32]], *, seed: int) -> list[Sample]:
-    """Return the samples with log-probs as if a slightly different policy had written them."""
-    rng = np.random.default_rng(seed)
-    return [
-        replace(s, old_log_probs=(lp + rng.normal(0.0, _OFF_POLICY, lp.shape)).astype(np.float32))
-        for s, lp in zip(samples, log_probs, strict=True)
-    ]
-
-
-def save_samples(folder: Path, samples: Sequence[Sample]) -> None:
-    """Write samples to a folder for the processes of contenders."""
-    (folder / "samples").write_bytes(pickle.dumps(samples))
-
-
-def load_samples(folder: Path) -> list[Sample]:
-    """Read the samples that `save_samples` wrote."""
-    return pickle.loads((folder / "samples").read_bytes())
 
 
 def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: str) -> list[list[int]]:

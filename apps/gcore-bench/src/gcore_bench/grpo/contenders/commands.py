@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gcore_bench.grpo.measure import Step
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 from gcore_bench.harness.processes import Program
@@ -22,7 +23,7 @@ def gcore_program(task: Task, *, folder: Path) -> Program:
     """Return the command `gcore-llm train` on Ray; its settings and its run are in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     config = replace(
-        train_config(task.workload, steps=task.steps, threads=task.threads, seed=task.seed),
+        train_config(task),
         runtime="ray",
         controllers=_NUM_CONTROLLERS,
         model=str(task.model.resolve()),
@@ -74,7 +75,7 @@ def verl_program(task: Task, *, python: Path, folder: Path) -> Program:
 
 def _figures(
     task: Task, metrics: Path, *, gen: Sequence[str], train: Sequence[str], also: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+) -> list[Step]:
     """Return the figures of each step from the seconds of a system's stages; those of ``also`` may be missing in gen.
 
     Its generation includes rewards.
@@ -84,12 +85,15 @@ def _figures(
     return [
         {
             "wall_s": row["timing_s/step"],
+            "cpu_s": None,
             "gen_s": sum(row[f"timing_s/{s}"] for s in gen) + sum(row.get(f"timing_s/{s}", 0.0) for s in also),
             "train_s": sum(row[f"timing_s/{s}"] for s in train),
+            "reward_s": 0.0,
             "score": row["critic/score/mean"],
             "num_samples": task.workload.samples_per_step,
             "mean_length": row["response_length/mean"],
             "max_length": int(row["response_length/max"]),
+            "lengths": (),
         }
         for row in rows
         if "timing_s/step" in row
@@ -100,7 +104,7 @@ def _write_prompts(task: Task, path: Path) -> int:
     """Write the prompts of all contenders in verl's format; return their number."""
     from datasets import Dataset, disable_progress_bars
 
-    config = train_config(task.workload, seed=task.seed)
+    config = train_config(task)
     prompts = load_train_prompts(config, build_tokenizer(task.model)).train
     rows: list[dict[str, Any]] = [
         {
@@ -118,8 +122,7 @@ def _write_prompts(task: Task, path: Path) -> int:
 
 def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, object]:
     """Return verl's settings where they differ from its defaults: those of `train_config`, and those for a CPU."""
-    workload, seed = task.workload, task.seed
-    config = train_config(workload, seed=seed)
+    workload, config = task.workload, train_config(task)
     optim, loss = config.actor.optim, config.actor.loss
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     micro_batch_size = workload.samples_per_step // workload.trl_micro_batches
@@ -129,20 +132,18 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         "data.train_batch_size": workload.train_batch_size,
         "data.max_prompt_length": PROMPT_LENGTH,
         "data.max_response_length": workload.max_response_length,
-        "data.filter_overlong_prompts": False,
-        "data.seed": seed,
+        "data.seed": task.seed,
         "actor_rollout_ref.model.path": task.model.resolve(),
         # verl renders every prompt; this gives the text as it is.
         "actor_rollout_ref.model.custom_chat_template": "{{ messages[0].content }}",
         # This module is in scripts/verl-cpu.
         "reward.custom_reward_function.path": "pkg://gcore_bench_reward",
-        "reward.custom_reward_function.name": "compute_score",
         "+reward.custom_reward_function.reward_kwargs.reward": workload.reward,
         "algorithm.adv_estimator": "grpo",
         "algorithm.norm_adv_by_std_in_grpo": config.algorithm.norm_adv_by_std_in_grpo,
         f"{rollout}.n": workload.n,
         f"{rollout}.temperature": config.rollout.temperature,
-        f"{rollout}.seed": seed,
+        f"{rollout}.seed": task.seed,
         f"{rollout}.max_num_seqs": workload.samples_per_step,
         f"{actor}.optim.lr": optim.lr,
         f"{actor}.optim.betas": list(optim.betas),
@@ -155,7 +156,6 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         f"{actor}.clip_ratio_high": loss.clip_ratio_high,
         f"{actor}.loss_agg_mode": loss.loss_agg_mode,
         f"{actor}.entropy_coeff": loss.entropy_coeff,
-        f"{actor}.use_kl_loss": False,
         # The ratio's denominator is the engine's log-probs, which spares verl a forward pass.
         "algorithm.rollout_correction.bypass_mode": True,
         "trainer.total_training_steps": task.steps,
@@ -171,7 +171,6 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         f"{actor}.ppo_micro_batch_size_per_gpu": micro_batch_size,
         f"{actor}.use_torch_compile": False,
         f"{actor}.fsdp_config.dtype": "float32",
-        f"{actor}.fsdp_config.model_dtype": "fp32",
         # Without this it computes in bfloat16.
         f"++{actor}.fsdp_config.mixed_precision": {f"{kind}_dtype": "fp32" for kind in ("param", "reduce", "buffer")},
         f"{actor}.fsdp_config.use_torch_compile": False,
@@ -190,7 +189,6 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         f"{rollout}.agent.num_workers": 1,
         "reward.num_workers": 1,
         "trainer.n_gpus_per_node": 1,
-        "trainer.nnodes": 1,
         "+ray_kwargs.ray_init.address": "local",
         "+ray_kwargs.ray_init.num_gpus": 1,
         # Ray's count alone: verl's workers reserve this many.
@@ -198,8 +196,6 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init.object_store_memory": 1 << 30,
         "trainer.logger": ["file"],
-        "trainer.save_freq": -1,
-        "trainer.test_freq": -1,
         "trainer.val_before_train": False,
         "trainer.resume_mode": "disable",
     }

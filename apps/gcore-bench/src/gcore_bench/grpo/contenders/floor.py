@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from gcore_bench.grpo.measure import StepClock, StepFigures
+from gcore_bench.grpo.measure import Step, StepClock, step_figures
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 
 
-def run(task: Task) -> list[StepFigures]:
+def run(task: Task) -> list[Step]:
     """Make the matrix products of steps whose responses have the task's lengths."""
     lengths, num_prompts = task.lengths, task.workload.train_batch_size
     layers, head = _random_weights(json.loads((task.model / "config.json").read_text()))
-    figures: list[StepFigures] = []
+    figures: list[Step] = []
     clock = StepClock()
     for _ in range(task.steps):
         clock.lap()
@@ -29,7 +29,7 @@ def run(task: Task) -> list[StepFigures]:
         _train(layers, head, lengths, num_prompts)
         train_s, train_cpu_s = clock.lap()
         seconds = {"wall_s": gen_s + train_s, "cpu_s": gen_cpu_s + train_cpu_s, "gen_s": gen_s, "train_s": train_s}
-        figures.append(StepFigures.of(lengths, **seconds))
+        figures.append(step_figures(lengths, **seconds))
     return figures
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import torch
 
-from gcore_bench.grpo.measure import StepFigures, StepRecorder
+from gcore_bench.grpo.measure import Step, StepRecorder
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
 from gcore_controller import Span, State, run_inline, share_trainer
@@ -18,10 +18,9 @@ from gcore_rollout import Completion, Engine, Failure, Request, RewardFunction, 
 from gcore_runs import build_tokenizer, eos_token_ids, resolve
 
 
-def run(task: Task) -> list[StepFigures]:
+def run(task: Task) -> list[Step]:
     """Make the steps of ``task`` and return the figures of each."""
-    model, engine = task.model, "vllm" if task.uses_vllm else "hf"
-    config = resolve(train_config(task.workload, engine=engine, steps=task.steps, threads=task.threads, seed=task.seed))
+    model, config = task.model, resolve(train_config(task))
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(model)

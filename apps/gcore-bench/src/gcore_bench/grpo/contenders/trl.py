@@ -10,16 +10,16 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from gcore_bench.grpo.measure import StepFigures, StepRecorder
+from gcore_bench.grpo.measure import Step, StepRecorder
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 from gcore_llm.sampling.rewards import reward_function
 from gcore_runs import build_tokenizer
 
 
-def run(task: Task) -> list[StepFigures]:
+def run(task: Task) -> list[Step]:
     """Make the steps of ``task`` and return the figures of each."""
-    config = train_config(task.workload, seed=task.seed)
+    config = train_config(task)
     tokenizer = build_tokenizer(task.model)
     prompts = load_train_prompts(config, tokenizer).train
     recorder = StepRecorder(reward_function(config))
