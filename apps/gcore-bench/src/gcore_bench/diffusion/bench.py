@@ -15,7 +15,7 @@ from rich.table import Table
 from gcore_bench.diffusion.options import DiffusionBenchOptions
 from gcore_bench.diffusion.simulation import NUM_DEVICES, run_simulation
 from gcore_bench.harness.processes import Program, Spec, child_program, run_program
-from gcore_bench.harness.report import Cell, Figures, Rounds, Session, figure, rows_table, verdict
+from gcore_bench.harness.report import Figures, Rounds, Session, figure, rows_table, verdict
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import pretrained_pipeline
 from gcore_placement import Comparison
@@ -133,12 +133,9 @@ def _median(steps: Sequence[Figures], name: str) -> float:
 
 
 def _loop_table(rows: Sequence[Row]) -> Table:
-    def seconds(stage: str) -> Cell:
-        return lambda row: f"{row[stage]:.3f}" if row[stage] else "-"
-
     columns = [("images/s", figure("images_per_s", ".1f")), ("step s", figure("step_s", ".3f"))]
-    columns += [(f"{stage} s", seconds(stage)) for stage in STAGES]
-    by_name = {row["name"]: row | row["stage_s"] for row in rows}
+    columns += [(f"{stage} s", figure(stage, ".3f")) for stage in STAGES]
+    by_name = {row["name"]: row | {stage: s for stage, s in row["stage_s"].items() if s} for row in rows}
     return rows_table("Flow-GRPO-Fast, seconds of a step", by_name, columns)
 
 

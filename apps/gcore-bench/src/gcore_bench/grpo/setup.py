@@ -55,9 +55,8 @@ def train_config(task: Task) -> TrainConfig:
             engine="vllm" if task.uses_vllm else "hf", n=workload.n, max_num_seqs=workload.samples_per_step
         ),
         algorithm=AlgorithmConfig(filter_groups=False),
-        actor=ActorConfig(
-            optim=OptimizerConfig(lr=workload.lr, grad_clip=workload.max_grad_norm), loss=PolicyLossConfig()
-        ),
+        # The rate is so low that response lengths stay the same throughout a run.
+        actor=ActorConfig(optim=OptimizerConfig(lr=1e-5, grad_clip=1.0), loss=PolicyLossConfig()),
         trainer=TrainerConfig(total_training_steps=steps, save_freq=steps, test_freq=steps, tensorboard=False),
     )
 

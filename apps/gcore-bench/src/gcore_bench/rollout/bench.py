@@ -15,12 +15,7 @@ from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.report import notes, ratios, tables
 from gcore_bench.rollout.workload import SYNC_MAX_LENGTH, generation_shape, max_length, sync_shape
 
-_PARTS = {
-    "generation": generation.measure,
-    "sync": sync.measure,
-    "forms": sync_forms.measure,
-    "sandbox": sandbox_calls.measure,
-}
+_PARTS = {"generation": generation, "sync": sync, "forms": sync_forms, "sandbox": sandbox_calls}
 
 
 def run(options: RolloutOptions, console: Console) -> None:
@@ -42,7 +37,7 @@ def run(options: RolloutOptions, console: Console) -> None:
             make_model(folder / "sync-model", sync_shape(options), max_length=SYNC_MAX_LENGTH, seed=seed)
         for part in dict.fromkeys(options.parts):
             rounds = Rounds(part, options.rounds, say=session.say)
-            asyncio.run(_PARTS[part](options, folder, rounds))
+            asyncio.run(_PARTS[part].measure(options, folder, rounds))
             summary, found = summarise(part, rounds.runs), ratios(part, rounds.runs)
             figures: dict[str, Any] = {"summary": asdict(summary), "ratios": found, "runs": rounds.runs}
             session.add(part, tables=tables(summary, found, options), **figures)

@@ -38,10 +38,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 class StepClock:
     """Times of an engine's forward passes since `reset`, and of its last update, in a file that processes map.
 
-    `time.perf_counter` is the same clock in all processes of a Linux machine.
-
-    Args:
-        path: created if it does not exist; clocks with the same path share their times.
+    `time.perf_counter` is the same clock in all processes of a Linux machine. Clocks of one file share their times.
     """
 
     def __init__(self, path: Path) -> None:

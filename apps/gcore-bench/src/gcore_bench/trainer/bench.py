@@ -1,6 +1,5 @@
 """`gcore-bench trainer`: the contenders of each part, in turn, in forked processes."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,9 @@ from gcore_bench.harness.processes import Spec, run_processes, start_server
 from gcore_bench.harness.report import Rounds, Rows, Session, plain, summarise
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.report import notes, part_table, tokens_table
-from gcore_bench.trainer.workload import (
-    Deal,
-    context_layouts,
-    deals,
-    make_samples,
-    step_batches,
-    token_rows,
-)
-from gcore_trainer import Sample
+from gcore_bench.trainer.workload import BALANCE_RANKS, context_layouts, deals, make_samples, token_rows
 
 _TOLERANCE = 1e-4
-
-_Ranks = list[list[list[int]]]
-"""Micro-batches of samples of each process of a contender; no batches where its work has none."""
 
 
 def run(options: TrainerOptions, console: Console) -> None:
@@ -36,7 +24,7 @@ def run(options: TrainerOptions, console: Console) -> None:
     """
     with Session(options, console, notes=notes(options)) as session:
         start_server(options.threads)
-        run_processes(_specs("setup", "setup", [[]], options, session.folder))
+        run_processes(_specs("setup", "setup", 1, options, session.folder))
         samples = make_samples(options)
         dealt = deals(options, samples)
         for part in dict.fromkeys(options.parts):
@@ -45,10 +33,10 @@ def run(options: TrainerOptions, console: Console) -> None:
                 session.add(part, tables=[tokens_table(rows)], summary={"rows": rows})
                 continue
             rounds = Rounds(part, options.rounds, say=session.say)
-            contenders = _contenders(part, options, samples, dealt)
+            contenders = _contenders(part, options)
             for turn in rounds.turns(contenders):
-                ranks = contenders[turn.contender]
-                found = run_processes(_specs(part, turn.contender, ranks, options, session.folder))
+                world_size = contenders[turn.contender]
+                found = run_processes(_specs(part, turn.contender, world_size, options, session.folder))
                 turn.done(found, " and ".join(f"{figures['step_s']:.2f} s" for figures in found.values()))
             summary = summarise(part, rounds.runs)
             figures: dict[str, Any] = {"summary": asdict(summary), "runs": rounds.runs}
@@ -75,34 +63,32 @@ def check_agreement(part: str, rows: Rows) -> None:
                     raise BenchError(f"part {part}: {metric} is {expected} for {first}, but {value} for {name}")
 
 
-def _contenders(
-    part: str, options: TrainerOptions, samples: Sequence[Sample], dealt: Mapping[str, Deal]
-) -> dict[str, _Ranks]:
-    """Return the contenders of a part in the order in which they run."""
+def _contenders(part: str, options: TrainerOptions) -> dict[str, int]:
+    """Return the number of ranks of each contender of a part, in the order in which they run."""
     match part:
         case "step":
-            return {name: [step_batches(options, samples, name)] for name in options.contenders}
+            return dict.fromkeys(options.contenders, 1)
         case "balance":
-            return {name: found.batches for name, found in dealt.items()}
+            return {"round-robin": BALANCE_RANKS, "balanced": BALANCE_RANKS}
         case "log-probs":
-            return {"chunked": [[]], "naive": [[]]}
+            return {"chunked": 1, "naive": 1}
         case "context":
-            return {name: [[]] * size for name, (size, _) in context_layouts(options.context_sizes).items()}
+            return {name: size for name, (size, _) in context_layouts(options.context_sizes).items()}
         case _:
-            return {"gcore": [[]]}
+            return {"gcore": 1}
 
 
-def _specs(part: str, contender: str, ranks: _Ranks, options: TrainerOptions, folder: Path) -> list[Spec]:
+def _specs(part: str, contender: str, world_size: int, options: TrainerOptions, folder: Path) -> list[Spec]:
     return [
         Spec(
             work="gcore_bench.trainer.parts",
             part=part,
             contender=contender,
             folder=str(folder),
-            options={**plain(options), **({"batches": batches} if batches else {})},
+            options=plain(options),
             rank=rank,
-            world_size=len(ranks),
+            world_size=world_size,
             threads=options.threads,
         )
-        for rank, batches in enumerate(ranks)
+        for rank in range(world_size)
     ]

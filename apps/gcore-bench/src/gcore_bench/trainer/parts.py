@@ -5,6 +5,7 @@ Shapes: N tokens, D hidden size, V vocabulary.
 
 import pickle
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.workload import (
     LONG_VOCAB_SIZE,
     context_layouts,
+    deals,
     long_workload,
     make_samples,
+    step_batches,
     step_workload,
 )
 from gcore_llm.tiny_model import tiny_tokenizer
@@ -68,18 +71,20 @@ _WARMUP = [
 
 def run(spec: Spec) -> dict[str, Figures]:
     """Return the figures of a part by row."""
-    folder = Path(spec.folder)
+    folder, options = Path(spec.folder), TrainerOptions(**spec.options)
     match spec.part:
         case "setup":
-            return _set_up(folder, TrainerOptions(**spec.options))
+            return _set_up(folder, options)
         case "step":
+            batches = step_batches(options, make_samples(options), spec.contender)
             peer = {"trl": TrlStep, "verl": VerlStep}.get(spec.contender)
-            return _measured(spec, peer(folder) if peer else GcoreStep(folder, spec.contender))
+            return _measured(spec, peer(folder) if peer else GcoreStep(folder, spec.contender), batches)
         case "balance":
+            batches = deals(options, make_samples(options))[spec.contender].batches[spec.rank]
             # Parameters are sharded, so that ranks wait for each other in every pass.
             with joined_world(spec):
                 parallel = TorchParallel.join(ParallelConfig())
-                return _measured(spec, GcoreStep(folder, "gcore-shared", parallel=parallel))
+                return _measured(spec, GcoreStep(folder, "gcore-shared", parallel=parallel), batches)
         case "log-probs":
             return {f"{size:,} {spec.contender}": _figures(spec, size) for size in spec.options["vocab_sizes"]}
         case "context":
@@ -103,10 +108,9 @@ def _set_up(folder: Path, options: TrainerOptions) -> dict[str, Figures]:
     return {}
 
 
-def _measured(spec: Spec, stepper: GcoreStep | LossStep) -> dict[str, Figures]:
+def _measured(spec: Spec, stepper: GcoreStep | LossStep, batches: list[list[int]]) -> dict[str, Figures]:
     """Return seconds and memory of a step, and its result; of one rank among several its own."""
     samples: list[Sample] = pickle.loads((Path(spec.folder) / "samples").read_bytes())
-    batches = spec.options["batches"]
     stepper.step(_WARMUP, [[0, 1]])
     results: list[Figures] = []
     times = measured(lambda: results.append(stepper.step(samples, batches)), times=spec.options["steps"])
@@ -165,22 +169,21 @@ def _long_steps(spec: Spec) -> dict[str, Figures]:
         objective=SFTObjective(),
         parallel=TorchParallel.join(config) if size > 1 else None,
     )
+    losses: list[float] = []
+
+    def step(batches: list[list[Sample]]) -> None:
+        losses.append(trainer.train_step(batches)["sft/loss"])
+
+    def sample(length: int) -> Sample:
+        tokens = np.random.default_rng(spec.options["seed"]).integers(1, LONG_VOCAB_SIZE, length + 1)
+        return Sample(prompt_ids=tokens[:16], response_ids=tokens[16:])
+
     rows: dict[str, Figures] = {}
-    trainer.train_step([[_sample(32, spec)]])
+    step([[sample(32)]])
     for length in spec.options["lengths"]:
-        batches = [[_sample(length, spec)]]
-        losses: list[float] = []
-        times = measured(
-            lambda batches=batches, losses=losses: losses.append(trainer.train_step(batches)["sft/loss"]),
-            times=spec.options["steps"],
-        )
-        rows[f"{length:,} {spec.contender}"] = times.figures() | {"loss": losses[0], "tokens": float(length)}
+        times = measured(partial(step, [[sample(length)]]), times=spec.options["steps"])
+        rows[f"{length:,} {spec.contender}"] = times.figures() | {"loss": losses[-1], "tokens": float(length)}
     return rows
-
-
-def _sample(length: int, spec: Spec) -> Sample:
-    tokens = np.random.default_rng(spec.options["seed"]).integers(1, LONG_VOCAB_SIZE, length + 1)
-    return Sample(prompt_ids=tokens[:16], response_ids=tokens[16:])
 
 
 def _utilisation(spec: Spec) -> dict[str, Figures]:

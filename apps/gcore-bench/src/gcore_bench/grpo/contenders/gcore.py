@@ -25,10 +25,10 @@ def run(task: Task) -> list[Step]:
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(model)
     policy = asyncio.run(start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model)))
-    watched = _WatchedEngine(policy)
     # No checkpoint is saved in this run.
     learner = start_trainer(config, model, model.parent / "checkpoints")
-    recorder = _Recorder(watched, reward_function(config))
+    recorder = _Recorder(reward_function(config))
+    watched = _WatchedEngine(policy, recorder.lengths)
     runner = RewardRunner(recorder.score, config.reward_calls.runner)
     job = Job(
         config=config,
@@ -54,23 +54,22 @@ def run(task: Task) -> list[Step]:
 class _WatchedEngine(WrappedEngine):
     """An engine that records the lengths of its completions."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, lengths: list[int]) -> None:
         super().__init__(engine)
-        self.lengths: list[int] = []
+        self._lengths = lengths
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
         async for completion in super().generate(requests):
-            self.lengths.append(completion.token_ids.size)
+            self._lengths.append(completion.token_ids.size)
             yield completion
 
 
 class _Recorder(StepRecorder):
     """Collects the figures of every step from the loop's own metrics."""
 
-    def __init__(self, engine: _WatchedEngine, reward: RewardFunction) -> None:
+    def __init__(self, reward: RewardFunction) -> None:
         super().__init__(reward)
-        self._engine = engine
-        self._metrics: dict[str, float] = {}
+        self.lengths: list[int] = []
 
     async def evaluated(self, step: int, evaluation: Evaluation) -> None:
         raise AssertionError(f"step {step} evaluated the policy: {evaluation}")
@@ -92,5 +91,5 @@ class _Recorder(StepRecorder):
         # gcore-llm scores completions while others are being generated: those seconds are inside its gen stage.
         gen_s = sum(self._metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync"))
         train_s = self._metrics["timing_s/train"]
-        self.ended(self._engine.lengths, gen_s=gen_s, train_s=train_s, has_reward_in_gen=True)
-        self._engine.lengths = []
+        self.ended(self.lengths.copy(), gen_s=gen_s, train_s=train_s, has_reward_in_gen=True)
+        self.lengths.clear()

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def run(task: Task) -> list[Step]:
 
 
 def _trl_config(task: Task, scratch: str) -> GRPOConfig:
-    workload = task.workload
+    workload, optim = task.workload, train_config(task).actor.optim
     vllm: dict[str, Any] = {}
     if task.uses_vllm:
         vllm = {
@@ -67,10 +68,10 @@ def _trl_config(task: Task, scratch: str) -> GRPOConfig:
         num_generations=workload.n,
         max_completion_length=workload.max_response_length,
         temperature=1.0,
-        learning_rate=workload.lr,
+        learning_rate=optim.lr,
         lr_scheduler_type="constant",
         warmup_steps=0,
-        max_grad_norm=workload.max_grad_norm,
+        max_grad_norm=optim.grad_clip,
         max_steps=task.steps,
         beta=0.0,
         seed=task.seed,
@@ -90,13 +91,13 @@ class _TimedTrainer(GRPOTrainer):
     gen_s = 0.0
     prepare_s = 0.0
     """Seconds of all that precedes the forward passes: generation, rewards, advantages."""
-    lengths: tuple[int, ...] = ()
+    lengths: Sequence[int] = ()
 
     def _generate(self, prompts: list[Any]) -> Any:
         start_s = time.perf_counter()
         output: Any = super()._generate(prompts)
         self.gen_s = time.perf_counter() - start_s
-        self.lengths = tuple(len(ids) for ids in output[1])
+        self.lengths = [len(ids) for ids in output[1]]
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -112,9 +113,6 @@ class _Callback(TrainerCallback):
     def __init__(self, trainer: _TimedTrainer, recorder: StepRecorder) -> None:
         self._trainer = trainer
         self._recorder = recorder
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._recorder.clock.lap()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._trainer.prepare_s = 0.0
