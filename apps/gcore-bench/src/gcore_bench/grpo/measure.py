@@ -5,14 +5,11 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gcore_bench.grpo.workload import MODEL, WORKLOADS, Task
 from gcore_bench.harness.processes import Spec
-
-if TYPE_CHECKING:
-    from gcore_rollout import RewardFunction
-
+from gcore_rollout import RewardFunction
 
 Step = dict[str, Any]
 """Figures of one step, from the end of the previous one to its own end.
@@ -55,7 +52,7 @@ class StepClock:
 class StepRecorder:
     """Collects the figures of every step of a contender that runs in one process, and calls its reward function."""
 
-    def __init__(self, reward: "RewardFunction") -> None:
+    def __init__(self, reward: RewardFunction) -> None:
         self.steps: list[Step] = []
         self.clock = StepClock()
         self._reward = reward

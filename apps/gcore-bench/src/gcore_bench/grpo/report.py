@@ -138,11 +138,7 @@ def table(workload: Workload, summary: Summary) -> Table:
 
 def _cell(metric: str, form: str) -> Cell:
     """Return a cell that is empty where there is no figure."""
-
-    def cell(row: Mapping[str, Any]) -> str:
-        return "" if row[metric] is None else format(row[metric], form)
-
-    return cell
+    return lambda row: "" if row.get(metric) is None else format(row[metric], form)
 
 
 def notes(options: GrpoOptions) -> list[str]:

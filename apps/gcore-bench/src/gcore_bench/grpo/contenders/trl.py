@@ -47,16 +47,14 @@ def run(task: Task) -> list[Step]:
 
 def _trl_config(task: Task, scratch: str) -> GRPOConfig:
     workload, optim = task.workload, train_config(task).actor.optim
-    vllm: dict[str, Any] = {}
-    if task.uses_vllm:
-        vllm = {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_gpu_memory_utilization": 0.3,
-            "vllm_max_model_length": PROMPT_LENGTH + workload.max_response_length,
-            # Spares TRL a forward pass over the batch, which no other contender makes.
-            "vllm_importance_sampling_correction": False,
-        }
+    vllm: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": PROMPT_LENGTH + workload.max_response_length,
+        # Spares TRL a forward pass over the batch, which no other contender makes.
+        "vllm_importance_sampling_correction": False,
+    }
     return GRPOConfig(
         output_dir=scratch,
         use_cpu=True,
@@ -81,7 +79,7 @@ def _trl_config(task: Task, scratch: str) -> GRPOConfig:
         disable_tqdm=True,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
-        **vllm,
+        **(vllm if task.uses_vllm else {}),
     )
 
 
