@@ -21,17 +21,17 @@ APPS_MAY_IMPORT = {
 ADAPTERS = {
     "vllm": [
         "packages/gcore-rollout/src/gcore_rollout/engines/vllm/",
-        "apps/gcore-bench/src/gcore_bench/rollout/contenders/vllm.py",
+        "apps/gcore-bench/src/gcore_bench/rollout/engines.py",
         "apps/gcore-bench/src/gcore_bench/grpo/contenders/trl.py",
     ],
     "reasoning_gym": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/verifiers.py"],
     "math_verify": ["packages/gcore-rollout/src/gcore_rollout/rewards/kinds/verifiers.py"],
     "trl": [
         "apps/gcore-bench/src/gcore_bench/grpo/",
-        "apps/gcore-bench/src/gcore_bench/trainer/contenders/trl.py",
+        "apps/gcore-bench/src/gcore_bench/trainer/contenders.py",
     ],
     "verl": [
-        "apps/gcore-bench/src/gcore_bench/trainer/contenders/verl.py",
+        "apps/gcore-bench/src/gcore_bench/trainer/contenders.py",
         "apps/gcore-bench/src/gcore_bench/controller/contenders/verl.py",
     ],
     "orbax": ["apps/gcore-bench/src/gcore_bench/ckpt/contenders.py"],

@@ -15,12 +15,12 @@ import pytest
 from process_tree import left_after
 from rich.console import Console
 
-from gcore_bench.grpo.contenders import verl as verl_contender
-from gcore_bench.grpo.measure import StepFigures, StepRecorder
+from gcore_bench.grpo.contenders.commands import verl_program
+from gcore_bench.grpo.measure import Step, StepRecorder, step_figures
 from gcore_bench.grpo.options import GrpoOptions
 from gcore_bench.grpo.report import StepRun, Summary, aims, notes, summarise_steps, table
 from gcore_bench.grpo.setup import load_train_prompts, train_config
-from gcore_bench.grpo.workload import FLOOR, WORKLOADS, Task
+from gcore_bench.grpo.workload import FLOOR, WORKLOADS, Task, Workload
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Footprint, Program, run_program
 from gcore_llm.sampling.rewards import reward_function
@@ -32,13 +32,13 @@ VERL = os.environ.get("GCORE_VERL_PYTHON", "")
 VERL_SCRIPTS = Path(__file__).parents[3] / "scripts" / "verl-cpu"
 
 
-def step(wall_s: float, *, cpu_s: float = 1.0, lengths: tuple[int, ...] = (2, 4)) -> StepFigures:
-    return StepFigures.of(lengths, wall_s=wall_s, cpu_s=cpu_s, gen_s=0.25, reward_s=0.125, train_s=0.5, score=0.5)
+def step(wall_s: float, *, cpu_s: float = 1.0, lengths: tuple[int, ...] = (2, 4)) -> Step:
+    return step_figures(lengths, wall_s=wall_s, cpu_s=cpu_s, gen_s=0.25, reward_s=0.125, train_s=0.5, score=0.5)
 
 
 def run(
     contender: str,
-    *steps: StepFigures,
+    *steps: Step,
     number: int = 1,
     pss_bytes: int = 2**30,
     num_processes: int = 1,
@@ -46,6 +46,10 @@ def run(
 ) -> StepRun:
     footprint = Footprint(pss_bytes=pss_bytes, num_processes=num_processes)
     return StepRun(part="short", contender=contender, round=number, load=load, footprint=footprint, steps=list(steps))
+
+
+def task_of(workload: Workload) -> Task:
+    return Task(contender="gcore", workload=workload, model=Path("model"), steps=1, threads=1, seed=0)
 
 
 RUNS = [
@@ -117,9 +121,9 @@ def test_a_step_has_the_seconds_and_scores_of_its_rewards() -> None:
     for _ in range(2):
         recorder.ended([2, 4], gen_s=0.0, train_s=0.0)
     first, second = recorder.steps
-    assert first.reward_s > 0
-    assert first.score == 3.0
-    assert (second.reward_s, second.score) == (0.0, 0.0)
+    assert first["reward_s"] > 0
+    assert first["score"] == 3.0
+    assert (second["reward_s"], second["score"]) == (0.0, 0.0)
 
 
 def test_bad_options_are_refused() -> None:
@@ -148,8 +152,8 @@ def test_verl_without_its_environment_is_refused(monkeypatch: pytest.MonkeyPatch
     assert GrpoOptions(peer="verl", contenders=("gcore",)).running == ("gcore",)
 
 
-def in_processes(wall_s: float) -> StepFigures:
-    return replace(step(wall_s), cpu_s=None, lengths=())
+def in_processes(wall_s: float) -> Step:
+    return step(wall_s) | {"cpu_s": None, "lengths": ()}
 
 
 BESIDE_VERL = [
@@ -184,10 +188,10 @@ def test_verl_is_given_the_job_of_all(tmp_path: Path) -> None:
     """What `train_config` says stands in verl's command line, and its prompts are those of the others."""
     workload = WORKLOADS["long"]
     make_tiny_model(tmp_path / "model", seed=0)
-    task = Task(contender="verl", workload=workload, model=tmp_path / "model", steps=200, threads=1, seed=3)
-    verl = verl_contender.program(task, python=Path("python"), folder=tmp_path)
+    task = replace(task_of(workload), contender="verl", model=tmp_path / "model", steps=200, seed=3)
+    verl = verl_program(task, python=Path("python"), folder=tmp_path)
     settings = dict(a.split("=", 1) for a in verl.command if "=" in a)
-    config = train_config(workload, seed=3)
+    config = train_config(task)
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     assert float(settings[f"{actor}.optim.lr"]) == config.actor.optim.lr
     assert float(settings[f"{actor}.optim.clip_grad"]) == config.actor.optim.grad_clip
@@ -208,7 +212,7 @@ def test_verls_rewards_are_those_of_all() -> None:
     stand_in = load_reward(f"{VERL_SCRIPTS / 'stand_in/gcore_bench_reward.py'}:compute_score")
     compute_score: Callable[..., float] = cast("Any", stand_in)
     for workload in WORKLOADS.values():
-        config = train_config(workload)
+        config = train_config(task_of(workload))
         reward = reward_function(config)
         for prompt in load_train_prompts(config, tiny_tokenizer()).train[:20]:
             truth = json.dumps(prompt.row["entry"])
@@ -242,7 +246,7 @@ def test_a_program_is_watched_with_what_it_starts_and_leaves_nothing(tmp_path: P
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_gcore_gets_no_dynamic_sampling_and_one_update(name: str) -> None:
-    config = train_config(WORKLOADS[name])
+    config = train_config(task_of(WORKLOADS[name]))
     assert not config.algorithm.filter_groups
     assert (config.actor.ppo_mini_batch_size, config.actor.ppo_epochs) == (0, 1)
     assert config.actor.loss.kl_loss_coef == 0

@@ -17,12 +17,11 @@ import pytest
 from rich.console import Console
 
 from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.report import Run, paired_ratio, summarise
+from gcore_bench.harness.report import Rounds, Run, paired_ratio, summarise
 from gcore_bench.rollout import generation, sandbox_calls
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.report import ratios, tables
-from gcore_bench.rollout.step_clock import StepClock
-from gcore_bench.rollout.sync import Way, busy_figures
+from gcore_bench.rollout.sync import StepClock, Way, busy_figures
 from gcore_bench.rollout.workload import (
     make_requests,
     max_length,
@@ -65,11 +64,12 @@ def test_clocks_of_one_file_are_one(tmp_path: Path) -> None:
     reader = StepClock(tmp_path / "clock")
     before_s = time.perf_counter()
     writer.note_pass()
-    writer.note_update_start()
-    writer.note_update_end()
+    with writer.updating():
+        pass
     writer.note_pass()
     first_s, second_s = reader.passes_s
-    assert before_s <= first_s <= reader.update_start_s <= reader.update_end_s <= second_s <= time.perf_counter()
+    start_s, end_s = reader.update_s
+    assert before_s <= first_s <= start_s <= end_s <= second_s <= time.perf_counter()
     reader.reset()
     assert writer.num_passes == 0
 
@@ -142,12 +142,11 @@ class FakeEngine:
                     finish_reason="abort",
                 )
 
-    async def update(self, version: int) -> None:
+    async def update_weights(self, _: object, *, version: int) -> None:
         assert self._clock is not None
-        self._clock.note_update_start()
-        time.sleep(0.3)
-        self._version = version
-        self._clock.note_update_end()
+        with self._clock.updating():
+            time.sleep(0.3)
+            self._version = version
 
     async def abort(self) -> None:
         self._aborted = True
@@ -156,19 +155,11 @@ class FakeEngine:
         self._aborted = True
 
 
-class FakeProcesses:
-    def __init__(self, engine: FakeEngine) -> None:
-        self._engine = engine
-
-    async def start(self, *_: object) -> FakeEngine:
-        return self._engine
-
-
 @pytest.mark.slow
 async def test_the_time_without_a_token_is_that_of_the_copy(tmp_path: Path) -> None:
     clock = StepClock(tmp_path / "clock")
     engine = FakeEngine(clock)
-    way = Way(engine=cast(Any, engine), clocks=[clock], update=engine.update)
+    way = Way(engine=cast(Any, engine), clocks=[clock], weights=tuple)
     row = await busy_figures(way, 1, sync_request(RolloutOptions()))
     assert row["first_token_s"] >= row["busy_s"] >= 0.3
     # The time without a token begins with the last one before the call, a step or, on a busy machine, more before.
@@ -179,28 +170,34 @@ async def test_the_time_without_a_token_is_that_of_the_copy(tmp_path: Path) -> N
 async def test_tokens_with_the_wrong_version_are_found(tmp_path: Path) -> None:
     clock = StepClock(tmp_path / "clock")
     engine = FakeEngine(clock, labels_late=1)
-    way = Way(engine=cast(Any, engine), clocks=[clock], update=engine.update)
+    way = Way(engine=cast(Any, engine), clocks=[clock], weights=tuple)
     with pytest.raises(BenchError, match="carry version 1 first, but by their times"):
         await busy_figures(way, 1, sync_request(RolloutOptions()))
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-async def test_a_contender_makes_the_tokens_that_were_asked_for(tmp_path: Path, missing: int) -> None:
+async def test_a_contender_makes_the_tokens_that_were_asked_for(
+    tmp_path: Path, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(*_: object) -> FakeEngine:
+        return FakeEngine(missing=missing)
+
+    monkeypatch.setattr(generation, "start_engine", start)
     options = RolloutOptions(contenders=("gcore-hf-process",), rounds=2, median_length=4, max_response_length=8)
     said: list[str] = []
-    rounds = generation.run_rounds(
-        options, tmp_path, cast(Any, FakeProcesses(FakeEngine(missing=missing))), say=said.append
-    )
+    rounds = Rounds("generation", options.rounds, say=said.append)
     if missing:
         with pytest.raises(BenchError, match=f"the samples have {num_tokens(options)}"):
-            await rounds
+            await generation.measure(options, tmp_path, rounds)
     else:
-        runs = await rounds
-        assert [r.round for r in runs] == [1, 2]
+        await generation.measure(options, tmp_path, rounds)
+        assert [r.round for r in rounds.runs] == [1, 2]
         assert len(said) == 2
 
 
-async def test_an_isolation_that_the_machine_does_not_give_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_isolation_that_the_machine_does_not_give_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def make(*, isolation: str, max_concurrency: int) -> Sandbox:
         if isolation == "namespaces":
             raise SandboxError("not on this machine")
@@ -208,8 +205,9 @@ async def test_an_isolation_that_the_machine_does_not_give_is_left_out(monkeypat
 
     monkeypatch.setattr(sandbox_calls, "Sandbox", make)
     said: list[str] = []
-    runs = await sandbox_calls.run_rounds(RolloutOptions(rounds=1, calls=1), say=said.append)
-    assert [r.contender for r in runs] == ["bare", "limits"]
+    rounds = Rounds("sandbox", 1, say=said.append)
+    await sandbox_calls.measure(RolloutOptions(calls=1), tmp_path, rounds)
+    assert [r.contender for r in rounds.runs] == ["bare", "limits"]
     assert said[0] == "sandbox: not on this machine"
 
 

@@ -4,18 +4,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from gcore_bench.diffusion.options import DiffusionOptions
-from gcore_bench.diffusion.simulation import run_simulation
+from gcore_bench.diffusion.options import DiffusionBenchOptions
+from gcore_bench.diffusion.simulation import NUM_DEVICES, run_simulation
 from gcore_bench.harness.processes import Program, Spec, child_program, run_program
-from gcore_bench.harness.report import Figures, Rounds, Session, figures_table, verdict
+from gcore_bench.harness.report import Figures, Rounds, Session, figure, rows_table, verdict
 from gcore_diffusion.config import DemoConfig
 from gcore_diffusion.demo.pretraining import pretrained_pipeline
 from gcore_placement import Comparison
@@ -34,20 +34,11 @@ GCORE: dict[str, tuple[str, ...]] = {
 """Options in addition to those of the embedded run."""
 AIM = 1.5
 
-
-@dataclass(frozen=True, kw_only=True)
-class LoopRow:
-    """A contender: medians over all its measured steps."""
-
-    name: str
-    step_s: float
-    images_per_s: float
-    stage_s: dict[str, float]
-    load: float
-    """Highest load of the machine as its runs started."""
+Row = dict[str, Any]
+"""Figures of a contender or a strategy, and its name."""
 
 
-def run(options: DiffusionOptions, console: Console) -> None:
+def run(options: DiffusionBenchOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for.
 
     Raises:
@@ -58,24 +49,15 @@ def run(options: DiffusionOptions, console: Console) -> None:
         for part in dict.fromkeys(options.parts):
             if part == "loop":
                 rows = _run_loop(options, say=session.say)
-                session.add(part, tables=[_loop_table(rows)], lines=_loop_aims(rows), rows=rows, aims=_loop_aims(rows))
-                continue
-            found = run_simulation(options)
-            figures = [
-                {
-                    "trace": comparison.name,
-                    "strategy": simulated.strategy,
-                    "step_s": simulated.step_s,
-                    "idle": simulated.idle_share,
-                    "moves": simulated.num_moves,
-                }
-                for comparison in found
-                for simulated in comparison.runs
-            ]
-            session.add(part, tables=[_simulation_table(found)], rows=figures)
+                aims = _loop_aims(rows)
+                session.add(part, tables=[_loop_table(rows)], lines=aims, rows=rows, aims=aims)
+            else:
+                rows = _simulated(run_simulation(options))
+                session.add(part, tables=[_simulation_table(rows)], rows=rows)
 
 
-def _run_loop(options: DiffusionOptions, *, say: Callable[[str], object]) -> list[LoopRow]:
+def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -> list[Row]:
+    """Return medians over all measured steps of each contender, and the highest load as its runs started."""
     # The folder is kept, because error messages name logs in it.
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-diffusion-"))
     # The result of pretraining does not affect times.
@@ -99,18 +81,18 @@ def _run_loop(options: DiffusionOptions, *, say: Callable[[str], object]) -> lis
         say(f"{turn.where}: {_median(steps, 'step'):.3f} s, load {turn.load:.1f}")
     num_images = {name: options.prompts * options.n * (2 if name == LIMIT else 1) for name in measured}
     return [
-        LoopRow(
-            name=name,
-            step_s=_median(steps, "step"),
-            images_per_s=num_images[name] / _median(steps, "step"),
-            stage_s={stage: _median(steps, stage) for stage in STAGES},
-            load=loads[name],
-        )
+        {
+            "name": name,
+            "step_s": _median(steps, "step"),
+            "images_per_s": num_images[name] / _median(steps, "step"),
+            "stage_s": {stage: _median(steps, stage) for stage in STAGES},
+            "load": loads[name],
+        }
         for name, steps in measured.items()
     ]
 
 
-def _plain(name: str, model: Path, options: DiffusionOptions, which: str) -> list[Figures]:
+def _plain(name: str, model: Path, options: DiffusionBenchOptions, which: str) -> list[Figures]:
     threads, folder = PLAIN.index(name) + 1, model.parent
     settings = {"prompts": options.prompts, "n": options.n, "steps": options.warmup + options.steps}
     spec = Spec(
@@ -126,7 +108,7 @@ def _plain(name: str, model: Path, options: DiffusionOptions, which: str) -> lis
     return program.read()
 
 
-def _gcore(name: str, model: Path, options: DiffusionOptions, number: int) -> list[Figures]:
+def _gcore(name: str, model: Path, options: DiffusionBenchOptions, number: int) -> list[Figures]:
     folder, run_name = model.parent, f"run-{number}-{list(GCORE).index(name)}"
     steps = str(options.warmup + options.steps)
     command = [
@@ -150,41 +132,50 @@ def _median(steps: Sequence[Figures], name: str) -> float:
     return median(step.get(name, 0.0) for step in steps)
 
 
-def _loop_table(rows: Sequence[LoopRow]) -> Table:
-    shown = figures_table("Flow-GRPO-Fast, seconds of a step", "images/s", "step s", *(f"{s} s" for s in STAGES))
-    for row in rows:
-        stages = (f"{row.stage_s[stage]:.3f}" if row.stage_s[stage] else "-" for stage in STAGES)
-        shown.add_row(row.name, f"{row.images_per_s:.1f}", f"{row.step_s:.3f}", *stages)
-    return shown
+def _loop_table(rows: Sequence[Row]) -> Table:
+    columns = [("images/s", figure("images_per_s", ".1f")), ("step s", figure("step_s", ".3f"))]
+    columns += [(f"{stage} s", figure(stage, ".3f")) for stage in STAGES]
+    by_name = {row["name"]: row | {stage: s for stage, s in row["stage_s"].items() if s} for row in rows}
+    return rows_table("Flow-GRPO-Fast, seconds of a step", by_name, columns)
 
 
-def _loop_aims(rows: Sequence[LoopRow]) -> list[str]:
+def _loop_aims(rows: Sequence[Row]) -> list[str]:
     """Return the limit of the machine, and whether gcore's aim is met."""
     plain, gcore, limit = (
-        max((row for row in rows if row.name in names), key=lambda row: row.images_per_s)
+        max((row for row in rows if row["name"] in names), key=lambda row: row["images_per_s"])
         for names in (PLAIN, tuple(GCORE)[1:], (LIMIT,))
     )
-    ratio = gcore.images_per_s / plain.images_per_s
+    most, ratio = (row["images_per_s"] / plain["images_per_s"] for row in (limit, gcore))
     return [
-        f"two plain loops at once make {limit.images_per_s / plain.images_per_s:.2f} times the images of one: the most "
-        "that the cores can do",
+        f"two plain loops at once make {most:.2f} times the images of one: the most that the cores can do",
         f"aim: with 2 controllers at least {AIM} times the images of a plain loop: {ratio:.2f} times "
-        f"({gcore.name}, against {plain.name}; {verdict(ratio >= AIM)})",
+        f"({gcore['name']}, against {plain['name']}; {verdict(ratio >= AIM)})",
     ]
 
 
-def _simulation_table(comparisons: Sequence[Comparison]) -> Table:
-    """Return a table with a line for each strategy on each trace."""
-    title = f"simulated: {comparisons[0].num_devices} devices, samplers and a judge"
-    shown = figures_table(title, "step s", "x colocated", "x best split", "moves", "idle %")
-    for comparison in comparisons:
-        for run in comparison.runs:
-            shown.add_row(
-                f"{comparison.name}: {run.strategy}",
-                f"{run.step_s:.1f}",
-                f"{comparison['colocated'].seconds / run.seconds:.2f}",
-                f"{comparison['split'].seconds / run.seconds:.2f}",
-                str(run.num_moves),
-                f"{100 * run.idle_share:.1f}",
-            )
-    return shown
+def _simulated(comparisons: Sequence[Comparison]) -> list[Row]:
+    """Return the figures of each strategy on each trace."""
+    return [
+        {
+            "trace": comparison.name,
+            "strategy": run.strategy,
+            "step_s": run.step_s,
+            "idle": run.idle_share,
+            "moves": run.num_moves,
+            **{f"over_{base}": comparison[base].seconds / run.seconds for base in ("colocated", "split")},
+        }
+        for comparison in comparisons
+        for run in comparison.runs
+    ]
+
+
+def _simulation_table(rows: Sequence[Row]) -> Table:
+    columns = [
+        ("step s", figure("step_s", ".1f")),
+        ("x colocated", figure("over_colocated", ".2f")),
+        ("x best split", figure("over_split", ".2f")),
+        ("moves", figure("moves", "d")),
+        ("idle %", lambda row: f"{100 * row['idle']:.1f}"),
+    ]
+    title = f"simulated: {NUM_DEVICES} devices, samplers and a judge"
+    return rows_table(title, {f"{row['trace']}: {row['strategy']}": row for row in rows}, columns)

@@ -5,7 +5,7 @@ evaluation, checkpoints or recovery.
 """
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,13 +31,9 @@ def run(spec: Spec) -> list[Figures]:
     return [loop.step() for _ in range(options["steps"])]
 
 
-class _Images(NamedTuple):
-    """A batch of images, and the noisy steps that made it."""
-
-    pixels: np.ndarray[Any, np.dtype[np.uint8]]
-    conditions: tuple[torch.Tensor, torch.Tensor]
-    steps: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]
-    """Index of the step, latents before and after it, log-probabilities."""
+Conditions = tuple[torch.Tensor, torch.Tensor]
+NoisySteps = list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Index of each step, latents before and after it, log-probabilities."""
 
 
 class Loop:
@@ -61,18 +57,19 @@ class Loop:
         chosen = [PROMPTS[i] for i in self._rng.permutation(len(PROMPTS))[: self._num_prompts]]
         prompts = [prompt for prompt in chosen for _ in range(self._n)]
         with torch.no_grad():
-            images = self._sampled(prompts)
+            pixels, conditions, steps = self._sampled(prompts)
         sampled_s = time.perf_counter()
-        scores = torch.from_numpy(self._reward(images.pixels, prompts, [{}] * len(prompts))).float()
+        scores = torch.from_numpy(self._reward(pixels, prompts, [{}] * len(prompts))).float()
         scored_s = time.perf_counter()
         groups = scores.view(self._num_prompts, self._n)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (scores.std() + 1e-4)).flatten()
-        self._update(images, advantages.clamp(-ADV_CLIP_MAX, ADV_CLIP_MAX))
+        self._update(conditions, steps, advantages.clamp(-ADV_CLIP_MAX, ADV_CLIP_MAX))
         end_s = time.perf_counter()
         gen_s, reward_s, train_s = sampled_s - start_s, scored_s - sampled_s, end_s - scored_s
         return {"step": end_s - start_s, "gen": gen_s, "reward": reward_s, "train": train_s}
 
-    def _sampled(self, prompts: list[str]) -> _Images:
+    def _sampled(self, prompts: list[str]) -> tuple[Any, Conditions, NoisySteps]:
+        """Return pixels as uint8, [B, height, width, 3], and what they were made of."""
         # All images of a prompt have its embedding.
         text, _, pooled, _ = self._pipeline.encode_prompt(
             prompt=prompts[:: self._n],
@@ -86,7 +83,7 @@ class Loop:
         latents = torch.randn(len(prompts), sizes.in_channels, sizes.sample_size, sizes.sample_size)
         # A window for each prompt would need a batch for each.
         first = int(self._rng.integers(NUM_INFERENCE_STEPS // 2 - WINDOW_SIZE + 1))
-        steps: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        steps: NoisySteps = []
         for i in range(NUM_INFERENCE_STEPS):
             velocity = self._velocity(latents, i, conditions)
             if not first <= i < first + WINDOW_SIZE:
@@ -97,16 +94,16 @@ class Loop:
             steps.append((i, latents, drawn, _log_prob(drawn, mean, std)))
             latents = drawn
         pixels = ((latents / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-        return _Images(pixels, conditions, steps)
+        return pixels, conditions, steps
 
-    def _update(self, images: _Images, advantages: torch.Tensor) -> None:
+    def _update(self, conditions: Conditions, steps: NoisySteps, advantages: torch.Tensor) -> None:
         low, high = 1 - ACTOR.loss.clip_ratio, 1 + ACTOR.loss.clip_ratio
         for indices in torch.randperm(len(advantages)).chunk(ACTOR.num_updates):
             self._optimizer.zero_grad()
             for rows in indices.split(ACTOR.micro_batch_size):
-                conditions = images.conditions[0][rows], images.conditions[1][rows]
-                for i, latents, drawn, old in images.steps:
-                    mean, std = self.gaussian(self._velocity(latents[rows], i, conditions), latents[rows], i)
+                own = conditions[0][rows], conditions[1][rows]
+                for i, latents, drawn, old in steps:
+                    mean, std = self.gaussian(self._velocity(latents[rows], i, own), latents[rows], i)
                     ratio = torch.exp(_log_prob(drawn[rows], mean, std) - old[rows])
                     losses = torch.maximum(-advantages[rows] * ratio, -advantages[rows] * ratio.clamp(low, high))
                     loss = losses.sum() / (len(indices) * WINDOW_SIZE)
@@ -114,7 +111,7 @@ class Loop:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self._optimizer.step()
 
-    def _velocity(self, latents: torch.Tensor, i: int, conditions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _velocity(self, latents: torch.Tensor, i: int, conditions: Conditions) -> torch.Tensor:
         return self.model(
             hidden_states=latents,
             timestep=self._timesteps[i].expand(len(latents)),

@@ -1,9 +1,9 @@
 """Image samplers and a judge on a simulated cluster."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from gcore_bench.diffusion.options import DiffusionOptions
+from gcore_bench.diffusion.options import DiffusionBenchOptions
 from gcore_placement import (
     Comparison,
     Drift,
@@ -53,7 +53,7 @@ _IMAGES = TraceRecipe(
 )
 
 
-def run_simulation(options: DiffusionOptions, *, progress: Callable[[int], None] | None = None) -> list[Comparison]:
+def run_simulation(options: DiffusionBenchOptions) -> list[Comparison]:
     """Compare all strategies on verdicts that stay, grow, and jump."""
     limits = RoleLimits(devices_per_replica=1)
     space = PartitionSpace(num_devices=NUM_DEVICES, policy=limits, reward=limits, unit_devices=UNIT_DEVICES)
@@ -62,8 +62,6 @@ def run_simulation(options: DiffusionOptions, *, progress: Callable[[int], None]
         "images, verdicts grow": Drift(first=100, last=3000),
         "images, verdicts jump": Drift(first=100, last=3000, jump_step=options.sim_steps // 2),
     }
-    found: list[Comparison] = []
-    for name, drift in drifts.items():
-        recipe = replace(_IMAGES, name=name, num_steps=options.sim_steps, judge_median=drift, seed=options.seed + 1)
-        found.append(compare(name, Simulator(recipe.trace(), COSTS, space, progress=progress)))
-    return found
+    given: dict[str, Any] = {"num_steps": options.sim_steps, "seed": options.seed + 1}
+    recipes = [replace(_IMAGES, name=name, judge_median=drift, **given) for name, drift in drifts.items()]
+    return [compare(recipe.name, Simulator(recipe.trace(), COSTS, space)) for recipe in recipes]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gcore_bench.grpo.measure import StepFigures
+from gcore_bench.grpo.measure import Step
 from gcore_bench.grpo.options import GrpoOptions
 from gcore_bench.grpo.report import StepRun, notes, summarise_steps, table
 from gcore_bench.grpo.workload import FLOOR, MODEL, WORKLOADS, Task, Workload
@@ -54,37 +54,34 @@ def _run_rounds(workload: Workload, options: GrpoOptions, *, say: Callable[[str]
         if len(steps) != num_steps:
             raise BenchError(f"{turn.contender} made {len(steps)} steps of {num_steps} on workload {workload.name}")
         measured = steps[options.warmup_steps :]
-        if measured[-1].lengths:
-            lengths[turn.round] = measured[-1].lengths
+        if measured[-1]["lengths"]:
+            lengths[turn.round] = measured[-1]["lengths"]
         place: dict[str, Any] = {"part": workload.name, "contender": turn.contender, "round": turn.round}
         runs.append(StepRun(**place, load=turn.load, footprint=footprint, steps=measured))
-        say(f"{turn.where} {median(step.wall_s for step in measured):.3f} s a step, load {turn.load:.1f}")
+        say(f"{turn.where} {median(step['wall_s'] for step in measured):.3f} s a step, load {turn.load:.1f}")
     return runs
 
 
-def _run(task: Task, options: GrpoOptions) -> tuple[list[StepFigures], Footprint]:
+def _run(task: Task, options: GrpoOptions) -> tuple[list[Step], Footprint]:
     logs = options.work_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     name = f"{task.workload.name}-{task.contender}"
-    program = _program(task, options, logs / f"{name}.json")
+    program = _program(task, options, options.work_dir / name, logs / f"{name}.json")
     log = logs / f"{name}.log"
     footprint = run_program(program, name=f"{task.contender} on workload {task.workload.name}", log=log)
-    return [StepFigures(**step) for step in program.read()], footprint
+    return program.read(), footprint
 
 
-def _program(task: Task, options: GrpoOptions, output: Path) -> Program:
-    folder = options.work_dir / f"{task.workload.name}-{task.contender}"
-    # Imported here, so that options are checked, and other contenders run, without these libraries.
-    if task.contender == "gcore-ray":
-        from gcore_bench.grpo.contenders import gcore_ray
+def _program(task: Task, options: GrpoOptions, folder: Path, output: Path) -> Program:
+    if task.contender in ("gcore-ray", "verl"):
+        # Imported here, so that options are checked, and other contenders run, without these libraries.
+        from gcore_bench.grpo.contenders.commands import gcore_program, verl_program
 
-        return gcore_ray.program(task, folder=folder)
-    if task.contender == "verl":
-        from gcore_bench.grpo.contenders import verl
-
-        return verl.program(task, python=options.python_of_verl(), folder=folder)
+        if task.contender == "gcore-ray":
+            return gcore_program(task, folder=folder)
+        return verl_program(task, python=options.python_of_verl(), folder=folder)
     spec = Spec(
-        work="gcore_bench.grpo.work",
+        work="gcore_bench.grpo.measure",
         part=task.workload.name,
         contender=task.contender,
         folder=str(output.parent),

@@ -1,60 +1,40 @@
-"""Figures of a step, and the means to take them inside a contender's process."""
+"""The process of a contender, which returns the figures of its steps, and the means to take them."""
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
-if TYPE_CHECKING:
-    from gcore_rollout import RewardFunction
+from gcore_bench.grpo.workload import MODEL, WORKLOADS, Task
+from gcore_bench.harness.processes import Spec
+from gcore_rollout import RewardFunction
 
+Step = dict[str, Any]
+"""Figures of one step, from the end of the previous one to its own end.
 
-@dataclass(frozen=True, kw_only=True)
-class StepFigures:
-    """Figures of one step, from the end of the previous one to its own end."""
-
-    wall_s: float
-    cpu_s: float | None = None
-    """CPU seconds of all threads; None for a contender of several processes."""
-    gen_s: float
-    """Generation, including tokenizing, detokenizing and the transfer of new weights to the engine."""
-    reward_s: float = 0.0
-    """Time inside the reward function."""
-    train_s: float
-    """Forward, backward and optimizer."""
-    score: float = 0.0
-    """Mean score of all completions."""
-    num_samples: int
-    mean_length: float
-    """Mean length of completions in tokens, end of sequence included."""
-    max_length: int
-    lengths: Sequence[int] = ()
-    """Length of each completion; empty if a contender reports no more than mean and maximum."""
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], **figures: Any) -> Self:
-        """Make the figures of a step whose completions have these lengths."""
-        sizes: dict[str, Any] = {"num_samples": len(lengths), "mean_length": fmean(lengths), "max_length": max(lengths)}
-        return cls(**sizes, lengths=lengths, **figures)
-
-    @property
-    def other_s(self) -> float:
-        """Time for advantages, batches and bookkeeping."""
-        return self.wall_s - self.gen_s - self.reward_s - self.train_s
+- ``wall_s``, and ``cpu_s`` of all threads; None for a contender of several processes.
+- ``gen_s``: generation, including tokenizing, detokenizing and the transfer of new weights to the engine.
+- ``reward_s``: time inside the reward function; ``train_s``: forward, backward and optimizer.
+- ``score``: mean over all completions.
+- ``num_samples``, ``mean_length`` and ``max_length``: completions, and their tokens, end of sequence included.
+- ``lengths``: of each completion; empty if a contender reports no more than mean and maximum.
+"""
 
 
-def reported_step(row: Mapping[str, float], num_samples: int, *, gen_s: float, train_s: float) -> dict[str, Any]:
-    """Return the figures of a step from the metrics of a system of several processes; its gen includes rewards."""
-    return {
-        "wall_s": row["timing_s/step"],
-        "gen_s": gen_s,
-        "train_s": train_s,
-        "score": row["critic/score/mean"],
-        "num_samples": num_samples,
-        "mean_length": row["response_length/mean"],
-        "max_length": int(row["response_length/max"]),
-    }
+def step_figures(lengths: Sequence[int], **figures: float) -> Step:
+    """Return the figures of a step whose completions have these lengths."""
+    sizes = {"num_samples": len(lengths), "mean_length": fmean(lengths), "max_length": max(lengths)}
+    return {"reward_s": 0.0, "score": 0.0, **sizes, "lengths": lengths, **figures}
+
+
+def run(spec: Spec) -> list[Step]:
+    """Make the steps of a contender, or the model that the workload trains; return the figures of every step."""
+    own: dict[str, Any] = {**spec.options, "model": Path(spec.options["model"]), "threads": spec.threads}
+    task = Task(workload=WORKLOADS[spec.part], contender=spec.contender, **own)
+    name = "setup" if spec.contender == MODEL else f"contenders.{spec.contender.removesuffix('-vllm')}"
+    return import_module(f"gcore_bench.grpo.{name}").run(task)
 
 
 class StepClock:
@@ -72,8 +52,8 @@ class StepClock:
 class StepRecorder:
     """Collects the figures of every step of a contender that runs in one process, and calls its reward function."""
 
-    def __init__(self, reward: "RewardFunction") -> None:
-        self.steps: list[StepFigures] = []
+    def __init__(self, reward: RewardFunction) -> None:
+        self.steps: list[Step] = []
         self.clock = StepClock()
         self._reward = reward
         self._reward_s = 0.0
@@ -95,4 +75,4 @@ class StepRecorder:
         self._reward_s, self._scores = 0.0, []
         gen_s -= reward_s if has_reward_in_gen else 0.0
         seconds = {"wall_s": wall_s, "cpu_s": cpu_s, "gen_s": gen_s, "reward_s": reward_s, "train_s": train_s}
-        self.steps.append(StepFigures.of(lengths, **seconds, score=score))
+        self.steps.append(step_figures(lengths, **seconds, score=score))

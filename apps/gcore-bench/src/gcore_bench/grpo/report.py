@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
-from gcore_bench.grpo.measure import StepFigures
+from gcore_bench.grpo.measure import Step
 from gcore_bench.grpo.options import GrpoOptions
 from gcore_bench.grpo.workload import FLOOR, Workload
 from gcore_bench.harness.processes import Footprint
-from gcore_bench.harness.report import Run, figures_table, mb, ratio, verdict
+from gcore_bench.harness.report import Cell, Run, megabytes, ratio, rows_table, verdict
 
 _STAGES = ("gen", "reward", "train", "other")
 _AIM_SPEED = {"gcore": 20.0, "gcore-ray": 5.0}
@@ -25,7 +25,7 @@ class StepRun(Run):
     """One contender in one round."""
 
     footprint: Footprint
-    steps: list[StepFigures]
+    steps: list[Step]
     """The measured steps."""
 
 
@@ -70,56 +70,64 @@ def _ratios(lines: Mapping[str, Line], metric: str) -> dict[str, dict[str, float
 
 
 def _line(contender: str, runs: Sequence[StepRun]) -> Line:
-    steps = [step for run in runs for step in run.steps]
-    step_s = median(step.wall_s for step in steps)
-    cpu_s = [step.cpu_s for step in steps if step.cpu_s is not None]
+    steps = [step | {"other_s": _other_s(step)} for run in runs for step in run.steps]
+    step_s, num_samples = median(step["wall_s"] for step in steps), steps[0]["num_samples"]
+    cpu_s = [step["cpu_s"] for step in steps if step["cpu_s"] is not None]
     return {
         "contender": contender,
         "num_steps": len(steps),
-        "samples_per_step": steps[0].num_samples,
-        "samples_per_s": steps[0].num_samples / step_s,
+        "samples_per_step": num_samples,
+        "samples_per_s": num_samples / step_s,
         "step_s": step_s,
-        **{f"{stage}_s": median(getattr(step, f"{stage}_s") for step in steps) for stage in _STAGES},
+        **{f"{stage}_s": median(step[f"{stage}_s"] for step in steps) for stage in _STAGES},
         "cpu_s": median(cpu_s) if cpu_s else None,
         "peak_pss_bytes": max(run.footprint.pss_bytes for run in runs),
         "num_processes": max(run.footprint.num_processes for run in runs),
-        "mean_length": fmean(step.mean_length for step in steps),
-        "max_length": max(step.max_length for step in steps),
-        "score": fmean(step.score for step in steps),
+        "mean_length": fmean(step["mean_length"] for step in steps),
+        "max_length": max(step["max_length"] for step in steps),
+        "score": fmean(step["score"] for step in steps),
     }
+
+
+def _other_s(step: Step) -> float:
+    """Return the time for advantages, batches and bookkeeping."""
+    return step["wall_s"] - step["gen_s"] - step["reward_s"] - step["train_s"]
 
 
 def aims(lines: Sequence[Line]) -> list[str]:
     """Return a line for each contender of ours that has an aim, if verl ran."""
     by_name = {line["contender"]: line for line in lines}
-    verl = by_name.get("verl")
     found: list[str] = []
     for name, least in _AIM_SPEED.items():
-        if verl is None or name not in by_name:
-            continue
-        ours = by_name[name]
-        speed, memory = verl["step_s"] / ours["step_s"], ours["peak_pss_bytes"] / verl["peak_pss_bytes"]
-        found.append(
-            f"{name} / verl: {speed:.1f}x the speed (aim: at least {least:.0f}x, {verdict(speed >= least)}), "
-            f"{memory:.2f} of the memory (aim: at most {_AIM_MEMORY:.2f}, {verdict(memory <= _AIM_MEMORY)})"
-        )
+        if by_name.keys() >= {"verl", name}:
+            ours, verl = by_name[name], by_name["verl"]
+            speed, memory = verl["step_s"] / ours["step_s"], ours["peak_pss_bytes"] / verl["peak_pss_bytes"]
+            found.append(
+                f"{name} / verl: {speed:.1f}x the speed (aim: at least {least:.0f}x, {verdict(speed >= least)}), "
+                f"{memory:.2f} of the memory (aim: at most {_AIM_MEMORY:.2f}, {verdict(memory <= _AIM_MEMORY)})"
+            )
     return found
 
 
 def table(workload: Workload, summary: Summary) -> Table:
     """Return a table of the contenders, the floor, gcore's ratio to each peer, and the aims."""
-    columns = ("samples/s", "step s", *(f"{stage} s" for stage in _STAGES))
-    shown = figures_table(
-        f"{workload.name}: {workload.description}, {workload.samples_per_step} completions a step",
-        *(*columns, "CPU s", "peak MB", "processes", "length mean/max", "score"),
-    )
+    rows = {line["contender"]: line for line in summary.lines}
+    if summary.floor is not None:
+        rows["floor"] = summary.floor | {"score": None}
+    columns = [
+        ("samples/s", _cell("samples_per_s", ",.0f")),
+        *((f"{stage} s", _cell(f"{stage}_s", ".3f")) for stage in ("step", *_STAGES)),
+        ("CPU s", _cell("cpu_s", ".3f")),
+        ("peak MB", megabytes("peak_pss_bytes")),
+        ("processes", _cell("num_processes", "d")),
+        ("length mean/max", lambda row: f"{row['mean_length']:.1f} / {row['max_length']}"),
+        ("score", _cell("score", ".3f")),
+    ]
+    title = f"{workload.name}: {workload.description}, {workload.samples_per_step} completions a step"
+    shown = rows_table(title, rows, columns)
     caption = f"medians of {summary.lines[0]['num_steps']} steps; load of the machine {summary.load:.1f}"
     shown.caption = "\n".join([caption, *aims(summary.lines)])
-    for line in summary.lines:
-        shown.add_row(line["contender"], *_cells(line), f"{line['score']:.3f}")
-    if summary.floor is not None:
-        shown.add_section()
-        shown.add_row("floor", *_cells(summary.floor), "")
+    shown.rows[len(summary.lines) - 1].end_section = True
     for ours, ratios in summary.speed_ratios.items():
         shown.add_section()
         for peer, speed in ratios.items():
@@ -128,15 +136,9 @@ def table(workload: Workload, summary: Summary) -> Table:
     return shown
 
 
-def _cells(line: Line) -> list[str]:
-    return [
-        f"{line['samples_per_s']:,.0f}",
-        *(f"{line[f'{part}_s']:.3f}" for part in ("step", *_STAGES)),
-        "" if line["cpu_s"] is None else f"{line['cpu_s']:.3f}",
-        mb(line["peak_pss_bytes"]),
-        str(line["num_processes"]),
-        f"{line['mean_length']:.1f} / {line['max_length']}",
-    ]
+def _cell(metric: str, form: str) -> Cell:
+    """Return a cell that is empty where there is no figure."""
+    return lambda row: "" if row.get(metric) is None else format(row[metric], form)
 
 
 def notes(options: GrpoOptions) -> list[str]:

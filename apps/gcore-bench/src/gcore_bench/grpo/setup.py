@@ -5,10 +5,10 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from gcore_bench.grpo.measure import StepFigures
-from gcore_bench.grpo.workload import PROMPT_LENGTH, Task, Workload
+from gcore_bench.grpo.measure import Step
+from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 from gcore_llm.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -28,16 +28,16 @@ from gcore_trainer import OptimizerConfig, PolicyLossConfig
 MEAN_LENGTH = 50
 """Mean length of the long-tailed model's answers without a limit."""
 _NUM_JUDGED = 256
+_MODEL_SEED = 0
 
 
-def train_config(
-    workload: Workload, *, engine: Literal["hf", "vllm"] = "hf", steps: int = 1, threads: int = 1, seed: int = 0
-) -> TrainConfig:
-    """Return gcore-llm's settings for a workload: plain GRPO, no dynamic sampling, one update a step."""
+def train_config(task: Task) -> TrainConfig:
+    """Return gcore-llm's settings for a task: plain GRPO, no dynamic sampling, one update a step."""
+    workload, steps = task.workload, max(1, task.steps)
     return TrainConfig(
         reward=workload.reward,
-        seed=seed,
-        threads=threads,
+        seed=task.seed,
+        threads=task.threads,
         device="cpu",
         task=TaskConfig(
             name="chain_sum",
@@ -51,11 +51,12 @@ def train_config(
             max_prompt_length=PROMPT_LENGTH,
             max_response_length=workload.max_response_length,
         ),
-        rollout=RolloutConfig(engine=engine, n=workload.n, max_num_seqs=workload.samples_per_step),
-        algorithm=AlgorithmConfig(filter_groups=False),
-        actor=ActorConfig(
-            optim=OptimizerConfig(lr=workload.lr, grad_clip=workload.max_grad_norm), loss=PolicyLossConfig()
+        rollout=RolloutConfig(
+            engine="vllm" if task.uses_vllm else "hf", n=workload.n, max_num_seqs=workload.samples_per_step
         ),
+        algorithm=AlgorithmConfig(filter_groups=False),
+        # The rate is so low that response lengths stay the same throughout a run.
+        actor=ActorConfig(optim=OptimizerConfig(lr=1e-5, grad_clip=1.0), loss=PolicyLossConfig()),
         trainer=TrainerConfig(total_training_steps=steps, save_freq=steps, test_freq=steps, tensorboard=False),
     )
 
@@ -65,17 +66,17 @@ def load_train_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
     return replace(load_task(config.task, config.data, tokenizer, seed=config.seed), val=[])
 
 
-def run(task: Task) -> list[StepFigures]:
+def run(task: Task) -> list[Step]:
     """Make the model that the workload trains, and no steps."""
     task.model.parent.mkdir(parents=True, exist_ok=True)
     if task.workload.model == "warmed_up":
-        _make_warmed_up(task.workload, task.model, task.threads)
+        _make_warmed_up(replace(task, seed=_MODEL_SEED))
     else:
-        write_atomically(task.model, lambda partial: _write_long_tailed(task.workload, partial))
+        write_atomically(task.model, _write_long_tailed)
     return []
 
 
-def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:
+def _make_warmed_up(task: Task) -> None:
     """Fine-tune gcore-llm's tiny model until about four of ten sampled sums are correct."""
     from gcore_llm.finetune.warmup import make_warm_model
     from gcore_llm.sampling.rewards import reward_function
@@ -84,19 +85,19 @@ def _make_warmed_up(workload: Workload, folder: Path, threads: int) -> None:
     from gcore_runs.loop.recorder import Display
 
     warmup = WarmupConfig(max_steps=400, target_accuracy=0.4, test_freq=10)
-    config = replace(resolve(train_config(workload, threads=threads)), warmup=warmup)
-    run = RunFolder(folder.with_name(f"{folder.name}-run"))
+    config = replace(resolve(train_config(task)), warmup=warmup)
+    run = RunFolder(task.model.with_name(f"{task.model.name}-run"))
     tokenizer = tiny_tokenizer()
     prompts = load_train_prompts(config, tokenizer)
     judged = replace(prompts, val=prompts.train[:_NUM_JUDGED])
     with Display() as display:
         reward = RewardRunner(reward_function(config), config.reward_calls.runner)
         asyncio.run(make_warm_model(config, run, judged, tokenizer, reward, display))
-    run.model.rename(folder)
+    run.model.rename(task.model)
     shutil.rmtree(run.path)
 
 
-def _write_long_tailed(workload: Workload, folder: Path) -> None:
+def _write_long_tailed(folder: Path) -> None:
     """Make gcore-llm's tiny model, untrained, end after every token with the same probability.
 
     Channel 0 of the embedding, which is tied to the head, is a constant: for any text it dominates that channel of the
@@ -110,7 +111,7 @@ def _write_long_tailed(workload: Workload, folder: Path) -> None:
     from gcore_llm.tiny_model import make_tiny_model
     from gcore_runs import build_tokenizer
 
-    make_tiny_model(folder, seed=train_config(workload).seed)
+    make_tiny_model(folder, seed=_MODEL_SEED)
     tokenizer = build_tokenizer(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     special = {tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id}

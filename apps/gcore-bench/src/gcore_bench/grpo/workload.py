@@ -29,9 +29,6 @@ class Workload:
     """Prompts a step."""
     n: int = 8
     """Responses a prompt."""
-    lr: float = 1e-5
-    """So low that response lengths stay the same throughout a run."""
-    max_grad_norm: float = 1.0
     trl_micro_batches: int = 1
     """Micro-batches into which TRL divides a step: the number that was fastest for it. gcore packs by tokens."""
 

@@ -39,7 +39,14 @@ QUIET: dict[str, str] = {
 }
 """Environment of every contender's process."""
 
-_PRELOAD = "gcore_bench.trainer.preload"
+_PRELOAD = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+    "gcore_trainer.torch.packed_model",
+    "gcore_trainer.trainer",
+]
 _POLL_S = 2.0
 """Reading the memory of thirty processes takes a tenth of a second of a core."""
 _FORKED_TIMEOUT_S = 3600
@@ -175,7 +182,7 @@ def run_children(
 
 def start_server(threads: int) -> None:
     """Start the server that `run_processes` forks; later calls do nothing."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOAD])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
     with environment(OMP_NUM_THREADS=str(threads)):
         forkserver.ensure_running()
 

@@ -2,16 +2,20 @@
 
 import asyncio
 from dataclasses import asdict
-from functools import partial
+from typing import Any
 
 from rich.console import Console
 
+from gcore_bench.harness.models import make_model
 from gcore_bench.harness.processes import environment, stderr_to
-from gcore_bench.harness.report import Session, summarise
-from gcore_bench.rollout import generation, sandbox_calls, sync
+from gcore_bench.harness.report import Rounds, Session, summarise
+from gcore_bench.rollout import generation, sandbox_calls, sync, sync_forms
+from gcore_bench.rollout.engines import ENVIRONMENT
 from gcore_bench.rollout.options import RolloutOptions
-from gcore_bench.rollout.processes import ENVIRONMENT, Processes, make_models
 from gcore_bench.rollout.report import notes, ratios, tables
+from gcore_bench.rollout.workload import SYNC_MAX_LENGTH, generation_shape, max_length, sync_shape
+
+_PARTS = {"generation": generation, "sync": sync, "forms": sync_forms, "sandbox": sandbox_calls}
 
 
 def run(options: RolloutOptions, console: Console) -> None:
@@ -26,27 +30,14 @@ def run(options: RolloutOptions, console: Console) -> None:
         environment(**ENVIRONMENT, OMP_NUM_THREADS=str(options.threads)),
         stderr_to(session.folder / "log"),
     ):
-        asyncio.run(_measure(options, session))
-
-
-async def _measure(options: RolloutOptions, session: Session) -> None:
-    folder, say = session.folder, session.say
-    with_vllm = "generation" in options.parts and any("vllm" in name for name in options.contenders)
-    processes = Processes(threads=options.threads, with_vllm=with_vllm)
-    if {"generation", "sync"} & set(options.parts):
-        maker = await processes.start("the model", partial(make_models, folder, options))
-        await maker.close()
-    for part in dict.fromkeys(options.parts):
-        match part:
-            case "generation":
-                runs = await generation.run_rounds(options, folder, processes, say=say)
-            case "sync":
-                runs = await sync.run_rounds(options, folder, processes, say=say)
-            case "forms":
-                from gcore_bench.rollout import sync_forms
-
-                runs = await sync_forms.run_rounds(options, folder, say=say)
-            case "sandbox":
-                runs = await sandbox_calls.run_rounds(options, say=say)
-        summary, found = summarise(part, runs), ratios(part, runs)
-        session.add(part, tables=tables(summary, found, options), summary=asdict(summary), ratios=found, runs=runs)
+        folder, seed = session.folder, options.seed
+        if "generation" in options.parts:
+            make_model(folder / "model", generation_shape(options), max_length=max_length(options), seed=seed)
+        if "sync" in options.parts:
+            make_model(folder / "sync-model", sync_shape(options), max_length=SYNC_MAX_LENGTH, seed=seed)
+        for part in dict.fromkeys(options.parts):
+            rounds = Rounds(part, options.rounds, say=session.say)
+            asyncio.run(_PARTS[part].measure(options, folder, rounds))
+            summary, found = summarise(part, rounds.runs), ratios(part, rounds.runs)
+            figures: dict[str, Any] = {"summary": asdict(summary), "ratios": found, "runs": rounds.runs}
+            session.add(part, tables=tables(summary, found, options), **figures)

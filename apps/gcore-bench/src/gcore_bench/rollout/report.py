@@ -2,17 +2,15 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
-from gcore_bench.harness.report import Run, Summary, figure, figures_table, paired_ratio, ratio
+from gcore_bench.harness.report import Cell, Run, Summary, figure, paired_ratio, ratio, rows_table
 from gcore_bench.rollout.generation import BASES
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.sandbox_calls import BARE
 from gcore_bench.rollout.sync import MEMCPY
-
-Ratios = Mapping[str, Mapping[str, float]]
-"""Ratios by row and metric."""
 
 _OVER = {
     "generation": {"tokens_per_s": "tokens_per_s", "cpu_s": "cpu_s"},
@@ -21,103 +19,83 @@ _OVER = {
     "sandbox": {name: name for name in ("alone_ms", "cpu_ms", "together_ms")},
 }
 """Metrics that have a ratio, by part, and the metric of the base that each is divided by."""
-_TITLES = {"forms": "weight sync by form", "sandbox": "a program that does nothing"}
 
 
 def ratios(part: str, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
     """Return the median ratio of each row to its base, by metric; rows whose base was not measured have none."""
-    rows = dict.fromkeys(row for run in runs for row in run.rows)
-    base = MEMCPY if part in ("sync", "forms") else BARE
-    bases = {row: BASES.get(row) for row in rows} if part == "generation" else dict.fromkeys(rows, base)
     found: dict[str, dict[str, float]] = {}
-    for row, base in bases.items():
-        if base is None or base == row:
-            continue
-        values = {metric: paired_ratio(runs, row, base, metric, base_metric=of) for metric, of in _OVER[part].items()}
-        found[row] = {metric: value for metric, value in values.items() if value is not None}
+    for row in dict.fromkeys(row for run in runs for row in run.rows):
+        base = {"generation": BASES.get(row, row), "sandbox": BARE}.get(part, MEMCPY)
+        if base != row:
+            over = {name: paired_ratio(runs, row, base, name, base_metric=of) for name, of in _OVER[part].items()}
+            found[row] = {name: value for name, value in over.items() if value is not None}
     return found
 
 
-def tables(summary: Summary, ratios: Ratios, options: RolloutOptions) -> list[Table]:
+def tables(summary: Summary, ratios: Mapping[str, Mapping[str, float]], options: RolloutOptions) -> list[Table]:
     """Return the tables of a part."""
-    if summary.part == "sync":
-        size_mb = summary.rows[MEMCPY]["size_bytes"] / 2**20
-        shown = [
-            _table(f"new weights, {size_mb:,.0f} MB", summary, ratios, _COLUMNS["sync"]),
-            _table("the first token of the new weights", summary, ratios, _COLUMNS["first token"], skip=MEMCPY),
-        ]
-    else:
-        shown = [_table(_TITLES.get(summary.part, summary.part), summary, ratios, _COLUMNS[summary.part])]
+    rows: dict[str, dict[str, Any]] = {
+        name: {**row, "base": BASES.get(name, "-"), **{f"{key} ratio": of for key, of in ratios.get(name, {}).items()}}
+        for name, row in summary.rows.items()
+    }
+    match summary.part:
+        case "sync":
+            size_mb = rows[MEMCPY]["size_bytes"] / 2**20
+            updated = {name: row for name, row in rows.items() if name != MEMCPY}
+            shown = [
+                rows_table(f"new weights, {size_mb:,.0f} MB", rows, _COLUMNS["sync"]),
+                rows_table("the first token of the new weights", updated, _COLUMNS["first token"]),
+            ]
+        case part:
+            titles = {"forms": "weight sync by form", "sandbox": "a program that does nothing"}
+            shown = [rows_table(titles.get(part, part), rows, _COLUMNS[part])]
     shown[-1].caption = f"medians of {options.rounds} rounds; load of the machine {summary.load:.1f}"
     return shown
 
 
-Column = tuple[str, str, str]
-"""Title, metric, and the metric's format: that of a figure, or "x" for the ratio, "MB", or "base" for its name."""
+def _over(metric: str) -> Cell:
+    return lambda row: ratio(row.get(f"{metric} ratio"))
 
 
-def _table(
-    title: str, summary: Summary, ratios: Ratios, columns: Sequence[Column], *, skip: str | None = None
-) -> Table:
-    shown = figures_table(title, *(title for title, _, _ in columns))
-    for name, row in summary.rows.items():
-        if name != skip:
-            found = ratios.get(name, {})
-            shown.add_row(name, *(_cell(name, row, found, metric, form) for _, metric, form in columns))
-    return shown
-
-
-def _cell(name: str, row: Mapping[str, float], found: Mapping[str, float], metric: str, form: str) -> str:
-    match form:
-        case "x":
-            return ratio(found.get(metric))
-        case "base":
-            return BASES.get(name, "-")
-        case "MB":
-            return f"{row[metric] / 2**20:,.1f}"
-        case _:
-            return figure(metric, form)(row)
-
-
-_COLUMNS: Mapping[str, Sequence[Column]] = {
+_COLUMNS: Mapping[str, Sequence[tuple[str, Cell]]] = {
     "generation": [
-        ("tokens/s", "tokens_per_s", ",.0f"),
-        ("speed over base", "tokens_per_s", "x"),
-        ("s", "wall_s", ".2f"),
-        ("CPU s", "cpu_s", ".2f"),
-        ("CPU over base", "cpu_s", "x"),
-        ("tokens", "tokens", ",.0f"),
-        ("mean log-prob", "log_prob", ".4f"),
-        ("base", "", "base"),
+        ("tokens/s", figure("tokens_per_s", ",.0f")),
+        ("speed over base", _over("tokens_per_s")),
+        ("s", figure("wall_s", ".2f")),
+        ("CPU s", figure("cpu_s", ".2f")),
+        ("CPU over base", _over("cpu_s")),
+        ("tokens", figure("tokens", ",.0f")),
+        ("mean log-prob", figure("log_prob", ".4f")),
+        ("base", figure("base", "")),
     ],
     "sync": [
-        ("at rest s", "wall_s", ".3f"),
-        ("over memcpy", "wall_s", "x"),
-        ("before copying s", "before_copy_s", ".3f"),
-        ("copying s", "copy_s", ".3f"),
-        ("samples running s", "busy_s", ".3f"),
-        ("over memcpy", "busy_s", "x"),
-        ("no token s", "no_token_s", ".3f"),
-        ("over memcpy", "no_token_s", "x"),
+        ("at rest s", figure("wall_s", ".3f")),
+        ("over memcpy", _over("wall_s")),
+        ("before copying s", figure("before_copy_s", ".3f")),
+        ("copying s", figure("copy_s", ".3f")),
+        ("samples running s", figure("busy_s", ".3f")),
+        ("over memcpy", _over("busy_s")),
+        ("no token s", figure("no_token_s", ".3f")),
+        ("over memcpy", _over("no_token_s")),
     ],
     "first token": [
-        ("after s", "first_token_s", ".3f"),
-        ("old steps", "old_steps", ".0f"),
-        ("a step s", "step_s", ".3f"),
+        ("after s", figure("first_token_s", ".3f")),
+        ("old steps", figure("old_steps", ".0f")),
+        ("a step s", figure("step_s", ".3f")),
     ],
     "forms": [
-        ("sent MB", "sent_bytes", "MB"),
-        ("to encode s", "encode_s", ".3f"),
-        ("to apply s", "apply_s", ".3f"),
-        ("both over memcpy", "wall_s", "x"),
+        ("sent MB", lambda row: f"{row['sent_bytes'] / 2**20:,.1f}"),
+        ("to encode s", figure("encode_s", ".3f")),
+        ("to apply s", figure("apply_s", ".3f")),
+        ("both over memcpy", _over("wall_s")),
     ],
     "sandbox": [
-        ("ms a call, alone", "alone_ms", ".1f"),
-        ("over bare", "alone_ms", "x"),
-        ("CPU ms", "cpu_ms", ".1f"),
-        ("over bare", "cpu_ms", "x"),
-        (f"ms a call, {os.cpu_count() or 1} at a time", "together_ms", ".1f"),
-        ("over bare", "together_ms", "x"),
+        ("ms a call, alone", figure("alone_ms", ".1f")),
+        ("over bare", _over("alone_ms")),
+        ("CPU ms", figure("cpu_ms", ".1f")),
+        ("over bare", _over("cpu_ms")),
+        (f"ms a call, {os.cpu_count() or 1} at a time", figure("together_ms", ".1f")),
+        ("over bare", _over("together_ms")),
     ],
 }
 

@@ -9,9 +9,10 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.report import Figures, Rounds, Run
+from gcore_bench.harness.report import Figures, Rounds
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_rollout import Isolation, Sandbox, SandboxError
 
@@ -22,21 +23,17 @@ _ISOLATIONS: tuple[Isolation, ...] = ("limits", "namespaces")
 Call = Callable[[], Awaitable[object]]
 
 
-async def run_rounds(options: RolloutOptions, *, say: Callable[[str], object]) -> list[Run]:
-    """Measure every isolation in turn; one that this machine does not support is left out.
-
-    Raises:
-        BenchError: a program did not finish.
-    """
+async def measure(options: RolloutOptions, folder: Path, rounds: Rounds) -> None:
+    """Measure every isolation in turn; one that this machine does not support is left out."""
+    del folder
     cores = os.cpu_count() or 1
-    rounds = Rounds("sandbox", options.rounds, say=say)
     with ThreadPoolExecutor(cores) as pool:
         ways: dict[str, tuple[Call, Call]] = {BARE: (_bare, partial(_bare_in, pool))}
         for isolation in _ISOLATIONS:
             try:
                 sandbox = Sandbox(isolation=isolation, max_concurrency=cores)
             except SandboxError as error:
-                say(f"sandbox: {error}")
+                rounds.say(f"sandbox: {error}")
                 continue
             call = partial(_sandboxed, sandbox)
             ways[isolation] = (call, call)
@@ -46,7 +43,6 @@ async def run_rounds(options: RolloutOptions, *, say: Callable[[str], object]) -
         for turn in rounds.turns(ways):
             row = await _figures(*ways[turn.contender], options.calls)
             turn.done({turn.contender: row}, f"{row['alone_ms']:.1f} ms")
-    return rounds.runs
 
 
 async def _figures(alone: Call, together: Call, calls: int) -> Figures:

@@ -40,10 +40,7 @@ def make_requests(options: RolloutOptions) -> list[Request]:
 
 def warmup_requests(options: RolloutOptions) -> list[Request]:
     """Make the same requests with a few tokens each."""
-    return [
-        replace(r, sampling=SamplingParams(max_tokens=min(r.sampling.max_tokens, _WARMUP_TOKENS)))
-        for r in make_requests(options)
-    ]
+    return make_requests(replace(options, max_response_length=min(options.max_response_length, _WARMUP_TOKENS)))
 
 
 def num_tokens(options: RolloutOptions) -> int:

@@ -1,9 +1,8 @@
 """`gcore-bench trainer`: the contenders of each part, in turn, in forked processes."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
@@ -12,26 +11,9 @@ from gcore_bench.harness.processes import Spec, run_processes, start_server
 from gcore_bench.harness.report import Rounds, Rows, Session, plain, summarise
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.report import notes, part_table, tokens_table
-from gcore_bench.trainer.workload import (
-    BALANCE_RANKS,
-    Deal,
-    context_layouts,
-    deals,
-    load_samples,
-    step_batches,
-    token_rows,
-)
-from gcore_trainer import Sample
+from gcore_bench.trainer.workload import BALANCE_RANKS, context_layouts, deals, make_samples, token_rows
 
 _TOLERANCE = 1e-4
-
-
-class Contender(NamedTuple):
-    """A contender of a part: its number of processes, and the micro-batches of each of them."""
-
-    name: str
-    world_size: int = 1
-    batches: list[list[list[int]]] | None = None
 
 
 def run(options: TrainerOptions, console: Console) -> None:
@@ -42,8 +24,8 @@ def run(options: TrainerOptions, console: Console) -> None:
     """
     with Session(options, console, notes=notes(options)) as session:
         start_server(options.threads)
-        run_processes(_specs("setup", Contender("setup"), options, session.folder))
-        samples = load_samples(session.folder)
+        run_processes(_specs("setup", "setup", 1, options, session.folder))
+        samples = make_samples(options)
         dealt = deals(options, samples)
         for part in dict.fromkeys(options.parts):
             if part == "tokens":
@@ -51,9 +33,10 @@ def run(options: TrainerOptions, console: Console) -> None:
                 session.add(part, tables=[tokens_table(rows)], summary={"rows": rows})
                 continue
             rounds = Rounds(part, options.rounds, say=session.say)
-            contenders = {found.name: found for found in _contenders(part, options, samples, dealt)}
+            contenders = _contenders(part, options)
             for turn in rounds.turns(contenders):
-                found = run_processes(_specs(part, contenders[turn.contender], options, session.folder))
+                world_size = contenders[turn.contender]
+                found = run_processes(_specs(part, turn.contender, world_size, options, session.folder))
                 turn.done(found, " and ".join(f"{figures['step_s']:.2f} s" for figures in found.values()))
             summary = summarise(part, rounds.runs)
             figures: dict[str, Any] = {"summary": asdict(summary), "runs": rounds.runs}
@@ -80,36 +63,32 @@ def check_agreement(part: str, rows: Rows) -> None:
                     raise BenchError(f"part {part}: {metric} is {expected} for {first}, but {value} for {name}")
 
 
-def _contenders(
-    part: str, options: TrainerOptions, samples: Sequence[Sample], dealt: Mapping[str, Deal]
-) -> list[Contender]:
-    """Return the contenders of a part in the order in which they run."""
+def _contenders(part: str, options: TrainerOptions) -> dict[str, int]:
+    """Return the number of ranks of each contender of a part, in the order in which they run."""
     match part:
         case "step":
-            return [Contender(name, 1, [step_batches(options, samples, name)]) for name in options.contenders]
+            return dict.fromkeys(options.contenders, 1)
         case "balance":
-            return [Contender(name, BALANCE_RANKS, found.batches) for name, found in dealt.items()]
+            return {"round-robin": BALANCE_RANKS, "balanced": BALANCE_RANKS}
         case "log-probs":
-            return [Contender("chunked"), Contender("naive")]
+            return {"chunked": 1, "naive": 1}
         case "context":
-            layouts = context_layouts(options.context_sizes)
-            return [Contender(name, size) for name, (size, _) in layouts.items()]
+            return {name: size for name, (size, _) in context_layouts(options.context_sizes).items()}
         case _:
-            return [Contender("gcore")]
+            return {"gcore": 1}
 
 
-def _specs(part: str, contender: Contender, options: TrainerOptions, folder: Path) -> list[Spec]:
-    more = {} if contender.batches is None else {"batches": contender.batches}
+def _specs(part: str, contender: str, world_size: int, options: TrainerOptions, folder: Path) -> list[Spec]:
     return [
         Spec(
             work="gcore_bench.trainer.parts",
             part=part,
-            contender=contender.name,
+            contender=contender,
             folder=str(folder),
-            options=plain(options) | more,
+            options=plain(options),
             rank=rank,
-            world_size=contender.world_size,
+            world_size=world_size,
             threads=options.threads,
         )
-        for rank in range(contender.world_size)
+        for rank in range(world_size)
     ]

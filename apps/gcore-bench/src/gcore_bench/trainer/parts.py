@@ -3,7 +3,9 @@
 Shapes: N tokens, D hidden size, V vocabulary.
 """
 
-import dataclasses
+import pickle
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,15 @@ from gcore_bench.harness.measure import measured
 from gcore_bench.harness.models import make_model
 from gcore_bench.harness.processes import Spec, joined_world
 from gcore_bench.harness.report import Figures
+from gcore_bench.trainer.contenders import LOSS, OPTIMIZER, GcoreStep, LossStep, TrlStep, VerlStep
 from gcore_bench.trainer.options import TrainerOptions
-from gcore_bench.trainer.updates import LOSS, OPTIMIZER, StepResult
 from gcore_bench.trainer.workload import (
     LONG_VOCAB_SIZE,
     context_layouts,
-    load_samples,
+    deals,
     long_workload,
     make_samples,
-    off_policy,
-    save_samples,
+    step_batches,
     step_workload,
 )
 from gcore_llm.tiny_model import tiny_tokenizer
@@ -38,10 +39,11 @@ from gcore_trainer import (
     TorchTrainer,
     token_scores,
 )
-from gcore_trainer.torch.packed_model import ATTENTION_NAME, register
 
 TARGET = 0.45
 """Fraction of the peak that well-tuned trainers of dense models reach."""
+_OFF_POLICY = 0.1
+"""Standard deviation of noise on log-probabilities that imitates an older policy; some ratios are clipped."""
 _LENGTH = 4096
 _SEQUENCES = 4
 _PASSES = 4
@@ -69,19 +71,20 @@ _WARMUP = [
 
 def run(spec: Spec) -> dict[str, Figures]:
     """Return the figures of a part by row."""
-    folder = Path(spec.folder)
+    folder, options = Path(spec.folder), TrainerOptions(**spec.options)
     match spec.part:
         case "setup":
-            return _set_up(folder, TrainerOptions(**spec.options))
+            return _set_up(folder, options)
         case "step":
-            return _measured(spec, _make_stepper(spec.contender, folder))
+            batches = step_batches(options, make_samples(options), spec.contender)
+            peer = {"trl": TrlStep, "verl": VerlStep}.get(spec.contender)
+            return _measured(spec, peer(folder) if peer else GcoreStep(folder, spec.contender), batches)
         case "balance":
-            from gcore_bench.trainer.contenders.gcore import GcoreStep
-
+            batches = deals(options, make_samples(options))[spec.contender].batches[spec.rank]
             # Parameters are sharded, so that ranks wait for each other in every pass.
             with joined_world(spec):
                 parallel = TorchParallel.join(ParallelConfig())
-                return _measured(spec, GcoreStep(folder / "model", "gcore-shared", parallel=parallel))
+                return _measured(spec, GcoreStep(folder, "gcore-shared", parallel=parallel), batches)
         case "log-probs":
             return {f"{size:,} {spec.contender}": _figures(spec, size) for size in spec.options["vocab_sizes"]}
         case "context":
@@ -98,40 +101,25 @@ def _set_up(folder: Path, options: TrainerOptions) -> dict[str, Figures]:
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
     samples = make_samples(options)
     (log_probs,) = PackedModel.from_pretrained(folder / "model").log_probs([samples])
-    save_samples(folder, off_policy(samples, log_probs, seed=options.seed))
+    rng = np.random.default_rng(options.seed)
+    noisy = [(lp + rng.normal(0.0, _OFF_POLICY, lp.shape)).astype(np.float32) for lp in log_probs]
+    samples = [replace(s, old_log_probs=lp) for s, lp in zip(samples, noisy, strict=True)]
+    (folder / "samples").write_bytes(pickle.dumps(samples))
     return {}
 
 
-def _make_stepper(contender: str, folder: Path) -> Any:
-    """Import the contender's library and load the model."""
-    match contender:
-        case "trl":
-            from gcore_bench.trainer.contenders.trl import TrlStep
-
-            return TrlStep(folder)
-        case "verl":
-            from gcore_bench.trainer.contenders.verl import VerlStep
-
-            return VerlStep(folder / "model")
-        case _:
-            from gcore_bench.trainer.contenders.gcore import GcoreStep
-
-            return GcoreStep(folder / "model", contender)
-
-
-def _measured(spec: Spec, stepper: Any) -> dict[str, Figures]:
+def _measured(spec: Spec, stepper: GcoreStep | LossStep, batches: list[list[int]]) -> dict[str, Figures]:
     """Return seconds and memory of a step, and its result; of one rank among several its own."""
-    samples, batches = load_samples(Path(spec.folder)), spec.options["batches"][spec.rank]
+    samples: list[Sample] = pickle.loads((Path(spec.folder) / "samples").read_bytes())
     stepper.step(_WARMUP, [[0, 1]])
-    results: list[StepResult] = []
+    results: list[Figures] = []
     times = measured(lambda: results.append(stepper.step(samples, batches)), times=spec.options["steps"])
-    return {spec.contender: times | dataclasses.asdict(results[0])}
+    return {spec.contender: times.figures() | results[0]}
 
 
 def _figures(spec: Spec, vocab_size: int) -> Figures:
     options = spec.options
     device, hidden_size = options["device"], options["hidden_size"]
-    work = {"chunked": _chunked, "naive": _naive}[spec.contender]
     # Logits in float32 of so many tokens have the size that was asked for.
     num_tokens = max(2, int(options["logits_mb"] * 2**18) // vocab_size)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -144,32 +132,31 @@ def _figures(spec: Spec, vocab_size: int) -> Figures:
 
     hidden_ND, weight_VD = leaf(num_tokens, 1.0), leaf(vocab_size, hidden_size**-0.5)
     targets_N = torch.randint(0, vocab_size, (num_tokens,), generator=generator).to(device)
-    # Threads start and kernels load at first use, which is not measured.
-    work(hidden_ND, weight_VD, targets_N, rows=2)
     sums: list[float] = []
-    times = measured(lambda: sums.append(work(hidden_ND, weight_VD, targets_N)), times=options["steps"], device=device)
-    return times | {
-        "log_probs": sums[0] / num_tokens,
+
+    def work(rows: int | None = None) -> None:
+        total = {"chunked": _chunked, "naive": _naive}[spec.contender](hidden_ND[:rows], weight_VD, targets_N[:rows])
+        total.backward()
+        sums.append(total.item())
+
+    # Threads start and kernels load at first use, which is not measured.
+    work(rows=2)
+    times = measured(work, times=options["steps"], device=device)
+    return times.figures() | {
+        "log_probs": sums[-1] / num_tokens,
         "logits_bytes": 4.0 * num_tokens * vocab_size,
         "tokens": float(num_tokens),
     }
 
 
-def _chunked(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, rows: int | None = None
-) -> float:
-    total = token_scores(hidden_ND[:rows], weight_VD, targets_N[:rows]).log_probs.sum()
-    total.backward()
-    return total.item()
+def _chunked(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    return token_scores(hidden_ND, weight_VD, targets_N).log_probs.sum()
 
 
-def _naive(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, rows: int | None = None) -> float:
+def _naive(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
     """The straightforward way: float32 logits of every token, their log-softmax, and one entry of each."""
-    log_probs_NV = torch.log_softmax((hidden_ND[:rows] @ weight_VD.T).float(), -1)
-    total = log_probs_NV.gather(-1, targets_N[:rows, None]).sum()
-    del log_probs_NV
-    total.backward()
-    return total.item()
+    log_probs_NV = torch.log_softmax((hidden_ND @ weight_VD.T).float(), -1)
+    return log_probs_NV.gather(-1, targets_N[:, None]).sum()
 
 
 def _long_steps(spec: Spec) -> dict[str, Figures]:
@@ -182,45 +169,31 @@ def _long_steps(spec: Spec) -> dict[str, Figures]:
         objective=SFTObjective(),
         parallel=TorchParallel.join(config) if size > 1 else None,
     )
+    losses: list[float] = []
+
+    def step(batches: list[list[Sample]]) -> None:
+        losses.append(trainer.train_step(batches)["sft/loss"])
+
+    def sample(length: int) -> Sample:
+        tokens = np.random.default_rng(spec.options["seed"]).integers(1, LONG_VOCAB_SIZE, length + 1)
+        return Sample(prompt_ids=tokens[:16], response_ids=tokens[16:])
+
     rows: dict[str, Figures] = {}
-    trainer.train_step([[_sample(32, spec)]])
+    step([[sample(32)]])
     for length in spec.options["lengths"]:
-        batches = [[_sample(length, spec)]]
-        losses: list[float] = []
-        times = measured(
-            lambda batches=batches, losses=losses: losses.append(trainer.train_step(batches)["sft/loss"]),
-            times=spec.options["steps"],
-        )
-        rows[f"{length:,} {spec.contender}"] = times | {"loss": losses[0], "tokens": float(length)}
+        times = measured(partial(step, [[sample(length)]]), times=spec.options["steps"])
+        rows[f"{length:,} {spec.contender}"] = times.figures() | {"loss": losses[-1], "tokens": float(length)}
     return rows
-
-
-def _sample(length: int, spec: Spec) -> Sample:
-    tokens = np.random.default_rng(spec.options["seed"]).integers(1, LONG_VOCAB_SIZE, length + 1)
-    return Sample(prompt_ids=tokens[:16], response_ids=tokens[16:])
 
 
 def _utilisation(spec: Spec) -> dict[str, Figures]:
     """Return seconds of a packed bfloat16 step of a Qwen2 on a GPU, and the model's FLOPs a second over the peak."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
     peak_flops = Device.matching(torch.cuda.get_device_name()).flops_per_s
-    register()
-    shape = dataclasses.asdict(_SHAPE)
-    shape.pop("head_dim")
-    config = Qwen2Config(**shape, max_position_embeddings=_LENGTH, tie_word_embeddings=True)
-    torch.manual_seed(spec.options["seed"])
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
-    packed = PackedModel(model.to("cuda"), compute_dtype=torch.bfloat16, gradient_checkpointing=False)
+    folder, seed = Path(spec.folder) / "mfu-model", spec.options["seed"]
+    make_model(folder, _SHAPE, max_length=_LENGTH, seed=seed)
+    options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "gradient_checkpointing": False}
+    packed = PackedModel.from_pretrained(folder, device="cuda", **options)
     trainer = TorchTrainer(packed, optimizer=OPTIMIZER, objective=PolicyObjective(LOSS))
-    batches = _batches(spec.options["seed"])
-    trainer.train_step(batches)
-    times = measured(lambda: trainer.train_step(batches), times=spec.options["steps"], device="cuda")
-    flops = float(_SHAPE.flops(np.full(_PASSES * _SEQUENCES, _LENGTH)).sum())
-    return {spec.contender: times | {"mfu": flops / times["step_s"] / peak_flops, "target": TARGET}}
-
-
-def _batches(seed: int) -> list[list[Sample]]:
     rng = np.random.default_rng(seed)
     response_length = _LENGTH - 512
 
@@ -231,4 +204,8 @@ def _batches(seed: int) -> list[list[Sample]]:
             advantages=np.full(response_length, rng.normal(), np.float32),
         )
 
-    return [[sample() for _ in range(_SEQUENCES)] for _ in range(_PASSES)]
+    batches = [[sample() for _ in range(_SEQUENCES)] for _ in range(_PASSES)]
+    trainer.train_step(batches)
+    times = measured(lambda: trainer.train_step(batches), times=spec.options["steps"], device="cuda")
+    flops = float(_SHAPE.flops(np.full(_PASSES * _SEQUENCES, _LENGTH)).sum())
+    return {spec.contender: times.figures() | {"mfu": flops / times.wall_s / peak_flops, "target": TARGET}}

@@ -3,29 +3,26 @@
 Indices are of samples in group order: sample i answers prompt i // n. Importing this module imports no torch.
 """
 
-import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gcore_bench.harness.models import small_shape
 from gcore_bench.harness.report import Figures
 from gcore_bench.trainer.options import TrainerOptions
+from gcore_llm.learning.preparation import sample_flops, split_in_micro_batches
 from gcore_placement import TransformerWorkload, balance, micro_batches
-from gcore_trainer import Sample
+from gcore_rollout import Group, Response
+from gcore_trainer import Sample, pack
 
 LONG_VOCAB_SIZE = 512
 BALANCE_RANKS = 2
 """Ranks of the part balance."""
 BATCHINGS = ("trl", "gcore-padded", "gcore-packed", "gcore-shared")
 """Contenders whose ways of batching differ; verl receives the batches of gcore-packed."""
-
-_OFF_POLICY = 0.1
-"""Standard deviation of noise on log-probabilities that imitates an older policy; some ratios are clipped."""
 
 
 def step_workload(options: TrainerOptions) -> TransformerWorkload:
@@ -65,61 +62,34 @@ def make_samples(options: TrainerOptions) -> list[Sample]:
     return samples
 
 
-def off_policy(samples: Sequence[Sample], log_probs: Sequence[NDArray[np.float32]], *, seed: int) -> list[Sample]:
-    """Return the samples with log-probs as if a slightly different policy had written them."""
-    rng = np.random.default_rng(seed)
-    return [
-        replace(s, old_log_probs=(lp + rng.normal(0.0, _OFF_POLICY, lp.shape)).astype(np.float32))
-        for s, lp in zip(samples, log_probs, strict=True)
-    ]
-
-
-def save_samples(folder: Path, samples: Sequence[Sample]) -> None:
-    """Write samples to a folder for the processes of contenders."""
-    (folder / "samples").write_bytes(pickle.dumps(samples))
-
-
-def load_samples(folder: Path) -> list[Sample]:
-    """Read the samples that `save_samples` wrote."""
-    return pickle.loads((folder / "samples").read_bytes())
-
-
 def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: str) -> list[list[int]]:
     """Return a contender's micro-batches: equal counts, or single samples or whole groups within the budget."""
-    shape = step_workload(options)
-    if contender in ("trl", "gcore-padded"):
-        return [part.tolist() for part in np.array_split(np.arange(len(samples)), options.padded_micro_batches)]
-    if contender == "gcore-shared":
-        units = _units(samples, shape, options.max_tokens, options.n)
-        parts = micro_batches([u.tokens for u in units], max_tokens=options.max_tokens, costs=[u.cost for u in units])
-        return [[i for u in part.tolist() for i in units[u].members] for part in parts]
-    lengths = [s.prompt_ids.size + s.response_ids.size for s in samples]
-    parts = micro_batches(lengths, max_tokens=options.max_tokens, costs=shape.flops(lengths))
-    return [part.tolist() for part in parts]
+    match contender:
+        case "trl" | "gcore-padded":
+            return [part.tolist() for part in np.array_split(np.arange(len(samples)), options.padded_micro_batches)]
+        case "gcore-shared":
+            return _shared_batches(options, samples, range(options.prompts))
+        case _:
+            lengths = [s.prompt_ids.size + s.response_ids.size for s in samples]
+            costs = step_workload(options).flops(lengths)
+            return [part.tolist() for part in micro_batches(lengths, max_tokens=options.max_tokens, costs=costs)]
 
 
-class _Unit(NamedTuple):
-    """Responses to one prompt that stay in one batch."""
+def _shared_batches(
+    options: TrainerOptions, samples: Sequence[Sample], prompts: range, *, num_multiple: int = 1
+) -> list[list[int]]:
+    """Return the micro-batches that gcore-llm makes of the groups of these prompts."""
+    groups = [_group(prompt, samples[prompt * options.n : (prompt + 1) * options.n]) for prompt in prompts]
+    limits = {"max_tokens": options.max_tokens, "num_multiple": num_multiple}
+    parts = split_in_micro_batches(groups, workload=step_workload(options), **limits)
+    return [[prompts[g] * options.n + i for g, i in part] for part in parts]
 
-    members: list[int]
-    tokens: int
-    cost: float
 
-
-def _units(samples: Sequence[Sample], workload: TransformerWorkload, max_tokens: int, n: int) -> list[_Unit]:
-    units: list[_Unit] = []
-    for start in range(0, len(samples), n):
-        prompt_length = samples[start].prompt_ids.size
-        lengths = np.array([sample.response_ids.size for sample in samples[start : start + n]])
-        units += [
-            _Unit(
-                members=[start + k for k in part.tolist()],
-                tokens=prompt_length + int(lengths[part].sum()),
-                cost=float(workload.group_flops(prompt_length, lengths[part])),
-            )
-            for part in micro_batches(lengths, max_tokens=max_tokens - prompt_length)
-        ]
-    return units
+def _group(prompt: int, samples: Sequence[Sample]) -> Group:
+    nothing: Any = np.zeros(0)
+    unscored: dict[str, Any] = {"log_probs": nothing, "weight_versions": nothing, "truncated": False, "score": 0.0}
+    responses = [Response(token_ids=sample.response_ids, **unscored) for sample in samples]
+    return Group(prompt_index=prompt, prompt_ids=samples[0].prompt_ids, responses=responses)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,43 +110,29 @@ class Deal:
     def imbalance(self) -> Figures:
         """Cost of the busiest rank over the mean, and the same where ranks wait for each other in every pass."""
         mean = sum(map(sum, self.costs)) / len(self.costs)
-        slowest = [max((c[k] for c in self.costs if k < len(c)), default=0.0) for k in range(self.num_passes)]
-        return {"ranks": max(map(sum, self.costs)) / mean, "passes": sum(slowest) / mean}
+        slowest = sum(map(max, zip_longest(*self.costs, fillvalue=0.0)))
+        return {"ranks": max(map(sum, self.costs)) / mean, "passes": slowest / mean}
 
 
 def deals(options: TrainerOptions, samples: Sequence[Sample]) -> dict[str, Deal]:
     """Return the two distributions of the part balance: whole groups over ranks in turn, and by simulated work."""
-    workload, max_tokens = step_workload(options), options.max_tokens
-    units = _units(samples, workload, max_tokens, options.n)
-    parts = micro_batches(
-        [u.tokens for u in units], max_tokens=max_tokens, costs=[u.cost for u in units], num_multiple=BALANCE_RANKS
-    )
-    found = [[units[k] for k in part.tolist()] for part in parts if part.size]
+    ranks, prompts = range(BALANCE_RANKS), range(options.prompts)
+
+    def cost(batch: Sequence[int]) -> float:
+        return sample_flops(step_workload(options), [samples[i] for i in batch])
+
     # The heaviest first, so that the passes of the ranks are alike.
-    order = sorted(found, key=lambda batch: -sum(u.cost for u in batch))
-    owners = balance([sum(u.cost for u in batch) for batch in order], BALANCE_RANKS)
-    return {
-        "round-robin": _deal([_filled(units[rank::BALANCE_RANKS], max_tokens) for rank in range(BALANCE_RANKS)]),
-        "balanced": _deal([[order[k] for k in owned.tolist()] for owned in owners]),
+    batches = _shared_batches(options, samples, prompts, num_multiple=BALANCE_RANKS)
+    batches.sort(key=cost, reverse=True)
+    owners = balance([cost(batch) for batch in batches], BALANCE_RANKS)
+    by_rank = {
+        "round-robin": [_shared_batches(options, samples, prompts[rank::BALANCE_RANKS]) for rank in ranks],
+        "balanced": [[batches[k] for k in owned.tolist()] for owned in owners],
     }
-
-
-def _deal(ranks: Sequence[Sequence[Sequence[_Unit]]]) -> Deal:
-    return Deal(
-        batches=[[[i for u in batch for i in u.members] for batch in batches] for batches in ranks],
-        costs=[[sum(u.cost for u in batch) for batch in batches] for batches in ranks],
-    )
-
-
-def _filled(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
-    """Fill one micro-batch after the other, each for as long as the next unit fits."""
-    batches: list[list[_Unit]] = []
-    for unit in units:
-        if batches and sum(u.tokens for u in batches[-1]) + unit.tokens <= max_tokens:
-            batches[-1].append(unit)
-        else:
-            batches.append([unit])
-    return batches
+    return {
+        name: Deal(batches=found, costs=[[cost(batch) for batch in own] for own in found])
+        for name, found in by_rank.items()
+    }
 
 
 def token_rows(options: TrainerOptions, samples: Sequence[Sample]) -> dict[str, Figures]:
@@ -208,8 +164,6 @@ def _computed_tokens(options: TrainerOptions, samples: Sequence[Sample], contend
             width = max(s.prompt_ids.size for s in samples) + max(s.response_ids.size for s in samples)
             return len(samples) * width
         case "gcore-padded":
-            return sum(len(b) * max(s.prompt_ids.size + s.response_ids.size - 1 for s in b) for b in batches)
+            return sum(len(b) * max(s.num_inputs for s in b) for b in batches)
         case _:
-            from gcore_trainer import pack
-
             return sum(pack(b, share_prefix=contender == "gcore-shared").input_ids.size for b in batches)

@@ -6,20 +6,21 @@ No program that multiplies the same weights with the same tokens in the same num
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from gcore_bench.grpo.measure import StepClock, StepFigures
+from gcore_bench.grpo.measure import Step, StepClock, step_figures
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 
 
-def run(task: Task) -> list[StepFigures]:
+def run(task: Task) -> list[Step]:
     """Make the matrix products of steps whose responses have the task's lengths."""
     lengths, num_prompts = task.lengths, task.workload.train_batch_size
     layers, head = _random_weights(json.loads((task.model / "config.json").read_text()))
-    figures: list[StepFigures] = []
+    figures: list[Step] = []
     clock = StepClock()
     for _ in range(task.steps):
         clock.lap()
@@ -28,7 +29,7 @@ def run(task: Task) -> list[StepFigures]:
         _train(layers, head, lengths, num_prompts)
         train_s, train_cpu_s = clock.lap()
         seconds = {"wall_s": gen_s + train_s, "cpu_s": gen_cpu_s + train_cpu_s, "gen_s": gen_s, "train_s": train_s}
-        figures.append(StepFigures.of(lengths, **seconds))
+        figures.append(step_figures(lengths, **seconds))
     return figures
 
 
@@ -66,11 +67,6 @@ def _train(layers: list[torch.Tensor], head: torch.Tensor, lengths: Sequence[int
         torch.mm(gradient.T, inputs)
 
 
-_buffers: dict[tuple[int, int], torch.Tensor] = {}
-
-
+@cache
 def _inputs(num_tokens: int, width: int) -> torch.Tensor:
-    key = (num_tokens, width)
-    if key not in _buffers:
-        _buffers[key] = torch.randn(key)
-    return _buffers[key]
+    return torch.randn(num_tokens, width)

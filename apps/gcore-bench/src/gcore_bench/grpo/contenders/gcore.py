@@ -5,31 +5,30 @@ from collections.abc import AsyncGenerator, Sequence
 
 import torch
 
-from gcore_bench.grpo.measure import StepFigures, StepRecorder
+from gcore_bench.grpo.measure import Step, StepRecorder
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
-from gcore_controller import Event, Reached, Stepped, Updating, run_inline, share_trainer
+from gcore_controller import Span, State, run_inline, share_trainer
 from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, Roles, SamplingRoles
 from gcore_llm.sampling.engines import start_policy
-from gcore_llm.sampling.rewards import reward_function
-from gcore_rollout import Completion, Engine, Request, RewardFunction, RewardRunner, WrappedEngine
+from gcore_llm.sampling.rewards import Evaluation, reward_function
+from gcore_rollout import Completion, Engine, Failure, Request, RewardFunction, RewardRunner, WrappedEngine
 from gcore_runs import build_tokenizer, eos_token_ids, resolve
 
 
-def run(task: Task) -> list[StepFigures]:
+def run(task: Task) -> list[Step]:
     """Make the steps of ``task`` and return the figures of each."""
-    model, engine = task.model, "vllm" if task.uses_vllm else "hf"
-    config = resolve(train_config(task.workload, engine=engine, steps=task.steps, threads=task.threads, seed=task.seed))
+    model, config = task.model, resolve(train_config(task))
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     tokenizer = build_tokenizer(model)
     policy = asyncio.run(start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model)))
-    watched = _WatchedEngine(policy)
     # No checkpoint is saved in this run.
     learner = start_trainer(config, model, model.parent / "checkpoints")
-    recorder = _Recorder(watched, reward_function(config))
+    recorder = _Recorder(reward_function(config))
+    watched = _WatchedEngine(policy, recorder.lengths)
     runner = RewardRunner(recorder.score, config.reward_calls.runner)
     job = Job(
         config=config,
@@ -55,32 +54,42 @@ def run(task: Task) -> list[StepFigures]:
 class _WatchedEngine(WrappedEngine):
     """An engine that records the lengths of its completions."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, lengths: list[int]) -> None:
         super().__init__(engine)
-        self.lengths: list[int] = []
+        self._lengths = lengths
 
     async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
         async for completion in super().generate(requests):
-            self.lengths.append(completion.token_ids.size)
+            self._lengths.append(completion.token_ids.size)
             yield completion
 
 
 class _Recorder(StepRecorder):
     """Collects the figures of every step from the loop's own metrics."""
 
-    def __init__(self, engine: _WatchedEngine, reward: RewardFunction) -> None:
+    def __init__(self, reward: RewardFunction) -> None:
         super().__init__(reward)
-        self._engine = engine
+        self.lengths: list[int] = []
 
-    async def __call__(self, event: Event) -> None:
-        match event:
-            case Stepped(metrics=metrics):
-                # gcore-llm scores completions while others are being generated: those seconds are inside its gen stage.
-                gen_s = sum(metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync"))
-                train_s = metrics["timing_s/train"]
-                self.ended(self._engine.lengths, gen_s=gen_s, train_s=train_s, has_reward_in_gen=True)
-                self._engine.lengths = []
-            case Updating() | Reached():
-                pass
-            case _:
-                raise AssertionError(f"the run reported {event}")
+    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        raise AssertionError(f"step {step} evaluated the policy: {evaluation}")
+
+    async def updating(self) -> None:
+        pass
+
+    async def stepped(
+        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
+    ) -> None:
+        del step, spans, devices
+        self._metrics = metrics
+
+    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
+        raise AssertionError(f"rewards failed in step {step}: {failures}")
+
+    async def reached(self, step: int, controllers: list[State]) -> None:
+        del step, controllers
+        # gcore-llm scores completions while others are being generated: those seconds are inside its gen stage.
+        gen_s = sum(self._metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync"))
+        train_s = self._metrics["timing_s/train"]
+        self.ended(self.lengths.copy(), gen_s=gen_s, train_s=train_s, has_reward_in_gen=True)
+        self.lengths.clear()

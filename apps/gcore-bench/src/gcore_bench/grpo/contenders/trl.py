@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,16 +11,16 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from gcore_bench.grpo.measure import StepFigures, StepRecorder
+from gcore_bench.grpo.measure import Step, StepRecorder
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 from gcore_llm.sampling.rewards import reward_function
 from gcore_runs import build_tokenizer
 
 
-def run(task: Task) -> list[StepFigures]:
+def run(task: Task) -> list[Step]:
     """Make the steps of ``task`` and return the figures of each."""
-    config = train_config(task.workload, seed=task.seed)
+    config = train_config(task)
     tokenizer = build_tokenizer(task.model)
     prompts = load_train_prompts(config, tokenizer).train
     recorder = StepRecorder(reward_function(config))
@@ -45,17 +46,15 @@ def run(task: Task) -> list[StepFigures]:
 
 
 def _trl_config(task: Task, scratch: str) -> GRPOConfig:
-    workload = task.workload
-    vllm: dict[str, Any] = {}
-    if task.uses_vllm:
-        vllm = {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_gpu_memory_utilization": 0.3,
-            "vllm_max_model_length": PROMPT_LENGTH + workload.max_response_length,
-            # Spares TRL a forward pass over the batch, which no other contender makes.
-            "vllm_importance_sampling_correction": False,
-        }
+    workload, optim = task.workload, train_config(task).actor.optim
+    vllm: dict[str, Any] = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": PROMPT_LENGTH + workload.max_response_length,
+        # Spares TRL a forward pass over the batch, which no other contender makes.
+        "vllm_importance_sampling_correction": False,
+    }
     return GRPOConfig(
         output_dir=scratch,
         use_cpu=True,
@@ -67,10 +66,10 @@ def _trl_config(task: Task, scratch: str) -> GRPOConfig:
         num_generations=workload.n,
         max_completion_length=workload.max_response_length,
         temperature=1.0,
-        learning_rate=workload.lr,
+        learning_rate=optim.lr,
         lr_scheduler_type="constant",
         warmup_steps=0,
-        max_grad_norm=workload.max_grad_norm,
+        max_grad_norm=optim.grad_clip,
         max_steps=task.steps,
         beta=0.0,
         seed=task.seed,
@@ -80,7 +79,7 @@ def _trl_config(task: Task, scratch: str) -> GRPOConfig:
         disable_tqdm=True,
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
-        **vllm,
+        **(vllm if task.uses_vllm else {}),
     )
 
 
@@ -90,14 +89,13 @@ class _TimedTrainer(GRPOTrainer):
     gen_s = 0.0
     prepare_s = 0.0
     """Seconds of all that precedes the forward passes: generation, rewards, advantages."""
-    train_start_s: float | None = None
-    lengths: tuple[int, ...] = ()
+    lengths: Sequence[int] = ()
 
     def _generate(self, prompts: list[Any]) -> Any:
         start_s = time.perf_counter()
         output: Any = super()._generate(prompts)
         self.gen_s = time.perf_counter() - start_s
-        self.lengths = tuple(len(ids) for ids in output[1])
+        self.lengths = [len(ids) for ids in output[1]]
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -105,11 +103,6 @@ class _TimedTrainer(GRPOTrainer):
         inputs: Any = super()._prepare_inputs(generation_batch)
         self.prepare_s += time.perf_counter() - start_s
         return inputs
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.train_start_s is None:
-            self.train_start_s = time.perf_counter()
-        return super().training_step(*args, **kwargs)
 
 
 class _Callback(TrainerCallback):
@@ -119,16 +112,15 @@ class _Callback(TrainerCallback):
         self._trainer = trainer
         self._recorder = recorder
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._recorder.clock.lap()
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer.prepare_s = 0.0
+        self._start_s = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Called when the optimizer has stepped."""
         trainer = self._trainer
-        assert trainer.train_start_s is not None
-        train_s = time.perf_counter() - trainer.train_start_s - trainer.prepare_s
+        train_s = time.perf_counter() - self._start_s - trainer.prepare_s
         self._recorder.ended(trainer.lengths, gen_s=trainer.gen_s, train_s=train_s)
-        trainer.train_start_s, trainer.prepare_s = None, 0.0
 
 
 def _correct_weight_sync(generation: Any) -> None:

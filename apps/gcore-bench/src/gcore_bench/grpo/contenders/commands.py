@@ -1,28 +1,56 @@
-"""verl: its main program on a CPU, in an environment of its own; figures are read from the file of its logger."""
+"""gcore on Ray and verl: systems of several processes, run by their own commands; figures are from their metrics."""
 
 import json
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, disable_progress_bars
-
-from gcore_bench.grpo.measure import reported_step
+from gcore_bench.grpo.measure import Step
 from gcore_bench.grpo.setup import load_train_prompts, train_config
-from gcore_bench.grpo.workload import PROMPT_LENGTH, Task, Workload
+from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
 from gcore_bench.harness.processes import Program
-from gcore_runs import build_tokenizer
+from gcore_runs import build_tokenizer, read_jsonl, to_toml
 
+_NUM_CONTROLLERS = 2
 _KV_CACHE_BYTES = 256 << 20
-"""Enough for the responses of a step; all of it is touched at the start and counts as memory."""
+"""Enough for the responses of a step in verl; all of it is touched at the start and counts as memory."""
 
 
-def program(task: Task, *, python: Path, folder: Path) -> Program:
-    """Return the command of verl's main program; the files that it reads are written to ``folder``."""
+def gcore_program(task: Task, *, folder: Path) -> Program:
+    """Return the command `gcore-llm train` on Ray; its settings and its run are in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = replace(
+        train_config(task),
+        runtime="ray",
+        controllers=_NUM_CONTROLLERS,
+        model=str(task.model.resolve()),
+        name="run",
+        runs_dir=str(folder.resolve()),
+    )
+    settings, run = folder / "settings.toml", folder / config.name
+    settings.write_text(to_toml(config))
+    shutil.rmtree(run, ignore_errors=True)
+    main = "from gcore_llm.cli import main; main()"
+    # Responses are scored while others of the step are being generated.
+    stages: dict[str, Any] = {"gen": ("gen",), "also": ("reward", "sync"), "train": ("train",)}
+    return Program(
+        command=[sys.executable, "-c", main, "train", "--config", str(settings.resolve())],
+        environment={"OMP_NUM_THREADS": str(task.threads)},
+        folder=folder,
+        read=lambda: _figures(task, run / "metrics.jsonl", **stages),
+    )
+
+
+def verl_program(task: Task, *, python: Path, folder: Path) -> Program:
+    """Return the command of verl's main program on a CPU; the files that it reads are written to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts, metrics = folder / "prompts.parquet", folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     overrides = _overrides(task, prompts, num_prompts=_write_prompts(task, prompts))
+    stages: dict[str, Any] = {"gen": ("gen", "update_weights"), "train": ("old_log_prob", "update_actor")}
     return Program(
         command=[
             *(str(python), "-W", "ignore", "-m", "verl.trainer.main_ppo"),
@@ -41,13 +69,42 @@ def program(task: Task, *, python: Path, folder: Path) -> Program:
             "TOKENIZERS_PARALLELISM": "false",
         },
         folder=folder,
-        read=lambda: _figures(task.workload, metrics),
+        read=lambda: _figures(task, metrics, **stages),
     )
+
+
+def _figures(
+    task: Task, metrics: Path, *, gen: Sequence[str], train: Sequence[str], also: Sequence[str] = ()
+) -> list[Step]:
+    """Return the figures of each step from the seconds of a system's stages; those of ``also`` may be missing in gen.
+
+    Its generation includes rewards.
+    """
+    # verl writes the metrics of a step into one entry; evaluations of gcore have rows of their own.
+    rows: list[dict[str, float]] = [row.get("data", row) for row in read_jsonl(metrics)]
+    return [
+        {
+            "wall_s": row["timing_s/step"],
+            "cpu_s": None,
+            "gen_s": sum(row[f"timing_s/{s}"] for s in gen) + sum(row.get(f"timing_s/{s}", 0.0) for s in also),
+            "train_s": sum(row[f"timing_s/{s}"] for s in train),
+            "reward_s": 0.0,
+            "score": row["critic/score/mean"],
+            "num_samples": task.workload.samples_per_step,
+            "mean_length": row["response_length/mean"],
+            "max_length": int(row["response_length/max"]),
+            "lengths": (),
+        }
+        for row in rows
+        if "timing_s/step" in row
+    ]
 
 
 def _write_prompts(task: Task, path: Path) -> int:
     """Write the prompts of all contenders in verl's format; return their number."""
-    config = train_config(task.workload, seed=task.seed)
+    from datasets import Dataset, disable_progress_bars
+
+    config = train_config(task)
     prompts = load_train_prompts(config, build_tokenizer(task.model)).train
     rows: list[dict[str, Any]] = [
         {
@@ -65,8 +122,7 @@ def _write_prompts(task: Task, path: Path) -> int:
 
 def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, object]:
     """Return verl's settings where they differ from its defaults: those of `train_config`, and those for a CPU."""
-    workload, seed = task.workload, task.seed
-    config = train_config(workload, seed=seed)
+    workload, config = task.workload, train_config(task)
     optim, loss = config.actor.optim, config.actor.loss
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     micro_batch_size = workload.samples_per_step // workload.trl_micro_batches
@@ -76,20 +132,18 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         "data.train_batch_size": workload.train_batch_size,
         "data.max_prompt_length": PROMPT_LENGTH,
         "data.max_response_length": workload.max_response_length,
-        "data.filter_overlong_prompts": False,
-        "data.seed": seed,
+        "data.seed": task.seed,
         "actor_rollout_ref.model.path": task.model.resolve(),
         # verl renders every prompt; this gives the text as it is.
         "actor_rollout_ref.model.custom_chat_template": "{{ messages[0].content }}",
         # This module is in scripts/verl-cpu.
         "reward.custom_reward_function.path": "pkg://gcore_bench_reward",
-        "reward.custom_reward_function.name": "compute_score",
         "+reward.custom_reward_function.reward_kwargs.reward": workload.reward,
         "algorithm.adv_estimator": "grpo",
         "algorithm.norm_adv_by_std_in_grpo": config.algorithm.norm_adv_by_std_in_grpo,
         f"{rollout}.n": workload.n,
         f"{rollout}.temperature": config.rollout.temperature,
-        f"{rollout}.seed": seed,
+        f"{rollout}.seed": task.seed,
         f"{rollout}.max_num_seqs": workload.samples_per_step,
         f"{actor}.optim.lr": optim.lr,
         f"{actor}.optim.betas": list(optim.betas),
@@ -102,7 +156,6 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         f"{actor}.clip_ratio_high": loss.clip_ratio_high,
         f"{actor}.loss_agg_mode": loss.loss_agg_mode,
         f"{actor}.entropy_coeff": loss.entropy_coeff,
-        f"{actor}.use_kl_loss": False,
         # The ratio's denominator is the engine's log-probs, which spares verl a forward pass.
         "algorithm.rollout_correction.bypass_mode": True,
         "trainer.total_training_steps": task.steps,
@@ -118,7 +171,6 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         f"{actor}.ppo_micro_batch_size_per_gpu": micro_batch_size,
         f"{actor}.use_torch_compile": False,
         f"{actor}.fsdp_config.dtype": "float32",
-        f"{actor}.fsdp_config.model_dtype": "fp32",
         # Without this it computes in bfloat16.
         f"++{actor}.fsdp_config.mixed_precision": {f"{kind}_dtype": "fp32" for kind in ("param", "reduce", "buffer")},
         f"{actor}.fsdp_config.use_torch_compile": False,
@@ -137,7 +189,6 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         f"{rollout}.agent.num_workers": 1,
         "reward.num_workers": 1,
         "trainer.n_gpus_per_node": 1,
-        "trainer.nnodes": 1,
         "+ray_kwargs.ray_init.address": "local",
         "+ray_kwargs.ray_init.num_gpus": 1,
         # Ray's count alone: verl's workers reserve this many.
@@ -145,8 +196,6 @@ def _overrides(task: Task, prompts: Path, *, num_prompts: int) -> dict[str, obje
         "+ray_kwargs.ray_init.include_dashboard": False,
         "+ray_kwargs.ray_init.object_store_memory": 1 << 30,
         "trainer.logger": ["file"],
-        "trainer.save_freq": -1,
-        "trainer.test_freq": -1,
         "trainer.val_before_train": False,
         "trainer.resume_mode": "disable",
     }
@@ -164,16 +213,3 @@ def _hydra(value: object) -> str:
             return f"'{value}'"
         case _:
             return str(value)
-
-
-def _figures(workload: Workload, metrics: Path) -> list[dict[str, Any]]:
-    rows: list[Mapping[str, float]] = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
-    return [
-        reported_step(
-            row,
-            workload.samples_per_step,
-            gen_s=row["timing_s/gen"] + row["timing_s/update_weights"],
-            train_s=row["timing_s/old_log_prob"] + row["timing_s/update_actor"],
-        )
-        for row in rows
-    ]

@@ -1,1 +1,0 @@
-"""One module an engine, which only that contender's process imports."""

@@ -1,1 +1,0 @@
-"""One module a library, which only that contender's process imports."""
