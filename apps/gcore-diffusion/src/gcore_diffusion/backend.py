@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,14 +22,13 @@ from gcore_controller import (
 )
 from gcore_diffusion.config import EVALUATED, DiffusionConfig
 from gcore_diffusion.modality import Job
-from gcore_diffusion.roles import Roles, SamplingRoles
 from gcore_diffusion.sampling.engines import judge_factory, sampler_factory, start_engines
 from gcore_diffusion.sampling.grids import write_grid
-from gcore_diffusion.sampling.image_sampling import Evaluation, images, kernel_of
+from gcore_diffusion.sampling.image_sampling import Evaluation, Roles, SamplingRoles, images, kernel_of
 from gcore_diffusion.sampling.prompts import PromptSets
-from gcore_diffusion.sampling.rewards import Rewards, build_rewards, try_reward
+from gcore_diffusion.sampling.rewards import Rewards, build_rewards
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
-from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError
+from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError, evaluate_images
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
 from gcore_runs.engines import Instrumentation
 from gcore_trainer import pipeline_component
@@ -56,20 +56,15 @@ async def start(
     """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
-    engines = await start_engines(config, model, instrumentation, is_trial=is_on_ray)
-    try:
-        rewards = rewards or build_rewards(config, judge=engines.judge)
-        sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
+    async with AsyncExitStack() as engines:
+        policy, judge = await start_engines(config, model, instrumentation, engines, is_trial=is_on_ray)
+        rewards = rewards or build_rewards(config, judge=judge)
+        sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            learner, num_ranks = start_trainer(config, model, checkpoints), config.trainer.num_processes
-            return inline_backend(
-                config, shared=sampler, roles=Roles, learner=learner, num_ranks=num_ranks, close=engines.close
-            )
-    except BaseException:
-        await engines.close()
-        raise
-    await engines.close()
+            learner, ranks = start_trainer(config, model, checkpoints), config.trainer.num_processes
+            close = engines.pop_all().aclose
+            return inline_backend(config, shared=sampler, roles=Roles, learner=learner, num_ranks=ranks, close=close)
     from gcore_runs.on_ray.start import EngineFactory, start_ray_backend
 
     factories: dict[ActorRole, Callable[[DiffusionConfig], EngineFactory]]
@@ -87,7 +82,7 @@ async def start(
 
 
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
-    """Make an image and score one, so that an error is found before anything is trained."""
+    """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
     first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
     sampling = ImageSampling(num_inference_steps=1, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size)
     try:
@@ -97,10 +92,11 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
         if isinstance(error, RolloutError):
             raise
         raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
-    height, width, _ = made.image.shape
-    for reward in (sampler.rewards.trained, sampler.rewards.held_out):
-        if reward is not None:
-            await try_reward(reward, first, height=height, width=width)
+    grey = np.full((2, *made.image.shape), 128, np.uint8)
+    for reward in filter(None, (sampler.rewards.trained, sampler.rewards.held_out)):
+        if check := getattr(reward, "check", None):
+            check(*grey.shape[1:3])
+        await evaluate_images(reward, grey, [first.text] * 2, [first.row] * 2)
 
 
 async def _run_controller(

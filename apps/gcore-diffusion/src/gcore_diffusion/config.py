@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
-from gcore_diffusion.sampling.reward_config import JudgeConfig, RewardConfig
-from gcore_diffusion.sim_config import SimConfig
+from gcore_rollout import engine_names
 from gcore_runs import (
     Amount,
     BaseActorConfig,
@@ -22,6 +21,8 @@ from gcore_runs import (
     UserError,
     at_least,
 )
+from gcore_runs.engines import JudgeOptions
+from gcore_runs.simulation.config import BaseSimConfig, EngineModel
 from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig, OptimizerConfig
 
 Algorithm = Literal["flow_grpo", "ddpo", "grpo_guard", "nft", "dpo", "reward_gradient"]
@@ -58,6 +59,68 @@ class DataConfig(BaseDataConfig):
     """Column of the prompt."""
     train_batch_size: Count = 8
     """Prompts a step, each with rollout.n images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig(JudgeOptions, section="reward.judge"):
+    """A vision-language model that judges images: its engine, how it is asked, and how its verdicts are read."""
+
+    engine: str = "hf"
+    """hf: transformers; vllm: vLLM."""
+    num_processes: NonNegative = 0
+    """Replicas, each a process of its own that is replaced if it dies; 0: one, in the main process, or on ray one."""
+    max_num_seqs: Count = 64
+    """Largest number of verdicts that an engine writes at once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of its weights."""
+    template: str = ""
+    """File with the question: a text with {prompt}, and optionally columns of the row in braces; empty: how well the
+    image shows the prompt, from 0 to 10."""
+    temperature: float = 0.0
+    """Temperature of its sampling; 0: greedy."""
+    max_response_length: int = 256
+    """Longest verdict in tokens."""
+    unparsable_score: float = 0.0
+    """Score of a verdict that cannot be read."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.kind.takes_images or self.kind.is_own):
+            names = " or ".join(engine_names(lambda kind: kind.takes_images))
+            raise UserError(f"reward.judge.engine is {self.engine!r}; expected {names}, which take images")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(Checked, section="reward"):
+    """The reward that is trained on, and one that is only measured."""
+
+    kind: str = ""
+    """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, image_reward, judge, an http(s) URL,
+    or PATH.py:function of (images [B, H, W, 3] uint8, prompts, rows) that returns B numbers; with the embedded model
+    also digit or colour."""
+    held_out: str = ""
+    """A reward of the same kinds, except judge, that is not trained on: if it falls while the other rises, the other
+    is being hacked."""
+    path: str = ""
+    """A local Hugging Face folder: of a CLIP model, for clip, pick_score and aesthetic; of the tokenizer, for
+    image_reward; of a vision-language model, for judge."""
+    head: str = ""
+    """A file of weights: aesthetic's head as safetensors, or ImageReward.pt."""
+    jpeg_size: NonNegative = 0
+    """Pixels that a side is resized to before it is compressed; 0: as it is."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a judge scores the images."""
+        return self.kind == "judge"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.held_out == "judge":
+            raise UserError("reward.held_out is 'judge'; expected another kind, because the judge is reward.kind")
+        if self.is_judged and not self.path:
+            raise UserError("reward.path is not set; expected a local folder of a vision-language model for judge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +247,19 @@ class TrainerConfig(BaseTrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimConfig(BaseSimConfig):
+    """See `BaseSimConfig`; what is generated is images, of Stable Diffusion 3.5 medium at 512 x 512 by default."""
+
+    parameters: Positive = 2.2e9
+    """Parameters of the denoiser."""
+    tokens: Positive = 1357
+    """Tokens of an image and its prompt, in a pass of the denoiser."""
+    engine: EngineModel = field(
+        default_factory=lambda: EngineModel(devices_per_replica=1, max_num_seqs=16, per_sample_s=0.012)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DiffusionConfig(BaseRLConfig):
     """RLHF of a diffusion or flow-matching model: on coloured digits, or on your own pipeline, prompts and reward."""
 
@@ -241,7 +317,7 @@ class DiffusionConfig(BaseRLConfig):
             )
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
-        if self.model and self.reward.needs_embedded_model:
+        if self.model and self.reward.kind in ("", "digit", "colour"):
             raise UserError(
                 f"reward.kind is {self.reward.kind!r}; expected a reward that is not the embedded model's with model"
             )

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import tyro
 
@@ -78,11 +77,9 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {"embedded": embedded, "own_data
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleArgs(Checked):
+class SampleArgs(RunArgs, Checked):
     """Complete a prompt with a run's latest policy."""
 
-    run: tyro.conf.Positional[Path]
-    """The run's folder."""
     prompt: tyro.conf.Positional[str]
     """The prompt; a chat template is applied as in training."""
     n: Count = 1
@@ -107,6 +104,8 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
 
 def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
+    # Before the libraries of training are imported, which takes seconds.
+    config.check_inputs()
     from gcore_llm.training import train
 
     labels = {f"val/{way}/score/mean": way for way in ("greedy", "sampled")}

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
-from gcore_rollout import MultiTurnConfig as MultiTurnConfig
+from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
     Amount,
     BaseActorConfig,
@@ -128,7 +128,7 @@ class RolloutConfig(EngineConfig, section="rollout"):
                 f"rollout.weights_dir is {self.weights_dir!r}; expected a folder with rollout.engine vllm_server or "
                 f"sglang_server, and none with others (now {self.engine!r})"
             )
-        if self.speculative.num_speculative_tokens and not self.takes_speculation:
+        if self.speculative.num_speculative_tokens and not self.kind.takes_speculative_config:
             raise UserError(
                 f"rollout.engine is {self.engine!r}; expected 'vllm' with rollout.speculative.num_speculative_tokens "
                 f"{self.speculative.num_speculative_tokens}; a server has an option of its own for it"
@@ -302,6 +302,20 @@ class TrainConfig(BaseRLConfig):
         if self.data.image_key:
             self._check_images()
 
+    def check_inputs(self) -> None:
+        """Raise `UserError` if the model, the prompts or the reward is missing; a task brings them all."""
+        if self.runtime == "sim" or self.task.name:
+            return
+        if not self.model:
+            raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
+        if not self.data.train_files:
+            raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
+        if not (self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"):
+            raise UserError(
+                f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "
+                "or a reward_model, or an environment that rewards"
+            )
+
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:
         judge = self.reward_model.judge
@@ -360,7 +374,7 @@ class TrainConfig(BaseRLConfig):
             "model is ''": not self.model,
             f"trainer.backend is {trainer.backend!r}": trainer.backend != "torch",
             f"trainer.parallel.context_parallel_size is {num_cp}": num_cp > 1,
-            f"rollout.engine is {self.rollout.engine!r}": not self.rollout.takes_images,
+            f"rollout.engine is {self.rollout.engine!r}": not self.rollout.kind.takes_images,
             "rollout.multi_turn makes several turns": self.rollout.multi_turn.is_used,
             f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}": self.algorithm.estimator.needs_critic,
         }

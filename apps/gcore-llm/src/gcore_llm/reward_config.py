@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from gcore_rollout import OnError, RetryPolicy, RewardRunnerConfig
 from gcore_runs import Checked, Fraction, NonNegative, UserError, above, at_least
-from gcore_runs.engines import EngineConfig
-from gcore_runs.settings.judge_options import JudgeOptions
+from gcore_runs.engines import EngineConfig, JudgeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,6 @@ class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
                 f"{prefix}.reduce, low and high are {self.reduce!r}, {self.low} and {self.high}; expected their "
                 f"defaults with {prefix}.pairwise: they are of scores, comparisons have winners"
             )
-        if self.kind.needs_own_process and not self.num_processes:
-            raise UserError(f"{prefix}.num_processes is 0; expected 1 or more with {prefix}.engine {self.engine!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +76,8 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardCallsConfig(Checked):
+class RewardCallsConfig(Checked, section="reward_calls"):
     """Calls of rewards."""
-
-    section = "reward_calls"
 
     max_concurrency: Annotated[int, at_least(1, "at least 1")] = 1024
     """Largest number of concurrent calls."""

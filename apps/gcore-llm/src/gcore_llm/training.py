@@ -17,7 +17,7 @@ from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
 from gcore_llm.sampling.engines import check_engine, engine_factory, start_policy
 from gcore_llm.sampling.rewards import Evaluation, Rewards, evaluate
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Engine, EnvironmentRole, Failed, Request, RewardRunner, RolloutRoles, SamplingParams
+from gcore_rollout import Engine, Failed, Request, RolloutRoles, SamplingParams
 from gcore_runs import (
     Display,
     Result,
@@ -52,6 +52,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         from gcore_llm.simulate import train_simulated
 
         return train_simulated(config, display)
+    config.check_inputs()
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         say, devices = supervisor.display.say, DeviceTimers()
         tokenizer = _checked_tokenizer(config)
@@ -61,7 +62,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))
-            environment = build_environment(config, tokenizer, rewards.runner)
+            scoring = _scoring(config, tokenizer, rewards)
             notices = [f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out"]
             if prompts.num_too_long:
                 longest = config.data.max_prompt_length
@@ -77,9 +78,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                 if config.runtime == "ray":
                     starting = _start_on_ray(config, model, run, tokenizer, rewards, say)
                 else:
-                    starting = _start_inline(
-                        config, model, run, tokenizer, rewards, environment, replace(instrumentation, logs=run.logs)
-                    )
+                    starting = _start_inline(config, model, run, scoring, replace(instrumentation, logs=run.logs))
                 with supervisor.started(starting) as backend:
                     job = Job(config=config, prompts=prompts, workload=workload_of(model))
                     supervisor.train(backend, job, RunRecorder)
@@ -98,24 +97,19 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
     """Load the prompts that the config names, from a task or from files."""
     if config.task.name:
         return load_task(config.task, config.data, tokenizer, seed=config.seed)
-    if not config.data.train_files:
-        raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
     return load_files(config.data, tokenizer, seed=config.data.shuffle_seed)
 
 
 def _checked_tokenizer(config: TrainConfig) -> Any:
     """Check the models and engine that the config names, and return the policy's tokenizer."""
     rollout, model = config.rollout, Path(config.model)
-    if not config.model and not config.task.name:
-        raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
-    if config.model:
-        check_model(model)
-    elif rollout.is_on_servers:
+    if not config.model and rollout.is_on_servers:
         raise UserError(f"model is not set; expected a folder with rollout.engine {rollout.engine!r}")
-    if config.critic.model and config.algorithm.estimator.needs_critic:
-        check_model(Path(config.critic.model), setting="critic.model")
-    if rollout.speculative.model:
-        check_model(Path(rollout.speculative.model), setting="rollout.speculative.model")
+    critic = config.critic.model if config.algorithm.estimator.needs_critic else ""
+    folders = {"model": config.model, "critic.model": critic, "rollout.speculative.model": rollout.speculative.model}
+    for setting, folder in folders.items():
+        if folder:
+            check_model(Path(folder), setting=setting)
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
     check_engine(rollout, model, setting="rollout", max_length=config.data.max_length)
@@ -138,38 +132,28 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str
         await rewards.comparison.try_on(first)
 
 
-def build_environment(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> EnvironmentRole | None:
-    """Build the environment that the config names; see `MultiTurnConfig.build`."""
+def _scoring(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
+    """Return the fields of `RolloutRoles` that score, with the environment that the config names."""
     prompt_key, on_error = config.data.prompt_key, config.reward_calls.on_error
-    return config.rollout.multi_turn.build(tokenizer, reward, prompt_key=prompt_key, on_error=on_error)
+    build = config.rollout.multi_turn.build
+    environment = build(tokenizer, rewards.runner, prompt_key=prompt_key, on_error=on_error)
+    own = {"reward": rewards.runner, "comparison": rewards.comparison}
+    return own | {"tokenizer": tokenizer, "environment": environment}
 
 
 async def _start_inline(
-    config: TrainConfig,
-    model: Path,
-    run: RunFolder,
-    tokenizer: Any,
-    rewards: Rewards,
-    environment: EnvironmentRole | None,
-    instrumentation: Instrumentation,
+    config: TrainConfig, model: Path, run: RunFolder, scoring: dict[str, Any], instrumentation: Instrumentation
 ) -> Backend[Job, TrainConfig, Evaluation]:
     """Load the model in a folder for every role that needs it, in this process."""
     # vLLM sets process-wide state as it starts, so it comes first.
-    eos = eos_token_ids(tokenizer, model)
+    eos = eos_token_ids(scoring["tokenizer"], model)
     policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
     try:
         learner = start_trainer(config, model, run.checkpoints)
     except BaseException:
         await policy.close()
         raise
-    roles = SamplingRoles(
-        policy=policy,
-        reward=rewards.runner,
-        comparison=rewards.comparison,
-        tokenizer=tokenizer,
-        environment=environment,
-        devices=instrumentation.devices or DeviceTimers(),
-    )
+    roles = SamplingRoles(policy=policy, devices=instrumentation.devices or DeviceTimers(), **scoring)
     num_ranks = config.trainer.num_processes
     return inline_backend(config, shared=roles, roles=Roles, learner=learner, num_ranks=num_ranks, close=policy.close)
 
@@ -216,10 +200,7 @@ async def _run_controller(
     try:
         roles = Roles(
             policy=own.policy,
-            reward=rewards.runner,
-            comparison=rewards.comparison,
-            tokenizer=tokenizer,
-            environment=build_environment(config, tokenizer, rewards.runner),
+            **_scoring(config, tokenizer, rewards),
             policy_slots=own.num_engines * config.rollout.max_num_seqs,
             learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of),
             devices=own.devices,
@@ -282,13 +263,7 @@ async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
     if not prompts.val:
         raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)
-    roles = RolloutRoles(
-        policy=engine,
-        reward=rewards.runner,
-        tokenizer=tokenizer,
-        environment=build_environment(config, tokenizer, rewards.runner),
-    )
-    result = await evaluate(roles, prompts.val, config)
+    result = await evaluate(RolloutRoles(policy=engine, **_scoring(config, tokenizer, rewards)), prompts.val, config)
     await rewards.close()
     await engine.close()
     return step, result

@@ -144,11 +144,9 @@ def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogsArgs(Checked):
+class LogsArgs(RunArgs, Checked):
     """Show what a run's processes logged, merged by time."""
 
-    run: tyro.conf.Positional[Path]
-    """The run's folder."""
     follow: bool = False
     """Continue with what is logged from now on, until Ctrl-C."""
     role: str = ""

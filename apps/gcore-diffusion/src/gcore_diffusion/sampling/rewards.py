@@ -5,11 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.sampling.engines import judge_folder, judge_tokenizer
-from gcore_diffusion.sampling.reward_config import RewardConfig
+from gcore_diffusion.sampling.engines import judge_model
 from gcore_rollout import (
     ColourReward,
     Engine,
@@ -19,7 +16,6 @@ from gcore_rollout import (
     UnsupportedModelError,
     VisionProcessor,
     build_image_reward,
-    evaluate_images,
     load_function,
     register_image_reward,
 )
@@ -52,7 +48,7 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
     if gradient is not None:
         trained = _score_of(gradient)
     elif judge is not None:
-        trained = _judge_reward(settings, judge)
+        trained = _judge_reward(config, judge)
     else:
         trained = build_image_reward(settings.kind or "digit", known, setting="reward.kind")
     held_out = build_image_reward(settings.held_out, known, setting="reward.held_out") if settings.held_out else None
@@ -65,14 +61,6 @@ def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
     if config.algorithm.name != "reward_gradient" or ":" not in kind or kind.startswith(("http://", "https://")):
         return None
     return load_function(kind, setting="reward.kind")
-
-
-async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, width: int) -> None:
-    """Score two grey images of the size; `RewardError` if the reward is broken, before anything is trained."""
-    if check := getattr(reward, "check", None):
-        check(height, width)
-    images = np.full((2, height, width, 3), 128, np.uint8)
-    await evaluate_images(reward, images, [prompt.text] * 2, [prompt.row] * 2)
 
 
 def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
@@ -91,10 +79,9 @@ register_image_reward("digit", ImageRewardKind(make=_digit))
 register_image_reward("colour", ImageRewardKind(make=_colour))
 
 
-def _judge_reward(settings: RewardConfig, engine: Engine) -> ImageJudgeReward:
+def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:
     """Return the reward that asks an engine of the judge's model."""
-    path, judge = judge_folder(settings.path), settings.judge
-    tokenizer = judge_tokenizer(path)
+    judge, (path, tokenizer) = config.reward.judge, judge_model(config)
     try:
         vision = VisionProcessor.from_pretrained(path)
     except UnsupportedModelError as error:

@@ -1,7 +1,6 @@
 """Engines of a policy or a judge: in this process, in processes of their own, or on servers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +32,12 @@ async def start_policy(
     """Start the policy's engine, with the weights of a model folder."""
     if config.rollout.is_on_servers:
         # Servers may have the last weights of another run. A new engine calls the weights that they have version 0.
-        engine = await _start(config.rollout, config, model, instrumentation, eos_token_ids)
+        engine = await start_engine(config.rollout, config, model, eos_token_ids, instrumentation)
         try:
             await engine.update_weights(load(model).items(), version=1)
         finally:
             await engine.close()
-    return await _start(config.rollout, config, model, instrumentation, eos_token_ids)
-
-
-async def start_judge(
-    config: TrainConfig,
-    model: Path,
-    *,
-    eos_token_ids: Sequence[int],
-    instrumentation: Instrumentation = NO_INSTRUMENTATION,
-) -> Engine:
-    """Start a judge's engine."""
-    settings = config.reward_model.judge
-    return await _start(settings, config, model, replace(instrumentation, role="judge"), eos_token_ids)
+    return await start_engine(config.rollout, config, model, eos_token_ids, instrumentation)
 
 
 def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_length: int | None = None) -> None:
@@ -98,13 +85,14 @@ def engine_factory(
     )
 
 
-async def _start(
+async def start_engine(
     settings: EngineConfig,
     config: TrainConfig,
     model: Path,
-    instrumentation: Instrumentation,
     eos_token_ids: Sequence[int],
+    instrumentation: Instrumentation,
 ) -> Engine:
+    """Connect to the servers of the policy or a judge, or start its engine."""
     if settings.is_on_servers:
         servers = connect_servers(
             settings.engine,

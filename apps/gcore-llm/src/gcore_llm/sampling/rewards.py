@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from gcore_controller import Collectives, InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import TrainConfig
-from gcore_llm.sampling.engines import check_engine, start_judge
+from gcore_llm.sampling.engines import check_engine, start_engine
 from gcore_rollout import (
     ChatEncoder,
     CompositeReward,
@@ -29,7 +29,6 @@ from gcore_rollout import (
     SamplingParams,
     WinnerPattern,
     build_reward,
-    reward_names,
 )
 from gcore_runs import build_tokenizer, check_model, eos_token_ids
 from gcore_runs.engines import NO_INSTRUMENTATION, Instrumentation
@@ -127,17 +126,10 @@ class Rewards:
 
 
 def reward_function(config: TrainConfig) -> RewardFunction:
-    """Load the reward function that the config names; `UserError` if it names none."""
+    """Load the reward function that the config names, if it names one; see `TrainConfig.check_inputs`."""
     if config.reward:
         return build_reward(config.reward)
-    if config.task.name:
-        return ReasoningGymReward(answer_after=config.answer_after)
-    if config.rollout.multi_turn.environment:
-        return no_reward
-    raise UserError(
-        f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "
-        "or a reward_model, or an environment that rewards"
-    )
+    return ReasoningGymReward(answer_after=config.answer_after) if config.task.name else no_reward
 
 
 def no_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
@@ -185,7 +177,7 @@ async def _judge(
     tokenizer = build_tokenizer(path)
     if engine is None:
         eos = eos_token_ids(tokenizer, path)
-        engine = await start_judge(config, path, eos_token_ids=eos, instrumentation=instrumentation)
+        engine = await start_engine(judge, config, path, eos, replace(instrumentation, role="judge"))
     models.push_async_callback(engine.close)
     encoder = ChatEncoder(tokenizer)
 
