@@ -1,7 +1,6 @@
 """Services of a run, in this process or on a Ray cluster; its recording and export, and images of a finished run."""
 
 import shutil
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gcore_controller import (
-    ActorRole,
     Backend,
     Context,
     DeviceTimers,
@@ -65,15 +63,12 @@ async def start(
             learner, ranks = start_trainer(config, model, checkpoints), config.trainer.num_processes
             close = engines.pop_all().aclose
             return inline_backend(config, shared=sampler, roles=Roles, learner=learner, num_ranks=ranks, close=close)
-    from gcore_runs.on_ray.start import EngineFactory, start_ray_backend
+    from gcore_runs.on_ray.start import start_ray_backend
 
-    factories: dict[ActorRole, Callable[[DiffusionConfig], EngineFactory]]
-    factories = {"engine": partial(sampler_factory, model=model)}
-    if config.sizes.judges:
-        factories["judge"] = judge_factory
     return await start_ray_backend(
         config,
-        factories=factories,
+        engine=partial(sampler_factory, model=model),
+        judge=judge_factory if config.sizes.judges else None,
         trainer_spec=partial(DiffusionTrainerWorker.spec, model=model, checkpoints=checkpoints),
         run_controller=_run_controller,
         checkpoints=checkpoints,

@@ -85,9 +85,8 @@ class JudgeConfig(JudgeOptions, section="reward.judge"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.kind.takes_images or self.kind.is_own):
-            names = " or ".join(engine_names(lambda kind: kind.takes_images))
-            raise UserError(f"reward.judge.engine is {self.engine!r}; expected {names}, which take images")
+        names = " or ".join(engine_names(lambda kind: kind.takes_images))
+        self.require("engine", self.kind.takes_images or self.kind.is_own, f"{names}, which take images")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +116,7 @@ class RewardConfig(Checked, section="reward"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.held_out == "judge":
-            raise UserError("reward.held_out is 'judge'; expected another kind, because the judge is reward.kind")
+        self.require("held_out", self.held_out != "judge", "another kind, because the judge is reward.kind")
         if self.is_judged and not self.path:
             raise UserError("reward.path is not set; expected a local folder of a vision-language model for judge")
 
@@ -166,17 +164,13 @@ class RolloutConfig(Checked, section="rollout"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window_size > self.num_inference_steps:
-            raise UserError(
-                f"rollout.window_size is {self.window_size}; expected at most rollout.num_inference_steps="
-                f"{self.num_inference_steps}"
-            )
-        first, end = self.range_of_window
-        if not 0 <= first < end <= self.num_inference_steps or end - first < self.window_size:
-            raise UserError(
-                f"rollout.window_range is {self.window_range}; expected steps from 0 to {self.num_inference_steps}, at "
-                f"least rollout.window_size={self.window_size} of them"
-            )
+        size, steps, (first, end) = self.window_size, self.num_inference_steps, self.range_of_window
+        self.require("window_size", size <= steps, f"at most rollout.num_inference_steps={steps}")
+        self.require(
+            "window_range",
+            0 <= first < end <= steps and end - first >= size,
+            f"steps from 0 to {steps}, at least rollout.window_size={size} of them",
+        )
 
     @property
     def image_size(self) -> tuple[int, int] | None:
@@ -300,27 +294,20 @@ class DiffusionConfig(BaseRLConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, kernel = self.algorithm.name, self.rollout.kernel
-        if name not in NOISELESS and kernel == "ode":
-            raise UserError(
-                f"rollout.kernel is 'ode'; expected a kernel with noise, whose steps have log-probabilities, with "
-                f"algorithm.name {name!r}"
-            )
-        if name in NOISELESS and kernel not in ("ode", "ddim"):
-            raise UserError(f"rollout.kernel is {kernel!r}; expected 'ode' or 'ddim' with algorithm.name {name!r}")
-        if name == "grpo_guard" and kernel == "ddim":
-            raise UserError("rollout.kernel is 'ddim'; expected a kernel of a flow with algorithm.name 'grpo_guard'")
-        if self.algorithm.reward_gradient_steps > self.rollout.num_inference_steps:
-            raise UserError(
-                f"algorithm.reward_gradient_steps is {self.algorithm.reward_gradient_steps}; expected at most "
-                f"rollout.num_inference_steps={self.rollout.num_inference_steps}"
-            )
+        name, kernel, steps = self.algorithm.name, self.rollout.kernel, self.rollout.num_inference_steps
+        kernels = {
+            "a kernel with noise, whose steps have log-probabilities,": name in NOISELESS or kernel != "ode",
+            "'ode' or 'ddim'": name not in NOISELESS or kernel in ("ode", "ddim"),
+            "a kernel of a flow": name != "grpo_guard" or kernel != "ddim",
+        }
+        for expected, holds in kernels.items():
+            self.require("rollout.kernel", holds, f"{expected} with algorithm.name {name!r}")
+        is_shorter = self.algorithm.reward_gradient_steps <= steps
+        self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
-        if self.model and self.reward.kind in ("", "digit", "colour"):
-            raise UserError(
-                f"reward.kind is {self.reward.kind!r}; expected a reward that is not the embedded model's with model"
-            )
+        is_of_users = not self.model or self.reward.kind not in ("", "digit", "colour")
+        self.require("reward.kind", is_of_users, "a reward that is not the embedded model's with model")
 
 
 def embedded() -> DiffusionConfig:

@@ -123,21 +123,23 @@ class RolloutConfig(EngineConfig, section="rollout"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.is_on_servers != bool(self.weights_dir):
-            raise UserError(
-                f"rollout.weights_dir is {self.weights_dir!r}; expected a folder with rollout.engine vllm_server or "
-                f"sglang_server, and none with others (now {self.engine!r})"
-            )
-        if self.speculative.num_speculative_tokens and not self.kind.takes_speculative_config:
-            raise UserError(
-                f"rollout.engine is {self.engine!r}; expected 'vllm' with rollout.speculative.num_speculative_tokens "
-                f"{self.speculative.num_speculative_tokens}; a server has an option of its own for it"
-            )
-        if self.partial_rollout and self.multi_turn.is_used:
-            raise UserError(
-                "rollout.partial_rollout is true; expected false with several turns (rollout.multi_turn): an "
-                "environment cannot wait for the next step"
-            )
+        self.require(
+            "weights_dir",
+            self.is_on_servers == bool(self.weights_dir),
+            f"a folder with rollout.engine vllm_server or sglang_server, and none with others (now {self.engine!r})",
+        )
+        num_guessed = self.speculative.num_speculative_tokens
+        self.require(
+            "engine",
+            not num_guessed or self.kind.takes_speculative_config,
+            f"'vllm' with rollout.speculative.num_speculative_tokens {num_guessed}; a server has an option of its own "
+            "for it",
+        )
+        self.require(
+            "partial_rollout",
+            not (self.partial_rollout and self.multi_turn.is_used),
+            "false with several turns (rollout.multi_turn): an environment cannot wait for the next step",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,19 +167,18 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        estimator = self.estimator
-        if self.kl_ctrl.kl_coef and not estimator.reads_token_rewards:
-            accepted = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
-            raise UserError(
-                f"algorithm.kl_ctrl.kl_coef is {self.kl_ctrl.kl_coef}; expected 0 with algorithm.adv_estimator "
-                f"{self.adv_estimator!r}, or {accepted}, which take rewards of single tokens; "
-                "actor.loss.kl_loss_coef works with all"
-            )
-        if self.rollout_correction.is_active and self.old_log_probs == "rollout":
-            raise UserError(
-                "algorithm.old_log_probs is 'rollout'; expected 'trainer' with algorithm.rollout_correction: with the "
-                "engine's own log-probs there is nothing to correct"
-            )
+        takes_tokens = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
+        self.require(
+            "kl_ctrl.kl_coef",
+            self.estimator.reads_token_rewards or not self.kl_ctrl.kl_coef,
+            f"0 with algorithm.adv_estimator {self.adv_estimator!r}, or {takes_tokens}, which take rewards of single "
+            "tokens; actor.loss.kl_loss_coef works with all",
+        )
+        self.require(
+            "old_log_probs",
+            self.old_log_probs == "trainer" or not self.rollout_correction.is_active,
+            "'trainer' with algorithm.rollout_correction: with the engine's own log-probs there is nothing to correct",
+        )
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -282,23 +283,25 @@ class TrainConfig(BaseRLConfig):
         check_one_source(self.data, self.task.name, of="prompts")
         self._check_group()
         self._check_lengths()
-        if self.actor.router_replay == "R2" and self.algorithm.old_log_probs != "trainer":
-            raise UserError(
-                f"algorithm.old_log_probs is {self.algorithm.old_log_probs!r}; expected 'trainer' with "
-                "actor.router_replay 'R2', which replays the pass for the old log-probs"
-            )
-        if self.rollout.multi_turn.max_revisions and not self.data.train_files:
-            raise UserError(
-                f"rollout.multi_turn.max_revisions is {self.rollout.multi_turn.max_revisions}; expected 0 without "
-                "data.train_files, whose messages a revision can follow"
-            )
-        if self.rollout.partial_rollout and self.algorithm.estimator.needs_greedy:
-            raise UserError(
-                "rollout.partial_rollout is true; expected false with algorithm.adv_estimator "
-                f"{self.algorithm.adv_estimator!r}, whose greedy responses are of the present weights"
-            )
-        if self.runtime == "ray" and self.rollout.is_on_servers:
-            raise UserError(f"rollout.engine is {self.rollout.engine!r}; expected hf or vllm with runtime 'ray'")
+        algorithm, rollout = self.algorithm, self.rollout
+        self.require(
+            "algorithm.old_log_probs",
+            algorithm.old_log_probs == "trainer" or self.actor.router_replay != "R2",
+            "'trainer' with actor.router_replay 'R2', which replays the pass for the old log-probs",
+        )
+        self.require(
+            "rollout.multi_turn.max_revisions",
+            self.data.train_files or not rollout.multi_turn.max_revisions,
+            "0 without data.train_files, whose messages a revision can follow",
+        )
+        self.require(
+            "rollout.partial_rollout",
+            not (rollout.partial_rollout and algorithm.estimator.needs_greedy),
+            f"false with algorithm.adv_estimator {algorithm.adv_estimator!r}, whose greedy responses are of the "
+            "present weights",
+        )
+        can_be_on_ray = self.runtime != "ray" or not rollout.is_on_servers
+        self.require("rollout.engine", can_be_on_ray, "hf or vllm with runtime 'ray'")
         if self.data.image_key:
             self._check_images()
 
@@ -352,21 +355,18 @@ class TrainConfig(BaseRLConfig):
             "with reward_model.judge.pairwise, which compares the responses of a group": 2 * model.is_pairwise,
         }
         for reason, fewest in needed_by.items():
-            if self.rollout.n < fewest:
-                raise UserError(f"rollout.n is {self.rollout.n}; expected at least {fewest} {reason}")
+            self.require("rollout.n", self.rollout.n >= fewest, f"at least {fewest} {reason}")
 
     def _check_lengths(self) -> None:
-        longest, overlong = self.data.max_length, self.algorithm.overlong.buffer_len
-        if self.actor.ppo_max_token_len < longest:
-            raise UserError(
-                f"actor.ppo_max_token_len is {self.actor.ppo_max_token_len}; expected at least data.max_prompt_length "
-                f"+ data.max_response_length = {longest}, so that every sample fits a micro-batch"
-            )
-        if overlong > self.data.max_response_length:
-            raise UserError(
-                f"algorithm.overlong.buffer_len is {overlong}; expected at most "
-                f"data.max_response_length={self.data.max_response_length}"
-            )
+        longest, response = self.data.max_length, self.data.max_response_length
+        self.require(
+            "actor.ppo_max_token_len",
+            self.actor.ppo_max_token_len >= longest,
+            f"at least data.max_prompt_length + data.max_response_length = {longest}, so that every sample fits a "
+            "micro-batch",
+        )
+        fits = self.algorithm.overlong.buffer_len <= response
+        self.require("algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}")
 
     def _check_images(self) -> None:
         trainer, num_cp = self.trainer, self.trainer.parallel.context_parallel_size

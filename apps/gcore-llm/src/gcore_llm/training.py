@@ -34,7 +34,7 @@ from gcore_runs.engines import EngineConfig, Instrumentation
 from gcore_trainer import merge_lora
 
 if TYPE_CHECKING:
-    from gcore_controller import ActorRole, Handles, RemoteRecorder
+    from gcore_controller import Handles, RemoteRecorder
     from gcore_runs.on_ray.start import ControllerServices, EngineFactory
 
 
@@ -166,15 +166,13 @@ async def _start_on_ray(
 
     # Each controller starts rewards of its own.
     await rewards.close()
-    factories: dict[ActorRole, Callable[[TrainConfig], EngineFactory]] = {
-        "engine": _engines(model, tokenizer, lambda config: config.rollout)
-    }
+    judge, path = None, Path(config.reward_model.path)
     if config.sizes.judges:
-        path = Path(config.reward_model.path)
-        factories["judge"] = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
+        judge = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
     return await start_ray_backend(
         config,
-        factories=factories,
+        engine=_engines(model, tokenizer, lambda config: config.rollout),
+        judge=judge,
         trainer_spec=partial(ray_trainer_spec, model=model, checkpoints=run.checkpoints),
         run_controller=partial(_run_controller, tokenizer),
         checkpoints=run.checkpoints,

@@ -105,10 +105,8 @@ class JudgeOptions(LocalEngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind.needs_own_process and not self.num_processes:
-            raise UserError(
-                f"{self.section}.num_processes is 0; expected 1 or more with {self.section}.engine {self.engine!r}"
-            )
+        is_enough = self.num_processes or not self.kind.needs_own_process
+        self.require("num_processes", is_enough, f"1 or more with {self.section}.engine {self.engine!r}")
 
     def question(self) -> str:
         """Read the file of the question; empty: there is none. `UserError` if it cannot be read."""
@@ -145,14 +143,10 @@ class SpeculativeConfig(Checked, section="rollout.speculative"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        if most < least:
-            raise UserError(f"rollout.speculative.prompt_lookup_max is {most}; expected {least} or more")
-        if self.model and not self.num_speculative_tokens:
-            raise UserError(
-                "rollout.speculative.num_speculative_tokens is 0; expected 1 or more with "
-                f"rollout.speculative.model {self.model!r}"
-            )
+        least = self.prompt_lookup_min
+        self.require("prompt_lookup_max", self.prompt_lookup_max >= least, f"{least} or more")
+        guesses = self.num_speculative_tokens or not self.model
+        self.require("num_speculative_tokens", guesses, f"1 or more with rollout.speculative.model {self.model!r}")
 
     def as_vllm_takes_it(self) -> dict[str, object] | None:
         """Return the setting as vLLM takes it; None: no speculation."""

@@ -149,10 +149,6 @@ class _File(RotatingFileHandler):
         finally:
             self.release()
 
-    def mark_every(self, seconds: float, ended: threading.Event) -> None:
-        while not ended.wait(seconds):
-            self.mark()
-
     def _descriptor(self) -> int:
         assert self.stream is not None, "the log file is closed"
         return self.stream.fileno()
@@ -185,7 +181,12 @@ def _redirect(file: _File, stack: ExitStack) -> None:
     # A fatal signal leaves a traceback.
     faulthandler.enable(2)
     ended = threading.Event()
-    marks = threading.Thread(target=file.mark_every, args=(_MARK_EVERY_S, ended), name="log-marks", daemon=True)
+
+    def mark() -> None:
+        while not ended.wait(_MARK_EVERY_S):
+            file.mark()
+
+    marks = threading.Thread(target=mark, name="log-marks", daemon=True)
     marks.start()
     stack.callback(marks.join)
     stack.callback(ended.set)

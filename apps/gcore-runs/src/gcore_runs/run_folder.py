@@ -7,7 +7,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -100,11 +100,7 @@ class RunFolder:
 
 
 def open_run(config: BaseRunConfig) -> RunFolder:
-    """Lock and return the folder for this config: that of the run it resumes, or a new one.
-
-    Raises:
-        UserError: the run of this name has other settings and something to resume, or is in use.
-    """
+    """Lock and return the folder for this config, of a new run or of one to resume; `UserError` if that differs."""
     folder = RunFolder(Path(config.runs_dir) / config.name)
     if config.resume == "never":
         number = 1
@@ -254,23 +250,19 @@ class StepSpans:
 
     def intervals(self) -> StepIntervals:
         """Return the spans for a `Ledger` of where the devices' time went."""
-        devices = {name: list(map(_triple, spans)) for name, spans in self.devices.items()}
-        return StepIntervals.of(self.step, [list(map(_triple, spans)) for spans in self.controllers], devices)
+        return StepIntervals.of(self.step, **_each(_triples, self.controllers, self.devices))
 
     def to_row(self) -> dict[str, Any]:
         """Return a line of the file; a span is ``[stage, start_s, end_s]``, rounded to tenths of milliseconds."""
-        controllers = [_to_lists(spans) for spans in self.controllers]
-        row = {"step": self.step, "start_s": round(self.start_s, _DIGITS), "controllers": controllers}
-        return row | ({"devices": {n: _to_lists(own) for n, own in self.devices.items()}} if self.devices else {})
+        rows = _each(_rounded, self.controllers, self.devices)
+        row = {"step": self.step, "start_s": round(self.start_s, _DIGITS), **rows}
+        return row if self.devices else {name: value for name, value in row.items() if name != "devices"}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "StepSpans":
         """Return the step that `to_row` gave this row for."""
         return cls(
-            step=row["step"],
-            start_s=row["start_s"],
-            controllers=[_from_lists(spans) for spans in row["controllers"]],
-            devices={name: _from_lists(spans) for name, spans in row.get("devices", {}).items()},
+            step=row["step"], start_s=row["start_s"], **_each(_spans, row["controllers"], row.get("devices", {}))
         )
 
 
@@ -310,12 +302,8 @@ class SpanWriter:
         self._waits = []
         zero_s = self._zero_s or 0.0
         start_s = min(starts_s, default=zero_s + self._end_s)
-        spans = StepSpans(
-            step=step,
-            start_s=start_s - zero_s,
-            controllers=[_relative(spans, start_s) for spans in controllers],
-            devices={name: _relative(spans, start_s) for name, spans in devices.items()},
-        )
+        rows = _each(partial(_relative, zero_s=start_s), controllers, devices)
+        spans = StepSpans(step=step, start_s=start_s - zero_s, **rows)
         self._end_s = spans.end_s
         append_json(self._path, spans.to_row())
 
@@ -337,12 +325,21 @@ def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:
     return joined
 
 
-_triple = attrgetter("stage", "start_s", "end_s")
+def _each(convert: Callable[[Any], Any], controllers: Iterable[Any], devices: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the spans of each controller and device."""
+    return {
+        "controllers": list(map(convert, controllers)),
+        "devices": {name: convert(spans) for name, spans in devices.items()},
+    }
 
 
-def _to_lists(spans: Iterable[Span]) -> list[list[str | float]]:
+def _spans(rounded: Iterable[Sequence[Any]]) -> list[Span]:
+    return [Span(stage=stage, start_s=start_s, end_s=end_s) for stage, start_s, end_s in rounded]
+
+
+def _triples(spans: Iterable[Span]) -> list[tuple[str, float, float]]:
+    return [(s.stage, s.start_s, s.end_s) for s in spans]
+
+
+def _rounded(spans: Iterable[Span]) -> list[list[str | float]]:
     return [[s.stage, round(s.start_s, _DIGITS), round(s.end_s, _DIGITS)] for s in spans]
-
-
-def _from_lists(spans: Iterable[Sequence[Any]]) -> list[Span]:
-    return [Span(stage=stage, start_s=start_s, end_s=end_s) for stage, start_s, end_s in spans]

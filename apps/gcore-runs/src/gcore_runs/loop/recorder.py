@@ -97,10 +97,9 @@ class Display:
         self._progress.update(self._task, completed=step)
         if not cells:
             return
-        table = Table.grid(padding=(0, 3))
+        self._table = table = Table.grid(padding=(0, 3))
         table.add_row(*(f"[dim]{name}[/]" for name, _ in cells))
         table.add_row(*(value for _, value in cells))
-        self._table = table
         now_s = time.monotonic()
         if not self.console.is_terminal and now_s - self._last_line_s >= _PLAIN_EVERY_S:
             self._last_line_s = now_s
@@ -249,11 +248,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         display: Display,
     ) -> None:
         self.job, self.run, self.display = job, run, display
-        self.warnings = RunWarnings(run, display.say)
-        self.stop = Stop()
-        self._learner = learner
-        self._writer = writer
-        self._spans = spans
+        self.warnings, self.stop = RunWarnings(run, display.say), Stop()
+        self._learner, self._writer, self._spans = learner, writer, spans
         self._num_idle = 0
         """Consecutive steps without a learning signal."""
         self._last: Present = (job.first_step, job.controllers)
@@ -344,12 +340,11 @@ def check_signal(run: RunFolder, display: Display) -> bool:
 
 
 def _reason(metrics: Mapping[str, float]) -> str:
-    look = "look at the reward, at samples/ and at how hard the prompts are"
     low, high = (metrics.get(f"critic/score/{name}") for name in ("min", "max"))
     if low is None or high is None:
         return "no response got a score; look at the reward and at its errors in logs/"
-    if low == high:
-        return f"every response scored {low:.3g}; {look}"
-    if not metrics.get("sampling/groups", 1.0):
-        return f"in every group all responses scored alike, so none was kept; {look}"
-    return f"in every group all responses scored alike; {look}"
+    found = f"every response scored {low:.3g}"
+    if low != high:
+        was_kept = metrics.get("sampling/groups", 1.0)
+        found = f"in every group all responses scored alike{'' if was_kept else ', so none was kept'}"
+    return f"{found}; look at the reward, at samples/ and at how hard the prompts are"

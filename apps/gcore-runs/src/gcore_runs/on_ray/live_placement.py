@@ -41,11 +41,9 @@ class LivePlacement:
 
     def __init__(self, whole: Sizes, config: PlacementConfig) -> None:
         self.whole = whole
-        self._space = PartitionSpace(
-            num_devices=whole.engines + whole.judges,
-            policy=RoleLimits(devices_per_replica=1, min_replicas=whole.controllers),
-            reward=RoleLimits(devices_per_replica=1),
-        )
+        policy = RoleLimits(devices_per_replica=1, min_replicas=whole.controllers)
+        reward, num_devices = RoleLimits(devices_per_replica=1), whole.engines + whole.judges
+        self._space = PartitionSpace(num_devices=num_devices, policy=policy, reward=reward)
         self._horizon_steps = config.horizon_steps
         self._dynamic = self._started_at(whole.engines)
         self._choice: StrategyChoice | None = None

@@ -69,11 +69,7 @@ RunController = Callable[[JobT, Context[Handles], ControllerServices, RemoteReco
 
 
 def check_cluster(config: BaseRLConfig) -> None:
-    """Check the address and the token before anything is started.
-
-    Raises:
-        UserError: no cluster answers at the address, or it does not accept this process's token.
-    """
+    """Check the address and the token before anything is started; `UserError` if no cluster accepts them."""
     address = config.ray.address or os.environ.get("RAY_ADDRESS", "")
     found = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)
     if found is None:
@@ -112,7 +108,8 @@ def _connect_to_cluster(config: BaseRLConfig) -> None:
 async def start_ray_backend(
     config: ConfigT,
     *,
-    factories: Mapping[ActorRole, Callable[[ConfigT], EngineFactory]],
+    engine: Callable[[ConfigT], EngineFactory],
+    judge: Callable[[ConfigT], EngineFactory] | None,
     trainer_spec: Callable[[ConfigT], TrainerSpec],
     run_controller: RunController[JobT],
     checkpoints: Path,
@@ -122,11 +119,9 @@ async def start_ray_backend(
 
     Args:
         config: the settings, with the sizes that are asked for.
-        factories: for each role, what builds its engines with given settings.
+        engine, judge: what builds the engines of these roles for given settings.
         trainer_spec: the training ranks for given settings.
         run_controller: called in the process of each controller, for every job.
-        checkpoints: folder of the run's checkpoints.
-        announce: prints a line on the screen.
 
     Raises:
         ClusterError: the cluster lacks the capacity.
@@ -134,6 +129,9 @@ async def start_ray_backend(
     """
     _connect_to_cluster(config)
     logs = logs_of(checkpoints.absolute())
+    factories: dict[ActorRole, Callable[[ConfigT], EngineFactory]] = {"engine": engine}
+    if judge is not None:
+        factories["judge"] = judge
 
     def factory(role: ActorRole, config: ConfigT, number: int) -> EngineFactory:
         return partial(logged, logs, role, number, factories[role](config))
