@@ -36,7 +36,7 @@ from gcore_controller import Context, DeviceTimers, SharedTrainerClient, Span, m
 from gcore_llm.cli import main, own_data
 from gcore_llm.modality import RunRecorder
 from gcore_llm.report import KINDS
-from gcore_llm.sampling.engines import start_policy
+from gcore_llm.sampling import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs import render_report
 from gcore_runs.engines import Instrumentation

@@ -20,11 +20,10 @@ from gcore_controller import (
 )
 from gcore_diffusion.config import EVALUATED, DiffusionConfig
 from gcore_diffusion.modality import Job
-from gcore_diffusion.sampling.engines import judge_factory, sampler_factory, start_engines
 from gcore_diffusion.sampling.grids import write_grid
 from gcore_diffusion.sampling.image_sampling import Evaluation, Roles, SamplingRoles, images, kernel_of
 from gcore_diffusion.sampling.prompts import PromptSets
-from gcore_diffusion.sampling.rewards import Rewards, build_rewards
+from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError, evaluate_images
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
@@ -60,9 +59,8 @@ async def start(
         sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            learner, ranks = start_trainer(config, model, checkpoints), config.trainer.num_processes
-            close = engines.pop_all().aclose
-            return inline_backend(config, shared=sampler, roles=Roles, learner=learner, num_ranks=ranks, close=close)
+            learner = start_trainer(config, model, checkpoints)
+            return inline_backend(config, shared=sampler, roles=Roles, learner=learner, close=engines.pop_all().aclose)
     from gcore_runs.on_ray.start import start_ray_backend
 
     return await start_ray_backend(

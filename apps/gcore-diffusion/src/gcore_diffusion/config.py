@@ -111,7 +111,7 @@ class RewardConfig(Checked, section="reward"):
 
     @property
     def is_judged(self) -> bool:
-        """Whether a judge scores the images."""
+        """True if a judge scores the images."""
         return self.kind == "judge"
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
-from gcore_diffusion.sampling.rewards import reward_gradient
+from gcore_diffusion.sampling.services import reward_gradient
 from gcore_rollout import Kernel, suited
 from gcore_runs import BaseTrainerWorker, UserError
 from gcore_trainer import (

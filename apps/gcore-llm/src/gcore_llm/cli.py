@@ -17,6 +17,7 @@ from gcore_llm.config import (
     WarmupConfig,
 )
 from gcore_llm.finetune.command import run_fine_tuning
+from gcore_llm.report import KINDS
 from gcore_runs import (
     Amount,
     Checked,
@@ -128,12 +129,6 @@ def _eval(args: Sequence[str]) -> None:
     print(f"step {step}: held-out score {result.greedy:.3f} greedy, {result.sampled:.3f} sampled")
 
 
-def _report(args: Sequence[str]) -> None:
-    from gcore_llm.report import KINDS
-
-    report_command("gcore-llm", KINDS, args)
-
-
 def _simulate(args: Sequence[str]) -> None:
     from gcore_llm.simulate import run_simulate
 
@@ -147,7 +142,7 @@ _COMMANDS: dict[str, Command] = {
     "dpo": partial(run_fine_tuning, "dpo"),
     "sample": _sample,
     "eval": _eval,
-    "report": _report,
+    "report": partial(report_command, "gcore-llm", KINDS),
     "logs": partial(logs_command, "gcore-llm"),
     "simulate": _simulate,
 }

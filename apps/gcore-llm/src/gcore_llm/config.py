@@ -135,11 +135,6 @@ class RolloutConfig(EngineConfig, section="rollout"):
             f"'vllm' with rollout.speculative.num_speculative_tokens {num_guessed}; a server has an option of its own "
             "for it",
         )
-        self.require(
-            "partial_rollout",
-            not (self.partial_rollout and self.multi_turn.is_used),
-            "false with several turns (rollout.multi_turn): an environment cannot wait for the next step",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,12 +289,17 @@ class TrainConfig(BaseRLConfig):
             self.data.train_files or not rollout.multi_turn.max_revisions,
             "0 without data.train_files, whose messages a revision can follow",
         )
-        self.require(
-            "rollout.partial_rollout",
-            not (rollout.partial_rollout and algorithm.estimator.needs_greedy),
-            f"false with algorithm.adv_estimator {algorithm.adv_estimator!r}, whose greedy responses are of the "
-            "present weights",
-        )
+        several_turns = "several turns (rollout.multi_turn)" if rollout.multi_turn.is_used else ""
+        greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}" if algorithm.estimator.needs_greedy else ""
+        partial, pairwise = "rollout.partial_rollout", "reward_model.judge.pairwise"
+        for name, other, reason in (
+            (partial, several_turns, "because an environment cannot wait for the next step"),
+            (partial, greedy, "whose greedy responses are of the present weights"),
+            (pairwise, several_turns, "because one response to one prompt is compared"),
+            (pairwise, greedy, "whose greedy response is in no group"),
+        ):
+            is_on = rollout.partial_rollout if name == partial else self.reward_model.is_pairwise
+            self.require(name, not (is_on and other), f"false with {other}, {reason}")
         can_be_on_ray = self.runtime != "ray" or not rollout.is_on_servers
         self.require("rollout.engine", can_be_on_ray, "hf or vllm with runtime 'ray'")
         if self.data.image_key:

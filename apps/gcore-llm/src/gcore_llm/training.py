@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.prompts import Problem, PromptSets, check_lengths, load_files, make_prompts
-from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
-from gcore_llm.sampling.engines import check_engine, engine_factory, start_policy
-from gcore_llm.sampling.rewards import Evaluation, Rewards, evaluate
+from gcore_llm.prompts import (
+    Problem,
+    PromptSets,
+    check_lengths,
+    load_files,
+    load_task,
+    make_prompts,
+    require_worked_examples,
+)
+from gcore_llm.report import KINDS
+from gcore_llm.sampling import Evaluation, Rewards, check_engine, engine_factory, evaluate, start_policy
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Engine, Failed, Request, RolloutRoles, SamplingParams
 from gcore_runs import (
@@ -88,8 +95,6 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                         tokenizer.save_pretrained(path)
 
                     supervisor.export(export)
-        from gcore_llm.report import KINDS
-
         return supervisor.finish(KINDS)
 
 
@@ -154,8 +159,7 @@ async def _start_inline(
         await policy.close()
         raise
     roles = SamplingRoles(policy=policy, devices=instrumentation.devices or DeviceTimers(), **scoring)
-    num_ranks = config.trainer.num_processes
-    return inline_backend(config, shared=roles, roles=Roles, learner=learner, num_ranks=num_ranks, close=policy.close)
+    return inline_backend(config, shared=roles, roles=Roles, learner=learner, close=policy.close)
 
 
 async def _start_on_ray(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gcore_controller import Context, DeviceTimers, TrainerClient
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.prompts import Prompt
-from gcore_diffusion.sampling.rewards import Rewards
+from gcore_diffusion.sampling.services import Rewards
 from gcore_rollout import (
     DDIM,
     DanceSDE,

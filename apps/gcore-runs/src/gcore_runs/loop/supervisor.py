@@ -272,14 +272,14 @@ def inline_backend(
     shared: Any,
     roles: Callable[..., Any],
     learner: SharedTrainerGroup[Any],
-    num_ranks: int,
     close: Callable[[], Awaitable[Any]],
 ) -> InlineBackend[Any, ConfigT, Any, Any]:
     """Return the backend of a run whose controllers are in this process, and share a trainer group.
 
     ``roles`` is the class of a controller's roles, with the fields of the ``shared`` ones and ``learner``; ``close``
-    ends the services other than the trainer group, and the work of ``num_ranks`` training ranks is recorded.
+    ends the services other than the trainer group.
     """
+    num_ranks = config.trainer.num_processes
     return InlineBackend(
         config,
         roles=shared,

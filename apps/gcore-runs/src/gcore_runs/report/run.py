@@ -86,7 +86,7 @@ class Run:
 
     @property
     def has_paired_samples(self) -> bool:
-        """Whether samples before and after answer the same prompts."""
+        """True if samples before and after answer the same prompts."""
         return all(old["prompt"] == new["prompt"] for old, new in zip(self.before, self.after, strict=False))
 
 
