@@ -373,7 +373,8 @@ def test_port_in_use_is_refused_by_name_and_freed_in_the_end() -> None:
         with pytest.raises(UserError, match=re.escape(refused)):
             PrometheusExporter(run="second", port=first.port)
         # Nothing is served at other addresses of the machine.
-        PrometheusExporter(run="second", port=first.port, host="127.0.0.2").close()
+        with PrometheusExporter(run="second", port=first.port, host="127.0.0.2"):
+            pass
     with PrometheusExporter(run="second", port=first.port) as second:
         assert scrape(second)["gcore_info"].samples[0].labels["run"] == "second"
     with pytest.raises(urllib.error.URLError):

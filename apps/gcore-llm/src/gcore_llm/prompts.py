@@ -52,11 +52,7 @@ def uses_plain_text(value: object, tokenizer: Any, data: DataConfig) -> bool:
 
 
 def render(value: object, tokenizer: Any, data: DataConfig, where: str) -> str:
-    """Return the text that the model continues, for a prompt given as text or as chat messages.
-
-    Raises:
-        UserError: the prompt is neither, or is messages and the tokenizer has no chat template.
-    """
+    """Return the text that the model continues, for a prompt given as text or, with a chat template, as messages."""
     if isinstance(value, str):
         if not value:
             raise UserError(f"{where} is empty")

@@ -206,16 +206,10 @@ def _log_error(_kind: object, error: BaseException | None, _traceback: object) -
 def merged_lines(
     folder: Path, *, role: str = "", rank: int | None = None, last: int = 0, follow: bool = False
 ) -> Generator[str]:
-    """Yield the lines of the files that `log_to` wrote into ``folder``, by time.
+    """Yield the ``last`` lines, or all, that `log_to` wrote into ``folder``, by time, of one role or rank, or of all.
 
-    Output has no time of its own: it gets that of its process's next record, and the level OUT.
-
-    Args:
-        role: processes of this role alone; empty: all.
-        rank: processes of this rank alone; None: all.
-        last: how many of the existing lines; 0: all.
-        follow: continue with lines that are written from now on, by new processes too, without an end. Without it,
-            it is a `UserError` if there are no such logs.
+    Output has no time of its own: it gets that of its process's next record, and the level OUT. With ``follow``, lines
+    that are written from now on, by new processes too, follow without an end; else a `UserError` says if there is none.
     """
     files: dict[Path, _LogFile] = {}
     with ExitStack() as opened:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, Info, start_http_server
@@ -11,7 +12,7 @@ from gcore_runs.errors import UserError
 _STEP_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 
 
-class PrometheusExporter:
+class PrometheusExporter(AbstractContextManager["PrometheusExporter"]):
     """Serves ``http://HOST:PORT/metrics`` until it is closed.
 
     Every metric of metrics.jsonl is a gauge: ``critic/score/mean`` is ``gcore_critic_score_mean``, and its HELP text
@@ -57,8 +58,7 @@ class PrometheusExporter:
             except ValueError:  # another metric has this name, such as one that differs in a slash alone
                 name += "_"
 
-    def close(self) -> None:
-        """Stop serving, and free the port."""
+    def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -6,10 +6,11 @@ import math
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import Span
@@ -178,7 +179,7 @@ def _keep_until(path: Path, last_step: int) -> list[dict[str, Any]]:
     return rows
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends a row for each step after ``last_step``; rows of later steps, which are run again, are removed."""
 
     def __init__(
@@ -201,9 +202,6 @@ class MetricsWriter:
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._board is not None:

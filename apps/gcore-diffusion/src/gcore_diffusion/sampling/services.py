@@ -68,12 +68,9 @@ def judge_model(config: DiffusionConfig) -> tuple[Path, Any]:
 async def start_engines(
     config: DiffusionConfig, model: Path, instrumentation: Instrumentation, to_close: AsyncExitStack, *, is_trial: bool
 ) -> tuple[Engine[Any, Any], Engine[Any, Any] | None]:
-    """Start the policy's engine, and a judge's if the run has one: in this process, or several in their own.
+    """Start the engine of the pipeline in a folder, and a judge's if the run has one, which ``to_close`` then closes.
 
-    Args:
-        model: the pipeline's folder.
-        to_close: closes the engines.
-        is_trial: start only one of each.
+    Each is in this process, or several in their own; for a trial there is one of each.
     """
     judge = config.reward.judge
     num_engines, num_judges = config.rollout.num_processes, judge.num_processes

@@ -92,8 +92,8 @@ class Supervisor:
                 from gcore_runs.prometheus import PrometheusExporter
 
                 name, port, host = self._config.name, trainer.prometheus_port, trainer.prometheus_host
-                self._prometheus = PrometheusExporter(run=name, port=port, host=host, app=self._app)
-                stack.callback(self._prometheus.close)
+                server = PrometheusExporter(run=name, port=port, host=host, app=self._app)
+                self._prometheus = stack.enter_context(server)
             # One event loop for all of it: an async reward may keep objects that belong to the loop of its first call.
             loop = VirtualTimeLoop if runtime == "sim" else None
             self._runner = stack.enter_context(asyncio.Runner(loop_factory=loop))

@@ -31,12 +31,7 @@ class LivePlacement:
     """A dynamic partition of engines that observes their work and moves them one by one, or more after a jump.
 
     With ``auto``, it also chooses between that and engines of both roles on every device, in turns. Every controller
-    keeps an engine of the policy, and a judge is always there.
-
-    Attributes:
-        whole: The sizes, with the engines as they are divided at first.
-        swap_s: Seconds that it takes to put both roles' engines to sleep and to wake them, as last measured; None: to
-            be measured, for ``auto``.
+    keeps an engine of the policy, and a judge is always there. It starts with the engines as ``whole`` divides them.
     """
 
     def __init__(self, whole: Sizes, config: PlacementConfig) -> None:
@@ -50,6 +45,7 @@ class LivePlacement:
         if config.strategy == "auto":
             self._choice = StrategyChoice(self._space, horizon_steps=config.horizon_steps)
         self.swap_s: float | None = None if self._choice is not None else 0.0
+        """Seconds to put both roles' engines to sleep and to wake them, as last measured; None: not yet."""
         self._unit_s: dict[Role, deque[float]] = {"gen": deque(maxlen=_NUM_STEPS), "reward": deque(maxlen=_NUM_STEPS)}
         """Device-seconds per token, or image, of each role in the last steps."""
         self._move_s = 0.0
@@ -124,10 +120,7 @@ class LivePlacement:
         return policy, reward, max(finish_s.values())
 
     def _work_s(self, role: Role, busy_s: float, generated: float) -> float:
-        """Return the device-seconds of a role's work, as if its engines were as full as they recently were at most.
-
-        An engine that runs one sample where it could run many is busy, and does little.
-        """
+        """Return the device-seconds of a role's work, as if its engines were as full as they recently were at most."""
         if not (generated and busy_s):
             return busy_s
         self._unit_s[role].append(busy_s / generated)
