@@ -23,7 +23,7 @@ from gcore_runs.engines import Instrumentation
 from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:
-    from gcore_runs.on_ray.start import ControllerServices
+    from gcore_runs.on_ray import ControllerServices
 
 
 def checked_rewards(config: DiffusionConfig) -> Rewards | None:
@@ -53,7 +53,7 @@ async def start(
         if not is_on_ray:
             learner = start_trainer(config, model, checkpoints)
             return inline_backend(config, shared=sampler, roles=Roles, learner=learner, close=engines.pop_all().aclose)
-    from gcore_runs.on_ray.start import start_ray_backend
+    from gcore_runs.on_ray import start_ray_backend
 
     return await start_ray_backend(
         config,

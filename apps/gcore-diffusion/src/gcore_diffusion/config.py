@@ -279,11 +279,6 @@ class DiffusionConfig(BaseRLConfig):
     sim: SimConfig = field(default_factory=SimConfig)
 
     @property
-    def policy_loss(self) -> DenoisingPolicyConfig:
-        """Settings of the policy's loss, in the mode of the algorithm."""
-        return replace(self.actor.loss, loss_mode="guard" if self.algorithm.name == "grpo_guard" else "vanilla")
-
-    @property
     def engine_device(self) -> str:
         """Device of an engine; on ray each sees only its own GPU."""
         return "cuda" if self.runtime == "ray" and self.device.startswith("cuda") else self.device

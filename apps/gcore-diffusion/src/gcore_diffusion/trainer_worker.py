@@ -142,4 +142,5 @@ def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> Diffu
                 "differentiable function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
             )
         return RewardGradientObjective(kernel, reward)
-    return DenoisingPolicyObjective(config.policy_loss, kernel)
+    loss = replace(config.actor.loss, loss_mode="guard" if name == "grpo_guard" else "vanilla")
+    return DenoisingPolicyObjective(loss, kernel)

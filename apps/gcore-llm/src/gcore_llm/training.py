@@ -42,7 +42,7 @@ from gcore_trainer import merge_lora
 
 if TYPE_CHECKING:
     from gcore_controller import Handles, RemoteRecorder
-    from gcore_runs.on_ray.start import ControllerServices, EngineFactory
+    from gcore_runs.on_ray import ControllerServices, EngineFactory
 
 
 def train(config: TrainConfig, display: Display | None = None) -> Result:
@@ -166,7 +166,7 @@ async def _start_on_ray(
     config: TrainConfig, model: Path, run: RunFolder, tokenizer: Any, rewards: Rewards, announce: Callable[[str], None]
 ) -> Backend[Job, TrainConfig, Evaluation]:
     """Load the model in a folder for every role that needs it, on a cluster."""
-    from gcore_runs.on_ray.start import start_ray_backend
+    from gcore_runs.on_ray import start_ray_backend
 
     # Each controller starts rewards of its own.
     await rewards.close()

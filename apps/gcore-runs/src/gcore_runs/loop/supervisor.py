@@ -85,7 +85,7 @@ class Supervisor:
                 stack.enter_context(interrupted_by(partial(signal.default_int_handler)))
             runtime = self._config.runtime if isinstance(self._config, BaseRLConfig) else "inline"
             if isinstance(self._config, BaseRLConfig) and runtime == "ray":
-                from gcore_runs.on_ray.start import check_cluster
+                from gcore_runs.on_ray import check_cluster
 
                 check_cluster(self._config)
             if trainer.prometheus_port:
