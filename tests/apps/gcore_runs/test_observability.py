@@ -560,8 +560,8 @@ def test_role_that_no_file_can_be_named_after_is_refused(tmp_path: Path, role: s
 
 
 def test_files_begin_anew_when_they_are_full_and_output_goes_along(tmp_path: Path) -> None:
-    code = "import logging, os, sys; from pathlib import Path; from gcore_runs.logs import log_to\n"
-    code += "log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True, max_file_bytes=2000)\n"
+    code = "import logging, os, sys; from pathlib import Path; from gcore_runs import logs\n"
+    code += "logs.MAX_FILE_BYTES = 2000; logs.log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True)\n"
     code += "for i in range(30): logging.info('record %d', i); os.write(1, b'output %d\\n' % i)"
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=600)
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}

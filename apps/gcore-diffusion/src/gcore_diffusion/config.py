@@ -166,11 +166,9 @@ class RolloutConfig(Checked, section="rollout"):
         super().__post_init__()
         size, steps, (first, end) = self.window_size, self.num_inference_steps, self.range_of_window
         self.require("window_size", size <= steps, f"at most rollout.num_inference_steps={steps}")
-        self.require(
-            "window_range",
-            0 <= first < end <= steps and end - first >= size,
-            f"steps from 0 to {steps}, at least rollout.window_size={size} of them",
-        )
+        is_within = 0 <= first < end <= steps and end - first >= size
+        expected = f"steps from 0 to {steps}, at least rollout.window_size={size} of them"
+        self.require("window_range", is_within, expected)
 
     @property
     def image_size(self) -> tuple[int, int] | None:

@@ -123,18 +123,11 @@ class RolloutConfig(EngineConfig, section="rollout"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(
-            "weights_dir",
-            self.is_on_servers == bool(self.weights_dir),
-            f"a folder with rollout.engine vllm_server or sglang_server, and none with others (now {self.engine!r})",
-        )
-        num_guessed = self.speculative.num_speculative_tokens
-        self.require(
-            "engine",
-            not num_guessed or self.kind.takes_speculative_config,
-            f"'vllm' with rollout.speculative.num_speculative_tokens {num_guessed}; a server has an option of its own "
-            "for it",
-        )
+        servers = f"rollout.engine vllm_server or sglang_server, and none with others (now {self.engine!r})"
+        self.require("weights_dir", self.is_on_servers == bool(self.weights_dir), f"a folder with {servers}")
+        num_guessed, can_guess = self.speculative.num_speculative_tokens, self.kind.takes_speculative_config
+        guessing = f"rollout.speculative.num_speculative_tokens {num_guessed}; a server has an option of its own for it"
+        self.require("engine", can_guess or not num_guessed, f"'vllm' with {guessing}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +162,9 @@ class AlgorithmConfig(BaseAlgorithmConfig):
             f"0 with algorithm.adv_estimator {self.adv_estimator!r}, or {takes_tokens}, which take rewards of single "
             "tokens; actor.loss.kl_loss_coef works with all",
         )
-        self.require(
-            "old_log_probs",
-            self.old_log_probs == "trainer" or not self.rollout_correction.is_active,
-            "'trainer' with algorithm.rollout_correction: with the engine's own log-probs there is nothing to correct",
-        )
+        has_old = self.old_log_probs == "trainer" or not self.rollout_correction.is_active
+        correction = "algorithm.rollout_correction: with the engine's own log-probs there is nothing to correct"
+        self.require("old_log_probs", has_old, f"'trainer' with {correction}")
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -277,18 +268,19 @@ class TrainConfig(BaseRLConfig):
         super().__post_init__()
         check_one_source(self.data, self.task.name, of="prompts")
         self._check_group()
-        self._check_lengths()
         algorithm, rollout = self.algorithm, self.rollout
-        self.require(
-            "algorithm.old_log_probs",
-            algorithm.old_log_probs == "trainer" or self.actor.router_replay != "R2",
-            "'trainer' with actor.router_replay 'R2', which replays the pass for the old log-probs",
-        )
-        self.require(
-            "rollout.multi_turn.max_revisions",
-            self.data.train_files or not rollout.multi_turn.max_revisions,
-            "0 without data.train_files, whose messages a revision can follow",
-        )
+        longest, response = self.data.max_length, self.data.max_response_length
+        together = f"data.max_prompt_length + data.max_response_length = {longest}"
+        expected = f"at least {together}, so that every sample fits a micro-batch"
+        self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= longest, expected)
+        fits = self.algorithm.overlong.buffer_len <= response
+        self.require("algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}")
+        has_old = algorithm.old_log_probs == "trainer" or self.actor.router_replay != "R2"
+        replay = "actor.router_replay 'R2', which replays the pass for the old log-probs"
+        self.require("algorithm.old_log_probs", has_old, f"'trainer' with {replay}")
+        has_messages = self.data.train_files or not rollout.multi_turn.max_revisions
+        files = "data.train_files, whose messages a revision can follow"
+        self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
         several_turns = "several turns (rollout.multi_turn)" if rollout.multi_turn.is_used else ""
         greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}" if algorithm.estimator.needs_greedy else ""
         partial, pairwise = "rollout.partial_rollout", "reward_model.judge.pairwise"
@@ -356,17 +348,6 @@ class TrainConfig(BaseRLConfig):
         }
         for reason, fewest in needed_by.items():
             self.require("rollout.n", self.rollout.n >= fewest, f"at least {fewest} {reason}")
-
-    def _check_lengths(self) -> None:
-        longest, response = self.data.max_length, self.data.max_response_length
-        self.require(
-            "actor.ppo_max_token_len",
-            self.actor.ppo_max_token_len >= longest,
-            f"at least data.max_prompt_length + data.max_response_length = {longest}, so that every sample fits a "
-            "micro-batch",
-        )
-        fits = self.algorithm.overlong.buffer_len <= response
-        self.require("algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}")
 
     def _check_images(self) -> None:
         trainer, num_cp = self.trainer, self.trainer.parallel.context_parallel_size

@@ -14,6 +14,10 @@ from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import Prompt, PromptImages, RolloutError, import_reasoning_gym, vision_processor
 from gcore_runs import UserError, columns, converted, hold_out, max_sequence_length, one_line, read_rows
 
+_VAL_SEED = 1_000_003
+
+_OURS = {"size": "task.num_train and task.num_val", "seed": "seed"}
+"""Settings of every task that gcore gives itself, and ours that say what."""
 _IMAGE_MARK = "<image>"
 """Marks the place of an image in a prompt that is plain text."""
 
@@ -196,12 +200,6 @@ def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:
                 f"the longest prompt has {longest} tokens and the model takes at most {limit} together ({setting} is "
                 f"{model!r}, max_position_embeddings); a lower data.max_prompt_length leaves longer prompts out"
             )
-
-
-_VAL_SEED = 1_000_003
-
-_OURS = {"size": "task.num_train and task.num_val", "seed": "seed"}
-"""Settings of every task that gcore gives itself, and ours that say what."""
 
 
 def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:

@@ -39,9 +39,11 @@ from gcore_rollout import (
     load_function,
     visible_gpus,
 )
-from gcore_runs import build_tokenizer, check_model, eos_token_ids
+from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids
 from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation
-from gcore_runs.errors import UserError
+
+_SEED = 20_250_729
+_NUM_SHOWN = 16
 
 
 async def start_policy(
@@ -129,10 +131,6 @@ async def start_engine(
         preload=settings.kind.preload,
         gpus=visible_gpus(config.device) if settings.num_processes else (),
     )
-
-
-_SEED = 20_250_729
-_NUM_SHOWN = 16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,8 +213,8 @@ async def _run_controller(
         await rewards.close()
 
 
-async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
-    """Return a run's config, tokenizer, engine with the weights of its last checkpoint, and that step; 0: none yet."""
+async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine]:
+    """Return a run's config and tokenizer, and an engine with the weights of its last step, which is their version."""
     import torch
 
     run, config = RunFolder.opened(path, TrainConfig)
@@ -231,19 +231,18 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
         config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
     checkpointer = Checkpointer(run.checkpoints)
-    if not checkpointer.steps():
-        return config, tokenizer, engine, 0
-    saved = checkpointer.load(only=["step", "trainer.model"])
-    weights = saved["trainer"]["model"].items()
-    if config.actor.lora is not None:
-        weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
-    await engine.update_weights(weights, version=saved["step"])
-    return config, tokenizer, engine, saved["step"]
+    if checkpointer.steps():
+        saved = checkpointer.load(only=["step", "trainer.model"])
+        weights = saved["trainer"]["model"].items()
+        if config.actor.lora is not None:
+            weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
+        await engine.update_weights(weights, version=saved["step"])
+    return config, tokenizer, engine
 
 
 async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
-    config, tokenizer, engine, _ = await _latest_policy(run)
+    config, tokenizer, engine = await _latest_policy(run)
     [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
     request = Request(
         request_id="sample",
@@ -260,8 +259,8 @@ async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_
 
 async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
     """Return the step of a run's last checkpoint, and its scores on held-out prompts; `UserError` if it has none."""
-    config, tokenizer, engine, step = await _latest_policy(run)
-    prompts = load_prompts(config, tokenizer)
+    config, tokenizer, engine = await _latest_policy(run)
+    step, prompts = engine.weight_version, load_prompts(config, tokenizer)
     if not prompts.val:
         raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)

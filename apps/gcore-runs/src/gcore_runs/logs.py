@@ -45,9 +45,7 @@ def logs_of(checkpoints: Path) -> Path:
     return checkpoints.parent / "logs"
 
 
-def log_to(
-    folder: Path, role: str, rank: int | None = None, *, redirect: bool = False, max_file_bytes: int = MAX_FILE_BYTES
-) -> ExitStack:
+def log_to(folder: Path, role: str, rank: int | None = None, *, redirect: bool = False) -> ExitStack:
     """Send what this process logs to ``folder/ROLE-RANK.log``, until the result is closed or this is called again.
 
     A line starts with the time in UTC, the process and the level. Warnings are logged, too, and the error that leaves
@@ -59,7 +57,6 @@ def log_to(
         redirect: what is written to standard output and standard error, by native libraries too, goes into the file. It
             is there at once, however the process ends, but as it was written: a line of level MARK follows within
             half a second. Without it warnings and errors are shown on standard error as well, as Python does by itself.
-        max_file_bytes: see `MAX_FILE_BYTES`.
     """
     if not re.fullmatch(r"[a-z]+", role):
         raise ValueError(f"role is {role!r}; expected lower-case letters")
@@ -68,7 +65,7 @@ def log_to(
     folder.mkdir(parents=True, exist_ok=True)
     stack, root = ExitStack(), logging.getLogger()
     is_first = not root.handlers
-    handler = _File(folder / f"{process}.log", max_bytes=max_file_bytes, redirect=redirect)
+    handler = _File(folder / f"{process}.log", redirect=redirect)
     handler.setFormatter(_Prefixed(process))
     stack.callback(handler.close)
     # A process before this one may have been killed in the middle of its output.
@@ -109,8 +106,8 @@ class _Prefixed(logging.Formatter):
 class _File(RotatingFileHandler):
     """A log file that keeps standard output and standard error when it is rotated."""
 
-    def __init__(self, path: Path, *, max_bytes: int, redirect: bool) -> None:
-        super().__init__(path, maxBytes=max_bytes, backupCount=NUM_OLD_FILES, encoding="utf-8")
+    def __init__(self, path: Path, *, redirect: bool) -> None:
+        super().__init__(path, maxBytes=MAX_FILE_BYTES, backupCount=NUM_OLD_FILES, encoding="utf-8")
         self._redirect = redirect
         self._dated_bytes = 0
 

@@ -52,12 +52,19 @@ from gcore_rollout import (
     end_engine_actor,
     start_engine_actor,
 )
-from gcore_runs import log_to
+from gcore_runs import BaseRLConfig, PlacementConfig, RunJob, UserError, log_to, logged, logs_of
 from gcore_runs.engines import Instrumentation
-from gcore_runs.errors import UserError
-from gcore_runs.logs import logged, logs_of
-from gcore_runs.loop.recorder import RunJob
-from gcore_runs.settings.run_config import BaseRLConfig, PlacementConfig
+
+JobT = TypeVar("JobT", bound=RunJob[Any])
+ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
+EngineFactory = Callable[[], Engine[Any, Any]]
+Role = Literal["gen", "reward"]
+"""A role, named by its stage."""
+
+_NUM_STEPS = 20
+"""Number of steps in which the most loaded engines are looked for."""
+_SLACK = 0.1
+"""A role that waited for less than this fraction of its time was not held up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +78,6 @@ class ControllerServices:
     devices: DeviceTimers
 
 
-JobT = TypeVar("JobT", bound=RunJob[Any])
-ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
-
-EngineFactory = Callable[[], Engine[Any, Any]]
 RunController = Callable[[JobT, Context[Handles], ControllerServices, RemoteRecorder[Any]], Awaitable[None]]
 """Runs the program of a job on one controller, with the services that it is connected to."""
 
@@ -235,15 +238,6 @@ async def _connect_engines(
         if client.weight_version < newest:
             await replicas.add(client)
     return replicas
-
-
-Role = Literal["gen", "reward"]
-"""A role, named by its stage."""
-
-_NUM_STEPS = 20
-"""Number of steps in which the most loaded engines are looked for."""
-_SLACK = 0.1
-"""A role that waited for less than this fraction of its time was not held up."""
 
 
 class LivePlacement:

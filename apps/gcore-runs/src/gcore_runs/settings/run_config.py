@@ -313,11 +313,9 @@ class BaseRLConfig(BaseRunConfig, ABC):
         super().__post_init__()
         if self.runtime == "sim":
             self.sim.check("sim.", self.controllers)
-        self.require(
-            "rollout.num_processes",
-            self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers,
-            f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller",
-        )
+        is_enough = self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers
+        expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
+        self.require("rollout.num_processes", is_enough, expected)
         if self.placement.strategy != "split":
             self._check_placement()
 
@@ -375,11 +373,9 @@ class BaseRLConfig(BaseRunConfig, ABC):
             "whose engines the policy's share devices",
         )
         engines, is_time_shared = self.sizes.engines, STRATEGIES[self.placement.strategy].is_time_shared
-        self.require(
-            f"{section}.num_processes",
-            not is_time_shared or judge is None or judge.num_processes in (0, engines),
-            f"rollout.num_processes={engines}, or 0 for as many, with placement.strategy 'colocated'",
-        )
+        is_even = not is_time_shared or judge is None or judge.num_processes in (0, engines)
+        expected = f"rollout.num_processes={engines}, or 0 for as many, with placement.strategy 'colocated'"
+        self.require(f"{section}.num_processes", is_even, expected)
 
 
 def check_one_source(data: BaseDataConfig, task: str, *, of: str) -> None:
