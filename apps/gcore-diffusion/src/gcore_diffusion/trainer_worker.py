@@ -36,12 +36,9 @@ from gcore_trainer import (
 
 
 class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
-    """The image models in training: whole, or on several ranks this rank's shards of them.
+    """The image models in training, whole or this rank's shards; `UserError` if the algorithm cannot train them.
 
     The reference is whole on every rank, so that one rank alone can score with it.
-
-    Raises:
-        UserError: the algorithm cannot train such a model.
     """
 
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path) -> None:

@@ -103,12 +103,7 @@ class Rewards:
 
 
 def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
-    """Build the rewards of a run; ``judge`` is the engine of its judge, if it has one.
-
-    Raises:
-        UserError: a folder that is not of a judge's model.
-        RewardError: there is no such reward, it lacks a setting, or a file is not as expected.
-    """
+    """Build the rewards of a run, with the engine of its judge if it has one; raises as `build_image_reward`."""
     settings, gradient = config.reward, reward_gradient(config)
     known = ImageRewardSettings(
         path=settings.path, head=settings.head, jpeg_size=settings.jpeg_size, device=config.device

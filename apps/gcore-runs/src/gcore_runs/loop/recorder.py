@@ -97,9 +97,10 @@ class Display:
         self._progress.update(self._task, completed=step)
         if not cells:
             return
-        self._table = table = Table.grid(padding=(0, 3))
+        table = Table.grid(padding=(0, 3))
         table.add_row(*(f"[dim]{name}[/]" for name, _ in cells))
         table.add_row(*(value for _, value in cells))
+        self._table = table
         now_s = time.monotonic()
         if not self.console.is_terminal and now_s - self._last_line_s >= _PLAIN_EVERY_S:
             self._last_line_s = now_s
@@ -112,10 +113,8 @@ class Display:
 
 def _by_stage(stages: Sequence[str | None]) -> Text:
     """Return the ranks of each stage: controllers   gen 0-3, 7   reward 4-6."""
-    names = [stage or "no stage" for stage in stages]
-    order = {stage: place for place, stage in enumerate(STAGES)}
-    text = Text("controllers")
-    for name in sorted(set(names), key=lambda name: (order.get(name, len(order)), name)):
+    names, text = [stage or "no stage" for stage in stages], Text("controllers")
+    for name in sorted(set(names), key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name)):
         ranks = [rank for rank, own in enumerate(names) if own == name]
         # Consecutive ranks differ from their place by the same number.
         runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
