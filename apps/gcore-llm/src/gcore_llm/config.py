@@ -156,12 +156,9 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         takes_tokens = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
-        self.require(
-            "kl_ctrl.kl_coef",
-            self.estimator.reads_token_rewards or not self.kl_ctrl.kl_coef,
-            f"0 with algorithm.adv_estimator {self.adv_estimator!r}, or {takes_tokens}, which take rewards of single "
-            "tokens; actor.loss.kl_loss_coef works with all",
-        )
+        others = f"{takes_tokens}, which take rewards of single tokens; actor.loss.kl_loss_coef works with all"
+        expected = f"0 with algorithm.adv_estimator {self.adv_estimator!r}, or {others}"
+        self.require("kl_ctrl.kl_coef", self.estimator.reads_token_rewards or not self.kl_ctrl.kl_coef, expected)
         has_old = self.old_log_probs == "trainer" or not self.rollout_correction.is_active
         correction = "algorithm.rollout_correction: with the engine's own log-probs there is nothing to correct"
         self.require("old_log_probs", has_old, f"'trainer' with {correction}")

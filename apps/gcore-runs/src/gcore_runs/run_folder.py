@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,8 @@ class RunFolder:
         """Return the folder of an existing run; `UserError` if there is none."""
         folder = cls(Path(path))
         if not folder.config.is_file():
-            raise UserError(
-                f"{path} is not a run's folder: it has no config.toml; the command train makes one under runs/"
-            )
+            reason = "it has no config.toml; the command train makes one under runs/"
+            raise UserError(f"{path} is not a run's folder: {reason}")
         return folder
 
     def load_config(self, kind: type[ConfigT]) -> ConfigT:
@@ -103,11 +103,9 @@ class RunFolder:
 def open_run(config: BaseRunConfig) -> RunFolder:
     """Lock and return the folder for this config, of a new run or of one to resume; `UserError` if that differs."""
     folder = RunFolder(Path(config.runs_dir) / config.name)
-    if config.resume == "never":
-        number = 1
-        while folder.path.exists():
-            number += 1
-            folder = RunFolder(Path(config.runs_dir) / f"{config.name}-{number}")
+    numbers = count(2)
+    while config.resume == "never" and folder.path.exists():
+        folder = RunFolder(Path(config.runs_dir) / f"{config.name}-{next(numbers)}")
     folder.lock()
     if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
         found = differences(folder.load_config(type(config)), config)

@@ -47,16 +47,9 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            expand=True,
-        )
+        done = TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn()
+        times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+        self._progress = Progress(*done, *times, console=self.console, expand=True)
         self._task = self._progress.add_task("starting", total=None)
         self._table: RenderableType = ""
         self._stages: Callable[[], Sequence[str | None]] = tuple

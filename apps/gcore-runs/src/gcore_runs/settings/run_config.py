@@ -62,10 +62,7 @@ class Checked:
     """Base of a dataclass whose fields are checked by the bounds in their types: ``n: Annotated[int, at_least(2)]``.
 
     The bounds of ``tuple[Annotated[int, at_least(1)], ...]`` are checked entry by entry. A field that a subclass
-    declares again keeps its bounds, unless it has others there.
-
-    Raises:
-        UserError: a field is out of its bounds.
+    declares again keeps its bounds, unless it has others there. What depends on several fields is a `require`.
     """
 
     section: ClassVar[str] = ""
@@ -366,12 +363,9 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     def _check_placement(self) -> None:
         section, judge = self.judge
-        self.require(
-            "placement.strategy",
-            self.runtime == "ray" and judge is not None,
-            f"'split', or runtime 'ray' (now {self.runtime!r}) and a judge in {section} that is not on servers, with "
-            "whose engines the policy's share devices",
-        )
+        own_judge = f"a judge in {section} that is not on servers, with whose engines the policy's share devices"
+        expected = f"'split', or runtime 'ray' (now {self.runtime!r}) and {own_judge}"
+        self.require("placement.strategy", self.runtime == "ray" and judge is not None, expected)
         engines, is_time_shared = self.sizes.engines, STRATEGIES[self.placement.strategy].is_time_shared
         is_even = not is_time_shared or judge is None or judge.num_processes in (0, engines)
         expected = f"rollout.num_processes={engines}, or 0 for as many, with placement.strategy 'colocated'"
