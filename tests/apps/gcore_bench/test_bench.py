@@ -23,7 +23,7 @@ from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import FLOOR, WORKLOADS, Task, Workload
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Footprint, Program, run_program
-from gcore_llm.sampling.rewards import reward_function
+from gcore_llm.sampling import reward_function
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
 from gcore_rollout import load_reward
 from gcore_runs import build_tokenizer

@@ -304,7 +304,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     ),
     "a judge that sees nothing": (
         lambda file: ["--reward.kind", "judge", "--reward.path", str(Path(file).parent / "flow/transformer")],
-        "reward.path is",
+        "flow/transformer has a config.json that does not load",
     ),
     "judges without devices": (
         lambda _: [

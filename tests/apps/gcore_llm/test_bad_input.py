@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -371,3 +373,14 @@ def test_simulate(cli: Cli) -> None:
         assert expected in cli.refused("simulate", "--devices", "8", "--controllers", "1", "--steps", "1", *options)
     assert "calibrate is empty; expected one or more folders of runs" in cli.refused("simulate", "--calibrate")
     assert "nowhere" in cli.refused("simulate", "--calibrate", "nowhere")
+
+
+def test_a_reward_that_is_not_set_is_found_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from gcore_llm.cli import main\n"
+        "try: main(['train', '--model', 'm', '--data.train-files', 'f'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "gcore-llm: error: reward is not set: PATH.py:function" in result.stderr
+    assert result.stdout == "False\n"

@@ -7,7 +7,7 @@ import pytest
 from command_line import Cli, assert_same_metrics, option_set, read_rows
 
 from gcore_controller import Sizes, Span
-from gcore_runs.on_ray.live_placement import LivePlacement
+from gcore_runs.on_ray import LivePlacement
 from gcore_runs.settings.run_config import PlacementConfig
 
 DYNAMIC = PlacementConfig(strategy="dynamic")

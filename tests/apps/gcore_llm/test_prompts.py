@@ -13,10 +13,9 @@ from transformers import BloomConfig, GPT2Config, Qwen3Config
 
 from gcore_llm import training
 from gcore_llm.config import AlgorithmConfig, CriticConfig, DataConfig, RolloutConfig, TaskConfig, TrainConfig
-from gcore_llm.data.prompts import PromptSets, check_lengths, load_files, longest_sequence
-from gcore_llm.data.tasks import load_task
 from gcore_llm.finetune.tokens import Encoder
-from gcore_llm.sampling.engines import engine_factory
+from gcore_llm.prompts import PromptSets, check_lengths, load_files, load_task, longest_sequence
+from gcore_llm.sampling import engine_factory
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Completion, Prompt, Request
 from gcore_runs.errors import UserError

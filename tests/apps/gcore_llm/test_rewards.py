@@ -15,7 +15,7 @@ from command_line import Cli, option_set, step_rows, val_rows, write_rows
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from gcore_llm.cli import parse_train
-from gcore_llm.sampling.rewards import Rewards
+from gcore_llm.sampling import Rewards
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Scored
 from gcore_runs.settings.parsing import resolve
@@ -218,11 +218,11 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
         ([*PAIRWISE, "--reward-model.judge.high", "9"], "they are of scores, comparisons have winners"),
         (
             [*PAIRWISE, "--reward-model.path", "x", "--rollout.multi-turn.max-revisions", "1"],
-            "reward_model.judge.pairwise is true and rollout.multi_turn makes several turns",
+            "reward_model.judge.pairwise is true; expected false with several turns (rollout.multi_turn), because one",
         ),
         (
             [*PAIRWISE, "--reward-model.path", "x", "--algorithm.adv-estimator", "remax"],
-            "reward_model.judge.pairwise is true and algorithm.adv_estimator is 'remax'",
+            "reward_model.judge.pairwise is true; expected false with algorithm.adv_estimator 'remax', whose greedy",
         ),
         (["--reward-calls.timeout-s", "0"], "reward_calls.timeout_s is 0.0; expected more than 0"),
     ],

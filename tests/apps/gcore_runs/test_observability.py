@@ -36,7 +36,7 @@ from gcore_controller import Context, DeviceTimers, SharedTrainerClient, Span, m
 from gcore_llm.cli import main, own_data
 from gcore_llm.modality import RunRecorder
 from gcore_llm.report import KINDS
-from gcore_llm.sampling.engines import start_policy
+from gcore_llm.sampling import start_policy
 from gcore_rollout import EngineReplicas, Request, SamplingParams
 from gcore_runs import render_report
 from gcore_runs.engines import Instrumentation
@@ -373,7 +373,8 @@ def test_port_in_use_is_refused_by_name_and_freed_in_the_end() -> None:
         with pytest.raises(UserError, match=re.escape(refused)):
             PrometheusExporter(run="second", port=first.port)
         # Nothing is served at other addresses of the machine.
-        PrometheusExporter(run="second", port=first.port, host="127.0.0.2").close()
+        with PrometheusExporter(run="second", port=first.port, host="127.0.0.2"):
+            pass
     with PrometheusExporter(run="second", port=first.port) as second:
         assert scrape(second)["gcore_info"].samples[0].labels["run"] == "second"
     with pytest.raises(urllib.error.URLError):
@@ -559,8 +560,8 @@ def test_role_that_no_file_can_be_named_after_is_refused(tmp_path: Path, role: s
 
 
 def test_files_begin_anew_when_they_are_full_and_output_goes_along(tmp_path: Path) -> None:
-    code = "import logging, os, sys; from pathlib import Path; from gcore_runs.logs import log_to\n"
-    code += "log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True, max_file_bytes=2000)\n"
+    code = "import logging, os, sys; from pathlib import Path; from gcore_runs import logs\n"
+    code += "logs.MAX_FILE_BYTES = 2000; logs.log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True)\n"
     code += "for i in range(30): logging.info('record %d', i); os.write(1, b'output %d\\n' % i)"
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=600)
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}

@@ -1,7 +1,7 @@
 """Services of a run, in this process or on a Ray cluster; its recording and export, and images of a finished run."""
 
 import shutil
-from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,22 +19,21 @@ from gcore_controller import (
     Recorder,
     TrainerGroup,
 )
+from gcore_controller import Backend, Context, DeviceTimers, Handles, RayTrainerClient, RemoteRecorder, TrainerGroup
 from gcore_diffusion.config import EVALUATED, DiffusionConfig
 from gcore_diffusion.modality import Job
-from gcore_diffusion.roles import Roles, SamplingRoles
-from gcore_diffusion.sampling.engines import judge_factory, sampler_factory, start_engines
 from gcore_diffusion.sampling.grids import write_grid
-from gcore_diffusion.sampling.image_sampling import Evaluation, images, kernel_of
+from gcore_diffusion.sampling.image_sampling import Evaluation, Roles, SamplingRoles, images, kernel_of
 from gcore_diffusion.sampling.prompts import PromptSets
-from gcore_diffusion.sampling.rewards import Rewards, build_rewards, try_reward
+from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
-from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError
+from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError, evaluate_images
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
 from gcore_runs.engines import Instrumentation
 from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:
-    from gcore_runs.on_ray.start import ControllerServices
+    from gcore_runs.on_ray import ControllerServices
 
 
 def checked_rewards(config: DiffusionConfig) -> Rewards | None:
@@ -56,29 +55,20 @@ async def start(
     """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
     devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
-    engines = await start_engines(config, model, instrumentation, is_trial=is_on_ray)
-    try:
-        rewards = rewards or build_rewards(config, judge=engines.judge)
-        sampler = SamplingRoles(policy=engines.policy, rewards=rewards, devices=devices)
+    async with AsyncExitStack() as engines:
+        policy, judge = await start_engines(config, model, instrumentation, engines, is_trial=is_on_ray)
+        rewards = rewards or build_rewards(config, judge=judge)
+        sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            learner, num_ranks = start_trainer(config, model, checkpoints), config.trainer.num_processes
-            return inline_backend(
-                config, shared=sampler, roles=Roles, learner=learner, num_ranks=num_ranks, close=engines.close
-            )
-    except BaseException:
-        await engines.close()
-        raise
-    await engines.close()
-    from gcore_runs.on_ray.start import EngineFactory, start_ray_backend
+            learner = start_trainer(config, model, checkpoints)
+            return inline_backend(config, shared=sampler, roles=Roles, learner=learner, close=engines.pop_all().aclose)
+    from gcore_runs.on_ray import start_ray_backend
 
-    factories: dict[ActorRole, Callable[[DiffusionConfig], EngineFactory]]
-    factories = {"engine": partial(sampler_factory, model=model)}
-    if config.sizes.judges:
-        factories["judge"] = judge_factory
     return await start_ray_backend(
         config,
-        factories=factories,
+        engine=partial(sampler_factory, model=model),
+        judge=judge_factory if config.sizes.judges else None,
         trainer_spec=partial(DiffusionTrainerWorker.spec, model=model, checkpoints=checkpoints),
         run_controller=_run_controller,
         checkpoints=checkpoints,
@@ -87,7 +77,7 @@ async def start(
 
 
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
-    """Make an image and score one, so that an error is found before anything is trained."""
+    """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
     first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
     sampling = ImageSampling(num_inference_steps=1, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size)
     try:
@@ -97,10 +87,11 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
         if isinstance(error, RolloutError):
             raise
         raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
-    height, width, _ = made.image.shape
-    for reward in (sampler.rewards.trained, sampler.rewards.held_out):
-        if reward is not None:
-            await try_reward(reward, first, height=height, width=width)
+    grey = np.full((2, *made.image.shape), 128, np.uint8)
+    for reward in filter(None, (sampler.rewards.trained, sampler.rewards.held_out)):
+        if check := getattr(reward, "check", None):
+            check(*grey.shape[1:3])
+        await evaluate_images(reward, grey, [first.text] * 2, [first.row] * 2)
 
 
 async def _run_controller(job: Job, ctx: Context[Handles], own: "ControllerServices", recorder: Recorder) -> None:

@@ -9,9 +9,22 @@ from typing import Annotated
 import tyro
 
 from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig
-from gcore_runs import EXISTING_FOLDER, Amount, Bound, Checked, Count, NonNegative
-from gcore_runs.command_line import Command, logs_command, report_command, run_command, run_training
-from gcore_runs.settings.parsing import parse, parse_arguments
+from gcore_runs import (
+    EXISTING_FOLDER,
+    Amount,
+    Bound,
+    Checked,
+    Command,
+    Count,
+    NonNegative,
+    RunArgs,
+    logs_command,
+    parse,
+    parse_arguments,
+    report_command,
+    run_command,
+    run_training,
+)
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
 
@@ -31,11 +44,9 @@ _PNG = Bound(lambda path: path.suffix.lower() == ".png", "a file that ends in .p
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleArgs(Checked):
+class SampleArgs(RunArgs, Checked):
     """Make images with a run's latest policy."""
 
-    run: tyro.conf.Positional[Path]
-    """The run's folder."""
     prompt: tyro.conf.Positional[str]
     """The prompt."""
     n: Count = 8

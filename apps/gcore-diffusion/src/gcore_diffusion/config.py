@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
-from gcore_diffusion.sampling.reward_config import JudgeConfig, RewardConfig
-from gcore_diffusion.sim_config import SimConfig
+from gcore_rollout import engine_names
 from gcore_runs import (
     Amount,
     BaseActorConfig,
@@ -22,6 +21,8 @@ from gcore_runs import (
     UserError,
     at_least,
 )
+from gcore_runs.engines import JudgeOptions
+from gcore_runs.simulation.config import BaseSimConfig, EngineModel
 from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig, OptimizerConfig
 
 Algorithm = Literal["flow_grpo", "ddpo", "grpo_guard", "nft", "dpo", "reward_gradient"]
@@ -58,6 +59,66 @@ class DataConfig(BaseDataConfig):
     """Column of the prompt."""
     train_batch_size: Count = 8
     """Prompts a step, each with rollout.n images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig(JudgeOptions, section="reward.judge"):
+    """A vision-language model that judges images: its engine, how it is asked, and how its verdicts are read."""
+
+    engine: str = "hf"
+    """hf: transformers; vllm: vLLM."""
+    num_processes: NonNegative = 0
+    """Replicas, each a process of its own that is replaced if it dies; 0: one, in the main process, or on ray one."""
+    max_num_seqs: Count = 64
+    """Largest number of verdicts that an engine writes at once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of its weights."""
+    template: str = ""
+    """File with the question: a text with {prompt}, and optionally columns of the row in braces; empty: how well the
+    image shows the prompt, from 0 to 10."""
+    temperature: float = 0.0
+    """Temperature of its sampling; 0: greedy."""
+    max_response_length: int = 256
+    """Longest verdict in tokens."""
+    unparsable_score: float = 0.0
+    """Score of a verdict that cannot be read."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = " or ".join(engine_names(lambda kind: kind.takes_images))
+        self.require("engine", self.kind.takes_images or self.kind.is_own, f"{names}, which take images")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(Checked, section="reward"):
+    """The reward that is trained on, and one that is only measured."""
+
+    kind: str = ""
+    """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, image_reward, judge, an http(s) URL,
+    or PATH.py:function of (images [B, H, W, 3] uint8, prompts, rows) that returns B numbers; with the embedded model
+    also digit or colour."""
+    held_out: str = ""
+    """A reward of the same kinds, except judge, that is not trained on: if it falls while the other rises, the other
+    is being hacked."""
+    path: str = ""
+    """A local Hugging Face folder: of a CLIP model, for clip, pick_score and aesthetic; of the tokenizer, for
+    image_reward; of a vision-language model, for judge."""
+    head: str = ""
+    """A file of weights: aesthetic's head as safetensors, or ImageReward.pt."""
+    jpeg_size: NonNegative = 0
+    """Pixels that a side is resized to before it is compressed; 0: as it is."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+
+    @property
+    def is_judged(self) -> bool:
+        """True if a judge scores the images."""
+        return self.kind == "judge"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("held_out", self.held_out != "judge", "another kind, because the judge is reward.kind")
+        if self.is_judged and not self.path:
+            raise UserError("reward.path is not set; expected a local folder of a vision-language model for judge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +164,11 @@ class RolloutConfig(Checked, section="rollout"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window_size > self.num_inference_steps:
-            raise UserError(
-                f"rollout.window_size is {self.window_size}; expected at most rollout.num_inference_steps="
-                f"{self.num_inference_steps}"
-            )
-        first, end = self.range_of_window
-        if not 0 <= first < end <= self.num_inference_steps or end - first < self.window_size:
-            raise UserError(
-                f"rollout.window_range is {self.window_range}; expected steps from 0 to {self.num_inference_steps}, at "
-                f"least rollout.window_size={self.window_size} of them"
-            )
+        size, steps, (first, end) = self.window_size, self.num_inference_steps, self.range_of_window
+        self.require("window_size", size <= steps, f"at most rollout.num_inference_steps={steps}")
+        is_within = 0 <= first < end <= steps and end - first >= size
+        expected = f"steps from 0 to {steps}, at least rollout.window_size={size} of them"
+        self.require("window_range", is_within, expected)
 
     @property
     def image_size(self) -> tuple[int, int] | None:
@@ -184,6 +239,19 @@ class TrainerConfig(BaseTrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimConfig(BaseSimConfig):
+    """See `BaseSimConfig`; what is generated is images, of Stable Diffusion 3.5 medium at 512 x 512 by default."""
+
+    parameters: Positive = 2.2e9
+    """Parameters of the denoiser."""
+    tokens: Positive = 1357
+    """Tokens of an image and its prompt, in a pass of the denoiser."""
+    engine: EngineModel = field(
+        default_factory=lambda: EngineModel(devices_per_replica=1, max_num_seqs=16, per_sample_s=0.012)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DiffusionConfig(BaseRLConfig):
     """RLHF of a diffusion or flow-matching model: on coloured digits, or on your own pipeline, prompts and reward."""
 
@@ -209,11 +277,6 @@ class DiffusionConfig(BaseRLConfig):
     sim: SimConfig = field(default_factory=SimConfig)
 
     @property
-    def policy_loss(self) -> DenoisingPolicyConfig:
-        """Settings of the policy's loss, in the mode of the algorithm."""
-        return replace(self.actor.loss, loss_mode="guard" if self.algorithm.name == "grpo_guard" else "vanilla")
-
-    @property
     def engine_device(self) -> str:
         """Device of an engine; on ray each sees only its own GPU."""
         return "cuda" if self.runtime == "ray" and self.device.startswith("cuda") else self.device
@@ -224,27 +287,20 @@ class DiffusionConfig(BaseRLConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, kernel = self.algorithm.name, self.rollout.kernel
-        if name not in NOISELESS and kernel == "ode":
-            raise UserError(
-                f"rollout.kernel is 'ode'; expected a kernel with noise, whose steps have log-probabilities, with "
-                f"algorithm.name {name!r}"
-            )
-        if name in NOISELESS and kernel not in ("ode", "ddim"):
-            raise UserError(f"rollout.kernel is {kernel!r}; expected 'ode' or 'ddim' with algorithm.name {name!r}")
-        if name == "grpo_guard" and kernel == "ddim":
-            raise UserError("rollout.kernel is 'ddim'; expected a kernel of a flow with algorithm.name 'grpo_guard'")
-        if self.algorithm.reward_gradient_steps > self.rollout.num_inference_steps:
-            raise UserError(
-                f"algorithm.reward_gradient_steps is {self.algorithm.reward_gradient_steps}; expected at most "
-                f"rollout.num_inference_steps={self.rollout.num_inference_steps}"
-            )
+        name, kernel, steps = self.algorithm.name, self.rollout.kernel, self.rollout.num_inference_steps
+        kernels = {
+            "a kernel with noise, whose steps have log-probabilities,": name in NOISELESS or kernel != "ode",
+            "'ode' or 'ddim'": name not in NOISELESS or kernel in ("ode", "ddim"),
+            "a kernel of a flow": name != "grpo_guard" or kernel != "ddim",
+        }
+        for expected, holds in kernels.items():
+            self.require("rollout.kernel", holds, f"{expected} with algorithm.name {name!r}")
+        is_shorter = self.algorithm.reward_gradient_steps <= steps
+        self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
-        if self.model and self.reward.needs_embedded_model:
-            raise UserError(
-                f"reward.kind is {self.reward.kind!r}; expected a reward that is not the embedded model's with model"
-            )
+        is_of_users = not self.model or self.reward.kind not in ("", "digit", "colour")
+        self.require("reward.kind", is_of_users, "a reward that is not the embedded model's with model")
 
 
 def embedded() -> DiffusionConfig:

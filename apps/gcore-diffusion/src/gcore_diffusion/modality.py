@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from gcore_controller import Context, Generated, Modality, Prepared, State, TrainingBatch, Wave
 from gcore_diffusion.config import ActorConfig, DiffusionConfig
-from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling.image_sampling import (
     Evaluation,
     Group,
+    Roles,
     evaluate,
     has_reference_pass,
     image_sampling,

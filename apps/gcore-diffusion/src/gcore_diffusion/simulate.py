@@ -14,9 +14,9 @@ from gcore_diffusion.backend import RunRecorder
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.modality import Job
-from gcore_diffusion.roles import Roles, SamplingRoles
+from gcore_diffusion.sampling.image_sampling import Roles, SamplingRoles
 from gcore_diffusion.sampling.prompts import PromptSets, load_prompts
-from gcore_diffusion.sampling.rewards import Rewards
+from gcore_diffusion.sampling.services import Rewards
 from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner
 from gcore_runs.simulation.cluster import SimulatedCluster
 from gcore_runs.simulation.services import SimulatedModality, sample_name

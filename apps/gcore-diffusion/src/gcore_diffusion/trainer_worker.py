@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
-from gcore_diffusion.sampling.rewards import reward_gradient
+from gcore_diffusion.sampling.services import reward_gradient
 from gcore_rollout import Kernel, suited
 from gcore_runs import BaseTrainerWorker, UserError
 from gcore_trainer import (
@@ -36,12 +36,9 @@ from gcore_trainer import (
 
 
 class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
-    """The image models in training: whole, or on several ranks this rank's shards of them.
+    """The image models in training, whole or this rank's shards; `UserError` if the algorithm cannot train them.
 
     The reference is whole on every rank, so that one rank alone can score with it.
-
-    Raises:
-        UserError: the algorithm cannot train such a model.
     """
 
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path) -> None:
@@ -142,4 +139,5 @@ def _objective(config: DiffusionConfig, scheduler: Any, kernel: Kernel) -> Diffu
                 "differentiable function PATH.py:function of (latents [B, ...] torch, prompts) that returns [B] torch"
             )
         return RewardGradientObjective(kernel, reward)
-    return DenoisingPolicyObjective(config.policy_loss, kernel)
+    loss = replace(config.actor.loss, loss_mode="guard" if name == "grpo_guard" else "vanilla")
+    return DenoisingPolicyObjective(loss, kernel)

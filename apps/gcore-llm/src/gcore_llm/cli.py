@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import tyro
 
@@ -18,6 +17,7 @@ from gcore_llm.config import (
     WarmupConfig,
 )
 from gcore_llm.finetune.command import run_fine_tuning
+from gcore_llm.report import KINDS
 from gcore_runs import (
     Amount,
     Checked,
@@ -78,11 +78,9 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {"embedded": embedded, "own_data
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleArgs(Checked):
+class SampleArgs(RunArgs, Checked):
     """Complete a prompt with a run's latest policy."""
 
-    run: tyro.conf.Positional[Path]
-    """The run's folder."""
     prompt: tyro.conf.Positional[str]
     """The prompt; a chat template is applied as in training."""
     n: Count = 1
@@ -107,6 +105,8 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
 
 def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
+    # Before the libraries of training are imported, which takes seconds.
+    config.check_inputs()
     from gcore_llm.training import train
 
     labels = {f"val/{way}/score/mean": way for way in ("greedy", "sampled")}
@@ -129,12 +129,6 @@ def _eval(args: Sequence[str]) -> None:
     print(f"step {step}: held-out score {result.greedy:.3f} greedy, {result.sampled:.3f} sampled")
 
 
-def _report(args: Sequence[str]) -> None:
-    from gcore_llm.report import KINDS
-
-    report_command("gcore-llm", KINDS, args)
-
-
 def _simulate(args: Sequence[str]) -> None:
     from gcore_llm.simulate import run_simulate
 
@@ -148,7 +142,7 @@ _COMMANDS: dict[str, Command] = {
     "dpo": partial(run_fine_tuning, "dpo"),
     "sample": _sample,
     "eval": _eval,
-    "report": _report,
+    "report": partial(report_command, "gcore-llm", KINDS),
     "logs": partial(logs_command, "gcore-llm"),
     "simulate": _simulate,
 }

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
-from gcore_rollout import MultiTurnConfig as MultiTurnConfig
+from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
     Amount,
     BaseActorConfig,
@@ -123,21 +123,11 @@ class RolloutConfig(EngineConfig, section="rollout"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.is_on_servers != bool(self.weights_dir):
-            raise UserError(
-                f"rollout.weights_dir is {self.weights_dir!r}; expected a folder with rollout.engine vllm_server or "
-                f"sglang_server, and none with others (now {self.engine!r})"
-            )
-        if self.speculative.num_speculative_tokens and not self.takes_speculation:
-            raise UserError(
-                f"rollout.engine is {self.engine!r}; expected 'vllm' with rollout.speculative.num_speculative_tokens "
-                f"{self.speculative.num_speculative_tokens}; a server has an option of its own for it"
-            )
-        if self.partial_rollout and self.multi_turn.is_used:
-            raise UserError(
-                "rollout.partial_rollout is true; expected false with several turns (rollout.multi_turn): an "
-                "environment cannot wait for the next step"
-            )
+        servers = f"rollout.engine vllm_server or sglang_server, and none with others (now {self.engine!r})"
+        self.require("weights_dir", self.is_on_servers == bool(self.weights_dir), f"a folder with {servers}")
+        num_guessed, can_guess = self.speculative.num_speculative_tokens, self.kind.takes_speculative_config
+        guessing = f"rollout.speculative.num_speculative_tokens {num_guessed}; a server has an option of its own for it"
+        self.require("engine", can_guess or not num_guessed, f"'vllm' with {guessing}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,19 +155,13 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        estimator = self.estimator
-        if self.kl_ctrl.kl_coef and not estimator.reads_token_rewards:
-            accepted = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
-            raise UserError(
-                f"algorithm.kl_ctrl.kl_coef is {self.kl_ctrl.kl_coef}; expected 0 with algorithm.adv_estimator "
-                f"{self.adv_estimator!r}, or {accepted}, which take rewards of single tokens; "
-                "actor.loss.kl_loss_coef works with all"
-            )
-        if self.rollout_correction.is_active and self.old_log_probs == "rollout":
-            raise UserError(
-                "algorithm.old_log_probs is 'rollout'; expected 'trainer' with algorithm.rollout_correction: with the "
-                "engine's own log-probs there is nothing to correct"
-            )
+        takes_tokens = " or ".join(n for n, e in advantage_estimators().items() if e.reads_token_rewards)
+        others = f"{takes_tokens}, which take rewards of single tokens; actor.loss.kl_loss_coef works with all"
+        expected = f"0 with algorithm.adv_estimator {self.adv_estimator!r}, or {others}"
+        self.require("kl_ctrl.kl_coef", self.estimator.reads_token_rewards or not self.kl_ctrl.kl_coef, expected)
+        has_old = self.old_log_probs == "trainer" or not self.rollout_correction.is_active
+        correction = "algorithm.rollout_correction: with the engine's own log-probs there is nothing to correct"
+        self.require("old_log_probs", has_old, f"'trainer' with {correction}")
 
     @property
     def estimator(self) -> AdvantageEstimator:
@@ -281,26 +265,48 @@ class TrainConfig(BaseRLConfig):
         super().__post_init__()
         check_one_source(self.data, self.task.name, of="prompts")
         self._check_group()
-        self._check_lengths()
-        if self.actor.router_replay == "R2" and self.algorithm.old_log_probs != "trainer":
-            raise UserError(
-                f"algorithm.old_log_probs is {self.algorithm.old_log_probs!r}; expected 'trainer' with "
-                "actor.router_replay 'R2', which replays the pass for the old log-probs"
-            )
-        if self.rollout.multi_turn.max_revisions and not self.data.train_files:
-            raise UserError(
-                f"rollout.multi_turn.max_revisions is {self.rollout.multi_turn.max_revisions}; expected 0 without "
-                "data.train_files, whose messages a revision can follow"
-            )
-        if self.rollout.partial_rollout and self.algorithm.estimator.needs_greedy:
-            raise UserError(
-                "rollout.partial_rollout is true; expected false with algorithm.adv_estimator "
-                f"{self.algorithm.adv_estimator!r}, whose greedy responses are of the present weights"
-            )
-        if self.runtime == "ray" and self.rollout.is_on_servers:
-            raise UserError(f"rollout.engine is {self.rollout.engine!r}; expected hf or vllm with runtime 'ray'")
+        algorithm, rollout = self.algorithm, self.rollout
+        longest, response = self.data.max_length, self.data.max_response_length
+        together = f"data.max_prompt_length + data.max_response_length = {longest}"
+        expected = f"at least {together}, so that every sample fits a micro-batch"
+        self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= longest, expected)
+        fits = self.algorithm.overlong.buffer_len <= response
+        self.require("algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}")
+        has_old = algorithm.old_log_probs == "trainer" or self.actor.router_replay != "R2"
+        replay = "actor.router_replay 'R2', which replays the pass for the old log-probs"
+        self.require("algorithm.old_log_probs", has_old, f"'trainer' with {replay}")
+        has_messages = self.data.train_files or not rollout.multi_turn.max_revisions
+        files = "data.train_files, whose messages a revision can follow"
+        self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
+        several_turns = "several turns (rollout.multi_turn)" if rollout.multi_turn.is_used else ""
+        greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}" if algorithm.estimator.needs_greedy else ""
+        partial, pairwise = "rollout.partial_rollout", "reward_model.judge.pairwise"
+        for name, other, reason in (
+            (partial, several_turns, "because an environment cannot wait for the next step"),
+            (partial, greedy, "whose greedy responses are of the present weights"),
+            (pairwise, several_turns, "because one response to one prompt is compared"),
+            (pairwise, greedy, "whose greedy response is in no group"),
+        ):
+            is_on = rollout.partial_rollout if name == partial else self.reward_model.is_pairwise
+            self.require(name, not (is_on and other), f"false with {other}, {reason}")
+        can_be_on_ray = self.runtime != "ray" or not rollout.is_on_servers
+        self.require("rollout.engine", can_be_on_ray, "hf or vllm with runtime 'ray'")
         if self.data.image_key:
             self._check_images()
+
+    def check_inputs(self) -> None:
+        """Raise `UserError` if the model, the prompts or the reward is missing; a task brings them all."""
+        if self.runtime == "sim" or self.task.name:
+            return
+        if not self.model:
+            raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
+        if not self.data.train_files:
+            raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
+        if not (self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"):
+            raise UserError(
+                f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "
+                "or a reward_model, or an environment that rewards"
+            )
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:
@@ -338,21 +344,7 @@ class TrainConfig(BaseRLConfig):
             "with reward_model.judge.pairwise, which compares the responses of a group": 2 * model.is_pairwise,
         }
         for reason, fewest in needed_by.items():
-            if self.rollout.n < fewest:
-                raise UserError(f"rollout.n is {self.rollout.n}; expected at least {fewest} {reason}")
-
-    def _check_lengths(self) -> None:
-        longest, overlong = self.data.max_length, self.algorithm.overlong.buffer_len
-        if self.actor.ppo_max_token_len < longest:
-            raise UserError(
-                f"actor.ppo_max_token_len is {self.actor.ppo_max_token_len}; expected at least data.max_prompt_length "
-                f"+ data.max_response_length = {longest}, so that every sample fits a micro-batch"
-            )
-        if overlong > self.data.max_response_length:
-            raise UserError(
-                f"algorithm.overlong.buffer_len is {overlong}; expected at most "
-                f"data.max_response_length={self.data.max_response_length}"
-            )
+            self.require("rollout.n", self.rollout.n >= fewest, f"at least {fewest} {reason}")
 
     def _check_images(self) -> None:
         trainer, num_cp = self.trainer, self.trainer.parallel.context_parallel_size
@@ -360,7 +352,7 @@ class TrainConfig(BaseRLConfig):
             "model is ''": not self.model,
             f"trainer.backend is {trainer.backend!r}": trainer.backend != "torch",
             f"trainer.parallel.context_parallel_size is {num_cp}": num_cp > 1,
-            f"rollout.engine is {self.rollout.engine!r}": not self.rollout.takes_images,
+            f"rollout.engine is {self.rollout.engine!r}": not self.rollout.kind.takes_images,
             "rollout.multi_turn makes several turns": self.rollout.multi_turn.is_used,
             f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}": self.algorithm.estimator.needs_critic,
         }

@@ -23,7 +23,6 @@ from gcore_controller import (
     Wave,
 )
 from gcore_llm.config import AlgorithmConfig, TrainConfig
-from gcore_llm.data.prompts import PromptSets
 from gcore_llm.learning.preparation import (
     choose,
     group_costs,
@@ -38,7 +37,8 @@ from gcore_llm.learning.preparation import (
     warning,
 )
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
-from gcore_llm.sampling.rewards import Evaluation, evaluate, sampling_params
+from gcore_llm.prompts import PromptSets
+from gcore_llm.sampling import Evaluation, evaluate, sampling_params
 from gcore_placement import Forecast, PlacementError, TransformerWorkload, balance
 from gcore_rollout import (
     Generation,

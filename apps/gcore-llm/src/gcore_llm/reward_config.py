@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from gcore_rollout import OnError, RetryPolicy, RewardRunnerConfig
-from gcore_runs import Checked, Fraction, NonNegative, UserError, above, at_least
-from gcore_runs.engines import EngineConfig
-from gcore_runs.settings.judge_options import JudgeOptions
+from gcore_runs import Bound, Checked, Fraction, NonNegative, UserError, above, at_least
+from gcore_runs.engines import EngineConfig, JudgeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +32,17 @@ class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
     def __post_init__(self) -> None:
         super().__post_init__()
         prefix = self.section
-        if self.pairwise and self.unparsable_score not in (None, 0.5):
-            raise UserError(
-                f"{prefix}.unparsable_score is {self.unparsable_score}; expected 0.5, a tie, or none with "
-                f"{prefix}.pairwise"
-            )
+        is_tie = not self.pairwise or self.unparsable_score in (None, 0.5)
+        self.require("unparsable_score", is_tie, f"0.5, a tie, or none with {prefix}.pairwise")
         if self.pairwise and (self.reduce, self.low, self.high) != ("mean", 0.0, 10.0):
             raise UserError(
                 f"{prefix}.reduce, low and high are {self.reduce!r}, {self.low} and {self.high}; expected their "
                 f"defaults with {prefix}.pairwise: they are of scores, comparisons have winners"
             )
-        if self.kind.needs_own_process and not self.num_processes:
-            raise UserError(f"{prefix}.num_processes is 0; expected 1 or more with {prefix}.engine {self.engine!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig:
+class RewardModelConfig(Checked, section="reward_model"):
     """A model that scores responses, alone or together with the reward function."""
 
     kind: Literal["none", "judge", "classifier", "server"] = "none"
@@ -56,18 +50,17 @@ class RewardModelConfig:
     reward-model makes it; server: posts JSON to a URL."""
     path: str = ""
     """The model's Hugging Face folder, or the server's URL."""
-    weight: float = 1.0
+    weight: Annotated[float, Bound(lambda w: w and math.isfinite(w), "a finite number other than 0")] = 1.0
     """The score is the reward function's, if there is one, plus this times the model's."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.kind == "none") != (not self.path):
             raise UserError(
                 f"reward_model.kind is {self.kind!r} and reward_model.path is {self.path!r}; expected a kind with a "
                 "path, or 'none' without"
             )
-        if not (math.isfinite(self.weight) and self.weight):
-            raise UserError(f"reward_model.weight is {self.weight}; expected a finite number other than 0")
 
     @property
     def is_judge(self) -> bool:
@@ -79,10 +72,8 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardCallsConfig(Checked):
+class RewardCallsConfig(Checked, section="reward_calls"):
     """Calls of rewards."""
-
-    section = "reward_calls"
 
     max_concurrency: Annotated[int, at_least(1, "at least 1")] = 1024
     """Largest number of concurrent calls."""

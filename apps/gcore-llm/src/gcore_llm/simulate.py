@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from gcore_llm.config import DataConfig, TrainConfig, TrainerConfig
-from gcore_llm.data.prompts import PromptSets, load_files
-from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
+from gcore_llm.prompts import PromptSets, load_files, load_task
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer, merge

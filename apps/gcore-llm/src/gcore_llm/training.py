@@ -9,15 +9,22 @@ from typing import TYPE_CHECKING, Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers
 from gcore_llm.config import TrainConfig
-from gcore_llm.data.prompts import Problem, PromptSets, check_lengths, load_files, make_prompts
-from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
-from gcore_llm.sampling.engines import check_engine, engine_factory, start_policy
-from gcore_llm.sampling.rewards import Evaluation, Rewards, evaluate
+from gcore_llm.prompts import (
+    Problem,
+    PromptSets,
+    check_lengths,
+    load_files,
+    load_task,
+    make_prompts,
+    require_worked_examples,
+)
+from gcore_llm.report import KINDS
+from gcore_llm.sampling import Evaluation, Rewards, check_engine, engine_factory, evaluate, start_policy
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Engine, EnvironmentRole, Failed, Request, RewardRunner, RolloutRoles, SamplingParams
+from gcore_rollout import Engine, Failed, Request, RolloutRoles, SamplingParams
 from gcore_runs import (
     Display,
     Result,
@@ -34,8 +41,8 @@ from gcore_runs.engines import EngineConfig, Instrumentation
 from gcore_trainer import merge_lora
 
 if TYPE_CHECKING:
-    from gcore_controller import ActorRole, Handles, Recorder
-    from gcore_runs.on_ray.start import ControllerServices, EngineFactory
+    from gcore_controller import Handles, RemoteRecorder
+    from gcore_runs.on_ray import ControllerServices, EngineFactory
 
 
 def train(config: TrainConfig, display: Display | None = None) -> Result:
@@ -52,6 +59,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         from gcore_llm.simulate import train_simulated
 
         return train_simulated(config, display)
+    config.check_inputs()
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         say, devices = supervisor.display.say, DeviceTimers()
         tokenizer = _checked_tokenizer(config)
@@ -61,7 +69,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))
-            environment = build_environment(config, tokenizer, rewards.runner)
+            scoring = _scoring(config, tokenizer, rewards)
             notices = [f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out"]
             if prompts.num_too_long:
                 longest = config.data.max_prompt_length
@@ -77,9 +85,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                 if config.runtime == "ray":
                     starting = _start_on_ray(config, model, run, tokenizer, rewards, say)
                 else:
-                    starting = _start_inline(
-                        config, model, run, tokenizer, rewards, environment, replace(instrumentation, logs=run.logs)
-                    )
+                    starting = _start_inline(config, model, run, scoring, replace(instrumentation, logs=run.logs))
                 with supervisor.started(starting) as backend:
                     job = Job(config=config, prompts=prompts, workload=workload_of(model))
                     supervisor.train(backend, job, RunRecorder)
@@ -89,8 +95,6 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                         tokenizer.save_pretrained(path)
 
                     supervisor.export(export)
-        from gcore_llm.report import KINDS
-
         return supervisor.finish(KINDS)
 
 
@@ -98,24 +102,19 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
     """Load the prompts that the config names, from a task or from files."""
     if config.task.name:
         return load_task(config.task, config.data, tokenizer, seed=config.seed)
-    if not config.data.train_files:
-        raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
     return load_files(config.data, tokenizer, seed=config.data.shuffle_seed)
 
 
 def _checked_tokenizer(config: TrainConfig) -> Any:
     """Check the models and engine that the config names, and return the policy's tokenizer."""
     rollout, model = config.rollout, Path(config.model)
-    if not config.model and not config.task.name:
-        raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
-    if config.model:
-        check_model(model)
-    elif rollout.is_on_servers:
+    if not config.model and rollout.is_on_servers:
         raise UserError(f"model is not set; expected a folder with rollout.engine {rollout.engine!r}")
-    if config.critic.model and config.algorithm.estimator.needs_critic:
-        check_model(Path(config.critic.model), setting="critic.model")
-    if rollout.speculative.model:
-        check_model(Path(rollout.speculative.model), setting="rollout.speculative.model")
+    critic = config.critic.model if config.algorithm.estimator.needs_critic else ""
+    folders = {"model": config.model, "critic.model": critic, "rollout.speculative.model": rollout.speculative.model}
+    for setting, folder in folders.items():
+        if folder:
+            check_model(Path(folder), setting=setting)
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
     check_engine(rollout, model, setting="rollout", max_length=config.data.max_length)
@@ -138,59 +137,46 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str
         await rewards.comparison.try_on(first)
 
 
-def build_environment(config: TrainConfig, tokenizer: Any, reward: RewardRunner) -> EnvironmentRole | None:
-    """Build the environment that the config names; see `MultiTurnConfig.build`."""
+def _scoring(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
+    """Return the fields of `RolloutRoles` that score, with the environment that the config names."""
     prompt_key, on_error = config.data.prompt_key, config.reward_calls.on_error
-    return config.rollout.multi_turn.build(tokenizer, reward, prompt_key=prompt_key, on_error=on_error)
+    build = config.rollout.multi_turn.build
+    environment = build(tokenizer, rewards.runner, prompt_key=prompt_key, on_error=on_error)
+    own = {"reward": rewards.runner, "comparison": rewards.comparison}
+    return own | {"tokenizer": tokenizer, "environment": environment}
 
 
 async def _start_inline(
-    config: TrainConfig,
-    model: Path,
-    run: RunFolder,
-    tokenizer: Any,
-    rewards: Rewards,
-    environment: EnvironmentRole | None,
-    instrumentation: Instrumentation,
-) -> Backend[Job, TrainConfig]:
+    config: TrainConfig, model: Path, run: RunFolder, scoring: dict[str, Any], instrumentation: Instrumentation
+) -> Backend[Job, TrainConfig, Evaluation]:
     """Load the model in a folder for every role that needs it, in this process."""
     # vLLM sets process-wide state as it starts, so it comes first.
-    eos = eos_token_ids(tokenizer, model)
+    eos = eos_token_ids(scoring["tokenizer"], model)
     policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
     try:
         learner = start_trainer(config, model, run.checkpoints)
     except BaseException:
         await policy.close()
         raise
-    roles = SamplingRoles(
-        policy=policy,
-        reward=rewards.runner,
-        comparison=rewards.comparison,
-        tokenizer=tokenizer,
-        environment=environment,
-        devices=instrumentation.devices or DeviceTimers(),
-    )
-    num_ranks = config.trainer.num_processes
-    return inline_backend(config, shared=roles, roles=Roles, learner=learner, num_ranks=num_ranks, close=policy.close)
+    roles = SamplingRoles(policy=policy, devices=instrumentation.devices or DeviceTimers(), **scoring)
+    return inline_backend(config, shared=roles, roles=Roles, learner=learner, close=policy.close)
 
 
 async def _start_on_ray(
     config: TrainConfig, model: Path, run: RunFolder, tokenizer: Any, rewards: Rewards, announce: Callable[[str], None]
-) -> Backend[Job, TrainConfig]:
+) -> Backend[Job, TrainConfig, Evaluation]:
     """Load the model in a folder for every role that needs it, on a cluster."""
-    from gcore_runs.on_ray.start import start_ray_backend
+    from gcore_runs.on_ray import start_ray_backend
 
     # Each controller starts rewards of its own.
     await rewards.close()
-    factories: dict[ActorRole, Callable[[TrainConfig], EngineFactory]] = {
-        "engine": _engines(model, tokenizer, lambda config: config.rollout)
-    }
+    judge, path = None, Path(config.reward_model.path)
     if config.sizes.judges:
-        path = Path(config.reward_model.path)
-        factories["judge"] = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
+        judge = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
     return await start_ray_backend(
         config,
-        factories=factories,
+        engine=_engines(model, tokenizer, lambda config: config.rollout),
+        judge=judge,
         trainer_spec=partial(ray_trainer_spec, model=model, checkpoints=run.checkpoints),
         run_controller=partial(_run_controller, tokenizer),
         checkpoints=run.checkpoints,
@@ -206,7 +192,7 @@ def _engines(
 
 
 async def _run_controller(
-    tokenizer: Any, job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: "Recorder"
+    tokenizer: Any, job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: "RemoteRecorder[Evaluation]"
 ) -> None:
     """Build a controller's roles in its process, and run the program with them."""
     from gcore_controller import RayTrainerClient
@@ -216,10 +202,7 @@ async def _run_controller(
     try:
         roles = Roles(
             policy=own.policy,
-            reward=rewards.runner,
-            comparison=rewards.comparison,
-            tokenizer=tokenizer,
-            environment=build_environment(config, tokenizer, rewards.runner),
+            **_scoring(config, tokenizer, rewards),
             policy_slots=own.num_engines * config.rollout.max_num_seqs,
             learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of),
             devices=own.devices,
@@ -230,8 +213,8 @@ async def _run_controller(
         await rewards.close()
 
 
-async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
-    """Return a run's config, tokenizer, engine with the weights of its last checkpoint, and that step; 0: none yet."""
+async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine]:
+    """Return a run's config and tokenizer, and an engine with the weights of its last step, which is their version."""
     import torch
 
     run, config = RunFolder.opened(path, TrainConfig)
@@ -248,19 +231,18 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
         config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
     checkpointer = Checkpointer(run.checkpoints)
-    if not checkpointer.steps():
-        return config, tokenizer, engine, 0
-    saved = checkpointer.load(only=["step", "trainer.model"])
-    weights = saved["trainer"]["model"].items()
-    if config.actor.lora is not None:
-        weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
-    await engine.update_weights(weights, version=saved["step"])
-    return config, tokenizer, engine, saved["step"]
+    if checkpointer.steps():
+        saved = checkpointer.load(only=["step", "trainer.model"])
+        weights = saved["trainer"]["model"].items()
+        if config.actor.lora is not None:
+            weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
+        await engine.update_weights(weights, version=saved["step"])
+    return config, tokenizer, engine
 
 
 async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
-    config, tokenizer, engine, _ = await _latest_policy(run)
+    config, tokenizer, engine = await _latest_policy(run)
     [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
     request = Request(
         request_id="sample",
@@ -277,18 +259,12 @@ async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_
 
 async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
     """Return the step of a run's last checkpoint, and its scores on held-out prompts; `UserError` if it has none."""
-    config, tokenizer, engine, step = await _latest_policy(run)
-    prompts = load_prompts(config, tokenizer)
+    config, tokenizer, engine = await _latest_policy(run)
+    step, prompts = engine.weight_version, load_prompts(config, tokenizer)
     if not prompts.val:
         raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)
-    roles = RolloutRoles(
-        policy=engine,
-        reward=rewards.runner,
-        tokenizer=tokenizer,
-        environment=build_environment(config, tokenizer, rewards.runner),
-    )
-    result = await evaluate(roles, prompts.val, config)
+    result = await evaluate(RolloutRoles(policy=engine, **_scoring(config, tokenizer, rewards)), prompts.val, config)
     await rewards.close()
     await engine.close()
     return step, result

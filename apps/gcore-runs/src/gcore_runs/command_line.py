@@ -119,9 +119,7 @@ def run_training(
     with Display() as display:
         result = train(config, display)
     if result.before:
-        table = Table(title=title, title_justify="left")
-        for column in ("", "before", "after"):
-            table.add_column(column)
+        table = Table("", "before", "after", title=title, title_justify="left")
         own = {name: name.rpartition("/")[2].replace("_", " ") for name in sorted(result.before) if name[:4] == "val/"}
         for name, label in (labels or own).items():
             if name in result.before:
@@ -144,11 +142,9 @@ def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogsArgs(Checked):
+class LogsArgs(RunArgs, Checked):
     """Show what a run's processes logged, merged by time."""
 
-    run: tyro.conf.Positional[Path]
-    """The run's folder."""
     follow: bool = False
     """Continue with what is logged from now on, until Ctrl-C."""
     role: str = ""

@@ -4,12 +4,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 # By attribute: settings are read without importing engines.
 import gcore_rollout
-from gcore_rollout import EngineKind, RequestError, engine_kind, engine_names
-from gcore_runs import Checked, Count, NonNegative, UserError, logged
+from gcore_rollout import (
+    EngineKind,
+    JudgeModel,
+    Reduce,
+    RequestError,
+    SamplingParams,
+    ScorePattern,
+    engine_kind,
+    engine_names,
+)
+from gcore_runs import Checked, Count, NonNegative, UserError, at_least, logged
 
 if TYPE_CHECKING:
     from gcore_controller import DeviceTimers
@@ -17,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(Checked):
-    """The engine of a model."""
+class LocalEngineConfig(Checked):
+    """An engine in this process, or replicas of it in processes of their own."""
 
     engine: str = "hf"
     """hf: transformers; vllm: vLLM; vllm_server and sglang_server: servers of these at urls, which are running already.
@@ -28,33 +37,34 @@ class EngineConfig(Checked):
     """Replicas of an engine that is not on servers, each a process of its own that is replaced if it dies; 0: one, in
     the main process. All processes that generate share the threads, and each has a GPU of its own as long as there are
     any."""
-    urls: tuple[str, ...] = ()
-    """Servers, such as http://10.0.0.7:8000, each a replica, and used by this run alone while it lasts."""
 
     @property
     def kind(self) -> EngineKind:
         return engine_kind(self.engine)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            engine_kind(self.engine)
+        except RequestError as error:
+            raise UserError(f"{self.section}.{error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(LocalEngineConfig):
+    """The engine of a model, here or on servers."""
+
+    urls: tuple[str, ...] = ()
+    """Servers, such as http://10.0.0.7:8000, each a replica, and used by this run alone while it lasts."""
+
     @property
     def is_on_servers(self) -> bool:
         return self.kind.is_server
 
-    @property
-    def takes_images(self) -> bool:
-        return self.kind.takes_images
-
-    @property
-    def takes_speculation(self) -> bool:
-        return self.kind.takes_speculative_config
-
     def __post_init__(self) -> None:
         super().__post_init__()
         prefix = self.section
-        try:
-            is_on_servers = self.is_on_servers
-        except RequestError as error:
-            raise UserError(f"{prefix}.{error}") from None
-        if is_on_servers != bool(self.urls):
+        if self.is_on_servers != bool(self.urls):
             servers = " or ".join(engine_names(lambda kind: kind.is_server))
             raise UserError(
                 f"{prefix}.engine is {self.engine!r} and {prefix}.urls is {list(self.urls)}; expected {servers} with "
@@ -65,11 +75,56 @@ class EngineConfig(Checked):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise UserError(f"{prefix}.urls has {url!r}; expected http://HOST:PORT or https://HOST:PORT")
-        if is_on_servers and self.num_processes:
+        if self.is_on_servers and self.num_processes:
             raise UserError(
                 f"{prefix}.num_processes is {self.num_processes} and {prefix}.engine is {self.engine!r}; expected 0, "
                 f"because the replicas are the servers at {prefix}.urls"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeOptions(LocalEngineConfig):
+    """A generative reward model: its engine, the questions to it, and the reading of its verdicts."""
+
+    template: str = ""
+    """File with the question, with fields in braces; empty: how good it is, from 0 to 10."""
+    n: Annotated[int, at_least(1, "at least 1")] = 1
+    """Verdicts on each question."""
+    reduce: Reduce = "mean"
+    """How several verdicts become one score."""
+    temperature: Annotated[float, at_least(0, "at least 0")] = 1.0
+    """Temperature of its sampling; 0: greedy."""
+    max_response_length: Annotated[int, at_least(1, "at least 1")] = 512
+    """Longest verdict in tokens."""
+    pattern: str = ""
+    """Regular expression whose first group is the score; its last match in a verdict counts. Empty: "Score: 7"."""
+    low: float = 0.0
+    """The score that is scaled to 0."""
+    high: float = 10.0
+    """The score that is scaled to 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_enough = self.num_processes or not self.kind.needs_own_process
+        self.require("num_processes", is_enough, f"1 or more with {self.section}.engine {self.engine!r}")
+
+    def question(self) -> str:
+        """Read the file of the question; empty: there is none. `UserError` if it cannot be read."""
+        try:
+            return Path(self.template).read_text("utf-8") if self.template else ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.section}.template is {self.template!r}: {error}") from None
+
+    def model(self, **fields: Any) -> JudgeModel:
+        """Return the model that is asked so; ``fields`` are the others of `JudgeModel`."""
+        sampling = SamplingParams(max_tokens=self.max_response_length, temperature=self.temperature)
+        return JudgeModel(sampling=sampling, n=self.n, **fields)
+
+    def scores(self) -> ScorePattern:
+        """Return what reads the score of a verdict; `UserError` if the scores to scale are one."""
+        if self.low == self.high:
+            raise UserError(f"{self.section}.low and high are both {self.low}; expected two scores")
+        return ScorePattern(pattern=self.pattern or ScorePattern.pattern, low=self.low, high=self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +143,10 @@ class SpeculativeConfig(Checked, section="rollout.speculative"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        if most < least:
-            raise UserError(f"rollout.speculative.prompt_lookup_max is {most}; expected {least} or more")
-        if self.model and not self.num_speculative_tokens:
-            raise UserError(
-                "rollout.speculative.num_speculative_tokens is 0; expected 1 or more with "
-                f"rollout.speculative.model {self.model!r}"
-            )
+        least = self.prompt_lookup_min
+        self.require("prompt_lookup_max", self.prompt_lookup_max >= least, f"{least} or more")
+        guesses = self.num_speculative_tokens or not self.model
+        self.require("num_speculative_tokens", guesses, f"1 or more with rollout.speculative.model {self.model!r}")
 
     def as_vllm_takes_it(self) -> dict[str, object] | None:
         """Return the setting as vLLM takes it; None: no speculation."""

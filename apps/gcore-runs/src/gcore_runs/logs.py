@@ -45,9 +45,7 @@ def logs_of(checkpoints: Path) -> Path:
     return checkpoints.parent / "logs"
 
 
-def log_to(
-    folder: Path, role: str, rank: int | None = None, *, redirect: bool = False, max_file_bytes: int = MAX_FILE_BYTES
-) -> ExitStack:
+def log_to(folder: Path, role: str, rank: int | None = None, *, redirect: bool = False) -> ExitStack:
     """Send what this process logs to ``folder/ROLE-RANK.log``, until the result is closed or this is called again.
 
     A line starts with the time in UTC, the process and the level. Warnings are logged, too, and the error that leaves
@@ -59,7 +57,6 @@ def log_to(
         redirect: what is written to standard output and standard error, by native libraries too, goes into the file. It
             is there at once, however the process ends, but as it was written: a line of level MARK follows within
             half a second. Without it warnings and errors are shown on standard error as well, as Python does by itself.
-        max_file_bytes: see `MAX_FILE_BYTES`.
     """
     if not re.fullmatch(r"[a-z]+", role):
         raise ValueError(f"role is {role!r}; expected lower-case letters")
@@ -68,7 +65,7 @@ def log_to(
     folder.mkdir(parents=True, exist_ok=True)
     stack, root = ExitStack(), logging.getLogger()
     is_first = not root.handlers
-    handler = _File(folder / f"{process}.log", max_bytes=max_file_bytes, redirect=redirect)
+    handler = _File(folder / f"{process}.log", redirect=redirect)
     handler.setFormatter(_Prefixed(process))
     stack.callback(handler.close)
     # A process before this one may have been killed in the middle of its output.
@@ -109,8 +106,8 @@ class _Prefixed(logging.Formatter):
 class _File(RotatingFileHandler):
     """A log file that keeps standard output and standard error when it is rotated."""
 
-    def __init__(self, path: Path, *, max_bytes: int, redirect: bool) -> None:
-        super().__init__(path, maxBytes=max_bytes, backupCount=NUM_OLD_FILES, encoding="utf-8")
+    def __init__(self, path: Path, *, redirect: bool) -> None:
+        super().__init__(path, maxBytes=MAX_FILE_BYTES, backupCount=NUM_OLD_FILES, encoding="utf-8")
         self._redirect = redirect
         self._dated_bytes = 0
 
@@ -149,10 +146,6 @@ class _File(RotatingFileHandler):
         finally:
             self.release()
 
-    def mark_every(self, seconds: float, ended: threading.Event) -> None:
-        while not ended.wait(seconds):
-            self.mark()
-
     def _descriptor(self) -> int:
         assert self.stream is not None, "the log file is closed"
         return self.stream.fileno()
@@ -185,7 +178,12 @@ def _redirect(file: _File, stack: ExitStack) -> None:
     # A fatal signal leaves a traceback.
     faulthandler.enable(2)
     ended = threading.Event()
-    marks = threading.Thread(target=file.mark_every, args=(_MARK_EVERY_S, ended), name="log-marks", daemon=True)
+
+    def mark() -> None:
+        while not ended.wait(_MARK_EVERY_S):
+            file.mark()
+
+    marks = threading.Thread(target=mark, name="log-marks", daemon=True)
     marks.start()
     stack.callback(marks.join)
     stack.callback(ended.set)
@@ -205,16 +203,10 @@ def _log_error(_kind: object, error: BaseException | None, _traceback: object) -
 def merged_lines(
     folder: Path, *, role: str = "", rank: int | None = None, last: int = 0, follow: bool = False
 ) -> Generator[str]:
-    """Yield the lines of the files that `log_to` wrote into ``folder``, by time.
+    """Yield the ``last`` lines, or all, that `log_to` wrote into ``folder``, by time, of one role or rank, or of all.
 
-    Output has no time of its own: it gets that of its process's next record, and the level OUT.
-
-    Args:
-        role: processes of this role alone; empty: all.
-        rank: processes of this rank alone; None: all.
-        last: how many of the existing lines; 0: all.
-        follow: continue with lines that are written from now on, by new processes too, without an end. Without it,
-            it is a `UserError` if there are no such logs.
+    Output has no time of its own: it gets that of its process's next record, and the level OUT. With ``follow``, lines
+    that are written from now on, by new processes too, follow without an end; else a `UserError` says if there is none.
     """
     files: dict[Path, _LogFile] = {}
     with ExitStack() as opened:

@@ -17,24 +17,16 @@ class PrometheusExporter(AbstractContextManager["PrometheusExporter"]):
 
     Every metric of metrics.jsonl is a gauge: ``critic/score/mean`` is ``gcore_critic_score_mean``, and its HELP text
     the metric's own name. There are also ``gcore_step``, ``gcore_info`` with the version of the distribution ``app``,
-    and the histogram ``gcore_step_seconds``. Port 0 is any free one; see `port`.
-
-    Raises:
-        UserError: it cannot be served there, for example because the port is in use.
+    and the histogram ``gcore_step_seconds``. Port 0 is any free one; `UserError` if it cannot be served there.
     """
 
     def __init__(self, *, run: str, port: int, host: str = "127.0.0.1", app: str = "gcore-runs") -> None:
         self._registry = CollectorRegistry()
-        Info("gcore", "The run, and its app's version.", registry=self._registry).info(
-            {"run": run, "version": version(app)}
-        )
+        info = Info("gcore", "The run, and its app's version.", registry=self._registry)
+        info.info({"run": run, "version": version(app)})
         self._step = Gauge("gcore_step", "The last step that is done.", registry=self._registry)
-        self._step_seconds = Histogram(
-            "gcore_step_seconds",
-            "Seconds of a step, since this process started.",
-            buckets=_STEP_BUCKETS_S,
-            registry=self._registry,
-        )
+        about = "Seconds of a step, since this process started."
+        self._step_seconds = Histogram("gcore_step_seconds", about, buckets=_STEP_BUCKETS_S, registry=self._registry)
         self._gauges: dict[str, Gauge] = {}
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
@@ -66,11 +58,7 @@ class PrometheusExporter(AbstractContextManager["PrometheusExporter"]):
             except ValueError:  # another metric has this name, such as one that differs in a slash alone
                 name += "_"
 
-    def close(self) -> None:
-        """Stop serving, and free the port."""
+    def __exit__(self, *error: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

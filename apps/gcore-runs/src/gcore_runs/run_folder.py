@@ -6,10 +6,12 @@ import math
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import Span
@@ -62,9 +64,8 @@ class RunFolder:
         """Return the folder of an existing run; `UserError` if there is none."""
         folder = cls(Path(path))
         if not folder.config.is_file():
-            raise UserError(
-                f"{path} is not a run's folder: it has no config.toml; the command train makes one under runs/"
-            )
+            reason = "it has no config.toml; the command train makes one under runs/"
+            raise UserError(f"{path} is not a run's folder: {reason}")
         return folder
 
     def load_config(self, kind: type[ConfigT]) -> ConfigT:
@@ -100,17 +101,11 @@ class RunFolder:
 
 
 def open_run(config: BaseRunConfig) -> RunFolder:
-    """Lock and return the folder for this config: that of the run it resumes, or a new one.
-
-    Raises:
-        UserError: the run of this name has other settings and something to resume, or is in use.
-    """
+    """Lock and return the folder for this config, of a new run or of one to resume; `UserError` if that differs."""
     folder = RunFolder(Path(config.runs_dir) / config.name)
-    if config.resume == "never":
-        number = 1
-        while folder.path.exists():
-            number += 1
-            folder = RunFolder(Path(config.runs_dir) / f"{config.name}-{number}")
+    numbers = count(2)
+    while config.resume == "never" and folder.path.exists():
+        folder = RunFolder(Path(config.runs_dir) / f"{config.name}-{next(numbers)}")
     folder.lock()
     if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
         found = differences(folder.load_config(type(config)), config)
@@ -182,7 +177,7 @@ def _keep_until(path: Path, last_step: int) -> list[dict[str, Any]]:
     return rows
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends a row for each step after ``last_step``; rows of later steps, which are run again, are removed."""
 
     def __init__(
@@ -205,9 +200,6 @@ class MetricsWriter:
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._board is not None:
@@ -254,23 +246,19 @@ class StepSpans:
 
     def intervals(self) -> StepIntervals:
         """Return the spans for a `Ledger` of where the devices' time went."""
-        devices = {name: list(map(_triple, spans)) for name, spans in self.devices.items()}
-        return StepIntervals.of(self.step, [list(map(_triple, spans)) for spans in self.controllers], devices)
+        return StepIntervals.of(self.step, **_each(_triples, self.controllers, self.devices))
 
     def to_row(self) -> dict[str, Any]:
         """Return a line of the file; a span is ``[stage, start_s, end_s]``, rounded to tenths of milliseconds."""
-        controllers = [_to_lists(spans) for spans in self.controllers]
-        row = {"step": self.step, "start_s": round(self.start_s, _DIGITS), "controllers": controllers}
-        return row | ({"devices": {n: _to_lists(own) for n, own in self.devices.items()}} if self.devices else {})
+        rows = _each(_rounded, self.controllers, self.devices)
+        row = {"step": self.step, "start_s": round(self.start_s, _DIGITS), **rows}
+        return row if self.devices else {name: value for name, value in row.items() if name != "devices"}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "StepSpans":
         """Return the step that `to_row` gave this row for."""
         return cls(
-            step=row["step"],
-            start_s=row["start_s"],
-            controllers=[_from_lists(spans) for spans in row["controllers"]],
-            devices={name: _from_lists(spans) for name, spans in row.get("devices", {}).items()},
+            step=row["step"], start_s=row["start_s"], **_each(_spans, row["controllers"], row.get("devices", {}))
         )
 
 
@@ -310,12 +298,8 @@ class SpanWriter:
         self._waits = []
         zero_s = self._zero_s or 0.0
         start_s = min(starts_s, default=zero_s + self._end_s)
-        spans = StepSpans(
-            step=step,
-            start_s=start_s - zero_s,
-            controllers=[_relative(spans, start_s) for spans in controllers],
-            devices={name: _relative(spans, start_s) for name, spans in devices.items()},
-        )
+        rows = _each(partial(_relative, zero_s=start_s), controllers, devices)
+        spans = StepSpans(step=step, start_s=start_s - zero_s, **rows)
         self._end_s = spans.end_s
         append_json(self._path, spans.to_row())
 
@@ -337,12 +321,21 @@ def _relative(spans: Iterable[Span], zero_s: float) -> list[Span]:
     return joined
 
 
-_triple = attrgetter("stage", "start_s", "end_s")
+def _each(convert: Callable[[Any], Any], controllers: Iterable[Any], devices: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the spans of each controller and device."""
+    return {
+        "controllers": list(map(convert, controllers)),
+        "devices": {name: convert(spans) for name, spans in devices.items()},
+    }
 
 
-def _to_lists(spans: Iterable[Span]) -> list[list[str | float]]:
+def _spans(rounded: Iterable[Sequence[Any]]) -> list[Span]:
+    return [Span(stage=stage, start_s=start_s, end_s=end_s) for stage, start_s, end_s in rounded]
+
+
+def _triples(spans: Iterable[Span]) -> list[tuple[str, float, float]]:
+    return [(s.stage, s.start_s, s.end_s) for s in spans]
+
+
+def _rounded(spans: Iterable[Span]) -> list[list[str | float]]:
     return [[s.stage, round(s.start_s, _DIGITS), round(s.end_s, _DIGITS)] for s in spans]
-
-
-def _from_lists(spans: Iterable[Sequence[Any]]) -> list[Span]:
-    return [Span(stage=stage, start_s=start_s, end_s=end_s) for stage, start_s, end_s in spans]

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from gcore_ckpt import Checkpointer, CheckpointError
+from gcore_ckpt import Checkpointer, CheckpointError, Shard, Shards
 from gcore_controller import State, TrainerSpec
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, logs_of
@@ -23,18 +23,13 @@ BatchT = TypeVar("BatchT", bound=Sequence[Any])
 class BaseTrainerWorker(ABC, Generic[BatchT]):
     """A `gcore_controller.TrainerWorker` whose trainers share checkpoints; apps say how models score and learn.
 
-    Args:
-        config: the run's.
-        model: folder to start from.
-        checkpoints: folder of the checkpoints.
-
-    Attributes:
-        trainers: Of the models that learn, by role; the policy is the ``actor``.
-        engine_dtype: Data type of the engines, as torch names it.
+    It is made from the run's config, the folder of the model to start from, and that of the checkpoints.
     """
 
     trainers: Mapping[str, Any]
+    """Trainers of the models that learn, by role; the policy is the ``actor``."""
     engine_dtype: str
+    """Data type of the engines, as torch names it."""
 
     def __init__(self, config: BaseRLConfig, model: Path, checkpoints: Path) -> None:
         del model
@@ -104,12 +99,9 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     def spec(
         cls, config: BaseRLConfig, model: Path, checkpoints: Path, *, num_threads: int = 0, preload: Sequence[str] = ()
     ) -> TrainerSpec:
-        """Return how the training ranks of a run are started.
+        """Return how the training ranks of a run are started, with ``preload``, further modules that local ranks need.
 
-        Args:
-            config, model, checkpoints: as this class takes them.
-            num_threads: of torch in each rank; 0: they share the threads of the run.
-            preload: further modules that all local ranks need.
+        ``num_threads`` are those of torch in each rank; 0: they share the threads of the run.
         """
         checkpoints = checkpoints.absolute()
         num_ranks = config.trainer.num_processes
@@ -132,8 +124,6 @@ def _key(role: str) -> str:
 
 def _for_checkpoint(value: Any) -> Any:
     """Return a trainer's state with the shards as gcore-ckpt represents them."""
-    from gcore_ckpt import Shard, Shards
-
     if isinstance(value, dict):
         return {name: _for_checkpoint(entry) for name, entry in value.items()}
     if isinstance(value, list):

@@ -19,8 +19,7 @@ from gcore_llm.config import (
     TrainerConfig,
     WarmupConfig,
 )
-from gcore_llm.data.prompts import PromptSets
-from gcore_llm.data.tasks import load_task
+from gcore_llm.prompts import PromptSets, load_task
 from gcore_runs import resolve
 from gcore_runs.run_folder import RunFolder, write_atomically
 from gcore_trainer import OptimizerConfig, PolicyLossConfig
@@ -79,7 +78,7 @@ def run(task: Task) -> list[Step]:
 def _make_warmed_up(task: Task) -> None:
     """Fine-tune gcore-llm's tiny model until about four of ten sampled sums are correct."""
     from gcore_llm.finetune.warmup import make_warm_model
-    from gcore_llm.sampling.rewards import reward_function
+    from gcore_llm.sampling import reward_function
     from gcore_llm.tiny_model import tiny_tokenizer
     from gcore_rollout import RewardRunner
     from gcore_runs.loop.recorder import Display

@@ -1,4 +1,4 @@
-"""Sampling and scoring of images: groups of those of one prompt, and held-out evaluation without noise."""
+"""Sampling and scoring of images: the roles, groups of those of one prompt, and held-out evaluation without noise."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_controller import Context
+from gcore_controller import Context, DeviceTimers, TrainerClient
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.roles import Roles
 from gcore_diffusion.sampling.prompts import Prompt
+from gcore_diffusion.sampling.services import Rewards
 from gcore_rollout import (
     DDIM,
     DanceSDE,
@@ -25,6 +25,25 @@ from gcore_rollout import (
     Trajectory,
     evaluate_images,
 )
+from gcore_trainer import DiffusionMicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRoles:
+    """The roles that sample and score images."""
+
+    policy: Engine[ImageRequest, ImageSample]
+    rewards: Rewards
+    devices: DeviceTimers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles(SamplingRoles):
+    """The roles that a controller holds."""
+
+    learner: TrainerClient[DiffusionMicroBatch]
+    owns_process: bool = False
+    """Whether only the controller computes in its process."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,7 +169,7 @@ def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> 
     )
 
 
-async def images(engine: "Engine[ImageRequest, ImageSample]", requests: Sequence[ImageRequest]) -> list[ImageSample]:
+async def images(engine: Engine[ImageRequest, ImageSample], requests: Sequence[ImageRequest]) -> list[ImageSample]:
     """Sample all images of some requests; return them in the requests' order."""
     order = {request.request_id: place for place, request in enumerate(requests)}
     found = [sample async for sample in engine.generate(requests)]

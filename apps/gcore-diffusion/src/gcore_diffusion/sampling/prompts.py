@@ -26,11 +26,7 @@ class PromptSets:
 
 
 def load_prompts(config: DataConfig, own: Iterable[str] = ()) -> PromptSets:
-    """Load the prompts of the config's files; without files, the prompts in ``own`` are both trained on and held out.
-
-    Raises:
-        UserError: a file is missing, empty or malformed.
-    """
+    """Load the prompts of the config's files; without any, the prompts in ``own`` are both trained on and held out."""
     if not config.train_files:
         prompts = [Prompt(text=text, row={}) for text in own]
         return PromptSets(train=prompts, val=prompts)

@@ -13,11 +13,11 @@ import torch
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import PromptLoader
-from gcore_llm.data.prompts import longest_sequence
 from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig, RewardModelRunConfig
 from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples, task_rows
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.finetune.warmup import make_model
+from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import Stop, Supervisor

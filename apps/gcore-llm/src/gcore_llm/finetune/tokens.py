@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gcore_llm.data.prompts import takes_special_tokens
+from gcore_llm.prompts import takes_special_tokens
 from gcore_runs.errors import UserError
 
 Messages = Sequence[dict[str, Any]]

@@ -62,16 +62,9 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            expand=True,
-        )
+        done = TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn()
+        times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+        self._progress = Progress(*done, *times, console=self.console, expand=True)
         self._task = self._progress.add_task("starting", total=None)
         self._table: RenderableType = ""
         self._stages: Callable[[], Sequence[str | None]] = tuple
@@ -128,10 +121,8 @@ class Display:
 
 def _by_stage(stages: Sequence[str | None]) -> Text:
     """Return the ranks of each stage: controllers   gen 0-3, 7   reward 4-6."""
-    names = [stage or "no stage" for stage in stages]
-    order = {stage: place for place, stage in enumerate(STAGES)}
-    text = Text("controllers")
-    for name in sorted(set(names), key=lambda name: (order.get(name, len(order)), name)):
+    names, text = [stage or "no stage" for stage in stages], Text("controllers")
+    for name in sorted(set(names), key=lambda name: (STAGES.index(name) if name in STAGES else len(STAGES), name)):
         ranks = [rank for rank, own in enumerate(names) if own == name]
         # Consecutive ranks differ from their place by the same number.
         runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
@@ -264,11 +255,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         display: Display,
     ) -> None:
         self.job, self.run, self.display = job, run, display
-        self.warnings = RunWarnings(run, display.say)
-        self.stop = Stop()
-        self._learner = learner
-        self._writer = writer
-        self._spans = spans
+        self.warnings, self.stop = RunWarnings(run, display.say), Stop()
+        self._learner, self._writer, self._spans = learner, writer, spans
         self._num_idle = 0
         """Consecutive steps without a learning signal."""
         self._last: Present = (job.first_step, job.controllers)
@@ -365,12 +353,11 @@ def check_signal(run: RunFolder, display: Display) -> bool:
 
 
 def _reason(metrics: Mapping[str, float]) -> str:
-    look = "look at the reward, at samples/ and at how hard the prompts are"
     low, high = (metrics.get(f"critic/score/{name}") for name in ("min", "max"))
     if low is None or high is None:
         return "no response got a score; look at the reward and at its errors in logs/"
-    if low == high:
-        return f"every response scored {low:.3g}; {look}"
-    if not metrics.get("sampling/groups", 1.0):
-        return f"in every group all responses scored alike, so none was kept; {look}"
-    return f"in every group all responses scored alike; {look}"
+    found = f"every response scored {low:.3g}"
+    if low != high:
+        was_kept = metrics.get("sampling/groups", 1.0)
+        found = f"in every group all responses scored alike{'' if was_kept else ', so none was kept'}"
+    return f"{found}; look at the reward, at samples/ and at how hard the prompts are"

@@ -41,7 +41,8 @@ T = TypeVar("T")
 class Supervisor:
     """Runs one training job from checked settings to its report.
 
-    A command enters it, checks its inputs, opens the run, trains, exports and finishes::
+    A command enters it, checks its inputs, opens the run, trains, exports and finishes. Inside the block Ctrl-C raises
+    `KeyboardInterrupt` at any time, until a training loop takes it over::
 
         with Supervisor(config, app="gcore-llm", display=display) as supervisor:
             prompts = load_prompts(config)
@@ -51,8 +52,6 @@ class Supervisor:
                     supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
                     supervisor.export(services.learner.save_pretrained)
             return supervisor.finish(KINDS)
-
-    Inside the block Ctrl-C raises `KeyboardInterrupt` at any time, until a training loop takes it over.
 
     Args:
         config: the run's settings, resolved; see `resolve`.
@@ -86,15 +85,14 @@ class Supervisor:
                 stack.enter_context(interrupted_by(partial(signal.default_int_handler)))
             runtime = self._config.runtime if isinstance(self._config, BaseRLConfig) else "inline"
             if isinstance(self._config, BaseRLConfig) and runtime == "ray":
-                from gcore_runs.on_ray.start import check_cluster
+                from gcore_runs.on_ray import check_cluster
 
                 check_cluster(self._config)
             if trainer.prometheus_port:
                 from gcore_runs.prometheus import PrometheusExporter
 
-                server = PrometheusExporter(
-                    run=self._config.name, port=trainer.prometheus_port, host=trainer.prometheus_host, app=self._app
-                )
+                name, port, host = self._config.name, trainer.prometheus_port, trainer.prometheus_host
+                server = PrometheusExporter(run=name, port=port, host=host, app=self._app)
                 self._prometheus = stack.enter_context(server)
             # One event loop for all of it: an async reward may keep objects that belong to the loop of its first call.
             loop = VirtualTimeLoop if runtime == "sim" else None
@@ -127,10 +125,7 @@ class Supervisor:
         return self.run
 
     def resume(self, total: int) -> int | None:
-        """Return how many of ``total`` steps are done; None: all, and the model is exported.
-
-        The export of a shorter run is removed.
-        """
+        """Return how many of ``total`` steps are done, without the export of a shorter run; None: all, and exported."""
         steps = Checkpointer(self.run.checkpoints).steps()
         first_step = steps[-1] if steps else 0
         if first_step >= total and self.run.export.is_dir():
@@ -148,11 +143,8 @@ class Supervisor:
     ) -> None:
         """Run a job to its end, and continue from where its models are whenever something that can be replaced is lost.
 
-        It resumes from the run's last checkpoint, if there is one. The services are closed by the caller.
-
-        Raises:
-            KeyboardInterrupt: after a checkpoint of the last finished step.
-            Exception: what cannot be replaced, or too much was lost without a step in between.
+        It resumes from the run's last checkpoint, if there is one; the services are closed by the caller. Raises
+        `KeyboardInterrupt` after a checkpoint of the last finished step, and the error of what cannot be replaced.
         """
         display = self.display
         job = self._resumed(services, job, None)
@@ -209,8 +201,7 @@ class Supervisor:
                     raise KeyboardInterrupt from None
                 if not isinstance(error, Exception):
                     raise
-                has_progressed = recorder.last_step > job.first_step
-                return _Loss(error, recorder.present(), has_progressed)
+                return _Loss(error, recorder.present(), has_progressed=recorder.last_step > job.first_step)
         return None
 
     def _resumed(self, services: Backend[JobT, Any], job: JobT, present: Present | None) -> JobT:
@@ -230,9 +221,8 @@ class Supervisor:
 
     def metrics_writer(self, *, last_step: int) -> MetricsWriter:
         """Return a writer of the run's metrics, of the steps after ``last_step``."""
-        return MetricsWriter(
-            self.run, last_step=last_step, tensorboard=self._config.trainer.tensorboard, prometheus=self._prometheus
-        )
+        has_board = self._config.trainer.tensorboard
+        return MetricsWriter(self.run, last_step=last_step, tensorboard=has_board, prometheus=self._prometheus)
 
     def is_evaluation_due(self, step: int, total: int) -> bool:
         """Return whether held-out data are evaluated after ``step`` of ``total``."""
@@ -248,11 +238,7 @@ class Supervisor:
         write_atomically(self.run.export, write)
 
     def finish(self, kinds: Mapping[str, Kind]) -> Result:
-        """Warn if nothing was learned, write the report, and return the run's result.
-
-        Raises:
-            UserError: the report cannot be written; everything else is there.
-        """
+        """Warn if nothing was learned, and return the run's result; `UserError` if its report cannot be written."""
         run = self.run
         has_signal = check_signal(run, self.display)
         try:
@@ -284,14 +270,14 @@ def inline_backend(
     shared: Any,
     roles: Callable[..., Any],
     learner: SharedTrainerGroup[Any],
-    num_ranks: int,
     close: Callable[[], Awaitable[Any]],
 ) -> InlineBackend[Any, ConfigT, Any]:
     """Return the backend of a run whose controllers are in this process, and share a trainer group.
 
     ``roles`` is the class of a controller's roles, with the fields of the ``shared`` ones and ``learner``; ``close``
-    ends the services other than the trainer group, and the work of ``num_ranks`` training ranks is recorded.
+    ends the services other than the trainer group.
     """
+    num_ranks = config.trainer.num_processes
     return InlineBackend(
         config,
         roles=shared,

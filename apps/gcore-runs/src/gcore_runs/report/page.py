@@ -1,7 +1,4 @@
-"""The page that shows a run: `report.html`, one file that opens from disk, without a network.
-
-How it looks is in `page.html.j2`.
-"""
+"""The page that shows a run: `report.html`, one file that opens from disk, without a network; see `page.html.j2`."""
 
 import json
 import os
@@ -32,16 +29,10 @@ MAX_TEXT_CHARS = 2000
 
 
 def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
-    """Write `report.html` of the run in `run_dir`, whole or not at all, and return its path.
+    """Write `report.html` of the run in `run_dir`, whole or not at all, and return its path; raises as `Run`.
 
-    The run may be finished, in progress or just started: what is not there yet is said on the page.
-
-    Args:
-        run_dir: the run's folder.
-        kinds: what runs are about, by the `command` in their settings; that of a run which names none is ``train``.
-
-    Raises:
-        FileNotFoundError: `run_dir` is not a run's folder.
+    The run may be finished, in progress or just started: what is not there yet is said on the page. Its kind is found
+    by the `command` in its settings; that of a run which names none is ``train``.
     """
     page, path = _render(Run(run_dir, kinds)), run_dir / "report.html"
     temporary = run_dir / f".report.html.{os.getpid()}"

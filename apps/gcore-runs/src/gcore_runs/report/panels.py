@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -93,8 +93,7 @@ def mean_window(num_points: int) -> int:
 
 
 def _moving_mean(values: Sequence[float]) -> list[float]:
-    """Centred. Towards either end the window shrinks to a third: whole it would flatten a trend there, single steps
-    would show noise as one."""
+    """Centred; towards either end the window shrinks to a third, between a flattened trend and noise."""
     count, half = len(values), mean_window(len(values)) // 2
     index = np.arange(count)
     reach = np.maximum(np.minimum(half, np.minimum(index, index[::-1])), half // 3)
@@ -250,7 +249,7 @@ def ledger_panel(steps: Sequence[StepSpans]) -> Panel | None:
 
 
 class Timeline(NamedTuple):
-    """The chart, its caption, and the ranges to choose from: label, start_s, end_s, is_first."""
+    """The chart, its caption, and the ranges to choose from: label, range_s, is_first."""
 
     panel: Panel
     seen: str
@@ -269,18 +268,12 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     shown = _last_steps(steps, drawn)
     zero_s, end_s = shown[0].start_s, max(step.end_s for step in shown)
     bars = _bars_of_stages(drawn, shown, zero_s, end_s)
-    seconds = {stage: sum(own["x"]) for stage, own in bars.items()}
-    counts = sorted({1, min(FIRST_VIEW_STEPS, len(shown)), len(shown)})
-    views = [
-        Row(
-            label=f"Last {count} steps" if count > 1 else "Last step",
-            start_s=shown[-count].start_s - zero_s,
-            end_s=end_s - zero_s,
-            is_first=count == min(FIRST_VIEW_STEPS, len(shown)),
-        )
-        for count in counts
-    ]
-    [first] = [[view["start_s"], view["end_s"]] for view in views if view["is_first"]]
+    total_s = sum(length_s for own in bars.values() for _, length_s, *_ in own)
+    first = min(FIRST_VIEW_STEPS, len(shown))
+    counts = sorted({1, first, len(shown)})
+    ranges_s = {count: [shown[-count].start_s - zero_s, end_s - zero_s] for count in counts}
+    labels = {count: f"Last {count} steps" if count > 1 else "Last step" for count in counts}
+    views = [Row(label=labels[count], range_s=ranges_s[count], is_first=count == first) for count in counts]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "--muted", "width": 1, "dash": "dot"}}
     panel = Panel(
         title="Timeline",
@@ -291,16 +284,17 @@ def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
             "barmode": "overlay",
             "bargap": 0.3,
             "hovermode": "closest",
-            "xaxis": {"title": {}, "range": first, "ticksuffix": " s"},
+            "xaxis": {"title": {}, "range": ranges_s[first], "ticksuffix": " s"},
             "shapes": [line | dict.fromkeys(("x0", "x1"), step.start_s - zero_s) for step in shown],
         },
     )
     for stage, own in bars.items():
         color = "--grid" if stage == _IDLE else f"--{stage}"
         hover = "%{customdata[1]}<br>%{y}, step %{customdata[0]}"
-        trace = _bars(stage, color, own["y"], [round(length_s, 4) for length_s in own["x"]], hover)
-        share = seconds[stage] / max(sum(seconds.values()), 1e-9)
-        panel.draw("box", color, f"{stage} {share:.0%}", trace | {name: own[name] for name in ("base", "customdata")})
+        names, lengths_s, starts_s, shown_data = zip(*own, strict=True)
+        trace = _bars(stage, color, names, [round(length_s, 4) for length_s in lengths_s], hover)
+        label = f"{stage} {sum(lengths_s) / max(total_s, 1e-9):.0%}"
+        panel.draw("box", color, label, trace | {"base": starts_s, "customdata": shown_data})
     num_rows = len(controllers + devices)
     caption = f"Steps {shown[0].step:,} to {shown[-1].step:,}" if len(shown) > 1 else f"Step {shown[0].step:,}"
     if len(drawn) < num_rows:
@@ -333,16 +327,20 @@ def _last_steps(steps: Sequence[StepSpans], drawn: Sequence[str]) -> Sequence[St
     return steps
 
 
-def _bars_of_stages(drawn: Sequence[str], steps: Sequence[StepSpans], zero_s: float, end_s: float) -> dict[str, Row]:
-    """Return the bars of each stage that has any; a row has no gaps: time in no stage is one, too."""
-    found = {stage: Row(y=[], x=[], base=[], customdata=[]) for stage in (*STAGES, "other", _IDLE)}
+def _bars_of_stages(
+    drawn: Sequence[str], steps: Sequence[StepSpans], zero_s: float, end_s: float
+) -> dict[str, list[tuple[str, float, float, list[Any]]]]:
+    """Return the bars of each stage that has any: row, length, start, and what is shown at the pointer.
+
+    A row has no gaps: time in no stage is a bar, too.
+    """
+    found = {stage: list[Any]() for stage in (*STAGES, "other", _IDLE)}
     rows = [(step, _by_row(step)) for step in steps]
 
     def add(stage: str, name: str, step: StepSpans, start_s: float, stop_s: float) -> None:
         if stop_s > start_s:
-            values = (name, stop_s - start_s, round(start_s - zero_s, 4), [step.step, duration(stop_s - start_s)])
-            for column, value in zip(found[stage].values(), values, strict=True):
-                column.append(value)
+            length_s = stop_s - start_s
+            found[stage].append((name, length_s, round(start_s - zero_s, 4), [step.step, duration(length_s)]))
 
     for name in drawn:
         reached_s = zero_s
@@ -353,4 +351,4 @@ def _bars_of_stages(drawn: Sequence[str], steps: Sequence[StepSpans], zero_s: fl
                 add(span.stage if span.stage in STAGES else "other", name, step, start_s, stop_s)
                 reached_s = max(reached_s, stop_s)
         add(_IDLE, name, steps[-1], reached_s, end_s)
-    return {stage: bars for stage, bars in found.items() if bars["y"]}
+    return {stage: bars for stage, bars in found.items() if bars}

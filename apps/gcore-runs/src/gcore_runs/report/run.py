@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import RunFolder, StepSpans, json_object
 
@@ -65,7 +67,7 @@ class Run:
         if not any(path.is_file() for path in signs):
             names = ", ".join(path.name for path in signs)
             raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {names} in it")
-        notes: list[str] = []
+        self.notes = notes = list[str]()
         self.name = run_dir.resolve().name
         self.config, self.kind, self.total_steps = _read_config(folder.config, kinds, notes)
         spans = _by_step(_read_rows(folder.spans, "controllers", notes, last=MAX_SPAN_STEPS))
@@ -75,9 +77,8 @@ class Run:
         self.before = _read_rows(folder.samples / "before.jsonl", "prompt", notes)
         self.after = _read_rows(folder.samples / "after.jsonl", "prompt", notes)
         self.pictures = _read_pictures(folder.samples, notes) if self.kind.has_pictures else []
-        has_metrics = folder.metrics.is_file() and folder.metrics.stat().st_size > 0
-        self.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if has_metrics else None
-        self.notes = notes + _warnings(_read_rows(folder.warnings, "message", notes))
+        self.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if self.metrics else None
+        notes += _warnings(_read_rows(folder.warnings, "message", notes))
 
     @property
     def steps_done(self) -> int:
@@ -85,7 +86,7 @@ class Run:
 
     @property
     def has_paired_samples(self) -> bool:
-        """Return whether samples before and after answer the same prompts, so that they can be shown in pairs."""
+        """True if samples before and after answer the same prompts."""
         return all(old["prompt"] == new["prompt"] for old, new in zip(self.before, self.after, strict=False))
 
 
@@ -144,20 +145,16 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
 def _read_pictures(folder: Path, notes: list[str]) -> list[Row]:
     """Return the first of the pictures, the last, and others evenly between them."""
     files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.png")}
-    steps = sorted(files)
-    if len(steps) > MAX_PICTURES:
-        steps = [steps[round(i * (len(steps) - 1) / (MAX_PICTURES - 1))] for i in range(MAX_PICTURES)]
+    places = np.linspace(0, len(files) - 1, min(len(files), MAX_PICTURES)).round().astype(int)
     pictures: list[Row] = []
-    for step in steps:
+    for step in np.array(sorted(files))[places].tolist():
         content = files[step].read_bytes()
         if content[:8] != _PNG_SIGNATURE or len(content) < 24:
             notes.append(f"{files[step].name} is no PNG file: left out.")
             continue
         # A PNG's header begins with its size (ISO/IEC 15948, 11.2.2).
         size = {name: int.from_bytes(content[at : at + 4], "big") for name, at in (("width", 16), ("height", 20))}
-        pictures.append(
-            {"step": step, "data_uri": f"data:image/png;base64,{base64.b64encode(content).decode()}"} | size
-        )
+        pictures.append({"step": step, "png_base64": base64.b64encode(content).decode()} | size)
     return pictures
 
 

@@ -80,13 +80,7 @@ NOT_HERE: dict[str, str] = {
 
 
 def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str) -> str:
-    """Say what to write instead of an unknown name.
-
-    Args:
-        name: as it was given, with underscores: ``actor_rollout_ref.rollout.n``.
-        known: dotted names of all settings.
-        spelled: how a setting is to be written.
-    """
+    """Say what to write instead of an unknown dotted name, where ``known`` are all settings, spelled in some way."""
     # A section of verl that gcore does not have.
     name = name.removeprefix("actor_rollout_ref.")
     parts = name.split(".")
@@ -105,9 +99,8 @@ def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str)
         or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         or [by_last[near] for near in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
     )
-    if found:
-        return f"did you mean {' or '.join(spelled(n) for n in found)}?"
-    return _with_relatives("", parts, known, spelled)
+    named = " or ".join(map(spelled, found))
+    return f"did you mean {named}?" if named else _with_relatives("", parts, known, spelled)
 
 
 def _with_relatives(said: str, parts: list[str], known: Collection[str], spelled: Callable[[str], str]) -> str:

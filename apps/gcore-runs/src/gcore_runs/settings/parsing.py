@@ -30,11 +30,7 @@ _MAX_THREADS = 4096
 def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], ConfigT]], description: str) -> ConfigT:
     """Return settings from a recipe, a TOML file and the command line, each over the one before; raises as `merge`.
 
-    Args:
-        args: the command's arguments.
-        prog: the command as a user types it: ``gcore-llm train``.
-        recipes: ``own_data`` and ``embedded`` are among them.
-        description: the first line of the command's help.
+    ``prog`` is the command as users type it, ``gcore-llm train``; ``own_data`` and ``embedded`` are among the recipes.
     """
     options = _options(args, type(recipes["embedded"]()), extra=("config", "recipe"))
     config, recipe = options.get("config", ""), options.pop("recipe", "")
@@ -57,11 +53,7 @@ def parse_over(base: SettingsT, args: Sequence[str], *, prog: str, description: 
 
 
 def parse_arguments(kind: type[SettingsT], args: Sequence[str], *, prog: str, description: str = "") -> SettingsT:
-    """Return a dataclass of ``kind`` from the command line; fields without a default are positional.
-
-    Raises:
-        UserError: an unknown option, a wrong value, too many or too few positional arguments.
-    """
+    """Return a dataclass of ``kind``, whose fields without a default are positional, from the command line."""
     _help_if_asked(args, kind, prog=prog, description=description)
     wanted = [f.name for f in dataclasses.fields(cast(Any, kind)) if f.default is dataclasses.MISSING]
     options, given = _read_arguments(args, {n: t for n, t in setting_types(kind).items() if n not in wanted})
@@ -170,15 +162,11 @@ def _parsed(text: str) -> Any:
 
 
 def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") -> SettingsT:
-    """Return ``base``, a dataclass, with nested ``overrides`` on top.
-
-    Args:
-        base: settings to start from.
-        overrides: as a TOML file has them, or by dotted names.
-        source: the file that they are from, for errors; empty: options of a command line.
+    """Return ``base``, a dataclass, with ``overrides`` on top, nested as a TOML file has them, or by dotted names.
 
     Raises:
-        UserError: an unknown field (with the nearest known one), a wrong type, a value out of bounds.
+        UserError: an unknown field (with the nearest known one), a wrong type, a value out of bounds; it names the file
+            ``source`` that they are from, if there is one.
     """
     known, where = setting_types(type(base)), f"{source}: " if source else ""
     values = dict(_flat(dataclasses.asdict(cast(Any, base)), known))
@@ -219,11 +207,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def validated(kind: type[SettingsT], values: Mapping[str, Any], *, source: str = "") -> SettingsT:
-    """Make a dataclass from nested values; text is converted where a field has another type.
-
-    Raises:
-        UserError: a wrong type, a number that is not finite, a value out of bounds.
-    """
+    """Make a dataclass from nested values, converted from text where a field has another type; raises as `merge`."""
     where = f"{source}: " if source else ""
     try:
         made: SettingsT = _adapter(kind).validate_python(values)

@@ -1,8 +1,4 @@
-"""The settings that runs of several commands share, each documented, and bounded in its type.
-
-An app's config extends these dataclasses: it adds settings of its own, and declares a shared one again where its
-default or its meaning differs.
-"""
+"""The settings that runs of several commands share, documented and bounded in their types; apps extend them."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from inspect import get_annotations
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias, cast, get_args, get_origin
 
@@ -65,10 +62,7 @@ class Checked:
     """Base of a dataclass whose fields are checked by the bounds in their types: ``n: Annotated[int, at_least(2)]``.
 
     The bounds of ``tuple[Annotated[int, at_least(1)], ...]`` are checked entry by entry. A field that a subclass
-    declares again keeps its bounds, unless it has others there.
-
-    Raises:
-        UserError: a field is out of its bounds.
+    declares again keeps its bounds, unless it has others there. What depends on several fields is a `require`.
     """
 
     section: ClassVar[str] = ""
@@ -81,6 +75,13 @@ class Checked:
 
     def __post_init__(self) -> None:
         check_bounds(self, self.section, self.error)
+
+    def require(self, name: str, holds: object, expected: str) -> None:
+        """Raise the error of a field, by its name or by a dotted one in a section, unless a condition holds."""
+        if not holds:
+            value, where = attrgetter(name)(self), f"{self.section}.".lstrip(".")
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise self.error(f"{where}{name} is {shown}; expected {expected}")
 
 
 def check_bounds(settings: Any, section: str = "", error: type[Exception] = UserError) -> None:
@@ -309,11 +310,9 @@ class BaseRLConfig(BaseRunConfig, ABC):
         super().__post_init__()
         if self.runtime == "sim":
             self.sim.check("sim.", self.controllers)
-        if self.runtime == "ray" and 0 < self.rollout.num_processes < self.controllers:
-            raise UserError(
-                f"rollout.num_processes is {self.rollout.num_processes}; expected controllers={self.controllers} or "
-                "more with runtime 'ray', or 0 for one of each controller"
-            )
+        is_enough = self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers
+        expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
+        self.require("rollout.num_processes", is_enough, expected)
         if self.placement.strategy != "split":
             self._check_placement()
 
@@ -342,13 +341,9 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
-        _, judge = self.judge
-        engines, in_turns = (
-            self.rollout.num_processes or self.controllers,
-            STRATEGIES[self.placement.strategy].is_time_shared,
-        )
+        in_turns, (_, judge) = STRATEGIES[self.placement.strategy].is_time_shared, self.judge
+        engines, ranks = self.rollout.num_processes or self.controllers, self.trainer.num_processes
         judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
-        ranks = self.trainer.num_processes
         return Sizes(controllers=self.controllers, engines=engines, judges=judges, ranks=ranks, in_turns=in_turns)
 
     def with_sizes(self, sizes: Sizes) -> Self:
@@ -368,18 +363,13 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     def _check_placement(self) -> None:
         section, judge = self.judge
-        if self.runtime != "ray" or judge is None:
-            raise UserError(
-                f"placement.strategy is {self.placement.strategy!r}; expected 'split', or runtime 'ray' (now "
-                f"{self.runtime!r}) and a judge in {section} that is not on servers, with whose engines the policy's "
-                "share devices"
-            )
-        engines = self.rollout.num_processes or self.controllers
-        if STRATEGIES[self.placement.strategy].is_time_shared and judge.num_processes not in (0, engines):
-            raise UserError(
-                f"{section}.num_processes is {judge.num_processes}; expected rollout.num_processes={engines}, or 0 for "
-                "as many, with placement.strategy 'colocated'"
-            )
+        own_judge = f"a judge in {section} that is not on servers, with whose engines the policy's share devices"
+        expected = f"'split', or runtime 'ray' (now {self.runtime!r}) and {own_judge}"
+        self.require("placement.strategy", self.runtime == "ray" and judge is not None, expected)
+        engines, is_time_shared = self.sizes.engines, STRATEGIES[self.placement.strategy].is_time_shared
+        is_even = not is_time_shared or judge is None or judge.num_processes in (0, engines)
+        expected = f"rollout.num_processes={engines}, or 0 for as many, with placement.strategy 'colocated'"
+        self.require(f"{section}.num_processes", is_even, expected)
 
 
 def check_one_source(data: BaseDataConfig, task: str, *, of: str) -> None:

@@ -12,8 +12,7 @@ from gcore_controller import Span, State, run_inline, share_trainer
 from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, Roles, SamplingRoles
-from gcore_llm.sampling.engines import start_policy
-from gcore_llm.sampling.rewards import Evaluation, reward_function
+from gcore_llm.sampling import Evaluation, reward_function, start_policy
 from gcore_rollout import Completion, Engine, Failure, Request, RewardFunction, RewardRunner, WrappedEngine
 from gcore_runs import build_tokenizer, eos_token_ids, resolve
 

@@ -14,7 +14,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from gcore_bench.grpo.measure import Step, StepRecorder
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
-from gcore_llm.sampling.rewards import reward_function
+from gcore_llm.sampling import reward_function
 from gcore_runs import build_tokenizer
 
 

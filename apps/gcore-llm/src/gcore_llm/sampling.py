@@ -1,20 +1,22 @@
-"""The rewards of a run, a reward function, a reward model or both; and held-out evaluation by them."""
+"""Engines of a policy or a judge, the rewards of a run, and held-out evaluation by them."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from gcore_ckpt import load
 from gcore_controller import Collectives, InlineCollectives, InlineGroup, StageTimer
-from gcore_llm.config import TrainConfig
-from gcore_llm.sampling.engines import check_engine, start_judge
+from gcore_llm.config import RolloutConfig, TrainConfig
+from gcore_llm.prompts import longest_sequence
 from gcore_rollout import (
     ChatEncoder,
     CompositeReward,
     Engine,
+    EngineReplicas,
     Failed,
     Generation,
     Group,
@@ -23,20 +25,112 @@ from gcore_rollout import (
     PairwiseJudge,
     Prompt,
     ReasoningGymReward,
+    RequestError,
     RewardFunction,
     RewardRunner,
+    RolloutError,
     RolloutRoles,
     SamplingParams,
     WinnerPattern,
     build_reward,
-    reward_names,
+    check_servers,
+    connect_servers,
+    engine_factory as factory_of,
+    load_function,
+    visible_gpus,
 )
-from gcore_runs import build_tokenizer, check_model, eos_token_ids
-from gcore_runs.engines import NO_INSTRUMENTATION, Instrumentation
-from gcore_runs.errors import UserError
+from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids
+from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation
 
 _SEED = 20_250_729
 _NUM_SHOWN = 16
+
+
+async def start_policy(
+    config: TrainConfig,
+    model: Path,
+    *,
+    eos_token_ids: Sequence[int],
+    instrumentation: Instrumentation = NO_INSTRUMENTATION,
+) -> Engine:
+    """Start the policy's engine, with the weights of a model folder."""
+    if config.rollout.is_on_servers:
+        # Servers may have the last weights of another run. A new engine calls the weights that they have version 0.
+        engine = await start_engine(config.rollout, config, model, eos_token_ids, instrumentation)
+        try:
+            await engine.update_weights(load(model).items(), version=1)
+        finally:
+            await engine.close()
+    return await start_engine(config.rollout, config, model, eos_token_ids, instrumentation)
+
+
+def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_length: int | None = None) -> None:
+    """Import an engine of the user's own, or ask every server which model it runs; see `check_servers`.
+
+    ``setting`` is the name of the settings, ``max_length`` that of prompt and response together in tokens. It is a
+    `RewardError` if there is no such function, and a `UserError` if a server does not answer, or does not fit.
+    """
+    if settings.kind.is_own:
+        load_function(settings.engine, setting=f"{setting}.engine")
+    lengths = "data.max_prompt_length + data.max_response_length"
+    try:
+        check_servers(settings.engine, settings.urls, model, max_length=max_length, length_settings=lengths)
+    except RolloutError as error:
+        raise UserError(f"{setting}.{error}" if isinstance(error, RequestError) else str(error)) from error
+
+
+def engine_factory(
+    settings: EngineConfig, config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int]
+) -> Callable[[], Engine]:
+    """Return what makes an engine with the weights of a model folder, in this process or, pickled, in another."""
+    import torch
+
+    own: dict[str, Any] = {}
+    if isinstance(settings, RolloutConfig):
+        # Prompts that are longer than the model allows were refused before (`check_lengths`).
+        own["max_model_len"] = min(config.data.max_length, longest_sequence(model) or config.data.max_length)
+        own["speculative_config"] = settings.speculative.as_vllm_takes_it()
+    # A process of its own has a GPU of its own.
+    has_process = settings.num_processes > 0 or config.runtime == "ray"
+    return factory_of(
+        settings.engine,
+        model,
+        device="cuda" if has_process and config.device.startswith("cuda") else config.device,
+        dtype=getattr(torch, config.dtype),
+        max_num_seqs=config.rollout.max_num_seqs,
+        eos_token_ids=eos_token_ids,
+        **own,
+    )
+
+
+async def start_engine(
+    settings: EngineConfig,
+    config: TrainConfig,
+    model: Path,
+    eos_token_ids: Sequence[int],
+    instrumentation: Instrumentation,
+) -> Engine:
+    """Connect to the servers of the policy or a judge, or start its engine."""
+    if settings.is_on_servers:
+        servers = connect_servers(
+            settings.engine,
+            settings.urls,
+            weights_dir=settings.weights_dir if isinstance(settings, RolloutConfig) else None,
+            model_path=model,
+            max_num_seqs=config.rollout.max_num_seqs,
+            eos_token_ids=eos_token_ids,
+        )
+        engines = [instrumentation.instrument(server, place) for place, server in enumerate(servers)]
+        return EngineReplicas(engines, announce=instrumentation.announce) if len(engines) > 1 else engines[0]
+    # All processes that generate at the same time share the cores.
+    judges = config.reward_model.judge.num_processes if config.reward_model.is_judge else 0
+    return await instrumentation.start(
+        engine_factory(settings, config, model, eos_token_ids=eos_token_ids),
+        settings.num_processes,
+        num_threads=max(1, config.threads // (max(1, config.rollout.num_processes) + judges)),
+        preload=settings.kind.preload,
+        gpus=visible_gpus(config.device) if settings.num_processes else (),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +179,9 @@ class Rewards:
     async def start(
         cls, config: TrainConfig, *, instrumentation: Instrumentation = NO_INSTRUMENTATION, judge: Engine | None = None
     ) -> Self:
-        """Load the rewards that the config names.
+        """Load the rewards that the config names; `UserError` or `RewardError` if one does not load.
 
         ``judge`` is the engine of a judge's model, to be closed with the rewards; None: it is started here.
-
-        Raises:
-            UserError: a bad setting, or a folder that is no such model.
-            RewardError: the reward function does not load.
         """
         settings, calls, comparison = config.reward_model, config.reward_calls.runner, None
         async with AsyncExitStack() as models:
@@ -127,17 +217,10 @@ class Rewards:
 
 
 def reward_function(config: TrainConfig) -> RewardFunction:
-    """Load the reward function that the config names; `UserError` if it names none."""
+    """Load the reward function that the config names, if it names one; see `TrainConfig.check_inputs`."""
     if config.reward:
         return build_reward(config.reward)
-    if config.task.name:
-        return ReasoningGymReward(answer_after=config.answer_after)
-    if config.rollout.multi_turn.environment:
-        return no_reward
-    raise UserError(
-        f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "
-        "or a reward_model, or an environment that rewards"
-    )
+    return ReasoningGymReward(answer_after=config.answer_after) if config.task.name else no_reward
 
 
 def no_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
@@ -172,7 +255,6 @@ async def _judge(
     """Start a generative reward model that scores responses one by one, or compares those of a group."""
     judge, path = config.reward_model.judge, Path(config.reward_model.path)
     if judge.pairwise:
-        _check_pairwise(config)
         parse = WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern)
         on_unparsable = "drop" if judge.unparsable_score is None else "tie"
         make = partial(PairwiseJudge, parse=parse, on_unparsable=on_unparsable)
@@ -185,7 +267,7 @@ async def _judge(
     tokenizer = build_tokenizer(path)
     if engine is None:
         eos = eos_token_ids(tokenizer, path)
-        engine = await start_judge(config, path, eos_token_ids=eos, instrumentation=instrumentation)
+        engine = await start_engine(judge, config, path, eos, replace(instrumentation, role="judge"))
     models.push_async_callback(engine.close)
     encoder = ChatEncoder(tokenizer)
 
@@ -195,20 +277,6 @@ async def _judge(
     return make(
         model=judge.model(engine=engine, encode=encode, decode=encoder.text, seed=config.seed), template=template
     )
-
-
-def _check_pairwise(config: TrainConfig) -> None:
-    algorithm, is_multi_turn = config.algorithm, config.rollout.multi_turn.is_used
-    if is_multi_turn:
-        raise UserError(
-            "reward_model.judge.pairwise is true and rollout.multi_turn makes several turns: one of them is needed, "
-            "because one response to one prompt is compared"
-        )
-    if algorithm.estimator.needs_greedy:
-        raise UserError(
-            f"reward_model.judge.pairwise is true and algorithm.adv_estimator is {algorithm.adv_estimator!r}: another "
-            "estimator is needed, because its greedy response is in no group"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,17 @@
-"""The rewards that a config names."""
+"""Engines of images and of a judge, and the rewards that a config names."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from gcore_diffusion.config import DiffusionConfig
-from gcore_diffusion.sampling.engines import judge_folder, judge_tokenizer
-from gcore_diffusion.sampling.reward_config import RewardConfig
 from gcore_rollout import (
+    PRELOAD_DIFFUSERS,
     ColourReward,
+    DiffusersEngine,
     Engine,
     ImageJudgeReward,
     ImageRewardKind,
@@ -19,11 +19,75 @@ from gcore_rollout import (
     UnsupportedModelError,
     VisionProcessor,
     build_image_reward,
-    evaluate_images,
+    engine_factory,
     load_function,
     register_image_reward,
 )
-from gcore_runs.errors import UserError
+from gcore_runs import UserError, build_tokenizer, check_model
+from gcore_runs.engines import Instrumentation
+
+
+def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], DiffusersEngine]:
+    """Return what makes an engine of images, in this process or, pickled, in another."""
+    rollout = config.rollout
+    return partial(
+        DiffusersEngine.from_pretrained,
+        model.absolute(),
+        device=config.engine_device,
+        dtype=rollout.dtype,
+        max_num_images=rollout.max_num_images,
+        options=rollout.pipeline_options,
+    )
+
+
+def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
+    """Return what makes an engine of the judge, in this process or, pickled, in another; raises as `judge_model`."""
+    import torch
+
+    judge, (path, tokenizer) = config.reward.judge, judge_model(config)
+    return engine_factory(
+        judge.engine,
+        path,
+        device=config.engine_device,
+        dtype=getattr(torch, judge.dtype),
+        max_num_seqs=judge.max_num_seqs,
+        eos_token_ids=[tokenizer.eos_token_id],
+    )
+
+
+def judge_model(config: DiffusionConfig) -> tuple[Path, Any]:
+    """Return the folder of the judge's model, and its tokenizer; `UserError` if it cannot be asked about images."""
+    path = Path(config.reward.path).absolute()
+    check_model(path, setting="reward.path")
+    tokenizer = build_tokenizer(path)
+    if tokenizer.chat_template is None:
+        raise UserError(f"reward.path is {str(path)!r}: its tokenizer has no chat template, which places the image")
+    return path, tokenizer
+
+
+async def start_engines(
+    config: DiffusionConfig, model: Path, instrumentation: Instrumentation, to_close: AsyncExitStack, *, is_trial: bool
+) -> tuple[Engine[Any, Any], Engine[Any, Any] | None]:
+    """Start the engine of the pipeline in a folder, and a judge's if the run has one, which ``to_close`` then closes.
+
+    Each is in this process, or several in their own; for a trial there is one of each.
+    """
+    judge = config.reward.judge
+    num_engines, num_judges = config.rollout.num_processes, judge.num_processes
+    if is_trial:
+        num_engines, num_judges = 0, int(judge.kind.needs_own_process)
+    num_threads = max(1, config.threads // max(1, num_engines + num_judges))
+    policy: Engine[Any, Any] = await instrumentation.start(
+        sampler_factory(config, model=model), num_engines, num_threads=num_threads, preload=PRELOAD_DIFFUSERS
+    )
+    to_close.push_async_callback(policy.close)
+    if not config.reward.is_judged:
+        return policy, None
+    judges: Engine[Any, Any] = await replace(instrumentation, role="judge").start(
+        judge_factory(config), num_judges, num_threads=num_threads, preload=judge.kind.preload
+    )
+    to_close.push_async_callback(judges.close)
+    return policy, judges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +103,7 @@ class Rewards:
 
 
 def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
-    """Build the rewards of a run; ``judge`` is the engine of its judge, if it has one.
-
-    Raises:
-        UserError: a folder that is not of a judge's model.
-        RewardError: there is no such reward, it lacks a setting, or a file is not as expected.
-    """
+    """Build the rewards of a run, with the engine of its judge if it has one; raises as `build_image_reward`."""
     settings, gradient = config.reward, reward_gradient(config)
     known = ImageRewardSettings(
         path=settings.path, head=settings.head, jpeg_size=settings.jpeg_size, device=config.device
@@ -52,7 +111,7 @@ def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
     if gradient is not None:
         trained = _score_of(gradient)
     elif judge is not None:
-        trained = _judge_reward(settings, judge)
+        trained = _judge_reward(config, judge)
     else:
         trained = build_image_reward(settings.kind or "digit", known, setting="reward.kind")
     held_out = build_image_reward(settings.held_out, known, setting="reward.held_out") if settings.held_out else None
@@ -65,14 +124,6 @@ def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
     if config.algorithm.name != "reward_gradient" or ":" not in kind or kind.startswith(("http://", "https://")):
         return None
     return load_function(kind, setting="reward.kind")
-
-
-async def try_reward(reward: Callable[..., Any], prompt: Any, *, height: int, width: int) -> None:
-    """Score two grey images of the size; `RewardError` if the reward is broken, before anything is trained."""
-    if check := getattr(reward, "check", None):
-        check(height, width)
-    images = np.full((2, height, width, 3), 128, np.uint8)
-    await evaluate_images(reward, images, [prompt.text] * 2, [prompt.row] * 2)
 
 
 def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
@@ -91,10 +142,9 @@ register_image_reward("digit", ImageRewardKind(make=_digit))
 register_image_reward("colour", ImageRewardKind(make=_colour))
 
 
-def _judge_reward(settings: RewardConfig, engine: Engine) -> ImageJudgeReward:
+def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:
     """Return the reward that asks an engine of the judge's model."""
-    path, judge = judge_folder(settings.path), settings.judge
-    tokenizer = judge_tokenizer(path)
+    judge, (path, tokenizer) = config.reward.judge, judge_model(config)
     try:
         vision = VisionProcessor.from_pretrained(path)
     except UnsupportedModelError as error:

@@ -1,1 +1,0 @@
-"""Prompts: files, images and reasoning-gym tasks."""

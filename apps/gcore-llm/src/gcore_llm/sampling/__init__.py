@@ -1,1 +1,0 @@
-"""Generation and rewarding: engines, groups of responses, rewards, evaluation."""
