@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gcore_controller import (
-    ActorRole,
     Backend,
     Context,
     DeviceTimers,
@@ -19,7 +18,6 @@ from gcore_controller import (
     Recorder,
     TrainerGroup,
 )
-from gcore_controller import Backend, Context, DeviceTimers, Handles, RayTrainerClient, RemoteRecorder, TrainerGroup
 from gcore_diffusion.config import EVALUATED, DiffusionConfig
 from gcore_diffusion.modality import Job
 from gcore_diffusion.sampling.grids import write_grid

@@ -41,7 +41,7 @@ from gcore_runs.engines import EngineConfig, Instrumentation
 from gcore_trainer import merge_lora
 
 if TYPE_CHECKING:
-    from gcore_controller import Handles, RemoteRecorder
+    from gcore_controller import Handles, Recorder
     from gcore_runs.on_ray import ControllerServices, EngineFactory
 
 
@@ -148,7 +148,7 @@ def _scoring(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str,
 
 async def _start_inline(
     config: TrainConfig, model: Path, run: RunFolder, scoring: dict[str, Any], instrumentation: Instrumentation
-) -> Backend[Job, TrainConfig, Evaluation]:
+) -> Backend[Job, TrainConfig]:
     """Load the model in a folder for every role that needs it, in this process."""
     # vLLM sets process-wide state as it starts, so it comes first.
     eos = eos_token_ids(scoring["tokenizer"], model)
@@ -164,7 +164,7 @@ async def _start_inline(
 
 async def _start_on_ray(
     config: TrainConfig, model: Path, run: RunFolder, tokenizer: Any, rewards: Rewards, announce: Callable[[str], None]
-) -> Backend[Job, TrainConfig, Evaluation]:
+) -> Backend[Job, TrainConfig]:
     """Load the model in a folder for every role that needs it, on a cluster."""
     from gcore_runs.on_ray import start_ray_backend
 
@@ -192,7 +192,7 @@ def _engines(
 
 
 async def _run_controller(
-    tokenizer: Any, job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: "RemoteRecorder[Evaluation]"
+    tokenizer: Any, job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: "Recorder"
 ) -> None:
     """Build a controller's roles in its process, and run the program with them."""
     from gcore_controller import RayTrainerClient

@@ -25,7 +25,7 @@ from gcore_controller import (
     DeviceTimers,
     Handles,
     RayBackend,
-    RemoteRecorder,
+    Recorder,
     RoleActors,
     Sizes,
     Span,
@@ -78,7 +78,7 @@ class ControllerServices:
     devices: DeviceTimers
 
 
-RunController = Callable[[JobT, Context[Handles], ControllerServices, RemoteRecorder[Any]], Awaitable[None]]
+RunController = Callable[[JobT, Context[Handles], ControllerServices, Recorder], Awaitable[None]]
 """Runs the program of a job on one controller, with the services that it is connected to."""
 
 
@@ -128,7 +128,7 @@ async def start_ray_backend(
     run_controller: RunController[JobT],
     checkpoints: Path,
     announce: Callable[[str], None] | None = None,
-) -> RayBackend[JobT, ConfigT, Any]:
+) -> RayBackend[JobT, ConfigT]:
     """Start the actors of all roles, on the cluster that the config names or a new one on this machine.
 
     Args:
@@ -154,7 +154,7 @@ async def start_ray_backend(
         list(factories), factory, start=start_engine_actor, end=end_engine_actor, connect=RayEngine[Any, Any].connect
     )
     follows_load = STRATEGIES[config.placement.strategy].follows_load
-    backend = RayBackend[JobT, ConfigT, Any](
+    backend = RayBackend[JobT, ConfigT](
         config,
         engines=engines,
         trainer_spec=trainer_spec,
@@ -192,7 +192,7 @@ async def _run_controller(job: Any, run_controller: RunController[Any], logs: Pa
             await policy.wake()
             policy, judge = TimeSharedEngines([policy, judge]).engines
         own = ControllerServices(policy=policy, judge=judge, devices=devices, num_engines=len(engines))
-        await run_controller(job, ctx, own, RemoteRecorder[Any](ctx.report))
+        await run_controller(job, ctx, own, ctx.report)
 
 
 def _own(engines: Sequence[EngineHandle], rank: int, world_size: int) -> dict[int, EngineHandle]:

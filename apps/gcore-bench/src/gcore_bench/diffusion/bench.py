@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gcore_bench.diffusion.options import DiffusionBenchOptions
+from gcore_bench.diffusion.options import DiffusionOptions
 from gcore_bench.diffusion.simulation import NUM_DEVICES, run_simulation
 from gcore_bench.harness.processes import Program, Spec, child_program, run_program
 from gcore_bench.harness.report import Figures, Rounds, Session, figure, rows_table, verdict
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 """Figures of a contender or a strategy, and its name."""
 
 
-def run(options: DiffusionBenchOptions, console: Console) -> None:
+def run(options: DiffusionOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for.
 
     Raises:
@@ -56,7 +56,7 @@ def run(options: DiffusionBenchOptions, console: Console) -> None:
                 session.add(part, tables=[_simulation_table(rows)], rows=rows)
 
 
-def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -> list[Row]:
+def _run_loop(options: DiffusionOptions, *, say: Callable[[str], object]) -> list[Row]:
     """Return medians over all measured steps of each contender, and the highest load as its runs started."""
     # The folder is kept, because error messages name logs in it.
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-diffusion-"))
@@ -92,7 +92,7 @@ def _run_loop(options: DiffusionBenchOptions, *, say: Callable[[str], object]) -
     ]
 
 
-def _plain(name: str, model: Path, options: DiffusionBenchOptions, which: str) -> list[Figures]:
+def _plain(name: str, model: Path, options: DiffusionOptions, which: str) -> list[Figures]:
     threads, folder = PLAIN.index(name) + 1, model.parent
     settings = {"prompts": options.prompts, "n": options.n, "steps": options.warmup + options.steps}
     spec = Spec(
@@ -108,7 +108,7 @@ def _plain(name: str, model: Path, options: DiffusionBenchOptions, which: str) -
     return program.read()
 
 
-def _gcore(name: str, model: Path, options: DiffusionBenchOptions, number: int) -> list[Figures]:
+def _gcore(name: str, model: Path, options: DiffusionOptions, number: int) -> list[Figures]:
     folder, run_name = model.parent, f"run-{number}-{list(GCORE).index(name)}"
     steps = str(options.warmup + options.steps)
     command = [

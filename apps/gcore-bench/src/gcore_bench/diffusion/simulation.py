@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from gcore_bench.diffusion.options import DiffusionBenchOptions
+from gcore_bench.diffusion.options import DiffusionOptions
 from gcore_placement import (
     Comparison,
     Drift,
@@ -53,7 +53,7 @@ _IMAGES = TraceRecipe(
 )
 
 
-def run_simulation(options: DiffusionBenchOptions) -> list[Comparison]:
+def run_simulation(options: DiffusionOptions) -> list[Comparison]:
     """Compare all strategies on verdicts that stay, grow, and jump."""
     limits = RoleLimits(devices_per_replica=1)
     space = PartitionSpace(num_devices=NUM_DEVICES, policy=limits, reward=limits, unit_devices=UNIT_DEVICES)

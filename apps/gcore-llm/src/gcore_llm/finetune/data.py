@@ -8,10 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gcore_llm.data.prompts import Problem, are_messages
-from gcore_llm.data.tasks import WORKED_EXAMPLES, make_problems, require_worked_examples
 from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig
-from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig, RowsConfig
 from gcore_llm.finetune.tokens import Encoder, Messages, Tokens
 from gcore_llm.prompts import WORKED_EXAMPLES, Problem, are_messages, make_problems, require_worked_examples
 from gcore_placement import TransformerWorkload, micro_batches

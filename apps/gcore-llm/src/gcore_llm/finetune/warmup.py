@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gcore_llm.config import TrainConfig, WarmupConfig
-from gcore_llm.data.prompts import PromptSets
-from gcore_llm.data.tasks import WORKED_EXAMPLES
 from gcore_llm.finetune.config import FineTuneConfig, PairsConfig
 from gcore_llm.finetune.data import Row
+from gcore_llm.prompts import WORKED_EXAMPLES, PromptSets
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_runs import Display, RunFolder, append_json, eos_token_ids, write_atomically, write_jsonl
 from gcore_trainer import OptimizerConfig, Sample
@@ -34,8 +33,7 @@ async def make_warm_model(
     display: Display,
 ) -> None:
     """Make ``run.model``: the embedded model, trained until it samples enough right answers to held-out prompts."""
-    from gcore_llm.sampling.engines import start_policy
-    from gcore_llm.sampling.rewards import evaluate
+    from gcore_llm.sampling import evaluate, start_policy
     from gcore_rollout import RolloutRoles
     from gcore_runs.engines import Instrumentation
 
