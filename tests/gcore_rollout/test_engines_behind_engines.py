@@ -94,7 +94,7 @@ async def test_an_engine_computes_with_weights_by_reference_where_they_lie(actor
             WeightReferences.put([("other", torch.full((1 << 20,), float("nan")))])
         for each in (engine, here):
             assert max(errors(model, requests, await collect(each, *requests))) < TOLERANCE
-        found = await engine._call("lines_of_maps")  # pyright: ignore[reportPrivateUsage]
+        found = await engine._call(Transparent.lines_of_maps)  # pyright: ignore[reportPrivateUsage]
         assert len(found) > 10
         assert all("plasma" in line for line in found)
     await engine.close()

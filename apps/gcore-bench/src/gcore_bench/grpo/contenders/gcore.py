@@ -8,12 +8,12 @@ import torch
 from gcore_bench.grpo.measure import Step, StepRecorder
 from gcore_bench.grpo.setup import load_train_prompts, train_config
 from gcore_bench.grpo.workload import Task
-from gcore_controller import Span, State, run_inline, share_trainer
+from gcore_controller import Event, Reached, Stepped, Updating, run_inline, share_trainer
 from gcore_llm.learning.preparation import workload_of
 from gcore_llm.learning.trainer_worker import start_trainer
 from gcore_llm.modality import Job, Roles, SamplingRoles
-from gcore_llm.sampling import Evaluation, reward_function, start_policy
-from gcore_rollout import Completion, Engine, Failure, Request, RewardFunction, RewardRunner, WrappedEngine
+from gcore_llm.sampling import reward_function, start_policy
+from gcore_rollout import Completion, Engine, Request, RewardFunction, RewardRunner, WrappedEngine
 from gcore_runs import build_tokenizer, eos_token_ids, resolve
 
 
@@ -70,25 +70,15 @@ class _Recorder(StepRecorder):
         super().__init__(reward)
         self.lengths: list[int] = []
 
-    async def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        raise AssertionError(f"step {step} evaluated the policy: {evaluation}")
-
-    async def updating(self) -> None:
-        pass
-
-    async def stepped(
-        self, step: int, metrics: dict[str, float], spans: list[list[Span]], devices: dict[str, list[Span]]
-    ) -> None:
-        del step, spans, devices
-        self._metrics = metrics
-
-    async def rewards_failed(self, step: int, failures: list[Failure]) -> None:
-        raise AssertionError(f"rewards failed in step {step}: {failures}")
-
-    async def reached(self, step: int, controllers: list[State]) -> None:
-        del step, controllers
-        # gcore-llm scores completions while others are being generated: those seconds are inside its gen stage.
-        gen_s = sum(self._metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync"))
-        train_s = self._metrics["timing_s/train"]
-        self.ended(self.lengths.copy(), gen_s=gen_s, train_s=train_s, has_reward_in_gen=True)
-        self.lengths.clear()
+    async def __call__(self, event: Event) -> None:
+        match event:
+            case Stepped(metrics=metrics):
+                # gcore-llm scores completions while others are being generated: those seconds are inside its gen stage.
+                gen_s = sum(metrics.get(f"timing_s/{stage}", 0.0) for stage in ("gen", "reward", "sync"))
+                train_s = metrics["timing_s/train"]
+                self.ended(self.lengths.copy(), gen_s=gen_s, train_s=train_s, has_reward_in_gen=True)
+                self.lengths.clear()
+            case Updating() | Reached():
+                pass
+            case _:
+                raise AssertionError(f"the run reported {event}")
