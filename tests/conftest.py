@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # every worker.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
+# Actors at Ray's low priority of 15 get next to nothing of a core that another worker's test keeps busy.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 LONGEST_FIRST = (
     "apps/golden/test_golden.py",
     "apps/gcore_llm/test_train.py",

@@ -103,9 +103,9 @@ def test_two_devices_take_turns_where_one_role_has_most_to_do() -> None:
 def judged(own_args: list[str], tiny: Path) -> list[str]:
     """Verdicts that take much longer than responses."""
     judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny), "--reward-model.judge.pattern", r"(\d)"]
-    options = ["--reward-model.judge.max-response-length", "96", "--reward-model.judge.unparsable-score", "0.25"]
+    options = ["--reward-model.judge.max-response-length", "64", "--reward-model.judge.unparsable-score", "0.25"]
     args = [*own_args, *judge, *options, "--reward-model.judge.n", "4", "--trainer.tensorboard", "False"]
-    return option_set([*args, "--trainer.test-freq", "1000"], "--trainer.total-training-steps", "6")
+    return option_set([*args, "--trainer.test-freq", "1000"], "--trainer.total-training-steps", "5")
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def reporting(cli: Cli, args: list[str]) -> list[str]:
 
 
 def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> None:
-    """One in this process, four in it, and four actors, with an engine each, on two training ranks."""
+    """One in this process, four in it, and two actors, with an engine each, on two training ranks."""
     args = [*reporting(cli, own_args), "--actor.loss.kl-loss-coef", "0.1"]
     samples: dict[str, list[str]] = {}
     for name, options in {
@@ -65,7 +65,7 @@ def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> No
         "four": ["--controllers", "4"],
         # Engines with room for one prompt: an idle controller takes others'.
         "ray": [
-            *("--runtime", "ray", "--controllers", "4", "--trainer.num-processes", "2"),
+            *("--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2"),
             *("--rollout.max-num-seqs", "4"),
         ],
     }.items():
@@ -81,8 +81,8 @@ def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> No
     last = step_rows(cli.cwd / "runs/ray")[-1]
     assert 0 < last["controller/load/mean"] <= last["controller/load/max"]
     logs = {path.name for path in (cli.cwd / "runs/ray/logs").iterdir()}
-    assert {"main.log", "controller-3.log", "engine-3.log", "trainer-1.log"} <= logs
-    expected = {f"engine {i}": {"gen", "sync"} for i in range(4)}
+    assert {"main.log", "controller-1.log", "engine-1.log", "trainer-1.log"} <= logs
+    expected = {f"engine {i}": {"gen", "sync"} for i in range(2)}
     expected |= {f"trainer {i}": {"prepare", "train", "sync"} for i in range(2)}
     for row in read_rows(cli.cwd / "runs/ray/spans.jsonl"):
         assert {name: {stage for stage, *_ in spans} for name, spans in row["devices"].items()} == expected
