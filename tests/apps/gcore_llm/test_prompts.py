@@ -59,7 +59,7 @@ def asked_by_sample(tokenizer: Any, config: TrainConfig, prompt: str, monkeypatc
 
     async def latest(path: Path) -> Any:
         del path
-        return config, tokenizer, engine, 0
+        return config, tokenizer, engine
 
     monkeypatch.setattr(training, "_latest_policy", latest)
     options: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_tokens": 1, "seed": 0}
