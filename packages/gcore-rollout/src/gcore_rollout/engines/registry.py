@@ -167,7 +167,7 @@ def check_servers(
                 f"the server at {url} takes {length} tokens; expected at least {length_settings} = {max_length}"
             )
         lengths[url] = length
-    if max_length is None:
+    if max_length is None or not urls:
         return
     from transformers import AutoConfig
 
