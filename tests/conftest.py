@@ -12,7 +12,7 @@ settings.load_profile("untimed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Ray reads it on import, which any test module may do first: under `uv run` it would build the environment anew for
+# Ray reads it on import, which any test module may do first: under `uv run` it would build the environment again for
 # every worker.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 

@@ -67,7 +67,7 @@ def child(folder: Path, cwd: str, argv: list[str]) -> None:
 
 
 def reap() -> None:
-    """Forget the dead: not before the next request, so that whoever asked for them could still open them."""
+    """Forget the dead: not before the next request, so that the test that asked for them could still open them."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

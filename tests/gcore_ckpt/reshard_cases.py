@@ -119,7 +119,7 @@ def load_as(rank: Rank, path: str, leaf: Any, dtype: str, size: int) -> bool:
 
 
 def save_each(rank: Rank, path: str, trees: dict[int, Any], size: int, options: dict[str, Any]) -> list[bool]:
-    """Saves a tree as each step with one checkpointer; gives for which of them this rank made its plan anew."""
+    """Saves a tree as each step with one checkpointer; gives for which of them this rank made its plan again."""
     remade: list[bool] = []
     with (
         checkpointer(rank, path, size, **options) as saver,

@@ -1,4 +1,4 @@
-"""What is on disk, and what ranks are told, when one of them dies or its disk does."""
+"""What is on disk, and what ranks are notified of, when one of them dies or its disk does."""
 
 import os
 import random

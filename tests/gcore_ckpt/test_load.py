@@ -39,7 +39,7 @@ def test_a_template_is_filled_in_place(saved: Path) -> None:
         assert loaded["model"][name].data_ptr() == parameter.data_ptr()
 
 
-def test_an_optimizer_goes_on_as_if_nothing_had_happened(saved: Path) -> None:
+def test_an_optimizer_continues_as_if_uninterrupted(saved: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
     optim = torch.optim.AdamW(model.parameters(), lr=0.5)
     optim.load_state_dict(gcore_ckpt.load(saved)["optim"])
@@ -83,7 +83,7 @@ def test_a_part_that_is_none_is_there(tmp_path: Path) -> None:
     assert gcore_ckpt.load(tmp_path, only=["a", "b.c"]) == {"a": None, "b": {"c": None}}
 
 
-def test_meta_tensors_are_made_anew(saved: Path) -> None:
+def test_meta_tensors_are_created_again(saved: Path) -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
     state = gcore_ckpt.load(saved, {"model": model.state_dict()})["model"]

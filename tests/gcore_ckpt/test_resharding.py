@@ -329,7 +329,7 @@ def test_a_load_reads_what_it_needs(ranks: RankPool, tmp_path: Path, size: int) 
         assert read >= rows // size * row_bytes - row_bytes * size
 
 
-def test_fsdp_training_goes_on_with_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_fsdp_training_continues_with_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     saved, uninterrupted = ranks.run("train_fsdp_and_save", str(tmp_path), 4, 3, size=4)[0]
     for size in (1, 2, 3):
         for loaded, continued in ranks.run("load_and_train_fsdp", str(tmp_path), size, 3, size=size):

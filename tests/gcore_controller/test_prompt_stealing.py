@@ -26,7 +26,7 @@ def drawn(sizes: list[int]) -> list[list[tuple[int, str]]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_a_wave_has_the_same_prompts_whoever_takes_them(run: Run, world_size: int) -> None:
+def test_a_wave_has_the_same_prompts_on_any_controller(run: Run, world_size: int) -> None:
     sizes = [8, 3, 1, 16]
 
     async def program(ctx: Ctx) -> list[list[tuple[int, str]]]:

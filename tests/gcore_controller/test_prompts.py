@@ -80,7 +80,7 @@ def test_waiting_for_rows_is_a_stage_of_its_own() -> None:
     st.sampled_from([1, 2, 3, 8]),
     st.lists(st.integers(0, 12), max_size=4),
 )
-def test_a_resumed_loader_goes_on_in_the_same_order(
+def test_a_resumed_loader_continues_in_the_same_order(
     num_rows: int, seed: int, before: int, after: int, draws: list[int]
 ) -> None:
     """With another number of controllers too: the position is one number, the same on all of them."""

@@ -271,7 +271,7 @@ async def test_cancellation_reaches_every_controller(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-async def test_too_few_resources_are_told_before_anything_starts() -> None:
+async def test_too_few_resources_are_refused_before_anything_starts() -> None:
     async def program(ctx: Ctx) -> None:
         raise AssertionError("it started")
 

@@ -39,7 +39,7 @@ def test_an_inner_stage_suspends_the_outer_one() -> None:
     assert timer.drain() == []
 
 
-def test_a_running_stage_is_cut_and_goes_on() -> None:
+def test_a_running_stage_is_cut_and_continues() -> None:
     clock = Clock()
     timer = StageTimer(clock)
     with timer.stage("gen"):

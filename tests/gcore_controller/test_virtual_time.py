@@ -74,7 +74,7 @@ def test_timeouts_and_order_are_of_simulated_time() -> None:
     assert run_simulated(program, roles=None) == [["early at 5", "given up at 60", "late at 108000"]]
 
 
-def test_a_program_that_waits_for_nobody_is_stuck() -> None:
+def test_a_program_without_events_is_stuck() -> None:
     ended: list[int] = []
 
     async def program(ctx: Ctx) -> None:

@@ -123,7 +123,7 @@ def test_memory_is_capped_at_little_cost() -> None:
 
 
 def test_a_tight_packing_is_found_by_weight() -> None:
-    # Longest first would put the two light sequences together, and the heavy ones beside them would not fit.
+    # Longest first would put the two light sequences together, and the heavy ones with them would not fit.
     weights = [6.0, 6.0, 5.0, 5.0, 4.0, 4.0]
     parts = balance([0, 0, 9, 9, 9, 9], 3, weights=weights, capacity=10)
     assert [sum(weights[index] for index in part.tolist()) for part in parts] == [10, 10, 10]

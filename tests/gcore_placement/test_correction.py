@@ -66,7 +66,7 @@ def test_factors_stay_in_bounds(seen: list[float], most: float) -> None:
 
 @settings(max_examples=20)
 @given(seen=st.lists(ratios, max_size=100), later=st.lists(ratios, max_size=5))
-def test_state_is_plain_and_goes_on_alike(seen: list[float], later: list[float]) -> None:
+def test_state_is_plain_and_continues_alike(seen: list[float], later: list[float]) -> None:
     correction, resumed = observed(*seen), Correction()
     resumed.load_state(json.loads(json.dumps(correction.state())))
     for value in later:

@@ -119,7 +119,7 @@ def test_flops_match_what_torch_counts(shape: DiffusionWorkload, text_tokens: in
 
 @pytest.mark.parametrize(("shape", "text_tokens"), [(DIT, 0), (SD3, 5)])
 def test_a_backward_pass_takes_twice_the_forward(shape: DiffusionWorkload, text_tokens: int) -> None:
-    """But for the gradients of the inputs, which nobody asks for."""
+    """But for the gradients of the inputs, which are not needed."""
     flops = shape.flops(8, 8, text_tokens=text_tokens, backward=True)
     assert_allclose(flops, counted(shape, 8, 8, text_tokens, backward=True), rtol=0.05)
 

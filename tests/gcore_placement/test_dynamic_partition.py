@@ -75,7 +75,7 @@ def middle(space: PartitionSpace) -> Partition:
 
 @settings(max_examples=20)
 @given(space=spaces, seed=st.integers(0, 10**6))
-def test_constraints_are_kept_whatever_is_measured(space: PartitionSpace, seed: int) -> None:
+def test_constraints_hold_for_any_measurement(space: PartitionSpace, seed: int) -> None:
     rng = np.random.default_rng(seed)
     policy = DynamicPartition(space, middle(space), EAGER)
     for _ in range(30):
@@ -135,7 +135,7 @@ def test_after_a_jump_the_best_partition_is_reached_in_two_rounds(
     best = space.partitions[best_index(space, after, floors)]
     seconds = [max(f + w / d for f, w, d in zip(floors, after, devices(p), strict=True)) for p in (*partitions, best)]
     assert seconds[-2] == pytest.approx(seconds[-1])
-    # All that a jump costs beyond the best: the round that tells, and one that is no worse.
+    # All that a jump costs beyond the best: the round that shows it, and one that is no worse.
     assert seconds[1] <= seconds[0] * (1 + 1e-9)
 
 
@@ -269,7 +269,7 @@ def exchanged(partition: Partition) -> Partition:
 
 @settings(max_examples=20)
 @given(space=spaces, seed=st.integers(0, 10**6))
-def test_it_goes_on_from_its_state(space: PartitionSpace, seed: int) -> None:
+def test_it_continues_from_its_state(space: PartitionSpace, seed: int) -> None:
     rng = np.random.default_rng(seed)
     policy = DynamicPartition(space, middle(space))
     for _ in range(12):

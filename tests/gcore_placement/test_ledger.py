@@ -1,4 +1,4 @@
-"""The ledger: sums that are exact, causes that can be told, and the command that prints them."""
+"""The ledger: sums that are exact, causes that can be identified, and the command that prints them."""
 
 import json
 from pathlib import Path
@@ -85,7 +85,7 @@ def ledger_of(controllers: list[list[tuple[str, float, float]]], **rows: list[tu
         ("robot", "gen", "unassigned"),
     ],
 )
-def test_the_cause_is_told_from_the_controllers_stage(role: str, stage: str, cause: str) -> None:
+def test_the_cause_follows_from_the_controllers_stage(role: str, stage: str, cause: str) -> None:
     found = ledger_of([[(stage, 2.0, 9.0)]], **{f"{role}_0": [("gen", 1.0, 4.0)]}).device_ns[role]
     assert found["generation"] == 3 * S
     assert found[cause] >= 5 * S
@@ -151,7 +151,7 @@ def test_steps_of_a_run_lie_end_to_end(tmp_path: Path) -> None:
     assert ledger.device_ns["engine"]["long_tail"] == 3 * S
 
 
-def test_what_goes_on_into_the_next_step_is_counted_there(tmp_path: Path) -> None:
+def test_work_that_ends_in_the_next_step_counts_there(tmp_path: Path) -> None:
     steps = read_spans(write_run(tmp_path, row(1, 0.0, engine=5.0), row(2, 4.0, engine=0.5)))
     ledger = Ledger.of(steps)
     assert ledger.total_ns["engine"] == 7 * S

@@ -107,7 +107,7 @@ def test_engines_by_hand() -> None:
 
 
 def kept_bytes(model: Any, num_tokens: int) -> int:
-    """Bytes that a forward pass keeps for its backward pass, each storage once, beside the parameters."""
+    """Bytes that a forward pass keeps for its backward pass, each storage once, in addition to the parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

@@ -271,7 +271,7 @@ def test_without_a_judge_roles_are_colocated() -> None:
         plan(make_cluster(8), job, strategy="dynamic")
 
 
-def test_swaps_that_take_long_keep_roles_beside_each_other() -> None:
+def test_long_swaps_keep_roles_coexisting() -> None:
     job = make_job(judge=QWEN_7B, acceptance=0.7)
     slow, fast = (plan(make_cluster(64), job, efficiency=Efficiency(swap_s=s)) for s in (60.0, 0.0))
     assert slow.strategy == "dynamic"

@@ -104,19 +104,19 @@ def seconds_of(strategy: Strategy, policy_devices: int, reward_devices: int, job
     ).total_s
 
 
-def test_roles_beside_each_other_or_in_turns() -> None:
+def test_roles_coexist_or_take_turns() -> None:
     job = make_job(judge=QWEN_7B, acceptance=0.7)
-    beside = predict_step(
+    coexisting = predict_step(
         costs_of(with_judge=True), job, strategy="dynamic", num_devices=32, policy_devices=16, reward_devices=16
     )
     in_turns = predict_step(
         costs_of(with_judge=True), job, strategy="colocated", num_devices=32, policy_devices=32, reward_devices=32
     )
     # Every step has a wave, every second one another; in turns, each wakes and puts to sleep both roles.
-    assert (beside.swap_s, in_turns.swap_s) == (5.0, 1.5 * 10)
-    assert beside.reward_s < in_turns.reward_s
-    assert seconds_of("split", 16, 16, job) == beside.total_s
-    assert seconds_of("split", 30, 2, job) > beside.total_s
+    assert (coexisting.swap_s, in_turns.swap_s) == (5.0, 1.5 * 10)
+    assert coexisting.reward_s < in_turns.reward_s
+    assert seconds_of("split", 16, 16, job) == coexisting.total_s
+    assert seconds_of("split", 30, 2, job) > coexisting.total_s
 
 
 def test_waves_have_the_prompts_that_acceptance_asks_for() -> None:

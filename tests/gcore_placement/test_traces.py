@@ -49,7 +49,7 @@ def test_lengths_drift_and_jump_as_the_recipe_says() -> None:
 
 
 @given(seed=st.integers(0, 1000), acceptance=st.floats(0.05, 1.0))
-def test_waves_go_on_until_the_batch_is_full(seed: int, acceptance: float) -> None:
+def test_waves_continue_until_the_batch_is_full(seed: int, acceptance: float) -> None:
     share = Drift(first=acceptance, last=acceptance)
     trace = replace(RECIPE, num_steps=3, train_batch_size=16, acceptance=share, seed=seed).trace()
     for step in range(3):

@@ -36,7 +36,7 @@ def computed(job: Job) -> float:
 
 
 def scoring_s(job: Job) -> float:
-    """Of a token's logits beside their products: `token_scores` reads or writes them 26 times, in float32."""
+    """Of a token's logits apart from their products: `token_scores` reads or writes them 26 times, in float32."""
     return 26 * 4 * job.policy.workload.vocab_size / MEMORY
 
 

@@ -133,7 +133,7 @@ async def in_parts(engine: Engine, *requests: Request, num_tokens: int) -> tuple
     while todo:
         assert num_aborts < 200
         part = await interrupt(engine, *todo, after=num_tokens)
-        # A request goes on with all of its samples: those that are finished are made again.
+        # A request continues with all of its samples: those that are finished are made again.
         found |= {k: c for k, c in part.items() if k not in found or found[k].finish_reason == "abort"}
         todo = [r for r in (go_on(r, found) for r in todo) if r.prefixes]
         num_aborts += bool(todo)

@@ -82,7 +82,7 @@ async def run_scenario(engine: Engine, model: TinyModel) -> Scenario:
     await engine.pause()
     await engine.abort()
     cut |= await running
-    # The server is told in the background.
+    # The server is notified in the background.
     await asyncio.sleep(0.2)
     await engine.resume()
 
@@ -181,7 +181,7 @@ class Replay(_Server):
         known = [e for e in self.left if (e.method, e.path, e.body) == (asked.method, asked.path, asked.body)]
         if not known:
             self.unexpected.append(asked)
-            return web.Response(status=500, text=f"nobody asked {asked}")
+            return web.Response(status=500, text=f"not expected: {asked}")
         exchange = known[0]
         self.left.remove(exchange)
         if exchange.events:

@@ -1,4 +1,4 @@
-"""For tests: vLLM at the pace of a larger model, so that samples live until somebody interrupts them."""
+"""For tests: vLLM at the pace of a larger model, so that samples live until they are interrupted."""
 
 import time
 from typing import Any

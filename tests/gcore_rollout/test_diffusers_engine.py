@@ -205,7 +205,7 @@ async def test_aborted_images_come_out_empty_and_others_are_made(flow: Path) -> 
 
 @pytest.mark.slow
 async def test_replicas_in_processes_make_the_same_images(flow: Path) -> None:
-    """And go on when one is killed."""
+    """And continue when one is killed."""
     start = partial(
         EngineProcess[ImageRequest, ImageSample].start, partial(DiffusersEngine.from_pretrained, flow), num_threads=1
     )

@@ -72,7 +72,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not: nobody may be there to reap it."""
+    """A zombie is not: its parent may not reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -130,7 +130,7 @@ async def test_new_weights_take_effect_and_bad_ones_do_not(hf: EngineProcess, ti
 
 
 async def test_one_memory_serves_two_engines(hf: EngineProcess, tied: TinyModel) -> None:
-    """One computes with it in place, the other copies; what is written later is not theirs until they are told."""
+    """One computes with it in place, the other copies; what is written later is not theirs until they are notified."""
     here = HFEngine.from_pretrained(tied.path)
     shared = SharedWeights()
     requests = [make_request("r", 9, n=2)]
@@ -271,7 +271,7 @@ async def test_kill_is_noticed_at_once(slow: EngineProcess) -> None:
     assert slow.stats().prompt_tokens == 12
 
 
-async def test_exit_is_told_from_kill(slow: EngineProcess) -> None:
+async def test_exit_differs_from_kill(slow: EngineProcess) -> None:
     with pytest.raises(EngineDiedError, match=f"engine process {slow.pid} ended with exit code 3"):
         await collect(slow, make_request("exit", 2))
 

@@ -171,7 +171,7 @@ async def test_seeds(subject: Subject) -> None:
 
 
 async def test_single_samples_of_a_request(subject: Subject) -> None:
-    """They are drawn as they are beside the others."""
+    """They are drawn as they are alongside the others."""
     request = make_request("r", 5, n=6, max_tokens=8)
     whole = await collect(subject.engine, request)
     some = await collect(subject.engine, replace(request, indices=(4, 1)))
@@ -354,7 +354,7 @@ async def test_interrupted_greedy_equals_uninterrupted(subject: Subject) -> None
         assert_equal(found[key], expected, tolerance=2 * TOLERANCE)
 
 
-async def test_samples_go_on_beside_new_ones(subject: Subject) -> None:
+async def test_samples_continue_alongside_new_ones(subject: Subject) -> None:
     """A third of the samples is cut short; log-probs are those of one forward over all tokens."""
     engine = subject.engine
     request = make_request("r", 40, n=6, max_tokens=48, temperature=0.9)
@@ -372,14 +372,14 @@ async def test_samples_go_on_beside_new_ones(subject: Subject) -> None:
         assert longer.log_probs[:length].tolist() == c.log_probs.tolist()
         assert len(longer.token_ids) > length
     num_cut_short = sum(len(c.token_ids) for c in cut_short)
-    # The prompt once for those that start anew, and once for each that goes on.
+    # The prompt once for those that start again, and once for each that continues.
     prompt_tokens = after.prompt_tokens - before.prompt_tokens - 40 * len(cut_short) - num_cut_short
     assert prompt_tokens in [40 * n for n in range(1, subject.num_engines + 1)]
     num_tokens = sum(len(c.token_ids) for c in found.values())
     assert after.completion_tokens - before.completion_tokens == num_tokens - num_cut_short
 
 
-async def test_going_on_with_new_weights(either_subject: Subject) -> None:
+async def test_continuing_with_new_weights(either_subject: Subject) -> None:
     """Each token has the version that made it, and the log-prob that these weights give it in one forward."""
     engine, model = either_subject.engine, either_subject.model
     before = engine.weight_version
@@ -463,7 +463,7 @@ async def test_abort_of_nothing(subject: Subject) -> None:
 
 
 async def test_pause_holds(either_subject: Subject) -> None:
-    """No token comes while paused; weights may change, and samples go on with the new ones."""
+    """No token comes while paused; weights may change, and samples continue with the new ones."""
     engine, model = either_subject.engine, either_subject.model
     before = engine.weight_version
     request = make_request("r", 20, n=3, max_tokens=60, temperature=0.9)
@@ -568,7 +568,7 @@ async def test_no_sleep_while_generating(subject: Subject) -> None:
     ],
 )
 async def test_repetition_ends_a_sample(subject: Subject, detection: RepetitionDetection, temperature: float) -> None:
-    """With the first token that makes it repeat itself, and beside samples that may repeat themselves."""
+    """With the first token that makes it repeat itself, and alongside samples that may repeat themselves."""
     free = [make_request(f"r{i}", 4 + i, n=4, max_tokens=200, temperature=temperature) for i in range(5)]
     guarded = [replace(r, sampling=replace(r.sampling, repetition_detection=detection)) for r in free]
     found = await collect(subject.engine, *guarded[:3], *free[3:])

@@ -82,7 +82,7 @@ async def test_update_in_mid_generation(subject: Subject) -> None:
 
 
 async def test_an_engine_computes_with_weights_by_reference_where_they_lie(actor: Any, tied: TinyModel) -> None:
-    """For as long as it uses them, whoever else does not any more."""
+    """For as long as it uses them, even after others have closed it."""
     engine, here = await RayEngine.connect(actor), HFEngine.from_pretrained(tied.path)
     requests = [make_request("r", 9, n=2)]
     for model in (tied.new, tied.old, tied.new):

@@ -96,7 +96,7 @@ async def test_what_may_pass_is_tried_again(failure: Answer) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 302, 201])
-async def test_what_cannot_pass_is_not_and_the_servers_text_is_told(status: int) -> None:
+async def test_hopeless_requests_are_not_retried_and_show_the_servers_text(status: int) -> None:
     server = Server((status, {"detail": "row has no gold"}))
     async with serving(server) as reward:
         with pytest.raises(RewardError, match=rf"{server.url} answered {status} Reason: .*row has no gold"):

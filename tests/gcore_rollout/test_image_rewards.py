@@ -185,11 +185,11 @@ def test_image_reward_is_a_head_on_blip(image_reward: BlipParts, tmp_path: Path)
     reward = ImageRewardScore(path / "ImageReward.pt", path)
     mean, std = (torch.tensor(v)[:, None, None] for v in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
     pixels = (torch.from_numpy(NOISE).permute(0, 3, 1, 2) / 255 - mean) / std
-    told = reward._tokenizer(PROMPTS, padding="max_length", max_length=35, return_tensors="pt")  # pyright: ignore[reportPrivateUsage]
+    encoded = reward._tokenizer(PROMPTS, padding="max_length", max_length=35, return_tensors="pt")  # pyright: ignore[reportPrivateUsage]
     with torch.no_grad():
         seen = blip.vision_model(pixel_values=pixels).last_hidden_state
         read = blip.text_encoder(
-            input_ids=told["input_ids"], attention_mask=told["attention_mask"], encoder_hidden_states=seen
+            input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"], encoder_hidden_states=seen
         )
         expected = (head(read.last_hidden_state[:, 0])[:, 0] - 0.16717362830052426) / 1.0333394966054072
     np.testing.assert_allclose(reward(NOISE, PROMPTS, ROWS), expected, atol=1e-5)
@@ -204,7 +204,7 @@ def test_image_reward_is_a_head_on_blip(image_reward: BlipParts, tmp_path: Path)
 
 
 async def test_a_vision_language_model_judges(tmp_path: Path) -> None:
-    """What a real engine says of each image is what transformers says; a verdict without a number counts as told."""
+    """A real engine says of each image what transformers says; a verdict without a number counts as configured."""
     folder = save_vision_model(tmp_path / "model")
     reference, tokenizer = Reference.load(folder), AutoTokenizer.from_pretrained(folder)
     processor = VisionProcessor.from_pretrained(folder)

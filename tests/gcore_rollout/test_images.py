@@ -161,7 +161,7 @@ async def test_vllm_looks_at_images_again_where_it_computes_keys_and_values_agai
     np.testing.assert_allclose(completion.log_probs[versions == 1], expected[versions == 1], atol=TOLERANCE, rtol=0)
 
 
-async def test_what_was_aborted_goes_on_behind_its_images(
+async def test_aborted_samples_continue_after_their_images(
     folders: dict[str, Path], processor: VisionProcessor, engine: Engine
 ) -> None:
     reference = Reference.load(folders["old"])

@@ -32,7 +32,7 @@ SAMPLING = SamplingParams(max_tokens=64)
 
 
 class ScriptedEngine:
-    """An engine that says what a function tells it to; the tokens are the characters."""
+    """An engine that says what a function says; the tokens are the characters."""
 
     weight_version = 0
 
@@ -120,7 +120,7 @@ def test_score_pattern(text: str, score: float | None) -> None:
     assert ScorePattern()(text) == (None if score is None else pytest.approx(score))
 
 
-def test_score_pattern_of_ones_own() -> None:
+def test_custom_score_pattern() -> None:
     assert ScorePattern(pattern=r"\[\[(\w+)\]\]", low=-1, high=1)("[[0]]") == 0.5
     assert ScorePattern(pattern=r"\[\[(\w+)\]\]", low=-1, high=1)("[[good]]") is None
     assert ScorePattern(pattern=r"a(b)?")("a") is None, "the group took no part"
@@ -156,7 +156,7 @@ async def test_what_cannot_be_read() -> None:
     assert judge("x").parse_rate == 1.0
 
 
-async def test_the_question_and_a_parser_of_ones_own() -> None:
+async def test_the_question_and_a_custom_parser() -> None:
     engine = ScriptedEngine(lambda question, _: question)
     reward = JudgeReward(
         model=model_of(engine),
@@ -238,7 +238,7 @@ def test_another_pattern_of_winners() -> None:
 
 
 def pairwise(say: Callable[[str, str], str], n: int = 1, template: str = "", **options: Any) -> PairwiseJudge:
-    """A judge that is told both completions."""
+    """A judge that is given both completions."""
     engine = ScriptedEngine(lambda question, _: say(*question.split("|")[1:3]))
     text = template or "{prompt}|{completion_a}|{completion_b}"
     return PairwiseJudge(model=model_of(engine, n=n), template=text, **options)
@@ -293,7 +293,7 @@ async def test_one_completion_has_nothing_to_be_compared_with() -> None:
 
 
 async def test_a_real_engine(tied: TinyModel) -> None:
-    """A random model judges: its verdicts depend on the question alone, whatever runs beside it."""
+    """A random model judges: its verdicts depend on the question alone, whatever runs alongside."""
     engine = make_engine("hf", tied, max_num_seqs=8)
     model = JudgeModel(
         engine=engine,
@@ -307,13 +307,13 @@ async def test_a_real_engine(tied: TinyModel) -> None:
     )
     alone = [await evaluate(reward, prompt="", completion=c, row={}) for c in ("a", "bb", "ccc")]
     runner = RewardRunner(reward)
-    beside = await asyncio.gather(*(runner.score(prompt="", completion=c, row={}) for c in ("ccc", "bb", "x", "a")))
-    assert [beside[3], beside[1], beside[0]] == alone
+    together = await asyncio.gather(*(runner.score(prompt="", completion=c, row={}) for c in ("ccc", "bb", "x", "a")))
+    assert [together[3], together[1], together[0]] == alone
     [verdicts] = await reward.ask(["a: good?"])
     assert len({text for _, text in verdicts}) > 1, "samples differ"
     assert alone[0].score == sorted(score for score, _ in verdicts if score is not None)[1]
     with pytest.raises(RewardError, match="RequestError"):
         await evaluate(reward, prompt="", completion="x" * 600, row={})
     outcome = await runner.score(prompt="", completion="a", row={})
-    assert outcome == alone[0], "the engine goes on"
+    assert outcome == alone[0], "the engine continues"
     await engine.close()

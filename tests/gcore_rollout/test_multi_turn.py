@@ -170,7 +170,7 @@ def test_without_a_template_contents_follow_each_other() -> None:
         encoder.first([{"role": "user", "content": "1+1="}], tools=[{"type": "function"}])
 
 
-def test_a_template_that_cannot_go_on_is_refused() -> None:
+def test_a_template_that_cannot_continue_is_refused() -> None:
     tokenizer = make_tokenizer("{{ messages | length }}{% for m in messages | reverse %}{{ m.content }}{% endfor %}")
     with pytest.raises(RolloutError, match="does not render further messages after those before them"):
         ChatEncoder(tokenizer).next([{"role": "user", "content": "x"}], last_token=1)
@@ -206,7 +206,7 @@ async def test_log_probs_are_those_of_the_whole_sequence(tied: TinyModel) -> Non
     await engine.close()
 
 
-async def test_an_aborted_turn_goes_on() -> None:
+async def test_an_aborted_turn_continues() -> None:
     engine = ScriptedEngine([[7, 8], [7, 8, 9, 1]], ["abort", "stop"])
     encoder = ChatEncoder(make_tokenizer())
     episode = await run_episode(engine, Questions(["x"]), encoder, request_id="e", sampling=SAMPLING)
@@ -227,7 +227,7 @@ async def test_an_aborted_turn_goes_on() -> None:
     ],
 )
 async def test_episodes_end(limits: MultiTurnConfig, max_tokens: int, reasons: list[str], end: str, turns: int) -> None:
-    """With what the policy wrote last: nobody reads what would have been said to it."""
+    """With what the policy wrote last: no turn reads what would have been said to it."""
     engine = ScriptedEngine([[7, 8, 1]] * 4, reasons)
     episode = await run_episode(
         engine,

@@ -243,7 +243,7 @@ async def test_clients_in_two_processes(actor: Any, slow: RayEngine, other_proce
 
 
 async def test_what_a_lost_client_generates_is_given_up(actor: Any, slow: RayEngine) -> None:
-    """One that is alive all the same is told."""
+    """One that is still alive is notified."""
     lost = await RayEngine.connect(actor)
     running = asyncio.create_task(collect(lost, make_request("lost", 2, n=2, max_tokens=10_000)))
     kept = asyncio.create_task(collect(slow, make_request("kept", 2, max_tokens=150)))

@@ -231,7 +231,7 @@ async def test_drained_replica_finishes_and_may_come_back() -> None:
     assert len(engines[0].served) > len(served)
 
 
-async def test_samples_of_a_replica_that_leaves_at_once_go_on_elsewhere() -> None:
+async def test_samples_of_a_lost_replica_continue_elsewhere() -> None:
     """With the tokens that they have."""
     engines = fakes(2)
     replicas = EngineReplicas(engines)
@@ -286,7 +286,7 @@ async def test_engine_with_older_weights_waits_for_the_next_update() -> None:
 
 
 async def test_the_dead_are_replaced() -> None:
-    """By engines with the present weights; calls wait for them when nobody is left."""
+    """By engines with the present weights; calls wait for them when no engine is left."""
     made: list[FakeEngine] = []
 
     async def restart() -> FakeEngine:

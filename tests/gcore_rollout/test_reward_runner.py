@@ -125,10 +125,10 @@ async def test_retries_are_bounded_and_wait_longer_each_time() -> None:
 
     async def reward(*_: object) -> float:
         times.append(time.monotonic())
-        raise ConnectionRefusedError("nobody")
+        raise ConnectionRefusedError("no listener")
 
     config = RewardRunnerConfig(retry=RetryPolicy(max_retries=3, backoff_s=0.1, max_backoff_s=0.2))
-    with pytest.raises(RewardError, match="ConnectionRefusedError: nobody"):
+    with pytest.raises(RewardError, match="ConnectionRefusedError: no listener"):
         await run(RewardRunner(reward, config))
     waits = [b - a for a, b in itertools.pairwise(times)]
     assert len(waits) == 3

@@ -98,7 +98,7 @@ async def test_tests_see_the_program(sandbox: Sandbox) -> None:
 async def test_leaving_early_passes_nothing(isolated: Sandbox, program: str) -> None:
     result = await isolated.run(program, tests=["assert f() == 1", "pass"])
     assert not result.passed[0]
-    # The interrupt may find the program at its end, and so the first test in its place. A forked program goes on until
+    # The interrupt may come after the program, in the first test. A forked program continues until
     # the end of its first process is noticed, and may be quicker.
     stays = any(words in program for words in ("def f(): return 2", "interrupt_main", "os.fork()"))
     assert stays or result.passed == (False, False)
@@ -215,7 +215,7 @@ for family, address in [(socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]}
         except OSError as error:
             print(error.errno)
 """
-        assert (await isolated.run(program)).stdout == "101\n101\n101\n101\n111\n111\n", "no network, nobody listens"
+        assert (await isolated.run(program)).stdout == "101\n101\n101\n101\n111\n111\n", "no network, no listener"
         host = await make("limits").run(program)
         assert "connected" in host.stdout, "the server does listen"
 
@@ -265,7 +265,7 @@ async def test_threads_are_bounded_too() -> None:
 
 
 @pytest.mark.parametrize("session", [True, False])
-async def test_a_child_left_behind_is_killed(isolated: Sandbox, session: bool) -> None:
+async def test_an_orphaned_child_is_killed(isolated: Sandbox, session: bool) -> None:
     marker = f"31{os.getpid()}.{session:d}"
     program = f"import subprocess\nsubprocess.Popen(['sleep', '{marker}'], start_new_session={session})\nprint('left')"
     result = await isolated.run(program)
@@ -280,7 +280,7 @@ async def test_with_limits_only_the_group_is_killed() -> None:
     assert not processes_with(marker)
 
 
-async def test_signals_reach_nobody_else(isolated: Sandbox) -> None:
+async def test_signals_reach_no_other_process(isolated: Sandbox) -> None:
     result = await isolated.run(
         f"import os\nfor pid in (-1, {os.getpid()}):\n    try: os.kill(pid, 9)\n    except OSError as e: print(e.errno)"
     )
@@ -301,7 +301,7 @@ async def test_a_cancelled_call_leaves_nothing(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.slow
-async def test_the_loop_goes_on_and_places_are_bounded() -> None:
+async def test_the_loop_stays_free_and_calls_are_bounded() -> None:
     sandbox = make(max_concurrency=2)
     ticks = 0
 

@@ -60,7 +60,7 @@ async def test_batched_logits_are_those_of_each_text_alone(kind: str) -> None:
     scores = await asyncio.gather(*(score(reward, prompt="say: ", completion=t, row={}) for t in TEXTS))
     expected = [alone(model, encode("say: ", t)) for t in TEXTS]
     assert scores == pytest.approx(expected, abs=1e-5)
-    assert max(scores) - min(scores) > 0.01, "the model tells them apart"
+    assert max(scores) - min(scores) > 0.01, "the model distinguishes them"
     assert 2 <= reward.num_batches < len(TEXTS)
     reward.close()
 

@@ -334,7 +334,7 @@ async def test_an_abort_without_effect_is_not_waited_for_for_ever(server: SmallS
         await running
 
 
-async def test_the_server_is_told_what_nobody_waits_for(server: SmallServer, url: str) -> None:
+async def test_the_server_is_notified_of_abandoned_requests(server: SmallServer, url: str) -> None:
     engine = await connect(url)
     requests = [make_request("short", 3, max_tokens=1), make_request("long", 3, n=3, max_tokens=400)]
     await first_then_abandon(engine, requests)

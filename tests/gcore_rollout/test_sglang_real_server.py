@@ -103,5 +103,5 @@ async def test_update_of_a_server_in_mid_generation(subject: Subject) -> None:
 
 
 async def test_zz_closing(subject: Subject, url: str, weights_dir: Path) -> None:
-    """The last ones here label the server's weights anew."""
+    """The last ones here relabels the server's weights."""
     await check_closing(partial(SGLangServerEngine.connect, url, weights_dir=weights_dir), subject.model)

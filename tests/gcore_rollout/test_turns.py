@@ -12,7 +12,7 @@ from gcore_rollout import Completion, HFEngine, Request, RolloutError, TimeShare
 
 
 class Sleeper(FakeEngine):
-    """Refuses to sample asleep, and to be awake beside another."""
+    """Refuses to sample asleep, and to be awake while another is."""
 
     def __init__(self, awake: "set[Sleeper]") -> None:
         super().__init__(step_s=0.0005)

@@ -85,7 +85,7 @@ def test_a_sender_that_fails_leaves_the_receivers_their_old_weights(ranks: RankP
         ]
 
 
-def test_a_receiver_that_stops_early_keeps_nobody_waiting(ranks: RankPool) -> None:
+def test_a_receiver_that_stops_early_blocks_no_process(ranks: RankPool) -> None:
     _, all_, some = ranks.run("stop_early", state(seed=0), size=3)
     assert all_ == [7, 7, 7, 7, 7]
     assert some == [0, 1, 1, 7, 1]

@@ -110,7 +110,7 @@ async def loaded(url: str, have: int | None = None, weights: State | None = None
     return state, kinds
 
 
-async def test_the_newest_version_from_whatever_is_there(url: str) -> None:
+async def test_the_newest_version_from_any_subset(url: str) -> None:
     publisher = WeightPublisher(url, **FEW_PARTS)
     sizes = [publisher.publish(weights_of(v).items(), version=v).size_bytes for v in (1, 2, 5, 6)]
     assert await WeightSubscriber(url).versions() == [1, 2, 5, 6]
@@ -308,7 +308,7 @@ async def test_weights_that_fail_half_way_leave_no_version(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_is_harmless(tmp_path: Path) -> None:
-    """The publisher is killed in the middle of one version after the other, and the next one goes on."""
+    """The publisher is killed in the middle of one version after the other, and the next one continues."""
     url, parts = f"file://{tmp_path}", tmp_path / "parts"
     parts.mkdir()
     num_torn = 0

@@ -1,4 +1,4 @@
-"""Tiny models on disk, and one torch thread: two of them beside busy neighbours can be thirty times slower."""
+"""Tiny models on disk, and one torch thread: two of them next to busy neighbours can be thirty times slower."""
 
 import logging
 import os

@@ -222,7 +222,7 @@ def test_a_layer_is_dense_attention_of_each_sequence(
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "qwen3", "qwen3_5"])
 def test_mixed_precision_and_checkpointing(architecture: str, tmp_path: Path) -> None:
-    """bfloat16 beside float32 weights, layers computed again: close to float32, and with gradients everywhere."""
+    """bfloat16 next to float32 weights, layers computed again: close to float32, and with gradients everywhere."""
     path = save_model(ARCHITECTURES[architecture], tmp_path, seed=0)
     exact = PackedModel.from_pretrained(path)
     mixed = PackedModel.from_pretrained(path, compute_dtype=torch.bfloat16, gradient_checkpointing=True)

@@ -69,16 +69,16 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def conditions(count: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(7)
-    told = torch.randn((4, 3, 32), generator=generator).numpy(), torch.randn((4, 32), generator=generator).numpy()
-    return [{"encoder_hidden_states": told[0][i % 4], "pooled_projections": told[1][i % 4]} for i in range(count)]
+    given = torch.randn((4, 3, 32), generator=generator).numpy(), torch.randn((4, 32), generator=generator).numpy()
+    return [{"encoder_hidden_states": given[0][i % 4], "pooled_projections": given[1][i % 4]} for i in range(count)]
 
 
 @torch.no_grad()
 def sampled(denoiser: Denoiser, count: int, seed: int, *, has_noise: bool = True) -> list[DiffusionSample]:
     """Images and their steps, with the mean reward taken from each as its advantage."""
     generator = torch.Generator().manual_seed(seed)
-    told = [DiffusionSample(clean_latents=np.zeros(0, np.float32), conditions=c) for c in conditions(count)]
-    batch = Conditioned.of(told, denoiser.device)
+    given = [DiffusionSample(clean_latents=np.zeros(0, np.float32), conditions=c) for c in conditions(count)]
+    batch = Conditioned.of(given, denoiser.device)
     x = torch.randn((count, 3, 8, 8), generator=generator)
     steps: list[dict[str, Any]] = []
     for level, next_level in pairwise(LEVELS):
@@ -93,7 +93,7 @@ def sampled(denoiser: Denoiser, count: int, seed: int, *, has_noise: bool = True
     return [
         DiffusionSample(
             clean_latents=x[i].numpy(),
-            conditions=told[i].conditions,
+            conditions=given[i].conditions,
             advantage=float(advantages[i]),
             latents=np.stack([s["x"][i].numpy() for s in steps]),
             next_latents=np.stack([s["next"][i].numpy() for s in steps]),
@@ -191,7 +191,7 @@ def test_how_a_batch_is_split_changes_nothing(pipeline: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["ddpo", "nft"])
-def test_a_resumed_trainer_goes_on_to_the_bit(pipeline: Path, name: str) -> None:
+def test_a_resumed_trainer_continues_to_the_bit(pipeline: Path, name: str) -> None:
     batches = [sampled(Denoiser.from_pretrained(pipeline), 4, seed=k) for k in range(4)]
     whole, first, second = (trainer_of(pipeline, OBJECTIVES[name](), ema_decay=0.9) for _ in range(3))
     for batch in batches:

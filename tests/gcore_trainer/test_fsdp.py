@@ -90,7 +90,7 @@ def test_ten_steps_are_those_of_one_process(
 
 
 def test_bfloat16_with_float32_weights(rank_server: RankServer, qwen2: Path) -> None:
-    """On two ranks as in one process within what bfloat16 tells apart; weights and moments stay float32."""
+    """On two ranks as in one process within the resolution of bfloat16; weights and moments stay float32."""
     objective = PolicyObjective(PolicyLossConfig())
     steps = steps_of(qwen2, 3)
     options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "gradient_checkpointing": True}

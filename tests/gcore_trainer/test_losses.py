@@ -47,7 +47,7 @@ def one_token_loss(ratio: float, advantage: float, low: float, high: float, c: f
 def test_ppo_clip(rows: list[tuple[float, float, float]], low: float, high: float, c: float | None) -> None:
     new, old, advantages = columns(rows)
     ratio = np.exp(new - old)
-    assume(c is None or (np.abs(ratio - c) > 1e-9).all())  # which side rounding takes is nobody's business
+    assume(c is None or (np.abs(ratio - c) > 1e-9).all())  # which side rounding takes is arbitrary
     settings = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": c}
     result = flat_loss("vanilla", torch.from_numpy(new), old, advantages, **settings)
     expected = [one_token_loss(r, a, low, high, c) for r, a in zip(ratio, advantages, strict=True)]

@@ -72,7 +72,7 @@ def test_values_are_those_of_transformers(classifier: Path) -> None:
         np.testing.assert_allclose(values, wanted, atol=1e-5)
 
 
-def test_a_new_critic_begins_at_zero(llama: Path) -> None:
+def test_a_new_critic_starts_at_zero(llama: Path) -> None:
     packed = PackedValueModel.from_pretrained(llama)
     [values] = packed.values([make_samples(GROUPS, seed=0)])
     assert not any(v.any() for v in values)

@@ -1,4 +1,4 @@
-"""A trainer that takes over a state goes on exactly as the one that gave it: equal to the bit."""
+"""A trainer that takes over a state continues exactly as the one that gave it: equal to the bit."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 2])
 @pytest.mark.parametrize("num_steps_before_loading", [0, 3])
-def test_another_trainer_goes_on_to_the_bit(
+def test_another_trainer_continues_to_the_bit(
     qwen2: Path, other_weights: Path, num_steps: int, num_steps_before_loading: int
 ) -> None:
     """Also from a state without moments into a trainer that has some."""

@@ -1,7 +1,7 @@
 """Run by `rank_pool.py` with files of cases: per request line, `[folder, port, size]`, forks the ranks of a group.
 
 It answers their pids. A rank joins the others by the store at the port, connects to the socket in the folder and runs
-what it is told: the name of a function of the cases and its arguments, pickled.
+what it is sent: the name of a function of the cases and its arguments, pickled.
 """
 
 import ctypes

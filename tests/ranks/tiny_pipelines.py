@@ -33,7 +33,7 @@ def flow_pipeline(path: Path, *, with_vae: bool = False) -> Path:
         pooled_projection_dim=32,
         pos_embed_max_size=SIZE // 2,
     )
-    # Its output begins at 0, and a velocity of 0 tells little.
+    # Its output starts at 0, and a velocity of 0 shows little.
     torch.nn.init.normal_(transformer.proj_out.weight, std=0.2)
     rest: dict[str, Any] = {"vae": _vae() if with_vae else None, "text_encoder_3": None, "tokenizer_3": None}
     pipeline = StableDiffusion3Pipeline(

@@ -40,7 +40,7 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-llm simulate --.*": f"{LLM}/test_simulate.py::test_command_prints_its_table",
     r"(uv run )?gcore-diffusion train --model PIPELINE .*": f"{DIFFUSION}/test_diffusion.py::test_every_algorithm_runs",
     r"(uv run )?gcore-diffusion train --runtime ray .*": (
-        f"{DIFFUSION}/test_diffusion.py::test_a_cluster_trains_alike_whatever_dies"
+        f"{DIFFUSION}/test_diffusion.py::test_a_cluster_trains_alike_despite_kills"
     ),
     r"(uv run )?gcore-bench diffusion( --.*)?": f"{BENCH}/test_bench_diffusion.py::test_bench_measures_and_simulates",
     r"uv run python examples/\w+\.py": "tests/apps/test_examples.py::test_a_quick_example_runs",
@@ -276,7 +276,7 @@ def as_shown(value: object) -> str:
     return "" if value in ("", (), None) else f"`{value}`"
 
 
-def test_commands_are_told_apart() -> None:
+def test_commands_are_distinguished() -> None:
     lines = [
         "# first",
         "uv run a \\",

@@ -23,7 +23,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         cases: list[list[Any]] = json.loads(sys.argv[1])
-        # Code and buffers of the libraries are touched before the first fork: they are nobody's tensors.
+        # Code and buffers of the libraries are touched before the first fork: they belong to no tensor.
         config, max_tokens, recompute, prompts, responses = cases[0]
         small = {**config, "num_hidden_layers": 1}
         train(Path(folder) / "warm", small, max_tokens, recompute, prompts[:1], responses[:1])

@@ -104,12 +104,12 @@ def test_the_table_shows_every_contender_and_ratio() -> None:
     assert FLOOR in " ".join(cells)
 
 
-def test_the_correction_of_the_peer_is_told_where_it_runs() -> None:
+def test_the_peers_correction_is_stated_where_it_runs() -> None:
     assert any("corrected" in note for note in notes(GrpoOptions(contenders=("gcore", "trl-vllm"))))
     assert not any("corrected" in note for note in notes(GrpoOptions(contenders=("gcore", "trl"))))
 
 
-def test_what_verl_does_otherwise_is_told_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_to_verl_are_stated_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GCORE_VERL_PYTHON", sys.executable)
     assert any("every 2 s" in note for note in notes(GrpoOptions(peer="verl")))
     assert not any("every 2 s" in note for note in notes(GrpoOptions(peer="verl", contenders=("gcore", "gcore-ray"))))
@@ -163,7 +163,7 @@ BESIDE_VERL = [
 ]
 
 
-def test_aims_beside_verl_are_met_or_not() -> None:
+def test_aims_against_verl_are_met_or_not() -> None:
     inline, on_ray = aims(summarise_steps(BESIDE_VERL).lines)
     assert inline == (
         "gcore / verl: 21.0x the speed (aim: at least 20x, met), 0.17 of the memory (aim: at most 0.33, met)"

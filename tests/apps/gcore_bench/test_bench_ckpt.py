@@ -56,7 +56,7 @@ def test_steps_are_compared_with_those_of_the_same_contender() -> None:
     assert line["ratios"] == {"matmul_saving": pytest.approx(1.5), "python_saving": 1.0}
 
 
-def test_the_table_shows_a_dash_for_what_nobody_measured() -> None:
+def test_the_table_shows_a_dash_for_missing_measurements() -> None:
     console = Console(width=200, file=io.StringIO())
     with console.capture() as captured:
         console.print(part_table(summarise_part("single", RUNS), CkptOptions(rounds=2)))

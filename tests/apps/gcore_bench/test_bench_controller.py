@@ -120,7 +120,7 @@ async def test_every_sample_is_made_and_read_once(num_controllers: int) -> None:
 
 
 @pytest.mark.usefixtures("workers_here")
-async def test_bytes_that_changed_on_the_way_end_the_run() -> None:
+async def test_bytes_changed_in_transit_end_the_run() -> None:
     workers = [Handle(Recorder(spoilt=5)) for _ in range(2)]
     with pytest.raises(BenchError, match="1 samples, 5 among them, were read with other bytes than were made"):
         await run_inline(partial(dispatch_program, payload=PAYLOAD, num_steps=1), roles=workers, world_size=2)
@@ -214,7 +214,7 @@ def test_aims_are_judged_by_the_worst_number_of_controllers() -> None:
     assert "at 2,048 MB: 0.05 to 1.00 of a copy in memory (not met" in fast
 
 
-def test_aims_that_cannot_be_told_are_left_out() -> None:
+def test_aims_without_a_figure_are_left_out() -> None:
     rows = dispatch_rows(RUNS)
     assert aims([row for row in rows if not row["contender"].startswith("gcore")]) == []
     without_verl = aims([row for row in rows if row["contender"] != "verl"])

@@ -1,4 +1,4 @@
-"""The bench of placement: one quick real run beside verl, and its pieces with figures made by hand."""
+"""The bench of placement: one quick real run next to verl, and its pieces with figures made by hand."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_lengths_have_a_long_tail() -> None:
         assert work.dtype == np.int64
 
 
-def test_aims_are_judged_to_the_precision_that_is_told() -> None:
+def test_aims_are_judged_to_the_printed_precision() -> None:
     even, fast = balancer.aims([ROW])
     assert even.endswith("(met in all 1)")
     assert fast.endswith("free counts: 30.0 to 30.0 times (met)")

@@ -188,7 +188,7 @@ def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str]) -> 
 
 
 @pytest.mark.slow
-def test_a_cluster_trains_alike_whatever_dies(cli: Cli, own_args: list[str]) -> None:
+def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> None:
     """Two controllers, engines and ranks are actors; one of each is killed on the way."""
     args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
     args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "100", "--actor.optim.lr", "1e-4"]
@@ -313,7 +313,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         ],
         "reward.judge.num_processes is 3; expected rollout.num_processes=2",
     ),
-    "nobody to share devices with": (
+    "no role to share devices with": (
         lambda _: ["--placement.strategy", "dynamic"],
         "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'inline')",
     ),

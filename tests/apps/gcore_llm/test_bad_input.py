@@ -280,7 +280,7 @@ def test_prompts_without_a_model(cli: Cli, own_args: list[str]) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_task(cli: Cli, options: list[str], expected: str) -> None:
-    """The name stays free: the same command with the mistake mended makes the run."""
+    """The name stays free: the same command with the mistake fixed makes the run."""
     assert expected in cli.refused("train", "--threads", "1", *options)
     assert list(cli.cwd.iterdir()) == []
 

@@ -77,7 +77,7 @@ def test_a_model_learns_from_rows_with_images(cli: Cli, job: list[str], model: P
 
 
 @pytest.mark.slow
-def test_a_longer_run_goes_on_with_its_images(cli: Cli, job: list[str]) -> None:
+def test_a_longer_run_continues_with_its_images(cli: Cli, job: list[str]) -> None:
     """In surplus groups and in samples that were cut short, too."""
     job += ["--rollout.partial-rollout", "True", "--rollout.over-sample-rate", "1.0", "--rollout.max-num-seqs", "8"]
     for name, totals in (("straight", ("3",)), ("extended", ("1", "3"))):
@@ -166,7 +166,7 @@ def test_a_model_that_sees_nothing_is_refused(cli: Cli, job: list[str], tiny: Pa
     assert "is 'qwen3'; expected qwen2_vl or qwen2_5_vl for images" in error
 
 
-def test_equal_tokens_behind_other_images_are_computed_twice(model: Path) -> None:
+def test_equal_tokens_after_other_images_are_computed_twice(model: Path) -> None:
     workload = workload_of(model)
 
     def cost(*pixels: float) -> float:

@@ -23,7 +23,7 @@ def assert_same_training(run: Path, expected: Path) -> None:
 
 
 def test_fsdp_trains_as_one_process_and_each_resumes_the_other(cli: Cli, own_args: list[str]) -> None:
-    """With a critic and a reference; three ranks go on from one process's checkpoint, and one from theirs."""
+    """With a critic and a reference; three ranks continue from one process's checkpoint, and one from theirs."""
     options = ["--algorithm.adv-estimator", "gae", "--actor.loss.kl-loss-coef", "0.1", "--trainer.save-freq", "1"]
     four = option_set(own_args, "--trainer.total-training-steps", "4")
     cli.ok(*four, *options, "--name", "alone")
@@ -43,7 +43,7 @@ FSDP = ["--trainer.num-processes", "3"]
 
 @pytest.fixture(scope="module")
 def twelve_steps(own_args: list[str]) -> list[str]:
-    """With a reference, a warm-up of the rate and its decay, which go on across a change of the backend."""
+    """With a reference, a warm-up of the rate and its decay, which continue across a change of the backend."""
     return [
         *option_set(own_args, "--trainer.total-training-steps", "12"),
         *("--actor.loss.kl-loss-coef", "0.1", "--actor.optim.lr-warmup-steps", "3"),
@@ -92,7 +92,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on(cli: Cli, own_args: list[str]) -> None:
+def test_a_killed_rank_is_named_and_the_run_continues(cli: Cli, own_args: list[str]) -> None:
     many = option_set(own_args, "--trainer.total-training-steps", "500")
     command = cli.start(*many, "--trainer.save-freq", "1", *RANKS)
     metrics = cli.cwd / "runs/default/metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Engines that move between the policy and the judge while a run goes on, or are both in turns."""
+"""Engines that move between the policy and the judge while a run continues, or are both in turns."""
 
 import itertools
 from pathlib import Path
@@ -52,20 +52,20 @@ def test_an_engine_that_is_hardly_full_does_little() -> None:
     stages = {"engine": "gen", "judge": "reward"}
     full = {f"{role} {i}": [span(stage, 0.0, 10.0)] for role, stage in stages.items() for i in range(2)}
 
-    def told(*, gen: float, reward: float) -> dict[str, float]:
+    def measured(*, gen: float, reward: float) -> dict[str, float]:
         return {"timing_s/step": 20.0, "perf/generated/gen": gen, "perf/generated/reward": reward}
 
-    placement.observe(told(gen=4000.0, reward=1000.0), full)
+    placement.observe(measured(gen=4000.0, reward=1000.0), full)
     for _ in range(8):
         sizes = placement.sizes
         gen_s = 40.0 / sizes.engines
         devices = {f"engine {i}": [span("gen", 0.0, gen_s)] for i in range(sizes.engines)}
         devices |= {f"judge {i}": [span("reward", 0.5, gen_s + 0.3)] for i in range(sizes.judges)}
-        placement.observe(told(gen=8000.0, reward=500.0), devices)
+        placement.observe(measured(gen=8000.0, reward=500.0), devices)
     assert placement.sizes == Sizes(controllers=1, engines=3, judges=1, ranks=1)
 
 
-def test_a_step_without_verdicts_tells_nothing() -> None:
+def test_a_step_without_verdicts_is_not_evidence() -> None:
     placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC)
     for _ in range(5):
         devices = {"engine 0": [span("gen", 0.0, 1.0)], "trainer 0": [span("train", 1.0, 2.0)]}
@@ -125,7 +125,7 @@ def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) 
     assert (rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (1, 2)
     assert rows[-1]["placement/move_s"] > 0
     spans = read_rows(cli.cwd / "runs/default/spans.jsonl")
-    # The time of the move is told of the step behind it.
+    # The time of the move is reported with the step after it.
     assert [row[0][0][0] for row in (step["controllers"] for step in spans)].count("swap") == 1
     last = spans[-1]["devices"]
     assert {"engine 0", "judge 0", "judge 1"} == {name for name in last if not name.startswith("trainer")}
@@ -141,6 +141,6 @@ def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) 
         assert engines.keys() == {"engine 0", "engine 1"}
         for spans in engines.values():
             assert {"gen", "reward", "swap"} <= {stage for stage, _, _ in spans}
-            # Nothing else goes on in a turn.
+            # Nothing else happens in a turn.
             ends = [(start, stop) for _, start, stop in sorted(spans, key=lambda span: span[1])]
             assert all(stop <= start + 1e-6 for (_, stop), (start, _) in itertools.pairwise(ends))

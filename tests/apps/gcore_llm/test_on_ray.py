@@ -88,7 +88,7 @@ def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> No
         assert {name: {stage for stage, *_ in spans} for name, spans in row["devices"].items()} == expected
 
 
-def test_a_run_goes_on_with_other_controllers(cli: Cli, own_args: list[str], tiny: Path) -> None:
+def test_a_run_continues_with_other_controllers(cli: Cli, own_args: list[str], tiny: Path) -> None:
     """Saved with four controllers in one process, resumed with two on a cluster, which ask one engine of a judge."""
     judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny), "--reward-model.judge.pattern", r"(\d)"]
     options = ["--reward-model.judge.max-response-length", "24", "--reward-model.judge.unparsable-score", "0.25"]
@@ -122,7 +122,7 @@ def kills(command: Command, run: Path, *, seed: int) -> Iterator[str]:
         yield kind
 
 
-def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[str]) -> None:
+def test_every_prompt_is_trained_on_once_despite_kills(cli: Cli, own_args: list[str]) -> None:
     # Slowly: rounding differs with who computed what, and a policy that is nearly certain makes much of it.
     args = option_set(own_args, "--actor.optim.lr", "1e-4")
     args = option_set(args, "--trainer.total-training-steps", str(3 * NUM_KILLS))
@@ -136,14 +136,14 @@ def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[
     assert finished.code == 0, finished
     assert len(killed) == NUM_KILLS
     assert "raylet" not in finished.out + finished.err
-    # Engines are replaced while the run goes on.
-    told = re.findall(
+    # Engines are replaced while the run continues.
+    announced_losses = re.findall(
         r"^(controller|training rank) \d+, process \d+ on [\d.]+, died: "
         r".*; (?:continuing after step \d+|another loss came before everything was replaced)$",
         finished.out,
         flags=re.MULTILINE,
     )
-    assert sorted(told) == sorted(kind for kind in killed if kind != "engine"), finished.out
+    assert sorted(announced_losses) == sorted(kind for kind in killed if kind != "engine"), finished.out
     # One that is killed while controllers are replaced, too, may have no client that could say so.
     announced = re.findall(
         r"^engine \d+ is gone: engine actor, process \d+ on \S+, died: .*; a replacement is being started$",
@@ -153,7 +153,7 @@ def test_whatever_dies_every_prompt_is_trained_on_once(cli: Cli, own_args: list[
     assert len(announced) == len(re.findall(r"^engine \d+ is gone", finished.out, flags=re.MULTILINE))
     assert len(announced) <= killed.count("engine")
     log = (run / "logs/main.log").read_text()
-    assert len(re.findall(r"process \d+ on [\d.]+, died: .*", log)) >= len(told)
+    assert len(re.findall(r"process \d+ on [\d.]+, died: .*", log)) >= len(announced_losses)
     assert_same_metrics(run, cli.cwd / "runs/undisturbed")
     assert [row["step"] for row in val_rows(run)] == [0, 3 * NUM_KILLS]
     assert not left_after(processes, 10.0)
@@ -190,7 +190,7 @@ def own_cluster() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_cluster")
-def test_a_rank_that_dies_in_a_save_is_told(tiny: Path, tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None:
     """While the other one, which is asked first, waits for it."""
     config = TrainConfig(device="cpu", threads=2, runtime="ray", trainer=TrainerConfig(num_processes=2))
     spec = ray_trainer_spec(config, tiny, tmp_path / "checkpoints")
@@ -228,7 +228,7 @@ def test_fewer_engines_than_controllers(cli: Cli, own_args: list[str]) -> None:
 
 
 def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None:
-    """And the same command goes on."""
+    """And the same command continues."""
     many = option_set(own_args, "--trainer.total-training-steps", "1000")
     command = cli.start(*many, "--runtime", "ray", "--trainer.tensorboard", "False")
     run = cli.cwd / "runs/default"

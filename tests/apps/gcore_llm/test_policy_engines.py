@@ -137,7 +137,7 @@ def test_no_engine_process_outlives_a_run(cli: Cli, own_args: list[str], action:
 
 
 @pytest.mark.slow
-def test_an_engine_of_ones_own(cli: Cli, own_args: list[str]) -> None:
+def test_a_custom_engine(cli: Cli, own_args: list[str]) -> None:
     """Made by a function in a file, here and in processes of its own."""
     (cli.cwd / "engine.py").write_text(OWN_ENGINE)
     cli.ok(*own_args, "--name", "hf")
@@ -165,7 +165,7 @@ def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
     assert [row["completion"] for row in guessed] == [row["completion"] for row in plain]
 
 
-def test_what_vllm_is_told_of_speculation() -> None:
+def test_speculation_settings_of_vllm() -> None:
     assert SpeculativeConfig().as_vllm_takes_it() is None
     assert SpeculativeConfig(num_speculative_tokens=2, model="small").as_vllm_takes_it() == {
         "method": "draft_model",

@@ -165,7 +165,7 @@ def test_interrupt_saves_the_last_finished_step(cli: Cli, whole: Callable[[int],
 
 
 def test_interrupt_before_the_first_step(cli: Cli, whole: Callable[[int], Whole]) -> None:
-    """In the warm-up there is nothing to save: the next run begins anew, and ends the same."""
+    """In the warm-up there is nothing to save: the next run starts again, and ends the same."""
     expected = whole(1)
     run = cli.cwd / "runs" / "early"
     args = [*expected.args, "--name", "early"]
@@ -180,7 +180,7 @@ def test_interrupt_before_the_first_step(cli: Cli, whole: Callable[[int], Whole]
     assert outcome(run) == expected.outcome
 
 
-def test_a_longer_run_goes_on_from_the_end(cli: Cli, own_args: list[str]) -> None:
+def test_a_longer_run_continues_from_the_end(cli: Cli, own_args: list[str]) -> None:
     """Three steps and then five are five steps, and the export is of the fifth."""
     for name, totals in (("straight", (5,)), ("extended", (3, 5))):
         for total in totals:

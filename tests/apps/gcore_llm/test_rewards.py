@@ -37,7 +37,7 @@ def rows_of(cli: Cli, own_args: list[str], *options: str) -> list[dict[str, floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", ["0", "1"])
-def test_a_judge_beside_a_function(cli: Cli, own_args: list[str], tiny: Path, num_processes: str) -> None:
+def test_a_judge_next_to_a_function(cli: Cli, own_args: list[str], tiny: Path, num_processes: str) -> None:
     """A tiny policy learns from a rule and, half as much, from a tiny judge, in its process or in another."""
     options = ["--reward-model.path", str(tiny), "--reward-model.weight", "0.5"]
     options += ["--reward-model.judge.unparsable-score", "0.25", "--reward-model.judge.num-processes", num_processes]
@@ -233,7 +233,7 @@ def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expecte
     assert list(cli.cwd.iterdir()) == []
 
 
-def test_a_bad_template_is_found_before_the_run_begins(cli: Cli, own_args: list[str], tiny: Path) -> None:
+def test_a_bad_template_is_found_before_the_run_starts(cli: Cli, own_args: list[str], tiny: Path) -> None:
     for text, expected in {
         "{prompt}": "expected {completion} in it",
         "{completion} {nothing}": "the row has no 'nothing' for the judge's template: it has ['answer', 'prompt']",

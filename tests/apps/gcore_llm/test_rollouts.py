@@ -18,7 +18,7 @@ def args_of(own_args: list[str], model: Path, num_steps: int) -> list[str]:
     return option_set(args, "--trainer.total-training-steps", str(num_steps))
 
 
-def test_long_responses_go_on_in_later_steps(cli: Cli, own_args: list[str], chatty: Path) -> None:
+def test_long_responses_continue_in_later_steps(cli: Cli, own_args: list[str], chatty: Path) -> None:
     """Unfinished samples are kept in checkpoints: an interrupted run continues as one that was not."""
     cli.ok(*args_of(own_args, chatty, 4), "--name", "whole")
     rows = step_rows(cli.cwd / "runs/whole")
@@ -41,7 +41,7 @@ def test_long_responses_go_on_in_later_steps(cli: Cli, own_args: list[str], chat
 
 
 @pytest.mark.slow
-def test_stale_responses_are_made_anew(cli: Cli, own_args: list[str], chatty: Path) -> None:
+def test_stale_responses_are_generated_again(cli: Cli, own_args: list[str], chatty: Path) -> None:
     cli.ok(*args_of(own_args, chatty, 4), "--rollout.max-staleness", "1")
     rows = step_rows(cli.cwd / "runs/default")
     assert all(row["sampling/oldest_version"] >= row["step"] - 2 for row in rows)
@@ -91,7 +91,7 @@ def test_an_environment(cli: Cli, own_args: list[str], chatty: Path, has_reward:
     for row in rows:
         assert 1 < row["reward/turns/mean"] <= 4
         assert row["actor/grad_norm"] > 0
-        # Log-probs of what the policy wrote, behind what it was told, are the trainer's.
+        # Log-probs of what the policy wrote, after the text of its environment, are the trainer's.
         assert row["training/rollout_probs_diff_mean"] < 1e-5
         assert row["training/rollout_log_probs_diff_max"] < 1e-4
         if not has_reward:

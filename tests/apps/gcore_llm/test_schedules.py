@@ -83,7 +83,7 @@ def test_what_was_ahead_is_made_again(cli: Cli, six_steps: list[str], schedule: 
     cli.ok(*args)
     rows = step_rows(cli.cwd / "runs/default")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    # Batches of one size: the position in the data set tells which prompts a step had.
+    # Batches of one size: the position in the data set shows which prompts a step had.
     assert [row["sampling/epoch"] for row in rows] == pytest.approx([8 * n / 36 for n in range(1, 7)])
 
 

@@ -166,7 +166,7 @@ def test_interrupted_run_ends_as_if_nothing_had_happened(cli: Cli, job: list[str
     assert finished(run) == whole
 
 
-def test_a_longer_run_goes_on_from_the_end(cli: Cli, job: list[str]) -> None:
+def test_a_longer_run_continues_from_the_end(cli: Cli, job: list[str]) -> None:
     args = [*job, "--optim.lr-scheduler-type", "constant", "--trainer.total-training-steps"]
     cli.ok(*args, 5, "--name", "straight")
     cli.ok(*args, 3, "--name", "extended")

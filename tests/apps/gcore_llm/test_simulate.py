@@ -275,7 +275,7 @@ def test_responses_share_the_steps() -> None:
     assert len({size for size, _ in found}) > 3
 
 
-def test_an_aborted_response_goes_on_to_the_same_length() -> None:
+def test_an_aborted_response_continues_to_the_same_length() -> None:
     async def use(
         engine: ModelledEngine,
     ) -> tuple[list[Completion], list[Completion], list[Completion]]:

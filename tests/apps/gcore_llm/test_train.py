@@ -146,7 +146,7 @@ def test_eval_gives_the_last_held_out_score(shared_cli: Cli, trained: Path) -> N
     assert shared_cli.ok("eval", trained) == expected
 
 
-def test_report_writes_the_page_anew(shared_cli: Cli, trained: Path) -> None:
+def test_report_rewrites_the_page(shared_cli: Cli, trained: Path) -> None:
     page = trained / "report.html"
     page.unlink()
     assert shared_cli.ok("report", "runs/trained") == "runs/trained/report.html\n"
@@ -162,7 +162,7 @@ def test_the_same_command_after_the_end_trains_nothing(shared_cli: Cli, embedded
     assert {name: (embedded / name).stat().st_mtime_ns for name in kept} == before
 
 
-def test_resume_never_begins_beside_it(shared_cli: Cli, trained: Path, own_args: list[str]) -> None:
+def test_resume_never_starts_a_second_run(shared_cli: Cli, trained: Path, own_args: list[str]) -> None:
     before = (trained / "metrics.jsonl").read_bytes()
     args = [*own_args, "--name", "trained", "--resume", "never", "--trainer.total-training-steps", "1"]
     assert "run folder: runs/trained-2" in shared_cli.ok(*args)

@@ -89,7 +89,7 @@ def test_neighbouring_spans_of_one_stage_are_one(tmp_path: Path) -> None:
     assert row["controllers"] == [[["gen", 0, 2.5], ["gen", 2.6, 3.0], ["reward", 3.0, 3.1], ["gen", 3.1, 3.2]]]
 
 
-def test_resumed_run_goes_on_where_its_last_kept_step_ended(tmp_path: Path) -> None:
+def test_resumed_run_continues_after_its_last_kept_step(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     before = SpanWriter(path)
     for step in (1, 2, 3):
@@ -103,7 +103,7 @@ def test_resumed_run_goes_on_where_its_last_kept_step_ended(tmp_path: Path) -> N
     assert read_jsonl(path) == []
 
 
-def test_what_controllers_waited_for_begins_the_next_step(tmp_path: Path) -> None:
+def test_waits_of_controllers_open_the_next_step(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     writer = SpanWriter(path)
     writer.waited(span("checkpoint", 50.0, 51.0))
@@ -183,7 +183,7 @@ def test_device_is_in_the_stage_of_the_call_that_began_last() -> None:
             "engine 1": [("gen", 1, 3)],
         }
         clock.now_s = 12.0
-    # What was cut goes on.
+    # What was cut continues.
     assert drained(devices, clock) == {"engine 0": [("gen", 10, 12)], "engine 1": []}
 
 
@@ -303,7 +303,7 @@ async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path:
     assert {name for name, own in devices.drain().items() if own} == {"engine 0", "engine 1"}
 
 
-def test_run_can_be_scraped_while_it_goes_on(tmp_path: Path) -> None:
+def test_a_running_job_can_be_scraped(tmp_path: Path) -> None:
     """Two controllers whose rank 0 records as that of `train` does."""
     run = RunFolder(tmp_path / "observed")
     run.path.mkdir()
@@ -487,7 +487,7 @@ def test_all_that_a_dying_process_wrote_is_in_its_log(tmp_path: Path, end: str, 
     assert ("Fatal Python error: Segmentation fault" in output) == (end == CRASHED)
 
 
-def test_process_in_the_place_of_a_killed_one_goes_on_in_its_file(tmp_path: Path) -> None:
+def test_a_replacement_process_continues_the_log_file(tmp_path: Path) -> None:
     work(tmp_path, 0, KILLED)
     file = tmp_path / "engine-0.log"
     os.utime(file, (time_of(stamp(7)), time_of(stamp(7))))
@@ -559,7 +559,7 @@ def test_role_that_no_file_can_be_named_after_is_refused(tmp_path: Path, role: s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_begin_anew_when_they_are_full_and_output_goes_along(tmp_path: Path) -> None:
+def test_full_files_rotate_and_keep_all_output(tmp_path: Path) -> None:
     code = "import logging, os, sys; from pathlib import Path; from gcore_runs import logs\n"
     code += "logs.MAX_FILE_BYTES = 2000; logs.log_to(Path(sys.argv[1]), 'trainer', 0, redirect=True)\n"
     code += "for i in range(30): logging.info('record %d', i); os.write(1, b'output %d\\n' % i)"

@@ -182,7 +182,7 @@ def test_timeline_hovers_tell_seconds(run_dir: Path) -> None:
     assert gen["customdata"] == [[1, "2.0 s"], [1, "3.0 s"]]
 
 
-def test_timeline_begins_with_the_last_steps(run_dir: Path) -> None:
+def test_timeline_starts_with_the_last_steps(run_dir: Path) -> None:
     write_lines(run_dir / "spans.jsonl", map(step_spans, range(1, 41)))
     page = Page(render_report(run_dir, KINDS))
     views = [attrs for tag, attrs in page.tags if tag == "button"]
