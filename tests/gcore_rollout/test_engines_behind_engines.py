@@ -5,7 +5,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,19 +32,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarn
 
 
 class Transparent(SlowEngine):
-    """It can be asked where its weights lie."""
+    """Writes the mappings in which its weights lie to a file whenever it pauses."""
 
-    async def lines_of_maps(self) -> list[str]:
+    found_in: ClassVar[Path]
+
+    async def pause(self) -> None:
         ranges: list[tuple[int, int, str]] = []
         for line in Path("/proc/self/maps").read_text().splitlines():
             start, _, end = line.partition(" ")[0].partition("-")
             ranges.append((int(start, 16), int(end, 16), line))
         pointers = [parameter.data_ptr() for parameter in self._model.parameters()]
-        return [line for pointer in pointers for start, end, line in ranges if start <= pointer < end]
+        lines = [line for pointer in pointers for start, end, line in ranges if start <= pointer < end]
+        self.found_in.write_text("\n".join(lines))
+        await super().pause()
 
 
 @pytest.fixture(scope="module")
 def actor(tied: TinyModel) -> Iterator[Any]:
+    Transparent.found_in = tied.path / "maps"
     slow = partial(Transparent.from_pretrained, tied.path, max_num_seqs=MAX_NUM_SEQS)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # pyright: ignore[reportPrivateImportUsage]
     with ray_cluster("here"):
@@ -94,7 +99,9 @@ async def test_an_engine_computes_with_weights_by_reference_where_they_lie(actor
             WeightReferences.put([("other", torch.full((1 << 20,), float("nan")))])
         for each in (engine, here):
             assert max(errors(model, requests, await collect(each, *requests))) < TOLERANCE
-        found = await engine._call(Transparent.lines_of_maps)  # pyright: ignore[reportPrivateUsage]
+        await engine.pause()
+        found = Transparent.found_in.read_text().splitlines()
+        await engine.resume()
         assert len(found) > 10
         assert all("plasma" in line for line in found)
     await engine.close()
