@@ -250,16 +250,17 @@ class TrainerSpec:
     """Modules that all local processes need; they are imported once."""
 
 
-def join_ranks(
-    spec: TrainerSpec, rank: int, address: str, device: str
-) -> tuple[TrainerWorker[Any], dict[str, Replica]]:
-    """Build the models together with the other ranks; return the worker, and this rank's replica in each role."""
+def join_ranks(spec: TrainerSpec, rank: int, store: Any, device: str) -> tuple[TrainerWorker[Any], dict[str, Replica]]:
+    """Build the models together with the other ranks, which meet in ``store``, one of torch.distributed's.
+
+    Returns the worker, and this rank's replica in each role.
+    """
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(spec.num_threads)
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=spec.num_ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=spec.num_ranks)
     worker = spec.make_worker(device)
     return worker, {role: worker.replica(role) for role in worker.roles}
 

@@ -55,13 +55,14 @@ def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process decides
     os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
     import torch
+    from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 
     device = spec.device
     if device.startswith("cuda"):
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     try:
-        worker, replicas = join_ranks(spec, rank, f"file://{store}", device)
+        worker, replicas = join_ranks(spec, rank, FileStore(str(store), spec.num_ranks), device)
         connection.send((None, replicas))
         while True:
             message = connection.recv()

@@ -181,7 +181,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.vision = Vision(model) if model.config.model_type in VISION_MODELS else None
         """Vision tower of the model; None: there is none."""
         self.share_prefix = share_prefix
-        self.num_attention_heads: int = self._text_config.num_attention_heads
         self.compute_dtype = model.dtype
         self.root = _Root(model, self._forward)
         """Module of the whole forward pass; FSDP wraps it."""
@@ -206,6 +205,11 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         if gradient_checkpointing:
             for layer in self.layers():
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of each layer, which some refused models do not have."""
+        return self._text_config.num_attention_heads
 
     @classmethod
     def from_pretrained(

@@ -49,17 +49,22 @@ class TrainingRank:
     def is_alive(self) -> None:
         """Return at once, whatever the rank does."""
 
-    def place(self) -> tuple[str, str]:
-        """Return this process and its node in words, and an address on it that is free."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as listener:
-            listener.bind((address, 0))
-            return f"process {os.getpid()} on {address}", f"tcp://{address}:{listener.getsockname()[1]}"
+    def place(self) -> tuple[str, tuple[str, int]]:
+        """Return this process and its node in words, and the host and port on which it listens."""
+        host = ray.util.get_node_ip_address()
+        # Open from here on, so that no other process takes the port before the ranks meet there.
+        self._listener = socket.create_server((host, 0))
+        return f"process {os.getpid()} on {host}", (host, self._listener.getsockname()[1])
 
-    def join(self, address: str) -> dict[str, Replica]:
-        """See `join_ranks`; Ray shows each actor its own GPUs only."""
+    def join(self, host: str, port: int) -> dict[str, Replica]:
+        """See `join_ranks`; ranks meet where rank 0 listens. Ray shows each actor its own GPUs only."""
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
+
+        with self._listener as own:
+            descriptor = own.detach() if self._rank == 0 else None
+        store = TCPStore(host, port, is_master=self._rank == 0, wait_for_workers=False, master_listen_fd=descriptor)
         device = "cuda:0" if self._spec.device.startswith("cuda") else self._spec.device
-        self._worker, replicas = join_ranks(self._spec, self._rank, address, device)
+        self._worker, replicas = join_ranks(self._spec, self._rank, store, device)
         return replicas
 
     def ask(self, message: Message) -> Any:
@@ -129,7 +134,7 @@ class RayTrainerGroup(MessageTrainerGroup):
                 found = await self.ranks.answers({rank: actor.place.remote() for rank, actor in enumerate(actors)})
                 self.ranks = replace(self.ranks, places=[place for place, _ in found.values()])
                 _, address = found[0]
-                joined = await self.ranks.answers({rank: a.join.remote(address) for rank, a in enumerate(actors)})
+                joined = await self.ranks.answers({rank: a.join.remote(*address) for rank, a in enumerate(actors)})
         except TimeoutError:
             raise ClusterError(
                 f"{spec.num_ranks} training ranks did not start within {timeout_s} s: free are {free_resources()}"
