@@ -178,9 +178,12 @@ class Generation:
         unfinished: Sequence[tuple[UnfinishedGroup, Prompt]] = (),
         take: Take | None = None,
     ) -> tuple[list[Group], list[UnfinishedGroup]]:
-        """Generate and score ``n`` responses to each prompt, and those missing in groups that an earlier call left.
+        """Generate and score ``n`` responses to each prompt.
 
-        Prompts come with their prompt indices; ``take`` is called whenever the policy has capacity for further ones.
+        Args:
+            prompts: with their prompt indices; all are generated at once.
+            unfinished: groups that an earlier call left unfinished.
+            take: returns further prompts; called whenever the policy has capacity for them.
 
         Returns:
             The complete groups in the prompts' order, unfinished ones first, and those that were cut short; groups

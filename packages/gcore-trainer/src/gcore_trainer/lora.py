@@ -70,7 +70,10 @@ def merge_lora(
 
     The arithmetic is in float32 at least, and is rounded to the data type of the weights once, at the end.
 
-    Both are given by names and whole tensors; adapters among a model's ``parameters`` are left out.
+    Args:
+        parameters: names and whole tensors of a model; its adapters, if they are among them, are left out.
+        adapters: names and whole tensors of the adapters; all are used.
+        config: what they were made with.
     """
     scale = config.alpha / config.rank
     for name, tensor in parameters:

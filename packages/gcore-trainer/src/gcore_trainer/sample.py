@@ -279,7 +279,11 @@ class PackedBatch:
 def pack(
     samples: MicroBatch, *, share_prefix: bool = True, multiple_of: int = 1, segment_multiple_of: int = 1
 ) -> PackedBatch:
-    """Pack one micro-batch; its row, and every segment, are padded to a multiple of a number of tokens.
+    """Pack one micro-batch.
+
+    Args:
+        multiple_of: pad the row so that T is a multiple of it.
+        segment_multiple_of: pad every segment so that its length is a multiple of it.
 
     Raises:
         ConfigError: a multiple is below 1, or segments are to be padded where they share prompts: the padding of a

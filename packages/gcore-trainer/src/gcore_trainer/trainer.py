@@ -235,7 +235,9 @@ class Trainer(BaseTrainer, ABC):
         """Make one update on all samples of all replicas; the result does not depend on how they are split.
 
         Samples whose gradient is known to be zero are left out of the passes; they count in the loss's denominators.
-        Another replica may have more micro-batches, or none.
+
+        Args:
+            micro_batches: this replica's; another may have more of them, or none.
 
         Returns:
             metrics of the objective and the update, and ``perf/computed_tokens`` (those that passed through the model,

@@ -113,10 +113,14 @@ class WeightDelta:
 def make_delta(
     base: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], *, base_version: int, version: int
 ) -> WeightDelta:
-    """Return the delta from ``base`` to ``weights``, which are on any device and requested one by one.
+    """Return the delta from ``base`` to ``weights``.
 
-    The base are contiguous tensors in the host's memory; copies, not those that a trainer changes in place. A
-    `ValueError` for other names, shapes or data types, or elements of more than 8 bytes.
+    Args:
+        base: contiguous tensors in the host's memory; copies, not those that a trainer changes in place.
+        weights: the same names, shapes and data types, on any device; requested one by one.
+
+    Raises:
+        ValueError: other names, shapes or data types, or elements of more than 8 bytes.
     """
     layout, own = dict[str, TensorSpec](), layout_of(base)
     sparse: dict[str, SparseValues] = {}
@@ -136,7 +140,8 @@ def make_delta(
 def apply_delta(weights: MutableMapping[str, torch.Tensor], delta: WeightDelta, *, version: int) -> WeightDelta:
     """Change weights in place, and return the delta that changes them back.
 
-    They are contiguous tensors in the host's memory, of this ``version``. A tensor with many changes is replaced.
+    Args:
+        weights: contiguous tensors in the host's memory, of this ``version``. A tensor with many changes is replaced.
 
     Raises:
         WrongBaseError: these are not the weights that the delta was made from.

@@ -64,9 +64,11 @@ class WeightReferences:
 
     @classmethod
     def put(cls, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_size_bytes: int = 256 << 20) -> Self:
-        """Copy weights into the store of this node, in objects of this size; a larger tensor is one of its own.
+        """Copy weights into the store of this node.
 
-        Weights are never asked for more than a bucket ahead; they must not write over those that they gave.
+        Args:
+            weights: never asked for more than a bucket ahead; they must not write over those that they gave.
+            bucket_size_bytes: size of an object of the store; a larger tensor is one of its own.
         """
         require("bucket_size_bytes", bucket_size_bytes, bucket_size_bytes >= 1, "at least 1", ValueError)
         buckets: list[_Bucket] = []

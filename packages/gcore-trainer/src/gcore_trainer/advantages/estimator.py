@@ -136,8 +136,12 @@ def whitening_moments(
 def whiten(values: NDArray[np.floating], mask: NDArray[np.bool_], batch: NDArray[np.float64]) -> NDArray[np.float32]:
     """Shift and scale the values of one response to the batch's mean 0 and standard deviation 1; 0 outside the mask.
 
-    (v - mean) / sqrt(var + 1e-8), var with n - 1 in the denominator. A batch of one token is only centred. Values and
-    mask are [R]; ``batch`` are the `whitening_moments` of the whole batch.
+    (v - mean) / sqrt(var + 1e-8), var with n - 1 in the denominator. A batch of one token is only centred.
+
+    Args:
+        values: [R] of one response.
+        mask: [R] tokens that count.
+        batch: `whitening_moments` of the whole batch.
     """
     count, total, squares = batch.tolist()
     mean = total / max(count, 1.0)
@@ -153,11 +157,7 @@ class FixedKLController:
         self.value = float(kl_coef)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Follow the mean divergence of a batch of ``n_steps`` responses, or what else the horizon counts.
-
-        Raises:
-            BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
-        """
+        """Do nothing: the weight is constant."""
 
     def state(self) -> dict[str, float]:
         """Return the state for `load_state`."""
@@ -189,6 +189,15 @@ class AdaptiveKLController(FixedKLController):
         self._horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
+        """Follow one batch.
+
+        Args:
+            current_kl: mean divergence of the batch.
+            n_steps: responses in the batch, or what else the horizon counts.
+
+        Raises:
+            BatchError: the divergence is not finite, or n_steps so large that the value could leave the positive side.
+        """
         if not math.isfinite(current_kl):
             raise BatchError(f"current_kl is {current_kl}; expected a finite number")
         if not 0 <= n_steps < 5 * self._horizon:

@@ -68,11 +68,17 @@ def kl_rewards(
     coef: float,
     kind: RewardKL = "k1",
 ) -> NDArray[np.float64]:
-    """Compute the rewards [R] of one response's tokens, with the KL divergence to a reference policy in them.
+    """Compute the rewards of one response's tokens, with the KL divergence to a reference policy in them.
 
     -coef * KL_t at every token, and the score on the last one: arXiv 1909.08593, eq. 2, and arXiv 2009.01325,
-    section 3.4, where ``kind`` is k1; 0 outside the mask. The log-probs [R] are of the policy that wrote it, before its
-    update.
+    section 3.4, where ``kind`` is k1.
+
+    Args:
+        log_probs: [R] of the policy that wrote it, before its update.
+        coef: weight of the divergence; a controller's value.
+
+    Returns:
+        [R], 0 outside the mask.
 
     Raises:
         BatchError: the mask has no token that the score could be given to, or a log-probability in it is not finite.

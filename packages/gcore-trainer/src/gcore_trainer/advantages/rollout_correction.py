@@ -83,7 +83,11 @@ async def with_rollout_correction(
 ) -> tuple[list[list[Sample]], dict[str, float]]:
     """Add weights and masks against the mismatch of engine and trainer to samples with ``old_log_probs``.
 
-    The samples are those of each prompt of this process; the metrics are the whole batch's.
+    Args:
+        samples: of each prompt of this process.
+
+    Returns:
+        the samples, and metrics of the whole batch.
     """
     counted = [s for part in samples for s in part if s.old_log_probs is not None and s.mask.any()]
     columns: dict[str, Any] = {

@@ -76,7 +76,11 @@ class DiffusionObjective(ABC):
 
     @abstractmethod
     def partial_loss(self, index: int, models: Models, samples: DiffusionMicroBatch, total: int) -> PartialLoss:
-        """Compute this pass's part of the batch's loss; ``total``, its denominator, is all weights times passes."""
+        """Compute the part of the batch's loss that a pass over these images makes up.
+
+        Args:
+            total: the batch's denominator: weights of all images, times passes.
+        """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Make metrics of the batch's sums."""

@@ -89,8 +89,15 @@ class DiffusionTrainer(BaseTrainer):
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """Make one update on all images of all replicas; the result does not depend on how they are split.
 
-        This replica has one micro-batch at least; another may have more. Returns and errors are those of
-        `gcore_trainer.Trainer.train_step`.
+        Args:
+            micro_batches: this replica's, one at least; another may have more of them.
+
+        Returns:
+            the metrics of the objective and of the update, the same on all ranks.
+
+        Raises:
+            BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
+            NonFiniteGradientError: too many skipped steps in a row.
         """
 
         def checked() -> tuple[int, int, int]:

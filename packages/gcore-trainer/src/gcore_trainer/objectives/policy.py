@@ -66,12 +66,17 @@ def aggregation_weights(
 ) -> list[NDArray[np.float32]]:
     """Return the weight of every token, such that the batch's loss is the plain sum of weight times token loss.
 
+    Because the weights are fixed before the batch is split, the sum does not depend on how it is split into
+    micro-batches, nor on samples left out because their gradient is known to be zero.
+
     - ``token-mean``: 1 / (tokens in the batch), DAPO (arXiv 2503.14476, eq. 8)
     - ``seq-mean-token-sum``: 1 / (sequences)
     - ``seq-mean-token-mean``: 1 / (sequences x tokens of the sequence), GRPO (arXiv 2402.03300, eq. 3)
     - ``seq-mean-token-sum-norm``: 1 / (sequences x max_response_length), Dr. GRPO (arXiv 2503.20783)
 
-    The masks [R_i] are of the sequences of any part of the batch, True where a token counts.
+    Args:
+        masks: [R_i] of each sequence of a part of the batch, True where a token counts.
+        max_response_length: the divisor of ``seq-mean-token-sum-norm``; unused in other modes.
 
     Raises:
         ConfigError: the mode needs ``max_response_length``, and there is none.
@@ -205,7 +210,11 @@ class Objective(ABC, Generic[ScoresT]):
 
     @abstractmethod
     def partial_loss(self, scores: ScoresT, samples: MicroBatch, totals: BatchTotals) -> PartialLoss:
-        """Compute the part of the batch's loss that these samples, whose response tokens are scored, make up."""
+        """Compute the part of the batch's loss that these samples make up.
+
+        Args:
+            scores: of the samples' response tokens, in their order.
+        """
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Make metrics of the batch's sums: those named ``mean:...`` are divided by ``count``, the others stay."""

@@ -77,7 +77,10 @@ def dpo_loss(
     Args:
         policy_chosen: [P] log-probabilities of the responses under the policy, with their gradient: the sum over a
             response's tokens in ``sigmoid`` and ``hinge``, but the mean over them in ``ipo``, whose target would
-            otherwise mean another thing for every length. The other three are likewise.
+            otherwise mean another thing for every length.
+        policy_rejected: [P], likewise.
+        ref_chosen: [P] under the reference policy, likewise.
+        ref_rejected: [P], likewise.
         label_smoothing: s, in [0, 0.5); 0 for any other loss than ``sigmoid``.
 
     Raises:
@@ -115,7 +118,10 @@ def bradley_terry_loss(
     eq. 1; the margin is Llama 2's (arXiv 2307.09288, eq. 2). A comparison leaves the rewards' origin open; the last
     term keeps it near 0 (arXiv 2312.09244).
 
-    Rewards are [P], with their gradient; the margin [P] is how much better the chosen response was found. None: 0.
+    Args:
+        chosen: [P] rewards of the chosen responses, with their gradient.
+        rejected: [P] rewards of the rejected ones.
+        margin: [P], how much better the chosen one was found. None: 0.
 
     Raises:
         BatchError: shapes that differ.

@@ -53,7 +53,9 @@ def explained_variance(moments: torch.Tensor) -> float:
     """Return the explained fraction of the returns' variance: 1 - var(R - V) / (var(R) + 1e-5), verl's form.
 
     1 is a perfect critic, 0 one that knows only the mean; less is worse than that. Of fewer than two tokens it is 0.
-    The moments [5] are the `value_moments` of the whole batch.
+
+    Args:
+        moments: [5], `value_moments` of the whole batch.
     """
     count, total, squares, error_total, error_squares = moments.tolist()
     if count < 2:

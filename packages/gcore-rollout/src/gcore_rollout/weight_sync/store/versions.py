@@ -164,7 +164,11 @@ class WeightPublisher:
         """Since the last full version."""
 
     def publish(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> Manifest:
-        """Write a version of Hugging Face names and full tensors, on any device, which are requested one by one.
+        """Write a version.
+
+        Args:
+            weights: Hugging Face names and full tensors, on any device; requested one by one.
+            version: above all existing ones.
 
         Raises:
             ValueError: the version is not above the existing ones, or after a full version came other names, shapes
@@ -252,11 +256,15 @@ class WeightSubscriber:
     async def load(self, *, have: int | None = None) -> list[FullWeights | WeightDelta]:
         """Return the updates that lead to the newest version, for one call of `WeightMirror.apply`.
 
-        These are the deltas since ``have``, the version of the current weights, if there is no full version in between,
-        else the last full version and the deltas since; none if there is nothing above ``have``.
+        These are the deltas since ``have`` if there is no full version in between, else the last full version and the
+        deltas since; none if there is nothing above ``have``.
 
-        `CorruptWeightsError` if an object is damaged or missing, `OSError` if the store failed or, by a `TimeoutError`,
-        did not answer in time.
+        Args:
+            have: the version of the current weights; None: there are none.
+
+        Raises:
+            CorruptWeightsError: an object is damaged, or one of an existing manifest is missing.
+            OSError: the store failed, or did not answer in time (`TimeoutError`).
         """
         return await asyncio.to_thread(self._load, have)
 

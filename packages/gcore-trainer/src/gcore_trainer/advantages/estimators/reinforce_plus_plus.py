@@ -17,7 +17,16 @@ def reinforce_plus_plus(group: ScoredGroup, config: AdvantageConfig) -> list[NDA
 def discounted_returns(rewards: NDArray[np.floating], mask: NDArray[np.bool_], *, gamma: float) -> NDArray[np.float64]:
     """Return the discounted sum of the rewards from each token on: REINFORCE++ (arXiv 2501.03262), before whitening.
 
-    Tokens outside the mask (a tool's output) take no part: their rewards do not count, and time does not pass. It is
-    `gae_advantages` of a critic that knows nothing: shapes and errors are the same.
+    Tokens outside the mask (a tool's output) take no part: their rewards do not count, and time does not pass.
+
+    Args:
+        rewards: [R] of one response.
+        mask: [R] tokens of the policy.
+
+    Returns:
+        [R], 0 outside the mask.
+
+    Raises:
+        BatchError: the reward of a token in the mask is not finite.
     """
     return gae_advantages(rewards, np.zeros(rewards.shape), mask, gamma=gamma, lam=1.0)[0]

@@ -15,7 +15,11 @@ def remax(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.float
 
 
 def remax_advantages(scores: ArrayLike, greedy_score: float) -> NDArray[np.float32]:
-    """Return the advantages [n] of responses with scores [n] over the greedy one: ReMax (arXiv 2310.10505).
+    """Return the advantages [n] of responses over the greedy one: ReMax (arXiv 2310.10505).
+
+    Args:
+        scores: [n] rewards of the sampled responses, n >= 1.
+        greedy_score: reward of the greedy response.
 
     Raises:
         BatchError: a score is not finite.
