@@ -88,10 +88,13 @@ def test_a_judge_that_compares(cli: Cli, own_args: list[str], tiny: Path, has_fu
         assert row["critic/score/max"] > row["critic/score/min"]
         assert ("reward/function/mean" in row) == has_function
         assert row["actor/grad_norm"] > 0
-    # Held out, the greedy and the sampled answer are compared with each other.
+    # Held out, the greedy and the sampled answer are compared with each other, also by `gcore-llm eval`.
+    rows = val_rows(cli.cwd / "runs/default")
     if not has_function:
-        for row in val_rows(cli.cwd / "runs/default"):
+        for row in rows:
             assert row["val/greedy/score/mean"] + row["val/sampled/score/mean"] == pytest.approx(2.0)
+    scores = [f"{rows[-1][f'val/{kind}/score/mean']:.3f} {kind}" for kind in ("greedy", "sampled")]
+    assert cli.ok("eval", "runs/default") == f"step 2: held-out score {', '.join(scores)}\n"
 
 
 @pytest.mark.slow
