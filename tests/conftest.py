@@ -1,3 +1,4 @@
+import gc
 import os
 from pathlib import Path
 
@@ -19,10 +20,17 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Actors at Ray's low priority of 15 get next to nothing of a core that another worker's test keeps busy.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# Of the processes that tests start, and of this one, which has started without it.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+gc.set_threshold(10_000, 50, 100)
+
 LONGEST_FIRST = (
     "apps/golden/test_golden.py",
     "apps/gcore_llm/test_train.py",
     "apps/gcore_llm/test_bad_input.py",
+    "scripts/test_accept.py",
     "gcore_rollout/test_engines.py",
     "apps/gcore_diffusion/test_diffusion.py",
     "workspace/test_readmes.py",
@@ -60,3 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     place = {tests / name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that has been imported out of the garbage collections of the tests."""
+    gc.freeze()

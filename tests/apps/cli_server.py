@@ -31,8 +31,6 @@ HEAVY = {
         "gcore_diffusion.training",
         "diffusers.models.transformers.transformer_sd3",
         "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
-        "sklearn.linear_model",
-        "sklearn.svm",
         "torch.utils.tensorboard",
     ),
 }

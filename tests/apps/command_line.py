@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,7 @@ _ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
     "TQDM_DISABLE": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 
@@ -117,8 +118,15 @@ class Cli:
     def ok(self, *args: object) -> str:
         """Run a command that must succeed and say nothing on stderr; its output."""
         finished = self(*args)
-        assert (finished.code, finished.err) == (0, ""), finished
+        assert (finished.code, finished.err) == (0, ""), f"{finished}{''.join(self._crashes())}"
         return finished.out
+
+    def _crashes(self) -> Iterator[str]:
+        """The tracebacks of processes that died of a signal, from the logs of all runs."""
+        for path in sorted(self.cwd.glob("runs/*/logs/*.log*")):
+            text = path.read_text(errors="replace")
+            if (begin := text.find("Fatal Python error")) >= 0:
+                yield f"\n{path}:\n{text[begin : begin + 8000]}"
 
     def refused(self, *args: object) -> str:
         """Run a command that must end with exit code 2 and one line; that line."""

@@ -15,6 +15,7 @@ from gcore_controller import (
     Generated,
     Modality,
     Prepared,
+    StageTimer,
     State,
     TrainingBatch,
     Wave,
@@ -73,6 +74,9 @@ class Trainer:
         if self.group.rank == 0:
             await policy.update_weights(self.logits, version=version)
         await self.group.barrier()
+
+    async def take_turn(self, turn: str, timer: StageTimer) -> None:
+        """Do nothing: nothing is shared."""
 
     async def check_policy(self, policy: Synthesizer) -> None:
         assert np.array_equal(policy.logits, self.logits)

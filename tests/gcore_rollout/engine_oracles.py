@@ -41,8 +41,9 @@ Found = dict[tuple[str, int], Completion]
 
 
 def make_engine(kind: str, model: TinyModel, **options: Any) -> Engine:
-    if kind == "hf":
-        return HFEngine.from_pretrained(model.path, **options)
+    if kind.startswith("hf"):
+        mode: Any = {"hf": "auto", "hf-static": "static"}[kind]
+        return HFEngine.from_pretrained(model.path, decode_mode=mode, **options)
     return VLLMEngine.from_pretrained(model.path, kv_cache_memory_bytes=64 << 20, **options)
 
 

@@ -146,13 +146,14 @@ class FakeEngine:
         self.calls.append("resume")
         self._goes.set()
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         if self._running:
             raise RolloutError(f"{len(self._running)} samples are running")
-        self.calls.append("sleep")
+        self.calls.append("sleep" if keep_weights else "sleep without weights")
 
-    async def wake(self) -> None:
-        self.calls.append("wake")
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+        parts = {"weights": weights, "cache": cache}
+        self.calls.append("wake" if all(parts.values()) else f"wake {' '.join(p for p in parts if parts[p])}")
 
     async def update_weights(self, weights: Iterable[tuple[str, Any]], *, version: int) -> None:
         self._check_alive()

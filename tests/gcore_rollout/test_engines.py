@@ -55,7 +55,7 @@ class Subject:
         return version
 
 
-@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["hf", "hf-static", pytest.param("vllm", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -526,6 +526,35 @@ async def test_sleep_and_wake(either_subject: Subject) -> None:
     assert max(errors(model.old, [request], await waiting)) < TOLERANCE
     await either_subject.update(model.new)
     assert max(errors(model.new, [request], await collect(engine, request))) < TOLERANCE
+
+
+async def test_weights_wake_before_keys_and_values(either_subject: Subject) -> None:
+    engine, model = either_subject.engine, either_subject.model
+    request = make_request("r", 300, n=2)
+    await collect(engine, request)
+    await engine.sleep(keep_weights=False)
+    with pytest.raises(RolloutError, match=r"weights are asleep: wake\(cache=False\) has to come before"):
+        await engine.wake(weights=False)
+    with pytest.raises(RolloutError, match=r"weights were dropped by sleep\(keep_weights=False\): wake\(cache"):
+        await engine.wake()
+    waiting = asyncio.create_task(collect(engine, request))
+    await engine.wake(cache=False)
+    await engine.wake(cache=False)
+    with pytest.raises(RolloutError, match=r"weights were dropped by sleep\(keep_weights=False\)"):
+        await engine.wake()
+    await either_subject.update(model.new)
+    await asyncio.sleep(0.01)
+    assert engine.stats().num_waiting == 2, "keys and values are asleep"
+    await engine.wake()
+    assert max(errors(model.new, [request], await waiting)) < TOLERANCE
+    # Kept weights, and back to sleep half-way.
+    await engine.sleep()
+    await engine.wake(cache=False)
+    await engine.sleep()
+    await engine.wake(cache=False)
+    await engine.wake(weights=False)
+    assert max(errors(model.new, [request], await collect(engine, request))) < TOLERANCE
+    await either_subject.update(model.old)
 
 
 async def test_sleep_while_paused(subject: Subject) -> None:

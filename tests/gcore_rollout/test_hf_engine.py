@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_oracles import (
+    EOS_TOKEN_IDS,
     TinyModel,
     assert_equal,
     collect,
@@ -40,7 +41,7 @@ from transformers import (
 )
 
 from gcore_rollout import HFEngine, RepetitionDetection, Request, RequestError, UnsupportedModelError
-from gcore_rollout.engines.hf import decoding as slot_attention
+from gcore_rollout.engines.hf import decoding, plain_attention
 from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 
 SIZES: dict[str, Any] = {
@@ -137,6 +138,24 @@ async def test_sleep_frees_keys_and_values(tied: TinyModel) -> None:
     assert max(errors(tied.old, [request], await collect(engine, replace(request, n=2)))) < 1e-5
 
 
+async def test_dropped_weights_have_no_memory(tied: TinyModel) -> None:
+    """Until they wake: then they have places, in which only an update puts values."""
+    model = decoding.load_model(tied.path, dtype=torch.float32, max_model_len=None)[0]
+    engine = HFEngine(model, eos_token_ids=EOS_TOKEN_IDS, max_num_seqs=4)
+    parameters: list[torch.nn.Parameter] = list(model.parameters())
+    shapes = [p.shape for p in parameters]
+    await engine.sleep(keep_weights=False)
+    assert not any(p.untyped_storage().nbytes() for p in parameters)
+    await engine.wake(cache=False)
+    assert [p.shape for p in parameters] == shapes
+    for parameter in parameters:
+        torch.nn.init.constant_(parameter, torch.nan)
+    await engine.update_weights(tied.new.state_dict().items(), version=1)
+    await engine.wake()
+    request = make_request("r", 8, n=2)
+    assert max(errors(tied.new, [request], await collect(engine, request))) < 1e-5
+
+
 async def test_result_does_not_depend_on_n(tied: TinyModel) -> None:
     engine = HFEngine.from_pretrained(tied.path)
     request = make_request("r", 8, n=6, max_tokens=20)
@@ -226,7 +245,7 @@ async def test_windows_caps_and_sinks(
     model.save_pretrained(tmp_path)
     requests = [make_request(f"r{i}", 3 + 10 * i, n=2, temperature=0.7, max_tokens=20) for i in range(4)]
     for num_scores in (1 << 26, 500):
-        monkeypatch.setattr(slot_attention, "_NUM_PLAIN_SCORES", num_scores)
+        monkeypatch.setattr(plain_attention, "_NUM_PLAIN_SCORES", num_scores)
         found = await collect(HFEngine.from_pretrained(tmp_path, max_num_seqs=4), *requests)
         assert max(errors(model, requests, found)) < 1e-5
 

@@ -267,6 +267,14 @@ async def test_added_engine_gets_the_present_weights_before_it_serves() -> None:
     assert asleep.calls == ["sleep"]
     await replicas.wake()
     assert all(engine.calls[-1] == "wake" for engine in (early, late, asleep))
+    await replicas.sleep(keep_weights=False)
+    await replicas.wake(cache=False)
+    half_awake = FakeEngine()
+    await replicas.add(half_awake)
+    assert half_awake.calls == ["sleep", "wake weights"]
+    assert early.calls[-2:] == ["sleep without weights", "wake weights"]
+    await replicas.wake(weights=False)
+    assert all(engine.calls[-1] == "wake cache" for engine in (early, half_awake))
     with pytest.raises(ValueError, match="weight version of the engine is 9; expected at most 5"):
         await replicas.add(FakeEngine(version=9))
 

@@ -1,5 +1,7 @@
 """Uniform numbers that depend on seed and position alone, and tokens drawn with them."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +9,24 @@ from hypothesis import given, strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gcore_rollout.engines.hf.decoding import sample_tokens
+from gcore_rollout.engines.hf.static import draw_tokens
 from gcore_rollout.engines.queueing import sample_seeds, uniforms
 
 # 0.9999 quantiles of the chi-square distribution: seeds are fixed, so a test passes always or never.
 CHI_SQUARE_LIMIT = {9: 33.7, 99: 159.2}
 
+Draw = Callable[[torch.Tensor, np.ndarray, np.ndarray], tuple[torch.Tensor, torch.Tensor]]
 seeds_64 = arrays(np.uint64, st.integers(1, 50), elements=st.integers(0, 2**64 - 1))
+
+
+def _draw_on_device(
+    logits_BV: torch.Tensor, temperatures: np.ndarray, u: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw as the steps on a GPU do; of probabilities that it does not add up at once."""
+    return draw_tokens(logits_BV, torch.from_numpy(temperatures), torch.from_numpy(u))
+
+
+draws = pytest.mark.parametrize("draw", [sample_tokens, _draw_on_device])
 
 
 def _chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -54,12 +68,13 @@ def test_uniforms_are_uniform(axis: str) -> None:
     assert _chi_square(pairs, np.full(100, (n - 1) / 100)) < CHI_SQUARE_LIMIT[99]
 
 
+@draws
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_tokens_follow_the_probabilities(temperature: float) -> None:
+def test_tokens_follow_the_probabilities(draw: Draw, temperature: float) -> None:
     n = 50_000
     logits_V = torch.randn(10, generator=torch.Generator().manual_seed(1))
     u = uniforms(sample_seeds(7, np.arange(n)), np.zeros(n, np.int64))
-    tokens, log_probs = sample_tokens(logits_V.expand(n, -1), np.full(n, temperature, np.float32), u)
+    tokens, log_probs = draw(logits_V.expand(n, -1), np.full(n, temperature, np.float32), u)
     expected_V = torch.softmax(logits_V.double() / temperature, dim=-1)
     counts = torch.bincount(tokens, minlength=10).numpy()
     assert _chi_square(counts, n * expected_V.numpy()) < CHI_SQUARE_LIMIT[9]
@@ -69,24 +84,24 @@ def test_tokens_follow_the_probabilities(temperature: float) -> None:
 extreme_u = st.one_of(st.sampled_from([2.0**-53, 0.5, 1 - 2.0**-53]), st.floats(2.0**-53, 1 - 2.0**-53))
 
 
+@draws
 @given(
     arrays(np.float32, st.integers(1, 40), elements=st.sampled_from([-np.inf, -200, -30, -1, 0, 0.3, 5])),
     extreme_u,
     st.floats(0.05, 5),
 )
-def test_impossible_tokens_are_never_drawn(logits_V: np.ndarray, u: float, temperature: float) -> None:
+def test_impossible_tokens_are_never_drawn(draw: Draw, logits_V: np.ndarray, u: float, temperature: float) -> None:
     logits_V[len(logits_V) // 2] = 0
-    (token,), (log_prob,) = sample_tokens(
-        torch.from_numpy(logits_V)[None], np.array([temperature], np.float32), np.array([u])
-    )
+    (token,), (log_prob,) = draw(torch.from_numpy(logits_V)[None], np.array([temperature], np.float32), np.array([u]))
     assert logits_V[int(token)] > -np.inf
     assert log_prob > -np.inf
 
 
+@draws
 @given(arrays(np.float32, st.integers(1, 40), elements=st.floats(-20, 20, width=32)), extreme_u)
-def test_temperature_0_takes_the_most_probable(logits_V: np.ndarray, u: float) -> None:
+def test_temperature_0_takes_the_most_probable(draw: Draw, logits_V: np.ndarray, u: float) -> None:
     """Beside rows that sample; its log-prob is the one at temperature 1."""
     logits_2V = torch.from_numpy(np.stack([logits_V, logits_V]))
-    tokens, log_probs = sample_tokens(logits_2V, np.array([0, 0.5], np.float32), np.array([u, u]))
+    tokens, log_probs = draw(logits_2V, np.array([0, 0.5], np.float32), np.array([u, u]))
     assert int(tokens[0]) == int(logits_2V[0].argmax())
     assert float(log_probs[0]) == pytest.approx(float(torch.log_softmax(logits_2V[0], dim=-1).max()), abs=1e-5)

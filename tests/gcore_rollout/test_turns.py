@@ -20,12 +20,14 @@ class Sleeper(FakeEngine):
         self.num_swaps = 0
         self.is_broken = False
 
-    async def sleep(self) -> None:
-        await super().sleep()
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        await super().sleep(keep_weights=keep_weights)
         await asyncio.sleep(0.001)
         self._all_awake.discard(self)
 
-    async def wake(self) -> None:
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+        assert weights
+        assert cache
         if self.is_broken:
             raise RolloutError("no memory")
         await asyncio.sleep(0.001)

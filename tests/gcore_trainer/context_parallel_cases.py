@@ -112,7 +112,7 @@ def padded(groups: list[Group], layout: Layout, *, share_prefix: bool = False) -
 
 def attended_at_once(case: AttentionCase) -> Attended:
     batch = case.batch()
-    plan = PackedPlan(batch, device=torch.device("cpu"), dtype=case.dtype)
+    plan = PackedPlan(batch, device=torch.device("cpu"))
     return _attended(case, plan, torch.arange(batch.input_ids.size))
 
 
@@ -148,7 +148,7 @@ def attended_without(rank: Rank, case: AttentionCase, num_missing: int) -> None:
 def plan_of(rank: Rank, groups: list[Group], packed_for: Layout, share_prefix: bool, divided_by: Layout) -> None:
     """Makes a plan for a row that was packed for another layout."""
     batch = padded(groups, packed_for, share_prefix=share_prefix)
-    PackedPlan(batch, cp=_context(divided_by), device=torch.device("cpu"), dtype=torch.float32)
+    PackedPlan(batch, cp=_context(divided_by), device=torch.device("cpu"))
 
 
 def place_in_groups(rank: Rank, cp_groups: list[list[int]], ulysses_size: int) -> tuple[int, int, int, int, int]:
@@ -171,13 +171,13 @@ def summed(rank: Rank, layout: Layout, weights: torch.Tensor) -> tuple[float, to
 def model_gradients_at_once(groups: list[Group], layout: Layout, share_prefix: bool) -> dict[str, torch.Tensor]:
     """Of the mean log-probability of a tiny model's response tokens, and that, under the name of "loss"."""
     batch = padded(groups, layout, share_prefix=share_prefix)
-    plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
+    plan = PackedPlan(batch, device=torch.device("cpu"))
     return _model_gradients(batch, plan, torch.arange(batch.input_ids.size), lambda x: x)
 
 
 def model_gradients(rank: Rank, groups: list[Group], layout: Layout, share_prefix: bool) -> dict[str, torch.Tensor]:
     batch, cp = padded(groups, layout, share_prefix=share_prefix), _context(layout)
-    plan = PackedPlan(batch, cp=cp, device=torch.device("cpu"), dtype=torch.float64)
+    plan = PackedPlan(batch, cp=cp, device=torch.device("cpu"))
     gradients = _model_gradients(
         batch,
         plan,
@@ -249,7 +249,7 @@ def _attended(case: AttentionCase, plan: PackedPlan, places: torch.Tensor) -> At
 
 def _plan(case: AttentionCase) -> tuple[PackedPlan, torch.Tensor]:
     batch, cp = case.batch(), _context(case.layout)
-    plan = PackedPlan(batch, cp=cp, device=torch.device("cpu"), dtype=case.dtype)
+    plan = PackedPlan(batch, cp=cp, device=torch.device("cpu"))
     return plan, torch.from_numpy(cp.places(batch.segment_lengths))
 
 

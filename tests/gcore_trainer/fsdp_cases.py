@@ -24,6 +24,7 @@ from gcore_trainer import (
     TorchParallel,
     TorchTrainer,
 )
+from gcore_trainer.torch.host_memory import local
 
 PRELOADED = (
     torch._dynamo,
@@ -78,3 +79,28 @@ def record_and_train(
     first, *others = [replicas[trainer.data_parallel_rank] for replicas in steps]
     found = trainer.log_probs_and_routing(first)
     return [experts for batch in found for _, experts in batch], [trainer.train_step(batch) for batch in others]
+
+
+def train_with_naps(
+    rank: Rank,
+    path: str,
+    objective: Objective[Any],
+    optimizer: OptimizerConfig,
+    steps: list[list[list[MicroBatch]]],
+    offload: bool,
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], int]:
+    """Train in bfloat16, asleep between any two calls; return metrics, weights and the bytes held asleep."""
+    packed = PackedModel.from_pretrained(path, compute_dtype=torch.bfloat16)
+    parallel = TorchParallel.join(ParallelConfig())
+    trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel, offload=offload)
+    metrics: list[dict[str, float]] = []
+    held = 0
+    for replicas in steps:
+        own = replicas[trainer.data_parallel_rank]
+        # It leaves the root module's parameters whole.
+        trainer.log_probs(own)
+        trainer.sleep()
+        held = max(held, sum(local(p).untyped_storage().nbytes() for p in packed.model.parameters()))
+        trainer.wake()
+        metrics.append(trainer.train_step(own))
+    return metrics, dict(trainer.export_weights()), held

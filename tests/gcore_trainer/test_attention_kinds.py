@@ -42,9 +42,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from gcore_trainer import PackedModel, UnsupportedModelError, pack, sample as packing
+from gcore_trainer import PackedModel, UnsupportedModelError, pack
 from gcore_trainer.context_parallel.groups import ContextParallel
-from gcore_trainer.packing import block_attention
+from gcore_trainer.packing import block_attention, tiles
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.linear_attention import mix
 from gcore_trainer.packing.row import PackedPlan
@@ -174,7 +174,7 @@ def attended_apart(
     window=st.sampled_from([None, 1, 2, 3, 5, 16, 17, 33, 80]),
     softcap=st.sampled_from([None, 0.5, 4.0]),
     has_sinks=st.booleans(),
-    num_rows=st.sampled_from([1, 3, 8, 512]),
+    num_padded=st.sampled_from([0, 16, 64]),
     num_scores=st.sampled_from([1, 1000, 1 << 26]),
     scale=st.sampled_from([None, 0.9]),
 )
@@ -184,7 +184,7 @@ def test_a_layer_is_dense_attention_of_each_sequence(
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
-    num_rows: int,
+    num_padded: int,
     num_scores: int,
     scale: float | None,
 ) -> None:
@@ -202,9 +202,9 @@ def test_a_layer_is_dense_attention_of_each_sequence(
     inputs = [*rows, *([] if sinks_H is None else [sinks_H])]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "NUM_WINDOW_ROWS", num_rows)
+        patch.setattr(tiles, "NUM_PADDED", num_padded)
         patch.setattr(block_attention, "_NUM_PLAIN_SCORES", num_scores)
-        plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
+        plan = PackedPlan(batch, device=torch.device("cpu"))
         layer = AttentionKind(scale=scale, sliding_window=window, softcap=softcap, sinks=sinks_H)
         out_THD = plan.attend(rows[0], rows[1], rows[2], layer)[0]
         loss = torch.cat([(out_THD[x] * grad).flatten() for x, grad in zip(places, grads, strict=True)]).sum()
@@ -246,7 +246,7 @@ def test_a_recurrence_starts_again_with_each_sequence(lengths: list[Group], shar
     def mixer(hidden_SLD: torch.Tensor) -> torch.Tensor:
         return hidden_SLD.cumsum(1) * hidden_SLD.exp()
 
-    plan = PackedPlan(batch, device=torch.device("cpu"), dtype=torch.float64)
+    plan = PackedPlan(batch, device=torch.device("cpu"))
     mixed_1TD = mix(plan, hidden_1TD, mixer)
     assert plan.num_calls == 1
     places = [torch.from_numpy(x) for x in batch.input_places(samples)]

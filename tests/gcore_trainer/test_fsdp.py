@@ -90,7 +90,7 @@ def test_ten_steps_are_those_of_one_process(
 
 
 def test_bfloat16_with_float32_weights(rank_server: RankServer, qwen2: Path) -> None:
-    """On two ranks as in one process within the resolution of bfloat16; weights and moments stay float32."""
+    """On two ranks as in one process within the resolution of bfloat16; masters and moments stay float32."""
     objective = PolicyObjective(PolicyLossConfig())
     steps = steps_of(qwen2, 3)
     options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "gradient_checkpointing": True}
@@ -101,13 +101,34 @@ def test_bfloat16_with_float32_weights(rank_server: RankServer, qwen2: Path) -> 
     parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
     arguments = (str(qwen2), objective, OPTIMIZER, ParallelConfig(), parts, options)
     for metrics, weights in rank_server.shared(2).run("train", *arguments, size=2):
-        assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+        assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
         for own, one, truth in zip(metrics, expected, exact, strict=True):
             for name in ("actor/entropy", "actor/grad_norm"):
                 assert own[name] == pytest.approx(one[name], rel=0.05)
                 assert one[name] == pytest.approx(truth[name], rel=0.05)
                 assert one[name] != truth[name]
-    assert all(t.dtype == torch.float32 for t in alone.state()["exp_avg"].values())
+    for group in ("model", "exp_avg", "exp_avg_sq"):
+        assert all(t.dtype == torch.float32 for t in alone.state()[group].values())
+
+
+def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path) -> None:
+    """The same on two ranks to the bit, with states on the device or in host memory; and that of one process."""
+    objective = PolicyObjective(PolicyLossConfig())
+    steps = steps_of(qwen2, 2)
+    parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
+    runs = [
+        rank_server.shared(2).run("train_with_naps", str(qwen2), objective, OPTIMIZER, parts, offload, size=2)
+        for offload in (False, True)
+    ]
+    packed = PackedModel.from_pretrained(qwen2, compute_dtype=torch.bfloat16)
+    alone = TorchTrainer(packed, optimizer=OPTIMIZER, objective=objective, offload=True)
+    expected = [alone.train_step([samples]) for samples in steps]
+    for (metrics, weights, held), (others, other_weights, _) in zip(*runs, strict=True):
+        assert held == 0
+        assert metrics == others
+        torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
+        for own, one in zip(metrics, expected, strict=True):
+            assert own["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=0.05)
 
 
 def test_gradient_checkpointing_changes_nothing(qwen2: Path) -> None:

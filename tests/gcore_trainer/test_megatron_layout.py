@@ -15,8 +15,10 @@ from trainer_oracles import SIZES
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 import gcore_trainer.megatron
-from gcore_trainer import ConfigError, ParallelConfig, UnsupportedModelError
+from gcore_trainer import ConfigError, LoRAConfig, ParallelConfig, UnsupportedModelError
+from gcore_trainer.megatron.adapters import check_targets, target_layers
 from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.pieces import Piece
 
 QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "fp8"}}
@@ -25,7 +27,6 @@ QUANTIZED: dict[str, Any] = {**SIZES, "quantization_config": {"quant_method": "f
 @pytest.mark.parametrize(
     ("name", "layout", "message"),
     [
-        ("llama", {TP: 4}, "tensor_model_parallel_size=4 does not divide 2 key-value heads; expected one of [1, 2]"),
         ("llama", {TP: 8}, "tensor_model_parallel_size=8 does not divide 4 attention heads; expected one of [1, 2, 4]"),
         ("llama", {PP: 8}, "pipeline_model_parallel_size=8 does not divide 4 layers; expected one of [1, 2, 4]"),
         (
@@ -54,6 +55,51 @@ def test_a_layout_that_does_not_divide_says_what_would(name: str, layout: dict[s
     with pytest.raises(ConfigError) as error:
         Architecture(CONFIGS[name]).check_layout(ParallelConfig(**layout), world_size=8)
     assert message in str(error.value)
+
+
+def test_key_value_heads_are_divided_or_shared() -> None:
+    """Six key-value heads of twelve attention heads."""
+    heads: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 6}
+    sizes: dict[str, Any] = SIZES | heads | {"hidden_size": 96, "intermediate_size": 96}
+    config = LlamaConfig(**sizes)
+    architecture = Architecture(config)
+    for size in (1, 2, 3, 6, 12):
+        architecture.check_layout(ParallelConfig(tensor_model_parallel_size=size), world_size=12)
+    with pytest.raises(ConfigError) as error:
+        architecture.check_layout(ParallelConfig(tensor_model_parallel_size=4), world_size=12)
+    assert str(error.value) == (
+        "tensor_model_parallel_size=4 neither divides 6 key-value heads nor is a multiple of them; expected one of "
+        "[1, 2, 3, 6, 12]"
+    )
+    with pytest.raises(ConfigError) as error:
+        architecture.check_layout(ParallelConfig(tensor_model_parallel_size=24), world_size=24)
+    assert "tensor_model_parallel_size=24 does not divide 12 attention heads" in str(error.value)
+
+
+def test_adapters_of_a_part_of_a_group_are_refused() -> None:
+    architecture, parallel = Architecture(CONFIGS["llama"]), ParallelConfig(tensor_model_parallel_size=4)
+    with pytest.raises(ConfigError) as error:
+        check_targets(target_layers(architecture, LoRAConfig()), architecture, parallel)
+    assert str(error.value) == (
+        "tensor_model_parallel_size is 4 with adapters of queries, keys or values; expected at most 2, the number of "
+        "key-value heads, or other target_modules"
+    )
+    others = target_layers(architecture, LoRAConfig(target_modules=("o_proj", "up_proj")))
+    check_targets(others, architecture, parallel)
+    check_targets(frozenset(), architecture, parallel)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_router_of_experts_needs_no_transformer_engine(device: str) -> None:
+    """Megatron-Core 0.16.1 leaves a name unbound that its router reads on every device."""
+    from megatron.core.transformer.moe import moe_utils
+
+    with megatron_runtime(torch.device(device)):
+        inputs, weight = torch.randn(5, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+        logits = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
+        torch.testing.assert_close(logits, inputs @ weight.T)
+        logits.sum().backward()
+    torch.testing.assert_close(weight.grad, inputs.detach().sum(0).expand(4, 8))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("llama", 1, {}),
         ("llama", 2, {TP: 2}),
+        # More ranks than key-value heads.
+        ("llama", 4, {TP: 4}),
+        ("qwen2", 4, {TP: 4, SP: True}),
         ("qwen2", 2, {PP: 2}),
         ("qwen2", 4, {TP: 2, PP: 2, SP: True}),
         ("qwen3", 4, {TP: 2, PP: 2, VPP: 2}),

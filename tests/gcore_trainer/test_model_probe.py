@@ -200,7 +200,7 @@ def test_the_comparison_leaves_no_trace(qwen2: Path) -> None:
     model.train()
     before = {name: p.clone() for name, p in model.state_dict().items()}
     random_state = torch.get_rng_state()
-    packed = PackedModel(model, compute_dtype=torch.bfloat16)
+    packed = PackedModel(model)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(module.training for module in model.modules())
     assert model.config._attn_implementation == packed_attention.ATTENTION_NAME

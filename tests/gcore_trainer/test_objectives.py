@@ -69,7 +69,7 @@ def test_values_are_those_of_transformers(classifier: Path) -> None:
     for sample, values, expected in zip(samples, found, padded_values(classifier, samples), strict=True):
         start = sample.prompt_ids.size - 1
         wanted = expected[start : start + sample.response_ids.size].detach().numpy()
-        np.testing.assert_allclose(values, wanted, atol=1e-5)
+        np.testing.assert_allclose(values, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_new_critic_starts_at_zero(llama: Path) -> None:

@@ -31,19 +31,18 @@ def test_a_shared_prompt_is_computed_once(share_prefix: bool, num_tokens: int) -
 
 
 @settings(max_examples=50)
-@given(lengths=groups, seed=st.integers(0, 10**6))
-def test_every_packed_token_stands_once_in_the_buckets(lengths: list[Group], seed: int) -> None:
-    batch = pack(make_samples(lengths, seed=seed))
-    queries = np.concatenate([bucket.query_index.ravel() for bucket in batch.buckets])
-    assert (queries[batch.unpack_index] == np.arange(batch.input_ids.size)).all()
-
-
-def test_buckets_pad_to_less_than_twice_their_shortest() -> None:
-    lengths = [Group(p, [r, r + 1]) for p in (20, 70, 300) for r in (20, 70, 300)]
-    for bucket in pack(make_samples(lengths, seed=0)).buckets:
-        if bucket.prompt_lengths is not None:
-            num_prompt_keys = bucket.key_index.shape[1] - bucket.query_index.shape[1]
-            assert num_prompt_keys < 2 * bucket.prompt_lengths.min()
+@given(lengths=groups, share_prefix=st.booleans(), seed=st.integers(0, 10**6))
+def test_segments_make_up_the_row_and_branches_of_a_prompt_follow_it(
+    lengths: list[Group], share_prefix: bool, seed: int
+) -> None:
+    batch = pack(make_samples(lengths, seed=seed), share_prefix=share_prefix)
+    end, prompt = 0, None
+    for segment in batch.segments:
+        assert segment.start == end
+        assert segment.parent in (None, prompt)
+        end += segment.length
+        prompt = segment if segment.parent is None else prompt
+    assert end == batch.input_ids.size
 
 
 @settings(max_examples=50)
@@ -74,13 +73,10 @@ def seen(batch: PackedBatch) -> list[list[tuple[int, int]]]:
     """The tokens, and their positions, that each response token is predicted from."""
     tokens = list(zip(batch.input_ids.tolist(), batch.positions.tolist(), strict=True))
     by_query: list[list[tuple[int, int]]] = []
-    for bucket in batch.buckets:
-        num_queries, num_keys = bucket.query_index.shape[1], bucket.key_index.shape[1]
-        for i, key_index in enumerate(bucket.key_index):
-            num_prompt = 0 if bucket.prompt_lengths is None else int(bucket.prompt_lengths[i])
-            prompt, own = key_index[:num_prompt], key_index[num_keys - num_queries :]
-            by_query += [[tokens[key] for key in [*prompt, *own[: j + 1]]] for j in range(num_queries)]
-    return [by_query[i] for i in batch.unpack_index[batch.predict_index[batch.target_place]].tolist()]
+    for start, length, parent, _ in batch.segments:
+        prompt = [] if parent is None else tokens[parent.start : parent.start + parent.length]
+        by_query += [[*prompt, *tokens[start : start + i + 1]] for i in range(length)]
+    return [by_query[i] for i in batch.predict_index[batch.target_place].tolist()]
 
 
 def test_padding_fills_segments_and_a_last_one_of_its_own() -> None:

@@ -4,7 +4,7 @@ import torch
 from rank import Rank
 
 from gcore_trainer import token_scores
-from gcore_trainer.packing.row import VocabShard
+from gcore_trainer.packing.head import VocabShard
 
 
 def score_part_of_vocabulary(

@@ -62,7 +62,7 @@ ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", *A
 FOR_COMMANDS = ["argparse", "rich", "tomllib"]
 """Of these, what a package's `cli.py`, `cli_*.py` and `cli/` may import, and nothing else of it."""
 
-DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core", "PIL": "pillow", "sklearn": "scikit-learn"}
+DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core", "PIL": "pillow"}
 """Top-level modules whose distribution has another name."""
 
 USED_THROUGH_ANOTHER = {

@@ -32,7 +32,10 @@ from gcore_bench.rollout.workload import (
 )
 from gcore_rollout import Completion, Request, Sandbox, SandboxError
 
-CONTENDERS = ["vllm", "gcore-vllm", "gcore-vllm-process", "transformers", "gcore-hf", "gcore-hf-process"]
+CONTENDERS = [
+    *("vllm", "gcore-vllm", "gcore-vllm-process"),
+    *("transformers", "gcore-hf", "gcore-hf-process", "gcore-hf-dynamic", "gcore-hf-static"),
+]
 
 
 def run(part: str, row: str, number: int, **figures: float) -> Run:
@@ -83,6 +86,11 @@ def test_ratios_are_of_figures_of_the_same_round() -> None:
     assert paired_ratio(runs, "gcore-vllm", "transformers", "tokens_per_s") is None
     assert ratios("generation", runs) == {"gcore-vllm": {"tokens_per_s": 3.0, "cpu_s": 2.0}}
     assert ratios("generation", runs[3:]) == {"gcore-vllm": {}}
+    modes = [
+        run("generation", f"gcore-hf-{mode}", 1, tokens_per_s=s, cpu_s=3 - s)
+        for mode, s in (("dynamic", 2.0), ("static", 1.0))
+    ]
+    assert ratios("generation", modes)["gcore-hf-static"] == {"tokens_per_s": 0.5, "cpu_s": 2.0}
 
 
 def test_all_seconds_of_new_weights_are_compared_with_a_copy() -> None:
@@ -260,9 +268,10 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
     # The same seeds give the same tokens: what is compared is one piece of work.
     for name in ("gcore-vllm", "gcore-vllm-process"):
         assert rows[name]["log_prob"] == pytest.approx(rows["vllm"]["log_prob"], abs=1e-3)
-    assert rows["gcore-hf"]["log_prob"] == pytest.approx(rows["gcore-hf-process"]["log_prob"], abs=1e-5)
+    for name in ("gcore-hf-process", "gcore-hf-dynamic", "gcore-hf-static"):
+        assert rows[name]["log_prob"] == pytest.approx(rows["gcore-hf"]["log_prob"], abs=1e-5)
     speeds = {name: found["tokens_per_s"] for name, found in parts["generation"]["ratios"].items()}
-    assert list(speeds) == ["gcore-vllm", "gcore-vllm-process", "gcore-hf", "gcore-hf-process"]
+    assert list(speeds) == ["gcore-vllm", "gcore-vllm-process", "gcore-hf", "gcore-hf-process", "gcore-hf-static"]
     assert min(speeds.values()) > 0
 
     rows = parts["sync"]["summary"]["rows"]

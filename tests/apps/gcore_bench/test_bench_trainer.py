@@ -17,11 +17,12 @@ from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Run, summarise
 from gcore_bench.trainer.bench import check_agreement
 from gcore_bench.trainer.options import TrainerOptions
-from gcore_bench.trainer.report import part_table
+from gcore_bench.trainer.report import aims, part_table
 from gcore_bench.trainer.workload import (
     context_layouts,
     deals,
     make_samples,
+    memory_lengths,
     step_batches,
     token_rows,
 )
@@ -37,10 +38,19 @@ QUICK = {
     "hidden_size": 32,
     "vocab_size": 256,
 }
-RUN = {**QUICK, "rounds": 1, "steps": 1, "vocab_sizes": [8000], "logits_mb": 128, "lengths": [128]}
+RUN = {
+    **QUICK,
+    "rounds": 1,
+    "steps": 1,
+    "vocab_sizes": [8000],
+    "logits_mb": 128,
+    "lengths": [128],
+    "shared_lengths": [576, 1152],
+    "max_lognormal_length": 1152,
+}
 
 
-@pytest.mark.parametrize("way", ["trl", "verl", "gcore-padded", "gcore-packed", "gcore-shared"])
+@pytest.mark.parametrize("way", ["trl", "verl", "gcore-padded", "gcore-packed", "gcore-masks", "gcore-shared"])
 def test_every_sample_is_in_one_micro_batch(way: str) -> None:
     options = TrainerOptions(max_tokens=700)
     batches = step_batches(options, make_samples(options), way)
@@ -133,6 +143,39 @@ def test_the_table_shows_ratios_to_gcore() -> None:
     assert cells["trl"] == ["6.000", "3.00x", "6.000", "6.00x", "4", "2.00x", "9", "0.25000", "1.0000"]
 
 
+def test_aims_of_attention_without_masks() -> None:
+    """Each figure is printed with its aim, and a mask that is too large with its size and the limit."""
+    measured = {
+        "8 x 2,048 tiles": (1.0, 200.0),
+        "8 x 4,096 tiles": (4.0, 420.0),
+        "8 x 8,192 tiles": (9.0, 1260.0),
+        "lognormal to 8 x 4,096 tiles": (2.0, 210.0),
+        "8 x 2,048 masks": (1.5, 300.0),
+        "8 x 4,096 masks": (3.0, 900.0),
+        "lognormal to 8 x 4,096 masks": (2.5, 390.0),
+    }
+    options = TrainerOptions(shared_lengths=(2048, 4096, 8192))
+    tokens = {name: float(sum(lengths)) for name, lengths in memory_lengths(options).items()}
+    rows = {
+        name: {"step_s": s, "cpu_s": s, "peak_bytes": peak, "tokens": tokens[name.rpartition(" ")[0]]}
+        for name, (s, peak) in measured.items()
+    }
+    *lines, left_out = aims(
+        summarise("memory", [Run(part="memory", contender="", round=1, load=0, rows=rows)]), options
+    )
+    results = [line.rpartition(": ")[2] for line in lines]
+    assert results == ["2.10 (met)", "3.00 (not met)", "1.50 (met)", "0.75 (not met)", "1.25 (not met)"]
+    assert left_out.startswith(
+        "left out: masks at 8 x 8,192, of which one takes 2.2 GB; expected at most --max-mask-gb"
+    )
+
+    step = {name: {"step_s": s} for name, s in (("gcore-masks", 2.0), ("gcore-shared", 2.0))}
+    runs = [Run(part="step", contender=name, round=1, load=0.0, rows={name: row}) for name, row in step.items()]
+    [line] = aims(summarise("step", runs), options)
+    assert line.endswith("at least 0.95 times as fast: 1.00 (met)")
+    assert aims(summarise("step", runs[:1]), options) == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -142,11 +185,15 @@ def test_the_table_shows_ratios_to_gcore() -> None:
         ({"hidden_size": 100}, "hidden_size is 100; expected a multiple of 32"),
         ({"max_tokens": 100}, "max_tokens is 100; expected at least 480, the longest sample"),
         ({"context_sizes": (3,)}, "context_sizes holds 3; expected 1, 2, 4 or 8"),
-        ({"parts": ("mfu",)}, "parts holds mfu; expected step, tokens, balance, log-probs, context on device cpu"),
+        (
+            {"parts": ("mfu",)},
+            "parts holds mfu; expected step, tokens, balance, log-probs, context, memory on device cpu",
+        ),
         ({"device": "cuda"}, "parts holds step; expected log-probs, mfu on device cuda"),
         ({"padded_micro_batches": 33}, "padded_micro_batches is 33; expected at most 32"),
         ({"lengths": (8,)}, "lengths holds 8; expected at least 32"),
         ({"logits_mb": 0.0}, "logits_mb is 0.0; expected a number above 0"),
+        ({"max_mask_gb": 0.0}, "max_mask_gb is 0.0; expected a number above 0"),
         ({"sigma": -1.0}, "sigma is -1.0"),
         ({"json": Path("/nowhere/x.json")}, "json is '/nowhere/x.json'; expected a file in an existing folder"),
     ],
@@ -175,13 +222,13 @@ def test_bench_measures_the_trainer(tmp_path: Path) -> None:
     figures: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
     assert figures["options"]["prompts"] == 3
     parts = {part["part"]: part for part in figures["parts"]}
-    assert list(parts) == ["step", "tokens", "balance", "log-probs", "context"]
+    assert list(parts) == ["step", "tokens", "balance", "log-probs", "context", "memory"]
     rows: dict[str, dict[str, dict[str, float]]] = {name: part["summary"]["rows"] for name, part in parts.items()}
     for part in ("step", "balance", "log-probs", "context"):
         assert all(row["step_s"] > 0 and row["cpu_s"] > 0 for row in rows[part].values())
 
     step, balance = rows["step"], rows["balance"]
-    assert list(step) == ["trl", "verl", "gcore-padded", "gcore-packed", "gcore-shared"]
+    assert list(step) == ["trl", "verl", "gcore-padded", "gcore-packed", "gcore-masks", "gcore-shared"]
     assert len({round(row["loss"], 3) for row in (*step.values(), *balance.values())}) == 1
     for row in (*step.values(), *balance.values()):
         assert row["loss"] == pytest.approx(step["trl"]["loss"], abs=1e-4)
@@ -201,3 +248,10 @@ def test_bench_measures_the_trainer(tmp_path: Path) -> None:
     for row in rows["context"].values():
         assert row["loss"] == pytest.approx(alone["loss"], abs=1e-4)
         assert row["total_cpu_s"] >= row["cpu_s"]
+
+    memory = rows["memory"]
+    for workload in ("8 x 576", "8 x 1,152", "lognormal to 8 x 1,152"):
+        tiles, masks = (memory[f"{workload} {name}"] for name in ("tiles", "masks"))
+        assert tiles["loss"] == pytest.approx(masks["loss"], abs=1e-4)
+    tiles, masks = (memory[f"8 x 1,152 {name}"] for name in ("tiles", "masks"))
+    assert tiles["peak_bytes"] < masks["peak_bytes"]

@@ -471,7 +471,6 @@ def test_recipes_are_what_a_file_can_hold(name: str, tmp_path: Path) -> None:
     assert merge(DiffusionConfig(), tomllib.loads(to_toml(config)), source="test") == config
 
 
-@pytest.mark.slow
 def test_digits_are_scored_by_two_classifiers() -> None:
     """Of digits that neither was taught on, each reads most."""
     reward, (pixels, labels) = DigitReward(), load()

@@ -192,7 +192,9 @@ def own_cluster() -> Iterator[None]:
 @pytest.mark.usefixtures("own_cluster")
 def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None:
     """While the other one, which is asked first, waits for it."""
-    config = TrainConfig(device="cpu", threads=2, runtime="ray", trainer=TrainerConfig(num_processes=2))
+    config = TrainConfig(
+        device="cpu", dtype="float32", threads=2, runtime="ray", trainer=TrainerConfig(num_processes=2)
+    )
     spec = ray_trainer_spec(config, tiny, tmp_path / "checkpoints")
     learner = RayTrainerGroup()
 

@@ -157,6 +157,8 @@ def test_speculation_in_a_process(cli: Cli, own_args: list[str]) -> None:
     options = ["--rollout.engine", "vllm", "--rollout.num-processes", "1"]
     options += ["--rollout.speculative.num-speculative-tokens", "3", "--rollout.speculative.prompt-lookup-min", "1"]
     # vLLM says one thing and another as it starts.
+    options += ["--rollout.max-num-batched-tokens", "512", "--rollout.seed-per-sample", "True"]
+    options += ["--rollout.async-scheduling", "False", "--rollout.gpu-memory-utilization", "0.3"]
     assert cli(*args, *options, "--name", "guessed").code == 0
     rows = step_rows(cli.cwd / "runs/guessed")
     assert [row["sampling/oldest_version"] for row in rows] == [0, 1]
@@ -282,8 +284,29 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
             "rollout.num_processes is 2 and rollout.engine is 'vllm_server'; expected 0",
         ),
         (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf'; expected 'vllm'"),
+        (
+            ["--rollout.gpu-memory-utilization", "0.5"],
+            "rollout.gpu_memory_utilization is 0.5; expected None with rollout.engine 'hf'; vllm takes it",
+        ),
+        (["--rollout.seed-per-sample", "False"], "rollout.seed_per_sample is false; expected None with rollout.engine"),
+        (
+            ["--rollout.engine", "vllm", "--rollout.gpu-memory-utilization", "1.5"],
+            "rollout.gpu_memory_utilization is 1.5; expected a number in (0, 1], or None",
+        ),
+        (
+            ["--rollout.engine", "vllm", "--rollout.max-num-batched-tokens", "0"],
+            "rollout.max_num_batched_tokens is 0; expected 1 or more, or None",
+        ),
         (["--rollout.speculative.num-speculative-tokens", "-1"], "num_speculative_tokens is -1; expected 0 or more"),
         (["--rollout.speculative.model", "x"], "rollout.speculative.num_speculative_tokens is 0; expected 1 or more"),
+        (
+            ["--rollout.engine", "vllm", "--rollout.decode-mode", "static"],
+            "rollout.decode_mode is 'static'; expected None with",
+        ),
+        (
+            ["--rollout.decode-mode", "cuda_graphs", "--device", "cpu"],
+            "rollout.decode_mode is 'cuda_graphs'; expected None, dy",
+        ),
         (["--rollout.speculative.prompt-lookup-max", "1"], "prompt_lookup_max is 1; expected 2 or more"),
         (
             ["--reward-model.judge.urls", "http://h:1"],

@@ -137,7 +137,7 @@ def test_what_a_model_takes(tmp_path: Path, tiny: Path) -> None:
     assert longest_sequence(tiny) == longest_sequence(None) == 512
     for max_prompt_length, expected in ((1024, 512), (100, 140)):
         data = DataConfig(max_prompt_length=max_prompt_length, max_response_length=40)
-        config = TrainConfig(data=data, rollout=RolloutConfig(engine="vllm"))
+        config = TrainConfig(data=data, rollout=RolloutConfig(engine="vllm"), dtype="float32")
         make: Any = engine_factory(config.rollout, config, tiny, eos_token_ids=[1])
         assert make.keywords["max_model_len"] == expected
 

@@ -281,7 +281,7 @@ def started(logs: Path) -> list[int]:
 @pytest.mark.slow
 async def test_engine_processes_log_and_are_seen_whichever_has_a_place(tmp_path: Path, tiny: Path) -> None:
     config = own_data()
-    config = replace(config, threads=1, device="cpu", rollout=replace(config.rollout, num_processes=2))
+    config = replace(config, threads=1, device="cpu", dtype="float32", rollout=replace(config.rollout, num_processes=2))
     devices, logs = DeviceTimers(), tmp_path / "logs"
     engine = await start_policy(
         config, tiny, eos_token_ids=[1], instrumentation=Instrumentation(devices=devices, logs=logs)

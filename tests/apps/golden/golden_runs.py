@@ -60,6 +60,7 @@ TRAIN = (
     *("--warmup.max-steps", "8", "--warmup.batch-size", "64", "--warmup.test-freq", "4"),
     *("--data.train-batch-size", "4", "--rollout.n", "4", "--data.max-response-length", "12"),
     *("--actor.optim.lr", "1e-3", "--actor.loss.kl-loss-coef", "0.05"),
+    *("--actor.optim.lr-scheduler-type", "constant"),
 )
 FINETUNE = ("--threads", "1", "--device", "cpu", *TASK, *STEPS, "--data.train-batch-size", "8")
 PAIRS = (*FINETUNE, "--warmup-steps", "4")

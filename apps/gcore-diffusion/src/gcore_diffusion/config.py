@@ -36,7 +36,7 @@ EVALUATED = {"val/score/mean": "reward", "val/held_out/mean": "reward not traine
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig(Checked, section="demo"):
-    """The embedded model: a tiny Stable Diffusion 3 of coloured digits, trained on scikit-learn's."""
+    """The embedded model: a tiny Stable Diffusion 3 of coloured handwritten digits."""
 
     num_steps: Count = 300
     """Updates of its pretraining; fewer make it worse at digits."""

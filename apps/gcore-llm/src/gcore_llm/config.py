@@ -23,7 +23,7 @@ from gcore_runs import (
     above,
     check_one_source,
 )
-from gcore_runs.engines import EngineConfig, SpeculativeConfig
+from gcore_runs.engines import EngineConfig, PolicyEngineConfig, SpeculativeConfig
 from gcore_runs.simulation.config import SimConfig
 from gcore_trainer import (
     AdvantageEstimator,
@@ -100,7 +100,7 @@ class WarmupConfig(Checked, section="warmup"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutConfig(EngineConfig, section="rollout"):
+class RolloutConfig(PolicyEngineConfig, section="rollout"):
     """Generation."""
 
     weights_dir: str = ""
@@ -178,6 +178,15 @@ class ActorConfig(BaseActorConfig):
 
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    checkpointed_layers: Fraction = 1.0
+    """Share of the layers that are computed again where gradient checkpointing is on, the first ones; for torch."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """optimizer: optimizer states are in host memory, and updates run on the CPU: 6 instead of 18 bytes a bfloat16
+    parameter on the device. all: parameters and gradients, too, while another model of the run is in use (the critic,
+    the reference). Both for torch."""
+    activation_offload: bool = False
+    """Keep activations for the backward pass in host memory: with gradient checkpointing, the layers' inputs; for
+    torch."""
     router_replay: Literal["disabled", "R2"] = "disabled"
     """R2: in a mixture of experts, the updates of a step send tokens through the experts that they passed through when
     the old log-probs were computed, so that ratios do not jump where a router is near a tie."""
@@ -187,6 +196,8 @@ class ActorConfig(BaseActorConfig):
     """Passes over the batch."""
     ppo_max_token_len: Count = 16_384
     """Most tokens a micro-batch: bounds memory, changes nothing else."""
+    share_prefix: bool = True
+    """Compute a prompt once in a micro-batch that has several of its responses; the result is the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +249,9 @@ class TrainConfig(BaseRLConfig):
         "reward_model.judge.num_processes",
         "reward_model.judge.urls",
         "reward_calls.max_failed_share",
+        "rollout.colocated",
+        "dry_run",
+        "dry_run_device",
     )
 
     model: str = ""
@@ -247,8 +261,13 @@ class TrainConfig(BaseRLConfig):
     sandbox. Tasks bring their own verifier."""
     answer_after: str = ""
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the engine's weights and of all activations; the weights in training are float32."""
+    dry_run: bool = False
+    """Print which role would be on which GPU with how many bytes, and whether it fits; load and start nothing."""
+    dry_run_device: str = ""
+    """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: this machine's, or H100 without."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of weights and activations, of engines and in training; auto: bfloat16 on CUDA, else float32. In
+    bfloat16, updates are made to float32 copies of the weights, and checkpoints hold these."""
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
@@ -280,17 +299,27 @@ class TrainConfig(BaseRLConfig):
         self.require("rollout.multi_turn.max_revisions", has_messages, f"0 without {files}")
         several_turns = "several turns (rollout.multi_turn)" if rollout.multi_turn.is_used else ""
         greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}" if algorithm.estimator.needs_greedy else ""
-        partial, pairwise = "rollout.partial_rollout", "reward_model.judge.pairwise"
+        own = self.trainer
+        overlapped = f"trainer.schedule {own.schedule!r}" if own.schedule != "sync" else ""
+        apart = f"runtime {self.runtime!r}" if self.runtime != "inline" else ""
+        partial, pairwise, turns = "rollout.partial_rollout", "reward_model.judge.pairwise", "rollout.colocated"
+        is_set = {partial: rollout.partial_rollout, pairwise: self.reward_model.is_pairwise}
+        is_set[turns] = rollout.colocated is True
         for name, other, reason in (
             (partial, several_turns, "because an environment cannot wait for the next step"),
             (partial, greedy, "whose greedy responses are of the present weights"),
             (pairwise, several_turns, "because one response to one prompt is compared"),
             (pairwise, greedy, "whose greedy response is in no group"),
+            (turns, overlapped, "which samples while it trains"),
+            (turns, apart, "whose roles have devices of their own"),
+            (turns, "trainer.backend 'megatron'" * (own.backend == "megatron"), "whose ranks cannot sleep"),
         ):
-            is_on = rollout.partial_rollout if name == partial else self.reward_model.is_pairwise
-            self.require(name, not (is_on and other), f"false with {other}, {reason}")
+            self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
+        self._check_memory_settings()
         can_be_on_ray = self.runtime != "ray" or not rollout.is_on_servers
         self.require("rollout.engine", can_be_on_ray, "hf or vllm with runtime 'ray'")
+        can_record = rollout.decode_mode != "cuda_graphs" or self.device != "cpu"
+        self.require("rollout.decode_mode", can_record, "None, dynamic or static with device cpu")
         if self.data.image_key:
             self._check_images()
 
@@ -345,6 +374,13 @@ class TrainConfig(BaseRLConfig):
         }
         for reason, fewest in needed_by.items():
             self.require("rollout.n", self.rollout.n >= fewest, f"at least {fewest} {reason}")
+
+    def _check_memory_settings(self) -> None:
+        """Raise `UserError` for settings of the torch backend's memory with another one."""
+        is_torch, torch_alone = self.trainer.backend == "torch", f"with trainer.backend {self.trainer.backend!r}"
+        for name, plain in (("checkpointed_layers", 1.0), ("offload", "none"), ("activation_offload", False)):
+            holds = is_torch or getattr(self.actor, name) == plain
+            self.require(f"actor.{name}", holds, f"{str(plain).lower()} {torch_alone}")
 
     def _check_images(self) -> None:
         trainer, num_cp = self.trainer, self.trainer.parallel.context_parallel_size

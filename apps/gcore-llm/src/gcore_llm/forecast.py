@@ -1,10 +1,11 @@
 """The forecast of a run's steps by the planner's laws, from its settings."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.trainer_worker import has_critic, has_reference
-from gcore_placement import Forecast, Job, Lengths
+from gcore_placement import Forecast, Job, Lengths, ModelShape
 from gcore_runs.simulation.forecast import forecast_job, model_shape
 
 
@@ -15,19 +16,30 @@ def run_forecast(config: TrainConfig, model: Path, path: Path) -> Forecast:
     after each step. `PlacementError` where it is damaged, or the planner does not know the policy in
     the folder ``model``.
     """
-    data, rollout, judged = config.data, config.rollout, config.reward_model if config.sizes.judges else None
-    job = Job(
-        policy=model_shape(model),
+    rollout = config.rollout
+    num_engines = len(rollout.urls) or max(1, rollout.num_processes)
+    job = planner_job(config, model)
+    return forecast_job(config, job, path, num_engines=num_engines, most_num_seqs=rollout.max_num_seqs)
+
+
+def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], ModelShape] = model_shape) -> Job:
+    """Return a run's models and lengths for the planner.
+
+    Args:
+        model: the policy's folder.
+        shape_of: returns the shape of the model in a folder.
+    """
+    data, judged = config.data, config.reward_model if config.judge[1] else None
+    return Job(
+        policy=shape_of(model),
         prompt_lengths=Lengths.recorded([data.max_prompt_length]),
         response_lengths=Lengths.recorded([data.max_response_length]),
         train_batch_size=data.train_batch_size,
-        n=rollout.n,
-        judge=model_shape(Path(judged.path)) if judged else None,
+        n=config.rollout.n,
+        judge=shape_of(Path(judged.path)) if judged else None,
         judge_lengths=Lengths.recorded([judged.judge.max_response_length]) if judged else None,
         reference=has_reference(config),
-        critic=model_shape(Path(config.critic.model or model)) if has_critic(config) else None,
+        critic=shape_of(Path(config.critic.model or model)) if has_critic(config) else None,
         compute_bytes=2 if config.dtype == "bfloat16" else 4,
         old_log_probs=config.algorithm.old_log_probs == "trainer",
     )
-    num_engines = len(rollout.urls) or max(1, rollout.num_processes)
-    return forecast_job(config, job, path, num_engines=num_engines, most_num_seqs=rollout.max_num_seqs)

@@ -90,6 +90,8 @@ def engine_factory(
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         own["max_model_len"] = min(config.data.max_length, longest_sequence(model) or config.data.max_length)
         own["speculative_config"] = settings.speculative.as_vllm_takes_it()
+        sleeps = settings.colocated is True and "enable_sleep_mode" in settings.kind.own_options
+        own["own_options"] = settings.engine_options | ({"enable_sleep_mode": True} if sleeps else {})
     # A process of its own has a GPU of its own.
     has_process = settings.num_processes > 0 or config.runtime == "ray"
     return factory_of(
@@ -174,6 +176,8 @@ class Rewards:
     """Scores the responses of a group against each other; None: they are not compared."""
     models: AsyncExitStack
     """Frees the models."""
+    judges: Sequence[Engine] = ()
+    """The engine of a judge that was started here."""
 
     @classmethod
     async def start(
@@ -189,6 +193,7 @@ class Rewards:
                 runner = RewardRunner(reward_function(config), calls)
                 return cls(runner=runner, comparison=None, models=models.pop_all())
             rewards: dict[str, RewardFunction] = {}
+            judges: list[Engine] = []
             # First what cannot leave a model behind if it fails.
             if config.reward or config.task.name:
                 rewards["function"] = reward_function(config)
@@ -201,14 +206,18 @@ class Rewards:
             elif settings.kind == "classifier":
                 rewards["model"] = _classifier(config, models)
             else:
-                asking = await _judge(config, instrumentation, judge, models)
+                asking, asked = await _judge(config, instrumentation, judge, models)
+                if judge is None and not settings.judge.is_on_servers:
+                    judges.append(asked)
                 if isinstance(asking, PairwiseJudge):
                     comparison = Comparison(runner=RewardRunner(asking, calls), weight=settings.weight)
                 else:
                     rewards["model"] = asking
             weights = {name: settings.weight if name == "model" else 1.0 for name in rewards}
             reward = CompositeReward(rewards, weights=weights) if rewards else no_reward
-            return cls(runner=RewardRunner(reward, calls), comparison=comparison, models=models.pop_all())
+            return cls(
+                runner=RewardRunner(reward, calls), comparison=comparison, models=models.pop_all(), judges=judges
+            )
 
     async def close(self) -> None:
         """Free the models. Idempotent."""
@@ -251,7 +260,7 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
 
 async def _judge(
     config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None, models: AsyncExitStack
-) -> JudgeReward | PairwiseJudge:
+) -> tuple[JudgeReward | PairwiseJudge, Engine]:
     """Start a generative reward model that scores responses one by one, or compares those of a group."""
     judge, path = config.reward_model.judge, Path(config.reward_model.path)
     if judge.pairwise:
@@ -274,9 +283,8 @@ async def _judge(
     def encode(question: str) -> list[int]:
         return encoder.first([{"role": "user", "content": question}])
 
-    return make(
-        model=judge.model(engine=engine, encode=encode, decode=encoder.text, seed=config.seed), template=template
-    )
+    model = judge.model(engine=engine, encode=encode, decode=encoder.text, seed=config.seed)
+    return make(model=model, template=template), engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,13 @@
 """From settings to a finished run, in this process or on Ray; and samples and scores of its latest policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt import Checkpointer, load
-from gcore_controller import Backend, Context, DeviceTimers
+from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import ray_trainer_spec, start_trainer
@@ -65,6 +65,11 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         tokenizer = _checked_tokenizer(config)
         prompts = load_prompts(config, tokenizer)
         check_lengths(config, prompts)
+        if config.device.startswith("cuda"):
+            from gcore_llm.learning.device_plan import planned
+
+            # Before anything is loaded: a run that does not fit is refused here.
+            config = planned(config, say)
         instrumentation = Instrumentation(devices=devices, announce=say)
         with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
@@ -85,7 +90,8 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                 if config.runtime == "ray":
                     starting = _start_on_ray(config, model, run, tokenizer, rewards, say)
                 else:
-                    starting = _start_inline(config, model, run, scoring, replace(instrumentation, logs=run.logs))
+                    logged = replace(instrumentation, logs=run.logs)
+                    starting = _start_inline(config, model, run, scoring, rewards.judges, logged)
                 with supervisor.started(starting) as backend:
                     job = Job(config=config, prompts=prompts, workload=workload_of(model))
                     supervisor.train(backend, job, RunRecorder)
@@ -147,19 +153,32 @@ def _scoring(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str,
 
 
 async def _start_inline(
-    config: TrainConfig, model: Path, run: RunFolder, scoring: dict[str, Any], instrumentation: Instrumentation
+    config: TrainConfig,
+    model: Path,
+    run: RunFolder,
+    scoring: dict[str, Any],
+    judges: Sequence[Engine],
+    instrumentation: Instrumentation,
 ) -> Backend[Job, TrainConfig]:
     """Load the model in a folder for every role that needs it, in this process."""
+    devices, takes_turns = instrumentation.devices or DeviceTimers(), config.rollout.colocated is True
     # vLLM sets process-wide state as it starts, so it comes first.
     eos = eos_token_ids(scoring["tokenizer"], model)
     policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
     try:
+        if takes_turns:
+            # The trainer has the first turn.
+            for engine in (policy, *judges):
+                await engine.sleep()
         learner = start_trainer(config, model, run.checkpoints)
     except BaseException:
         await policy.close()
         raise
-    roles = SamplingRoles(policy=policy, devices=instrumentation.devices or DeviceTimers(), **scoring)
-    return inline_backend(config, shared=roles, roles=Roles, learner=learner, close=policy.close)
+    turns = None
+    if takes_turns:
+        turns = DeviceTurns(learner, policy, judges, devices=devices, num_ranks=config.trainer.num_processes)
+    roles = SamplingRoles(policy=policy, devices=devices, **scoring)
+    return inline_backend(config, shared=roles, roles=Roles, learner=learner, close=policy.close, turns=turns)
 
 
 async def _start_on_ray(

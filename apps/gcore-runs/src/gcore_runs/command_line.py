@@ -132,6 +132,22 @@ def run_training(
         raise SystemExit(NOTHING_LEARNED)
 
 
+def print_table(title: str, columns: Sequence[str], sections: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Print a table on the screen; numbers are aligned on the right. ``sections`` are rows with lines between them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        is_number = all(row[place].replace(",", "").rstrip("%").isdecimal() for rows in sections for row in rows)
+        table.add_column(column, justify="right" if is_number else "left")
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    Console().print(table)
+
+
 def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -> None:
     """Write a run's report again, and print its path; see `render_report`."""
     parsed = parse_arguments(RunArgs, args, prog=f"{app} report", description="Write a run's report.html again.")

@@ -18,7 +18,7 @@ from gcore_rollout import (
     engine_kind,
     engine_names,
 )
-from gcore_runs import Checked, Count, NonNegative, UserError, at_least, logged
+from gcore_runs import Bound, Checked, Count, NonNegative, UserError, at_least, logged
 
 if TYPE_CHECKING:
     from gcore_controller import DeviceTimers
@@ -80,6 +80,53 @@ class EngineConfig(LocalEngineConfig):
                 f"{prefix}.num_processes is {self.num_processes} and {prefix}.engine is {self.engine!r}; expected 0, "
                 f"because the replicas are the servers at {prefix}.urls"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyEngineConfig(EngineConfig):
+    """The engine of the policy, and what can be set of some kinds of engines alone."""
+
+    colocated: bool | Literal["auto"] = "auto"
+    """true: the trainer leaves the memory of its device while the engine, and a judge of this run's own, generate, and
+    these while the trainer works; false: all stay in memory. auto: true where trainer and engine share a GPU that
+    cannot hold both, by the plan of its memory that is shown at the start."""
+    gpu_memory_utilization: Annotated[
+        float | None, Bound(lambda share: share is None or 0 < share <= 1, "a number in (0, 1], or None")
+    ] = None
+    """Share of the GPU's memory that an engine takes for weights, keys and values, in vllm; unset: as much as is left
+    next to a trainer on the same GPU, or vLLM's own 0.92."""
+    max_num_batched_tokens: Annotated[
+        int | None, Bound(lambda tokens: tokens is None or tokens >= 1, "1 or more, or None")
+    ] = None
+    """Most tokens that vllm computes in a step; unset: 16384 on a GPU with 70 GiB or more, 8192 on others, and 2048 on
+    CPU."""
+    async_scheduling: bool | None = None
+    """Have vllm prepare a step while the one before it runs on the GPU; unset: false."""
+    seed_per_sample: bool | None = None
+    """Give each sample in vllm a seed of its own, so that it is the same in any batch, up to rounding; unset: on CPU,
+    and on a GPU where vLLM's sampling takes seeds at no cost (its second model runner)."""
+
+    decode_mode: Literal["auto", "dynamic", "static", "cuda_graphs"] | None = None
+    """Shapes of a step of hf: those of the samples that there are, static ones, or static ones as CUDA graphs. auto or
+    unset: dynamic on CPU and for vision-language models; otherwise cuda_graphs, or static for models whose steps cannot
+    be recorded as graphs (experts)."""
+    kv_cache_bytes: Annotated[int | None, Bound(lambda size: size is None or size >= 1, "1 or more, or None")] = None
+    """Most memory that hf takes for keys and values: fewer than max_num_seqs responses are generated at once if they
+    would take more; unset: on a GPU shared with a trainer as much as is left, otherwise no limit."""
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """The settings above that are set."""
+        of_vllm = ("gpu_memory_utilization", "max_num_batched_tokens", "async_scheduling", "seed_per_sample")
+        names = (*of_vllm, "decode_mode", "kv_cache_bytes")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.engine_options:
+            takers = " or ".join(engine_names(lambda kind, name=name: name in kind.own_options))
+            is_taken = name in self.kind.own_options
+            self.require(name, is_taken, f"None with {self.section}.engine {self.engine!r}; {takers} takes it")
 
 
 @dataclass(frozen=True, kw_only=True)

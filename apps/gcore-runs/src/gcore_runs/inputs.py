@@ -1,6 +1,7 @@
 """A user's inputs: rows of data files, and language models in Hugging Face folders, with tokenizers and limits."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,3 +143,13 @@ def check_safetensors(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is damaged, or was not copied to its end: {one_line(error)}") from None
+
+
+def count_parameters(folder: Path) -> int:
+    """Count the parameters of a model folder by the headers of its safetensors files; 0 if it has none."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="np") as tensors:
+            names: list[str] = list(tensors.keys())
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return total

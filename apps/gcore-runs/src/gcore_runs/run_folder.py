@@ -109,7 +109,7 @@ def open_run(config: BaseRunConfig) -> RunFolder:
     folder.lock()
     if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
         found = differences(folder.load_config(type(config)), config)
-        changed = [difference for difference in found if not difference.startswith(config.may_change)]
+        changed = [line for line in found if not line.startswith((*config.may_change, "dtype: auto ->"))]
         if changed:
             raise UserError(
                 f"{folder.path} was started with other settings ({'; '.join(changed)}); expected the same "

@@ -30,6 +30,9 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     """Trainers of the models that learn, by role; the policy is the ``actor``."""
     engine_dtype: str
     """Data type of the engines, as torch names it."""
+    is_one_at_a_time: bool = False
+    """Whether the device has one model at a time: the one that is in use."""
+    _is_asleep: bool = False
 
     def __init__(self, config: BaseRLConfig, model: Path, checkpoints: Path) -> None:
         del model
@@ -63,24 +66,56 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
         from gcore_rollout import DigestedWeights
 
+        self.wake()
+        self.use("actor")
         options = {"averaged": True} if averaged else {}
         # Some parameters stay in float32 in engines of another type.
         dtypes = [torch.float32, getattr(torch, self.engine_dtype)]
         return DigestedWeights(self.trainers["actor"].export_weights(**options), dtypes=dtypes)
 
     def save_pretrained(self, path: Path) -> None:
+        self.wake()
+        self.use("actor")
         self.trainers["actor"].save_pretrained(path)
 
     def save(self, step: int, rest: State) -> None:
+        self.wake()
         self._checkpointer.save(step, {**rest, **self._states()})
 
     def load(self) -> State:
+        self.wake()
         loaded = self._checkpointer.load({"step": None, "controllers": None, **self._states()})
         for role, trainer in self.trainers.items():
+            self.use(role)
             # Tensors were filled where they are.
             numbers = {name: value for name, value in loaded[_key(role)].items() if not isinstance(value, dict)}
             trainer.load_state({**trainer.state(), **numbers})
         return {name: loaded[name] for name in ("step", "controllers")}
+
+    def sleep(self) -> None:
+        """Free the device's memory of all models until `wake`, or until one of them is saved or exported."""
+        # First: an interrupt may leave some of them awake.
+        self._is_asleep = True
+        for model in self.models.values():
+            model.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`; of models that are on the device one at a time, each wakes when it is used."""
+        if self._is_asleep and not self.is_one_at_a_time:
+            for model in self.models.values():
+                model.wake()
+        self._is_asleep = False
+
+    def use(self, role: str) -> None:
+        """Let the device have the model of a role alone, if it has one at a time."""
+        if self.is_one_at_a_time:
+            if self._is_asleep:
+                raise TrainerError("the models are asleep; expected a call of wake() before they compute")
+            for other, model in self.models.items():
+                if other != role:
+                    model.sleep()
+            if role in self.models:
+                self.models[role].wake()
 
     def close(self) -> None:
         self._checkpointer.close()

@@ -82,3 +82,4 @@ from .trainer_group import (
     TrainerWorker as TrainerWorker,
     deal as deal,
 )
+from .turns import DeviceTurns as DeviceTurns

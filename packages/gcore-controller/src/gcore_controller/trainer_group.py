@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from gcore_controller.context import StageTimer
+from gcore_controller.turns import Turn
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,6 +47,15 @@ class TrainerGroup(Protocol):
     def load(self) -> State:
         """Load the latest checkpoint, and return the ``rest`` that was saved in it."""
         ...
+
+    def sleep(self) -> None:
+        """Move all models out of the devices' memory, until `wake` or a call that saves or exports them. Idempotent.
+
+        Until then no model computes.
+        """
+
+    def wake(self) -> None:
+        """Move the models back. Idempotent."""
 
     def close(self) -> None:
         """Wait until checkpoints are written, and end the processes of the group, if it has any."""
@@ -113,6 +125,12 @@ class PolicyEngine(Protocol):
 
 class PolicyTrainer(Protocol):
     """The models in training, as far as the RLHF loop uses them; every controller makes the same calls."""
+
+    async def take_turn(self, turn: Turn, timer: StageTimer) -> None:
+        """Bring what a turn needs into the devices' memory, where trainer and engines share them; see `DeviceTurns`.
+
+        Swaps count as stage ``swap`` of the timer.
+        """
 
     async def update_policy(self, policy: Any, *, version: int, averaged: bool = False) -> None:
         """Send the present weights, or their moving average, to the `PolicyEngine` of every controller.
@@ -199,6 +217,14 @@ def _num_updates(worker: TrainerWorker[Any]) -> int:
     return worker.num_updates
 
 
+def _sleep(worker: TrainerWorker[Any]) -> None:
+    worker.sleep()
+
+
+def _wake(worker: TrainerWorker[Any]) -> None:
+    worker.wake()
+
+
 def _load(worker: TrainerWorker[Any]) -> State:
     return worker.load()
 
@@ -223,6 +249,12 @@ class MessageTrainerGroup(ABC):
 
     def load(self) -> State:
         return self._ask_all(_load)
+
+    def sleep(self) -> None:
+        self._ask_all(_sleep)
+
+    def wake(self) -> None:
+        self._ask_all(_wake)
 
     @abstractmethod
     def _ask_all(self, message: Message) -> Any:

@@ -33,7 +33,14 @@ from .partition.space import (
     RoleLoad as RoleLoad,
     engine_load as engine_load,
 )
-from .planning.layouts import TrainingLayout as TrainingLayout
+from .planning.layouts import TrainingLayout as TrainingLayout, TrainingState as TrainingState
+from .planning.one_device import (
+    DevicePlan as DevicePlan,
+    EngineSettings as EngineSettings,
+    Remedy as Remedy,
+    check_device_memory as check_device_memory,
+    plan_one_device as plan_one_device,
+)
 from .planning.options import EnginePlan as EnginePlan
 from .planning.planner import Alternative as Alternative, Plan as Plan, plan as plan
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload

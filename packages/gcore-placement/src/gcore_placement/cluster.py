@@ -41,6 +41,12 @@ class Device:
                 return device
         raise refusal("device", full_name, f"a name that holds one of {', '.join(DEVICES)}")
 
+    @classmethod
+    def of_memory(cls, name: str, memory_bytes: float) -> "Device":
+        """Return a device to plan the memory of, whose rates are not known: they are 1."""
+        rates = dict.fromkeys(("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s"), 1.0)
+        return cls(name=name, memory_bytes=memory_bytes, **rates)
+
 
 DEVICES = {
     name: Device(

@@ -158,6 +158,7 @@ from .rewards.registry import (
 from .rewards.reward import (
     Failed as Failed,
     Failure as Failure,
+    FailureLog as FailureLog,
     GroupRewardFunction as GroupRewardFunction,
     RewardFunction as RewardFunction,
     RewardStats as RewardStats,
@@ -167,7 +168,6 @@ from .rewards.reward import (
     reward_metrics as reward_metrics,
 )
 from .rewards.runner import (
-    FailureLog as FailureLog,
     OnError as OnError,
     RetryPolicy as RetryPolicy,
     RewardRunner as RewardRunner,

@@ -15,8 +15,8 @@ from gcore_rollout.errors import EpisodeError, RequestError, RewardError
 from gcore_rollout.multi_turn.episode import Episode, EpisodeEnd, run_episode
 from gcore_rollout.responses import Prompt, PromptImages, Response, UnfinishedGroup
 from gcore_rollout.rewards.registry import EnvironmentRole
-from gcore_rollout.rewards.reward import Failed, Scored, part_means
-from gcore_rollout.rewards.runner import FailureLog, RewardRunner
+from gcore_rollout.rewards.reward import Failed, FailureLog, Scored, part_means
+from gcore_rollout.rewards.runner import RewardRunner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -289,7 +289,7 @@ class Generation:
         return scored
 
     async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
-        text = self.roles.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        text = self.roles.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         if scored := await self._scored(group, text):
             group.add(None if completion.request_id.endswith("/greedy") else completion.index, completion, scored)
 

@@ -7,6 +7,7 @@ from .advantages.estimator import (
     ScoredGroup as ScoredGroup,
     advantage_estimator as advantage_estimator,
     advantage_estimators as advantage_estimators,
+    check_finite_tokens as check_finite_tokens,
     get_advantage_estimator as get_advantage_estimator,
     rollout_mismatch as rollout_mismatch,
     whiten as whiten,
@@ -106,7 +107,7 @@ from .objectives.value import (
     value_loss as value_loss,
     value_moments as value_moments,
 )
-from .packing.row import token_scores as token_scores
+from .packing.head import token_scores as token_scores
 from .sample import (
     Images as Images,
     MicroBatch as MicroBatch,
@@ -114,6 +115,7 @@ from .sample import (
     Sample as Sample,
     pack as pack,
 )
+from .torch.activations import LARGE_MODEL as LARGE_MODEL
 from .torch.frozen_model import FrozenModel as FrozenModel
 from .torch.packed_model import PackedModel as PackedModel
 from .torch.parallel import TorchParallel as TorchParallel

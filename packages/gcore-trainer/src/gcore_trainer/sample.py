@@ -12,18 +12,17 @@ follow the real ones of a causal segment or make up a last segment of their own,
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError, ConfigError
 
-_LARGEST = np.finfo(np.float32).max
-NUM_WINDOW_ROWS = 512
-"""Queries of a tile under a sliding window: its keys are at most so many and the window's."""
+LARGEST = np.finfo(np.float32).max
 _PER_TOKEN = (
     "response_mask",
     "advantages",
@@ -39,7 +38,7 @@ _PER_TOKEN = (
 def require_finite(field: str, values: NDArray[Any], mask: NDArray[np.bool_] | None = None) -> None:
     """Raise `BatchError` for NaN, infinities and what float32 cannot hold, at entries that count (None: at all)."""
     # A comparison with NaN is False.
-    is_bad = ~(np.abs(values) <= _LARGEST)
+    is_bad = ~(np.abs(values) <= LARGEST)
     if mask is not None:
         is_bad &= mask
     if is_bad.any():
@@ -143,8 +142,8 @@ class Sample:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """[R] response tokens that count."""
-        return np.ones(self.response_ids.size, np.bool_) if self.response_mask is None else self.response_mask
+        """[R] response tokens that count; not to be written to."""
+        return _all_count(self.response_ids.size) if self.response_mask is None else self.response_mask
 
     def check_finite(self, name: str, *fields: str) -> None:
         """Apply `require_finite` to per-token arrays, at the tokens that count; one that is None passes."""
@@ -152,6 +151,14 @@ class Sample:
             values: NDArray[np.float32] | None = getattr(self, field)
             if values is not None:
                 require_finite(f"{name}.{field}", values, self.mask)
+
+
+@lru_cache(maxsize=4096)
+def _all_count(size: int) -> NDArray[np.bool_]:
+    """Return [size] times True. A step reads the masks of its samples a dozen times."""
+    mask = np.ones(size, np.bool_)
+    mask.flags.writeable = False
+    return mask
 
 
 MicroBatch = list[Sample]
@@ -177,58 +184,6 @@ def by_sample(
     ]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Bucket:
-    """Segments of similar length, attended to as one rectangle. S segments, Lq queries, Lk keys."""
-
-    query_index: NDArray[np.int64]
-    """[S, Lq] places in the packed row; what pads a segment points to 0 and is never read back."""
-    key_index: NDArray[np.int64]
-    """[S, Lk]."""
-    prompt_lengths: NDArray[np.int64] | None
-    """[S] for branches, whose keys are Lk - Lq places of their prompts, so many of them real, and then the queries'
-    own places, causally. None: the keys are the queries' places, causally; padding follows every real token."""
-
-    def tiles(self, window: int | None) -> "Iterator[Tile]":
-        """Yield the bucket as one tile, or as several where a sliding window hides keys from some of its queries."""
-        num_queries = self.query_index.shape[1]
-        queries_SQ = keys_SK = np.arange(num_queries)[None]
-        if self.prompt_lengths is not None:
-            lengths_S1 = self.prompt_lengths[:, None]
-            place_1P = np.arange(self.key_index.shape[1] - num_queries)[None]
-            # Padding comes after all.
-            prompts_SP = np.where(place_1P < lengths_S1, place_1P, np.iinfo(np.int64).max)
-            queries_SQ = lengths_S1 + queries_SQ
-            keys_SK = np.concatenate([prompts_SP, queries_SQ], axis=1)
-        if window is not None and window > queries_SQ.max():
-            window = None
-        num_rows = num_queries if window is None else NUM_WINDOW_ROWS
-        for first in range(0, num_queries, num_rows):
-            rows = slice(first, first + num_rows)
-            is_seen_SK = keys_SK <= queries_SQ[:, rows][:, -1:]
-            if window is not None:
-                is_seen_SK &= keys_SK > queries_SQ[:, rows][:, :1] - window
-            seen = is_seen_SK.any(0)
-            is_hidden = None
-            if window is not None or self.prompt_lengths is not None:
-                keys_S11K, queries_S1Q1 = keys_SK[:, None, None, seen], queries_SQ[:, None, rows, None]
-                is_hidden = keys_S11K > queries_S1Q1
-                if window is not None:
-                    is_hidden |= keys_S11K <= queries_S1Q1 - window
-            yield Tile(self.query_index[:, rows], self.key_index[:, seen], is_hidden)
-
-
-class Tile(NamedTuple):
-    """Some queries of each segment of a bucket, and the keys that any of them sees."""
-
-    query_index: NDArray[np.int64]
-    """[S, Lq] places in the packed row."""
-    key_index: NDArray[np.int64]
-    """[S, Lk]."""
-    is_hidden: NDArray[np.bool_] | None
-    """[S or 1, 1, Lq, Lk]; None: causal."""
-
-
 class Segment(NamedTuple):
     """A segment of a row; a branch has the prompt that it follows as its parent."""
 
@@ -237,6 +192,84 @@ class Segment(NamedTuple):
     parent: "Segment | None"
     num_padding: int
     """Tokens of the length that are padding, at its end."""
+
+
+class Span(NamedTuple):
+    """Neighbouring tokens of a row."""
+
+    start: int
+    length: int
+
+    def part(self, first: int, last: int | None = None) -> "Span":
+        """Return tokens `first` up to `last` of these."""
+        return Span(self.start + first, (self.length if last is None else last) - first)
+
+
+class Tile(NamedTuple):
+    """Neighbouring queries, and neighbouring keys that they see: all, or a triangle of as many keys as queries.
+
+    Segments, shared prompts, sliding windows and the chunks of a ring are exact sums of tiles, without masks.
+    """
+
+    queries: Span
+    keys: Span
+    seen: Literal["all", "until", "from"]
+    """Which keys query i sees: all, those until key i, or those from key i."""
+
+
+def causal_tiles(tokens: Span, window: int | None) -> Iterator[Tile]:
+    """Yield the tiles of tokens that see their latest predecessors and themselves, `window` in all."""
+    step = tokens.length if window is None else min(window, tokens.length)
+    chunks = [tokens.part(i, min(i + step, tokens.length)) for i in range(0, tokens.length, step)]
+    for chunk in chunks:
+        yield Tile(chunk, chunk, "until")
+    for previous, chunk in pairwise(chunks):
+        yield from earlier_tiles(chunk, previous, step, window)
+
+
+def earlier_tiles(queries: Span, keys: Span, distance: int, window: int | None) -> Iterator[Tile]:
+    """Yield the tiles of queries whose keys all come before them, so that only a sliding window hides some.
+
+    Args:
+        distance: position of the first query less that of the first key.
+        window: latest tokens that a query sees, its own included; None: all.
+    """
+    # Query i sees the keys from i + shift.
+    shift = -queries.length if window is None else distance - window + 1
+    if shift > 0:
+        keys, shift = keys.part(min(shift, keys.length)), 0
+    num_whole = min(-shift, queries.length)
+    num_partial = min(queries.length - num_whole, keys.length)
+    whole, partial = queries.part(0, num_whole), queries.part(num_whole, num_whole + num_partial)
+    for seeing, seen in ((whole, keys), (partial, keys.part(num_partial))):
+        if seeing.length and seen.length:
+            yield Tile(seeing, seen, "all")
+    if num_partial:
+        yield Tile(partial, keys.part(0, num_partial), "from")
+
+
+def row_tiles(segments: Sequence[Segment], window: int | None, *, kernel_has_windows: bool = False) -> list[Tile]:
+    """Return the tiles of a row's segments: each sees itself causally, and its prompt if it has one.
+
+    A kernel that has windows gets causal tiles whole.
+    """
+    tiles: list[Tile] = []
+    branches: dict[Segment, list[Span]] = {}
+    for segment in segments:
+        tiles += causal_tiles(own := Span(segment.start, segment.length), None if kernel_has_windows else window)
+        if segment.parent is not None:
+            branches.setdefault(segment.parent, []).append(own)
+    for prompt, spans in branches.items():
+        keys = Span(prompt.start, prompt.length)
+        # Branches are neighbours, and the prompt's last tokens are seen by all of them.
+        longest = max(span.length for span in spans)
+        first = 0 if window is None else min(keys.length, max(0, keys.length + longest - window))
+        last = spans[-1].start + spans[-1].length
+        if first < keys.length:
+            tiles.append(Tile(Span(spans[0].start, last - spans[0].start), keys.part(first), "all"))
+        for span in spans if first else ():
+            tiles += earlier_tiles(span, keys.part(0, first), keys.length, window)
+    return tiles
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -249,9 +282,6 @@ class PackedBatch:
     """[T] place of each token in its own sequence; padding at the end of a segment repeats the last."""
     segments: list[Segment]
     """All segments, in the row's order; their lengths sum to T."""
-    buckets: list[Bucket]
-    unpack_index: NDArray[np.int64]
-    """[T] where each token's attention output stands among the flattened rectangles of all buckets."""
     predict_index: NDArray[np.int64]
     """[U] packed places whose next-token distribution is needed."""
     target_place: NDArray[np.int64]
@@ -335,43 +365,18 @@ def pack(
     places = np.repeat(first_response_places - 1 - (ends - response_lengths), response_lengths) + np.arange(ends[-1])
     places[ends - response_lengths] = last_prompt_places
     predict_index, target_place = np.unique(places, return_inverse=True)
-    buckets, unpack_index = _bucketed(segments, total)
     return PackedBatch(
         input_ids=np.concatenate(pieces),
         positions=np.minimum(
             np.arange(total) - np.repeat(starts - first_positions, lengths), np.repeat(last_positions, lengths)
         ),
         segments=segments,
-        buckets=buckets,
-        unpack_index=unpack_index,
         predict_index=predict_index,
         target_place=target_place,
         target_ids=np.concatenate([s.response_ids for s in samples]),
         last_prompt_places=last_prompt_places,
         first_response_places=first_response_places,
     )
-
-
-def _bucketed(segments: list[Segment], num_tokens: int) -> tuple[list[Bucket], NDArray[np.int64]]:
-    """Group segments with about equal lengths and prompts."""
-    groups: dict[tuple[int, int], list[Segment]] = {}
-    for segment in segments:
-        prompt_length = 0 if segment.parent is None else rounded_length(segment.parent.length)
-        groups.setdefault((prompt_length, rounded_length(segment.length)), []).append(segment)
-    buckets: list[Bucket] = []
-    unpack_index = np.empty(num_tokens, np.int64)
-    offset = 0
-    for _, members in sorted(groups.items()):
-        query_index, is_real = _rectangle(*_bounds(members))
-        unpack_index[query_index[is_real]] = offset + np.flatnonzero(is_real)
-        offset += query_index.size
-        key_index, prompt_lengths = query_index, None
-        if parents := [s.parent for s in members if s.parent]:
-            prompt_starts, prompt_lengths = _bounds(parents)
-            prompt_index, _ = _rectangle(prompt_starts, prompt_lengths)
-            key_index = np.concatenate([prompt_index, query_index], axis=1)
-        buckets.append(Bucket(query_index=query_index, key_index=key_index, prompt_lengths=prompt_lengths))
-    return buckets, unpack_index
 
 
 def rounded_length(length: int) -> int:
@@ -381,10 +386,3 @@ def rounded_length(length: int) -> int:
 
 def _bounds(segments: list[Segment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.array([s.start for s in segments]), np.array([s.length for s in segments])
-
-
-def _rectangle(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Packed places [S, L] of segments padded to the longest, and which of them are real."""
-    columns = np.arange(lengths.max())
-    is_real = columns < lengths[:, None]
-    return np.where(is_real, starts[:, None] + columns, 0), is_real

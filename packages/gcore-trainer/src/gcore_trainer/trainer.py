@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,16 +14,12 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from gcore_trainer.config import OptimizerConfig
-from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, StateError, TrainerError
+from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
 from gcore_trainer.lora import merge_lora
 from gcore_trainer.objectives.policy import BatchTotals, Objective, PartialLoss, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
-from gcore_trainer.packing.vision import checkpoint_name, copy_processor
 from gcore_trainer.sample import NOTHING, MicroBatch, by_sample, filled_up
-
-if TYPE_CHECKING:
-    from gcore_trainer.torch.packed_model import PackedTransformer
-    from gcore_trainer.torch.parallel import TorchParallel
+from gcore_trainer.state import check_state
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -65,8 +61,10 @@ class Replicas:
 class AdamW:
     """torch's fused AdamW, with gradients and moments from the start, so that a checkpoint can be loaded into them."""
 
+    is_offloaded = False  # whether its states are in host memory
+
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> None:
-        self.parameters = dict(parameters)
+        self.parameters = self._masters = dict(parameters)
         self._grad_clip = config.grad_clip
         settings: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
         self._optimizer = torch.optim.AdamW(self.parameters.values(), fused=True, **settings)
@@ -93,14 +91,17 @@ class AdamW:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._grad_clip)
         grad_norm = whole(norm).item()
         if np.isfinite(grad_norm):
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
+            self._step(lr)
         return grad_norm
+
+    def _step(self, lr: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`."""
-        named, moments = self.parameters.items(), self._optimizer.state
+        named, moments = self._masters.items(), self._optimizer.state
         averages = {key: {name: moments[p][key] for name, p in named} for key in ("exp_avg", "exp_avg_sq")}
         return {"model": {name: p.detach() for name, p in named}, **averages}
 
@@ -185,18 +186,7 @@ class BaseTrainer:
             StateError: names or shapes differ; nothing was changed.
         """
         own = self.state()
-        if difference := sorted(state.keys() ^ own.keys()):
-            raise StateError(f"state does not match this trainer's: names on one side only: {difference}")
-        for group, tensors in own.items():
-            if not isinstance(tensors, dict):
-                continue
-            if difference := sorted(state[group].keys() ^ tensors.keys()):
-                raise StateError(f"{group} does not match the model: names on one side only: {difference[:3]}")
-            for name, tensor in tensors.items():
-                if isinstance(tensor, torch.Tensor) and state[group][name].shape != tensor.shape:
-                    raise StateError(
-                        f"{group}[{name!r}] has shape {tuple(state[group][name].shape)}; expected {tuple(tensor.shape)}"
-                    )
+        check_state(state, own)
         self._optimizer.load(state)
         for group, tensors in self._averages().items():
             for name, tensor in tensors.items():
@@ -316,62 +306,82 @@ class TorchTrainer(Trainer):
     """Trains a `PackedModel` or `PackedValueModel`; `ConfigError` if the objective needs the other one.
 
     Args:
-        packed: the model; its parameters are updated in place.
-        parallel: the ranks among which parameters and samples are divided; None: this process is alone.
+        packed: the `PackedTransformer`; its parameters are updated in place.
+        parallel: the `TorchParallel` of the ranks that divide parameters and samples; None: this process is alone.
+        offload: whether optimizer states are in host memory, and updates run there; see `MasterAdamW`.
     """
 
     def __init__(
         self,
-        packed: "PackedTransformer[Any]",
+        packed: Any,
         *,
         optimizer: OptimizerConfig,
         objective: Objective[Any],
-        parallel: "TorchParallel | None" = None,
+        parallel: Any = None,
+        offload: bool = False,
     ) -> None:
         if objective.scores != packed.scores:
             raise ConfigError(
                 f"objective is {type(objective).__name__}; expected one that reads {packed.scores}, which the model "
                 f"gives, and not {objective.scores}"
             )
-        self._packed = packed
-        self._parallel = parallel
+        self._model, self._parallel = packed, parallel
         if parallel is not None:
             parallel.shard(packed)
-        self._parameters: dict[str, torch.nn.Parameter] = {
-            name if packed.vision is None else checkpoint_name(packed.model, name): parameter
-            for name, parameter in packed.model.named_parameters()
-        }
-        """By their names in a Hugging Face folder."""
-        self._adamw = AdamW({n: p for n, p in self._parameters.items() if p.requires_grad}, optimizer)
+        self._parameters = packed.named_parameters()
+        self._adamw = packed.optimizer(optimizer, offload=offload)
         replicas = Replicas(parallel.replicas if parallel else None)
         super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
         self.num_routers = packed.num_routers
         # Dropout would make every ratio to the sampling policy noise.
         packed.model.eval()
+        self._sleeper: Any = None
+
+    def sleep(self) -> None:
+        """Free the device's memory of parameters, gradients and optimizer states until `wake`; see `Sleeper`.
+
+        Values move to (pinned) host memory; gradients are 0 afterwards. Other calls meanwhile raise `TrainerError`."""
+        from gcore_trainer.torch.host_memory import Sleeper
+
+        self._sleeper = self._sleeper or Sleeper(self._model.model, self._adamw.tensors)
+        self._sleeper.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`, if this trainer is asleep."""
+        if self._sleeper is not None:
+            self._sleeper.wake()
+
+    @property
+    def _packed(self) -> Any:
+        if self._sleeper is not None and self._sleeper.is_asleep:
+            raise TrainerError("the trainer is asleep, and its tensors hold nothing; expected a call of wake() before")
+        return self._model
+
+    def state(self) -> dict[str, Any]:
+        return super().state() if self._adamw.is_offloaded or self._packed else {}
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = ((name, whole(p.detach())) for name, p in self._parameters.items())
         if self._packed.lora is not None:
-            adapters = {name: whole(p.detach()) for name, p in self._adamw.parameters.items()}
+            masters = self._adamw.tensors()["model"]
+            adapters = {n: whole(masters[n].to(p.device)) for n, p in self._adamw.parameters.items()}
             parameters = merge_lora(parameters, adapters, self._packed.lora)
         yield from parameters
 
     def save_pretrained(self, path: str | Path) -> None:
-        model, weights = self._packed.model, None
+        weights = None
         if self._parallel is not None or self._packed.lora is not None:
             weights = {name: tensor.cpu() for name, tensor in self.export_weights()}
             if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
                 return
-        model.save_pretrained(path, state_dict=weights)
-        if self._packed.vision is not None:
-            copy_processor(Path(model.name_or_path), Path(path))
+        self._packed.save_pretrained(path, weights)
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
+        tokens_before = self._packed.num_computed_tokens
         self._adamw.zero_grad()
         sums: dict[str, torch.Tensor] = {}
         # FSDP averages over ranks; the parts of the loss are to be added.
         scale = self._parallel.world_size if self._parallel else 1
-        tokens_before = self._packed.num_computed_tokens
         for samples in filled_up(micro_batches, num_passes):
             scores = self._packed.score(samples, entropy_grad=self._objective.entropy_grad)
             loss, parts = self._partial_loss(scores, samples, totals)

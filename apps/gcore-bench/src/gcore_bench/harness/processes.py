@@ -36,6 +36,8 @@ QUIET: dict[str, str] = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TQDM_DISABLE": "1",
+    # The server that is forked imports modules that look for CUDA, which would keep it from the forks.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 """Environment of every contender's process."""
 

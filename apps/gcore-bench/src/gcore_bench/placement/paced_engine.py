@@ -57,13 +57,13 @@ class PacedEngine(HFEngine):
             async for completion in completions:
                 yield completion
 
-    async def sleep(self) -> None:
-        await super().sleep()
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        await super().sleep(keep_weights=keep_weights)
         await asyncio.sleep(self.swap_s)
 
-    async def wake(self) -> None:
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
         await asyncio.sleep(self.swap_s)
-        await super().wake()
+        await super().wake(weights=weights, cache=cache)
 
     def _begin(self, *_: Any) -> None:
         self._start_s = time.monotonic()

@@ -58,8 +58,10 @@ def make_contender(name: str, model: Path, max_num_seqs: int) -> Any:
         case "transformers":
             return _MeasuredEngine(_transformers(model))
         case _:
-            kind = engine_kind(name.split("-")[1])
-            engine = kind.load().from_pretrained(model, max_num_seqs=max_num_seqs, eos_token_ids=[])
+            _, kind, *form = name.split("-")
+            mode = {"decode_mode": form[0]} if form and form[0] in ("dynamic", "static") else {}
+            load = engine_kind(kind).load().from_pretrained
+            engine = load(model, max_num_seqs=max_num_seqs, eos_token_ids=[], **mode)
             return engine if name.endswith("-process") else _MeasuredEngine(partial(collect, engine))
 
 

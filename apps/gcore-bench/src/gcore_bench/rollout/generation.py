@@ -21,6 +21,7 @@ BASES = {
     "gcore-vllm-process": "vllm",
     "gcore-hf": "transformers",
     "gcore-hf-process": "transformers",
+    "gcore-hf-static": "gcore-hf-dynamic",
 }
 """The contender that each of ours is compared with."""
 

@@ -8,7 +8,14 @@ from gcore_bench.harness.options import Count, NonNegative, QuickOptions, Sigma,
 
 PartName = Literal["generation", "sync", "forms", "sandbox"]
 GenerationContender = Literal[
-    "vllm", "gcore-vllm", "gcore-vllm-process", "transformers", "gcore-hf", "gcore-hf-process"
+    "vllm",
+    "gcore-vllm",
+    "gcore-vllm-process",
+    "transformers",
+    "gcore-hf",
+    "gcore-hf-process",
+    "gcore-hf-dynamic",
+    "gcore-hf-static",
 ]
 
 

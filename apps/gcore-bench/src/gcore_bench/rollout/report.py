@@ -107,7 +107,7 @@ def notes(options: RolloutOptions) -> list[str]:
         lines.append(
             "generation: each prompt has its own length of samples, log-probabilities on. vllm has VLLMEngine's "
             "settings and seeds; transformers pads to the longest. -process: called from another process, whose CPU "
-            "seconds count."
+            "seconds count. -dynamic, -static: decode modes of HFEngine, the latter over the former."
         )
     if "sync" in options.parts:
         lines.append(

@@ -10,7 +10,7 @@ from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Spec, run_processes, start_server
 from gcore_bench.harness.report import Rounds, Rows, Session, plain, summarise
 from gcore_bench.trainer.options import TrainerOptions
-from gcore_bench.trainer.report import notes, part_table, tokens_table
+from gcore_bench.trainer.report import aims, notes, part_table, tokens_table
 from gcore_bench.trainer.workload import BALANCE_RANKS, context_layouts, deals, make_samples, token_rows
 
 _TOLERANCE = 1e-4
@@ -42,7 +42,10 @@ def run(options: TrainerOptions, console: Console) -> None:
             figures: dict[str, Any] = {"summary": asdict(summary), "runs": rounds.runs}
             if part == "balance":
                 figures["imbalance"] = {name: found.imbalance for name, found in dealt.items()}
-            session.add(part, tables=[part_table(summary, options, dealt)], **figures)
+            found_aims = aims(summary, options)
+            session.add(
+                part, tables=[part_table(summary, options, dealt)], lines=found_aims, **figures, aims=found_aims
+            )
             check_agreement(part, summary.rows)
 
 
@@ -72,6 +75,8 @@ def _contenders(part: str, options: TrainerOptions) -> dict[str, int]:
             return {"round-robin": BALANCE_RANKS, "balanced": BALANCE_RANKS}
         case "log-probs":
             return {"chunked": 1, "naive": 1}
+        case "memory":
+            return {"tiles": 1, "masks": 1}
         case "context":
             return {name: size for name, (size, _) in context_layouts(options.context_sizes).items()}
         case _:

@@ -29,6 +29,7 @@ from gcore_trainer import (
     TorchTrainer,
     token_scores,
 )
+from gcore_trainer.packing import row as packed_row
 
 OPTIMIZER = OptimizerConfig(lr=1e-9, grad_clip=1.0)
 """The rate is so low that the weights stay the same, and every step computes the same loss."""
@@ -38,12 +39,22 @@ Batches = Sequence[Sequence[int]]
 """Indices of the samples of each micro-batch."""
 
 
+def attend_under_masks() -> None:
+    """Let this process compute rows of any length as short ones are: under dense masks, of about equal segments."""
+    packed_row.NUM_SHORT = sys.maxsize
+
+
 class GcoreStep:
-    """`TorchTrainer` on ``gcore-padded`` or ``gcore-packed`` rows, or, ``gcore-shared``, with a group's prompt once."""
+    """`TorchTrainer` on ``gcore-padded`` or ``gcore-packed`` rows, or, ``gcore-shared``, with a group's prompt once.
+
+    ``gcore-masks`` is ``gcore-shared`` with attention under dense masks.
+    """
 
     def __init__(self, folder: Path, kind: str, *, parallel: TorchParallel | None = None) -> None:
         family = _PaddedModel if kind == "gcore-padded" else PackedModel
-        packed = family.from_pretrained(folder / "model", share_prefix=kind == "gcore-shared")
+        if kind == "gcore-masks":
+            attend_under_masks()
+        packed = family.from_pretrained(folder / "model", share_prefix=kind in ("gcore-masks", "gcore-shared"))
         objective = PolicyObjective(LOSS)
         self._trainer = TorchTrainer(packed, optimizer=OPTIMIZER, objective=objective, parallel=parallel)
 

@@ -15,8 +15,8 @@ from gcore_bench.harness.options import (
 )
 from gcore_runs import Bound
 
-PartName = Literal["step", "tokens", "balance", "log-probs", "context", "mfu"]
-StepContender = Literal["trl", "verl", "gcore-padded", "gcore-packed", "gcore-shared"]
+PartName = Literal["step", "tokens", "balance", "log-probs", "context", "memory", "mfu"]
+StepContender = Literal["trl", "verl", "gcore-padded", "gcore-packed", "gcore-masks", "gcore-shared"]
 CUDA_PARTS: tuple[PartName, ...] = ("log-probs", "mfu")
 
 _RANKS = Bound(lambda size: size in (1, 2, 4, 8), "1, 2, 4 or 8")
@@ -26,11 +26,12 @@ _RANKS = Bound(lambda size: size in (1, 2, 4, 8), "1, 2, 4 or 8")
 class TrainerOptions(BenchOptions):
     """Measure gcore-trainer against TRL's and verl's trainer code, in turn, each in processes of its own."""
 
-    parts: tuple[PartName, ...] = ("step", "tokens", "balance", "log-probs", "context")
+    parts: tuple[PartName, ...] = ("step", "tokens", "balance", "log-probs", "context", "memory")
     """step: a policy-gradient step; tokens: those computed and needed; balance: the step on two FSDP ranks;
-    log-probs: their memory and time; context: long sequences on several ranks; mfu: a larger model on a GPU."""
+    log-probs: their memory and time; context: long sequences on several ranks;
+    memory: long responses to one prompt, without masks and with them; mfu: a larger model on a GPU."""
     contenders: tuple[StepContender, ...] = get_args(StepContender)
-    """Contenders of the parts step and tokens, in the order in which they run."""
+    """Contenders of the part step, in the order in which they run."""
     rounds: Count = 2
     """Number of rounds, in each of which every contender runs once."""
     steps: Count = 2
@@ -63,6 +64,12 @@ class TrainerOptions(BenchOptions):
     """Lengths of the sequences that context-parallel ranks divide, in tokens."""
     context_sizes: tuple[Annotated[int, _RANKS], ...] = (1, 2, 4)
     """Numbers of ranks that divide them; powers of 2 up to 8."""
+    shared_lengths: tuple[Annotated[int, at_least(32)], ...] = (512, 1024, 2048, 4096, 8192)
+    """Lengths of the eight responses to one prompt in the part memory, each twice the one before."""
+    max_lognormal_length: Annotated[int, at_least(64)] = 4096
+    """Length at which eight responses of lognormal lengths, with a quarter of it as their median, are truncated."""
+    max_mask_gb: Annotated[float, above(0)] = 1.0
+    """Largest mask, in 10^9 bytes, with which the part memory is measured; it grows with the square of the length."""
     threads: Count = 1
     """Threads of each process."""
     seed: NonNegative = 0

@@ -16,7 +16,15 @@ from gcore_bench.harness.measure import measured
 from gcore_bench.harness.models import make_model
 from gcore_bench.harness.processes import Spec, joined_world
 from gcore_bench.harness.report import Figures
-from gcore_bench.trainer.contenders import LOSS, OPTIMIZER, GcoreStep, LossStep, TrlStep, VerlStep
+from gcore_bench.trainer.contenders import (
+    LOSS,
+    OPTIMIZER,
+    GcoreStep,
+    LossStep,
+    TrlStep,
+    VerlStep,
+    attend_under_masks,
+)
 from gcore_bench.trainer.options import TrainerOptions
 from gcore_bench.trainer.workload import (
     LONG_VOCAB_SIZE,
@@ -24,8 +32,10 @@ from gcore_bench.trainer.workload import (
     deals,
     long_workload,
     make_samples,
+    memory_lengths,
     step_batches,
     step_workload,
+    too_large_masks,
 )
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_placement import Device, TransformerWorkload
@@ -90,6 +100,8 @@ def run(spec: Spec) -> dict[str, Figures]:
         case "context":
             with joined_world(spec):
                 return _long_steps(spec)
+        case "memory":
+            return _shared_steps(spec, options)
         case _:
             return _utilisation(spec)
 
@@ -97,7 +109,8 @@ def run(spec: Spec) -> dict[str, Figures]:
 def _set_up(folder: Path, options: TrainerOptions) -> dict[str, Figures]:
     """Write ``model``, ``long-model``, ``tokenizer`` and ``samples``, which contenders share."""
     make_model(folder / "model", step_workload(options), max_length=options.max_tokens, seed=options.seed)
-    make_model(folder / "long-model", long_workload(options), max_length=max(options.lengths) + 1, seed=options.seed)
+    longest = max(*options.lengths, *map(max, memory_lengths(options).values())) + options.max_prompt_length
+    make_model(folder / "long-model", long_workload(options), max_length=longest, seed=options.seed)
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
     samples = make_samples(options)
     (log_probs,) = PackedModel.from_pretrained(folder / "model").log_probs([samples])
@@ -183,6 +196,32 @@ def _long_steps(spec: Spec) -> dict[str, Figures]:
     for length in spec.options["lengths"]:
         times = measured(partial(step, [[sample(length)]]), times=spec.options["steps"])
         rows[f"{length:,} {spec.contender}"] = times | {"loss": losses[-1], "tokens": float(length)}
+    return rows
+
+
+def _shared_steps(spec: Spec, options: TrainerOptions) -> dict[str, Figures]:
+    """Return a row for each workload of eight responses to a prompt: memory and seconds of a step, and its loss."""
+    left_out = too_large_masks(options) if spec.contender == "masks" else {}
+    if spec.contender == "masks":
+        attend_under_masks()
+    trainer = TorchTrainer(
+        PackedModel.from_pretrained(Path(spec.folder) / "long-model"), optimizer=OPTIMIZER, objective=SFTObjective()
+    )
+    losses: list[float] = []
+
+    def step(lengths: list[int]) -> None:
+        rng = np.random.default_rng(options.seed)
+        prompt = rng.integers(1, LONG_VOCAB_SIZE, options.max_prompt_length)
+        responses = [rng.integers(1, LONG_VOCAB_SIZE, length) for length in lengths]
+        losses.append(trainer.train_step([[Sample(prompt_ids=prompt, response_ids=r) for r in responses]])["sft/loss"])
+
+    step([32] * 8)
+    rows: dict[str, Figures] = {}
+    for name, lengths in memory_lengths(options).items():
+        if name in left_out:
+            continue
+        times = measured(partial(step, lengths), times=options.steps)
+        rows[f"{name} {spec.contender}"] = times | {"loss": losses[-1], "tokens": float(sum(lengths))}
     return rows
 
 

@@ -22,7 +22,7 @@ LONG_VOCAB_SIZE = 512
 BALANCE_RANKS = 2
 """Ranks of the part balance."""
 BATCHINGS = ("trl", "gcore-padded", "gcore-packed", "gcore-shared")
-"""Contenders whose ways of batching differ; verl receives the batches of gcore-packed."""
+"""Contenders whose ways of batching differ; verl receives those of gcore-packed, gcore-masks those of gcore-shared."""
 
 
 def step_workload(options: TrainerOptions) -> TransformerWorkload:
@@ -33,6 +33,33 @@ def step_workload(options: TrainerOptions) -> TransformerWorkload:
 def long_workload(options: TrainerOptions) -> TransformerWorkload:
     """Return the shape of the model of the part context; Ulysses ranks divide its heads."""
     return small_shape(options.hidden_size, layers=2, heads=8, vocab_size=LONG_VOCAB_SIZE)
+
+
+def memory_lengths(options: TrainerOptions) -> dict[str, list[int]]:
+    """Return the workloads of the part memory: the lengths of the responses to one prompt."""
+    found = {equal_workload(length): [length] * 8 for length in options.shared_lengths}
+    limit, rng = options.max_lognormal_length, np.random.default_rng(options.seed)
+    drawn = (limit / 4 * np.exp(rng.normal(size=8))).astype(int).clip(16, limit)
+    return found | {lognormal_workload(options): drawn.tolist()}
+
+
+def equal_workload(length: int) -> str:
+    """Return the name of a workload of the part memory, of responses of one length."""
+    return f"8 x {length:,}"
+
+
+def lognormal_workload(options: TrainerOptions) -> str:
+    """Return the name of the workload of the part memory whose lengths are lognormal."""
+    return f"lognormal to 8 x {options.max_lognormal_length:,}"
+
+
+def too_large_masks(options: TrainerOptions) -> dict[str, float]:
+    """Return the size, in 10^9 bytes, of the float32 masks above the limit, by workload of the part memory."""
+    sizes = {
+        name: 4e-9 * sum(n * (n + options.max_prompt_length) for n in lengths)
+        for name, lengths in memory_lengths(options).items()
+    }
+    return {name: gb for name, gb in sizes.items() if gb > options.max_mask_gb}
 
 
 def context_layouts(sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
@@ -67,7 +94,7 @@ def step_batches(options: TrainerOptions, samples: Sequence[Sample], contender: 
     match contender:
         case "trl" | "gcore-padded":
             return [part.tolist() for part in np.array_split(np.arange(len(samples)), options.padded_micro_batches)]
-        case "gcore-shared":
+        case "gcore-masks" | "gcore-shared":
             return _shared_batches(options, samples, range(options.prompts))
         case _:
             lengths = [s.prompt_ids.size + s.response_ids.size for s in samples]

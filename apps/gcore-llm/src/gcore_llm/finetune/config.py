@@ -88,10 +88,12 @@ class FineTuneConfig(BaseRunConfig):
     """A local Hugging Face folder to start from; empty: a tiny one is made."""
     seed: NonNegative = 0
     """Seed of the embedded model."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of activations; the weights are float32."""
-    enable_gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of weights and activations; auto: bfloat16 on CUDA, else float32. In bfloat16, updates are made to
+    float32 copies of the weights, and checkpoints hold these."""
+    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
+    auto: on CUDA for models of a billion parameters or more."""
     max_token_len: int = 16_384
     """Most tokens a micro-batch: bounds memory, changes nothing else."""
     task: TaskConfig = field(default_factory=TaskConfig)

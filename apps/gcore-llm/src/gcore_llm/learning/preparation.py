@@ -20,6 +20,7 @@ from gcore_trainer import (
     AdvantageConfig,
     FixedKLController,
     Sample,
+    check_finite_tokens,
     follow_divergence,
     get_advantage_estimator,
     kl_rewards,
@@ -67,9 +68,7 @@ async def prepare(
     Raises:
         BatchError: a log-probability or a value of a token that counts is not finite, or a score.
     """
-    for g, own in zip(groups, samples, strict=True):
-        for i, sample in enumerate(own):
-            sample.check_finite(f"response {i} to prompt {g.prompt_index}", *_READ)
+    check_finite_tokens(samples, *_READ, named=lambda g, i: f"response {i} to prompt {groups[g].prompt_index}")
     rewards = [
         [_rewards(r, s, algorithm, kl.value, max_response_length) for r, s in zip(g.responses, own, strict=True)]
         for g, own in zip(groups, samples, strict=True)
@@ -110,7 +109,8 @@ def _rewards(
         return kl_rewards(score, *policy_and_reference(sample), sample.mask, coef=kl_coef, kind=kind)
     rewards = np.zeros(sample.mask.shape, np.float64)
     # A response may end in tokens that the policy did not write; rewards there are not read.
-    rewards[np.flatnonzero(sample.mask)[-1] if sample.mask.any() else -1] = score
+    is_last_written = sample.mask[-1] or not sample.mask.any()
+    rewards[-1 if is_last_written else np.flatnonzero(sample.mask)[-1]] = score
     return rewards
 
 

@@ -41,15 +41,20 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         self._device = config.device
         self.engine_dtype = config.dtype
         parallel = _join(config) if config.trainer.num_processes > 1 or config.trainer.backend == "megatron" else None
+        self.is_one_at_a_time = config.actor.offload == "all"
+        self._frozen: dict[str, gcore_trainer.FrozenModel] = {}
         self.trainers = {"actor": _build(config, "actor", model, parallel)}
         if has_critic(config):
+            self.use("critic")
             self.trainers["critic"] = _build(config, "critic", Path(config.critic.model or model), parallel)
         if config.actor.router_replay != "disabled" and not self.trainers["actor"].num_routers:
             raise UserError(
                 f"actor.router_replay is {config.actor.router_replay!r}; expected 'disabled', because the model in "
                 f"{model} has no routers"
             )
-        self._frozen = {"reference": _build_reference(config, model, parallel)} if has_reference(config) else {}
+        if has_reference(config):
+            self.use("reference")
+            self._frozen["reference"] = _build_reference(config, model, parallel)
 
     @property
     def models(self) -> dict[str, Any]:
@@ -57,6 +62,7 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
 
     def score(self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool) -> list[list[Any]]:
         """Return log-probabilities or the critic's values, [R] of each sample; ``with_routing`` pairs with experts."""
+        self.use(role)
         if role == "reference":
             return self._frozen[role].scores(micro_batches)
         trainer = self.trainers[role]
@@ -65,6 +71,7 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         return trainer.log_probs_and_routing(micro_batches) if with_routing else trainer.log_probs(micro_batches)
 
     def train_step(self, role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        self.use(role)
         metrics = super().train_step(role, micro_batches)
         if role == "critic":
             metrics = {name.replace("actor/", "critic/"): value for name, value in metrics.items()}
@@ -98,9 +105,17 @@ def _model_options(config: TrainConfig) -> dict[str, Any]:
     return {
         "device": config.device,
         "compute_dtype": getattr(torch, config.dtype),
-        "gradient_checkpointing": config.actor.enable_gradient_checkpointing,
+        "gradient_checkpointing": _is_checkpointed(config),
+        "checkpointed_layers": config.actor.checkpointed_layers,
+        "activation_offload": config.actor.activation_offload,
         "max_length": config.data.max_length,
+        "share_prefix": config.actor.share_prefix,
     }
+
+
+def _is_checkpointed(config: TrainConfig) -> "bool | Literal['auto']":
+    setting = config.actor.enable_gradient_checkpointing
+    return setting if config.device != "cpu" or setting != "auto" else False
 
 
 def _build(
@@ -126,7 +141,8 @@ def _build(
             optimizer=optimizer,
             objective=objective,
             dtype=getattr(torch, config.dtype),
-            recompute=actor.enable_gradient_checkpointing,
+            share_prefix=actor.share_prefix,
+            recompute=_is_checkpointed(config) is True,
             device=torch.device(config.device),
             temperature=temperature,
             lora=lora,
@@ -136,7 +152,10 @@ def _build(
         packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=temperature, lora=lora, **options)
     else:
         packed = gcore_trainer.PackedValueModel.from_pretrained(model, **options)
-    return gcore_trainer.TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
+    offload = actor.offload != "none"
+    return gcore_trainer.TorchTrainer(
+        packed, optimizer=optimizer, objective=objective, parallel=parallel, offload=offload
+    )
 
 
 def _build_reference(

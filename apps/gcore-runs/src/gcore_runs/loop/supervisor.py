@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 from rich.console import Console
 
 from gcore_ckpt import Checkpointer
-from gcore_controller import Backend, InlineBackend, RankError, SharedTrainerGroup, VirtualTimeLoop, share_trainer
+from gcore_controller import (
+    Backend,
+    DeviceTurns,
+    InlineBackend,
+    RankError,
+    SharedTrainerGroup,
+    VirtualTimeLoop,
+    share_trainer,
+)
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
 from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal, interrupted_by
@@ -271,11 +279,13 @@ def inline_backend(
     roles: Callable[..., Any],
     learner: SharedTrainerGroup[Any],
     close: Callable[[], Awaitable[Any]],
+    turns: DeviceTurns | None = None,
 ) -> InlineBackend[Any, ConfigT, Any]:
     """Return the backend of a run whose controllers are in this process, and share a trainer group.
 
     ``roles`` is the class of a controller's roles, with the fields of the ``shared`` ones and ``learner``; ``close``
-    ends the services other than the trainer group.
+    ends the services other than the trainer group; ``turns`` are those of the ranks and the engines on the devices that
+    they share.
     """
     num_ranks = config.trainer.num_processes
     return InlineBackend(
@@ -283,6 +293,9 @@ def inline_backend(
         roles=shared,
         world_size=config.controllers,
         learner=learner,
-        program=lambda job, recorder: share_trainer(learner, job.program(recorder), roles=roles, num_ranks=num_ranks),
+        program=lambda job, recorder: share_trainer(
+            learner, job.program(recorder), roles=roles, num_ranks=num_ranks, turns=turns
+        ),
         close_services=close,
+        turns=turns,
     )

@@ -60,6 +60,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_seq_length", "max_length"), ("data.max_length", *_RESPONSE[:2])),
     **dict.fromkeys(("num_train_epochs", "total_epochs", "epochs"), ("trainer.total_epochs", *_STEPS)),
     **dict.fromkeys(("dataset_name", "dataset"), ("data.train_files",)),
+    **dict.fromkeys(("gpu_memory_utilization", "vllm_gpu_memory_utilization"), ("rollout.gpu_memory_utilization",)),
 }
 """Settings here by the end of another library's name; a command's own is the first that it has."""
 
@@ -72,7 +73,6 @@ _ALWAYS_FILTERED = f"{_NONE}longer prompts are always left out, counted and repo
 NOT_HERE: dict[str, str] = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), _ALWAYS_ON_POLICY),
     **dict.fromkeys(("filter_overlong_prompts", "truncation"), _ALWAYS_FILTERED),
-    "gpu_memory_utilization": f"{_NONE}an engine sizes its own cache",
     "rollout.tensor_model_parallel_size": f"{_NONE}each engine is on one device",
     "logging_steps": f"{_NONE}every step is written to metrics.jsonl",
 }

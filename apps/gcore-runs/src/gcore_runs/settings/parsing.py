@@ -139,7 +139,7 @@ def _read_arguments(args: Sequence[str], types_by_name: Mapping[str, Any]) -> tu
         takes_more = is_sequence or (is_entry and not has_value)
         while rest and not rest[0].startswith("--") and (takes_more or not values):
             values.append(rest.popleft())
-        if kind is bool and not values:
+        if bool in (kind, *get_args(kind)) and not is_sequence and not values:
             values = ["true"]
         if is_sequence:
             options[name] = values
@@ -267,7 +267,10 @@ def to_toml(config: BaseRunConfig) -> str:
 
 
 def resolve(config: ConfigT) -> ConfigT:
-    """Return the settings with ``threads`` and ``device`` of this machine in place of 0 and auto."""
+    """Return the settings with ``threads``, ``device`` and ``dtype`` of this machine in place of 0 and auto.
+
+    A run that is resumed keeps its data type, whatever auto was when it began.
+    """
     import torch
 
     if config.threads > _MAX_THREADS:
@@ -283,7 +286,20 @@ def resolve(config: ConfigT) -> ConfigT:
         raise UserError(
             f"device is {device!r}; expected one of this machine's {torch.cuda.device_count()} CUDA devices"
         )
-    return dataclasses.replace(config, threads=config.threads or len(os.sched_getaffinity(0)), device=device)
+    changes: dict[str, Any] = {"threads": config.threads or len(os.sched_getaffinity(0)), "device": device}
+    if getattr(config, "dtype", "") == "auto":
+        changes["dtype"] = _dtype_before(config) or ("bfloat16" if parsed.type == "cuda" else "float32")
+    return dataclasses.replace(config, **changes)
+
+
+def _dtype_before(config: BaseRunConfig) -> str:
+    """Return the data type of the run that these settings resume; empty: there is none."""
+    folder = Path(config.runs_dir) / config.name
+    is_resumed = (folder / "model").is_dir() or any((folder / "checkpoints").glob("*"))
+    if config.resume == "never" or not is_resumed or not (folder / "config.toml").is_file():
+        return ""
+    found = str(read_toml(folder / "config.toml").get("dtype", ""))
+    return found if found != "auto" else ""
 
 
 def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:

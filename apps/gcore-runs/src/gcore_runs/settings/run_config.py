@@ -173,8 +173,9 @@ class BaseActorConfig(Checked, section="actor"):
     """An adapter's output is scaled by lora-alpha / lora-rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Layers that get an adapter, such as q_proj or to_q; all-linear: all but the head."""
-    enable_gradient_checkpointing: bool = False
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work."""
+    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
+    auto: on CUDA for models of a billion parameters or more."""
 
     @property
     def lora(self) -> LoRAConfig | None:

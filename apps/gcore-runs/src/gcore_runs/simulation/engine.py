@@ -77,7 +77,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         self._loads = np.zeros(num_replicas, dtype=np.intp)
         """Unfinished samples of each replica."""
         self._holds: frozenset[str] = frozenset()
-        """Reasons for which the replicas stand still: pause, sleep."""
+        """Reasons for which the replicas stand still: pause, sleep (of keys and values), weights (asleep)."""
         self._num_prompt_tokens = self._num_completion_tokens = 0.0
 
     @property
@@ -108,17 +108,18 @@ class ModelledEngine(Generic[RequestT, SampleT]):
     async def resume(self) -> None:
         self._hold(self._holds - {"pause"})
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        del keep_weights  # there are none
         self._check_idle("sleep")
-        self._hold(self._holds | {"sleep"})
+        self._hold(self._holds | {"sleep", "weights"})
 
-    async def wake(self) -> None:
-        self._hold(self._holds - {"sleep"})
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+        self._hold(self._holds - ({"weights"} if weights else set()) - ({"sleep"} if cache else set()))
 
     async def update_weights(self, weights: "Iterable[tuple[str, torch.Tensor]]", *, version: int) -> None:
         """Change the version after the seconds of a sync; only between samples, because all devices take part."""
         del weights
-        if "sleep" in self._holds:
+        if "weights" in self._holds:
             raise RolloutError("the engine is asleep; expected it to be awake: call wake before update_weights")
         if version <= self._state.version:
             raise ValueError(f"version is {version}; expected above the present {self._state.version}")

@@ -1,18 +1,21 @@
 """The box of a global tensor that a `DTensor` holds; imported only where there is one."""
 
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, placement_types
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage]  # FSDP2 over tensor parallelism has no other mark
-    _StridedShardOffsetMode,  # pyright: ignore[reportPrivateUsage]
 )
 
 from gcore_ckpt.format.boxes import Box
+
+_offset_mode: Any = getattr(placement_types, "_StridedShardOffsetMode", None)
+_ALL_OFFSETS: Any = False if _offset_mode is None else _offset_mode.ALL
+"""Argument that asks for the offsets of all elements of a strided shard; torch 2.11 takes ``return_first_offset``."""
 
 
 @torch.no_grad()
@@ -51,9 +54,7 @@ def _are_adjacent(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Place
     indices = list(range(size))
     for rank, num_chunks, placement in zip(coordinate, mesh.shape, placements, strict=True):
         if isinstance(placement, _StridedShard) and placement.dim == dim:
-            _, offsets = placement.local_shard_size_and_offset(
-                len(indices), num_chunks, rank, _StridedShardOffsetMode.ALL
-            )
+            _, offsets = placement.local_shard_size_and_offset(len(indices), num_chunks, rank, _ALL_OFFSETS)
             indices = [indices[offset] for offset in cast("list[int]", offsets)]
         elif placement.is_shard(dim):
             chunk = -(-len(indices) // num_chunks)

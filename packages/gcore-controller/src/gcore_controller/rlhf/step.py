@@ -26,6 +26,7 @@ from gcore_controller.rlhf.modality import (
     UpdateT,
 )
 from gcore_controller.trainer_group import State
+from gcore_controller.turns import Turn
 
 _MIN_CALLS = 32
 """Fewest calls that a fraction of failed ones is computed over: one failure in a small batch means little."""
@@ -62,6 +63,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             RewardFailuresError: too large a share of the last reward calls failed.
         """
         ctx, config, start = self.ctx, self.config, self.start
+        await self._turn("sync")
         if start.is_policy_behind:
             await self.modality.update_policy(ctx, start.first_step)
         else:
@@ -80,24 +82,30 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         ctx, modality = self.ctx, self.modality
         start_s = ctx.clock()
         # Sample and score, now or ahead of time.
+        await self._turn("sampling")
         batch = await self._batches.next()
         metrics = {**batch.metrics, modality.HAS_SIGNAL: 0.0}
         if ctx.rank == 0:
             await self.recorder(Updating())
         if batch.num_groups:
+            await self._turn("training")
             with ctx.timer.stage("prepare"):
                 prepared = await modality.prepare(ctx, step, batch)
             with ctx.timer.stage("train"):
                 trained = [await modality.update(ctx, step, update) for update in prepared.updates]
+            await self._turn("sync")
             with ctx.timer.stage("sync"):
                 async with self._batches.weights_changing():
                     await modality.update_policy(ctx, step)
                     synced = await modality.synced_metrics(ctx, step, batch)
             metrics |= prepared.metrics | modality.update_metrics(trained) | synced
+        # With or without an update, the models are saved awake.
+        await self._turn("sync")
         await self._record(step, metrics, batch, step_s=ctx.clock() - start_s)
 
     async def evaluate(self, step: int) -> None:
         """Evaluate the policy on held-out prompts, if there are any."""
+        await self._turn("sampling")
         evaluation = await self.modality.evaluate(self.ctx, step)
         if evaluation is None:
             return
@@ -108,6 +116,10 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             await self.recorder(Evaluated(step=step, evaluation=evaluation))
         self._failures.check()
         self._forget_times()
+
+    async def _turn(self, turn: Turn) -> None:
+        """Have the trainer and the engines swap places, where they share devices."""
+        await self.ctx.roles.learner.take_turn(turn, self.ctx.timer)
 
     def _forget_times(self) -> None:
         """Discard the times until now, which belong to no step."""

@@ -41,6 +41,7 @@ from gcore_controller.trainer_group import (
     check_weights,
     digests_of,
 )
+from gcore_controller.turns import DeviceTurns, Turn
 
 T = TypeVar("T")
 JobT = TypeVar("JobT")
@@ -226,6 +227,8 @@ class InProcessTrainerGroup(Generic[BatchT]):
         self.save_pretrained = worker.save_pretrained
         self.save = worker.save
         self.load = worker.load
+        self.sleep = worker.sleep
+        self.wake = worker.wake
         self.close = worker.close
         self._worker = worker
         self._in_thread = in_thread
@@ -261,6 +264,8 @@ class SharedTrainerClient(Generic[BatchT]):
     """Record when the ranks work: all of them in every call."""
     num_ranks: int = 0
     """Number of ranks whose work is recorded."""
+    turns: DeviceTurns | None = None
+    """The turns of the ranks and the engines on the devices that they share; None: they have devices of their own."""
 
     def __post_init__(self) -> None:
         self._ranks = [rank_name(rank) for rank in range(self.num_ranks)]
@@ -285,6 +290,16 @@ class SharedTrainerClient(Generic[BatchT]):
                 metrics = await self.trainer.train_step(role, everyones)
         return await self.group.broadcast(metrics)
 
+    async def take_turn(self, turn: Turn, timer: StageTimer) -> None:
+        if self.turns is None or turn == self.turns.current:
+            return
+        with timer.stage("swap"):
+            # No controller's calls are cut short.
+            await self.group.barrier()
+            if self.group.rank == 0:
+                await self.turns.take(turn)
+            await self.group.barrier()
+
     async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
         if self.group.rank == 0:
             with self.devices.stage("sync", *self._ranks):
@@ -303,15 +318,17 @@ def share_trainer(
     *,
     roles: Callable[..., OwnRolesT],
     num_ranks: int = 0,
+    turns: DeviceTurns | None = None,
 ) -> Callable[[Context[Any]], Coroutine[Any, Any, None]]:
     """Return the program for controllers of this process that share a trainer group.
 
     ``program`` is for a controller that has a `TrainerClient`, in the class ``roles``, which has the fields of the
-    shared roles and ``learner``, the client. ``num_ranks`` is the number of ranks whose work is recorded.
+    shared roles and ``learner``, the client. ``num_ranks`` is the number of ranks whose work is recorded; ``turns`` are
+    those of the ranks and the engines, where they share devices.
     """
 
     async def run(ctx: Context[Any]) -> None:
-        client = SharedTrainerClient(trainer, ctx.group, ctx.roles.devices, num_ranks=num_ranks)
+        client = SharedTrainerClient(trainer, ctx.group, ctx.roles.devices, num_ranks=num_ranks, turns=turns)
         await program(ctx.with_roles(roles(**vars(ctx.roles), learner=client)))
 
     return run
@@ -331,12 +348,28 @@ class InlineBackend(Generic[JobT, ConfigT, RolesT]):
     """The program of a job, whose events go to a recorder."""
     close_services: Callable[[], Awaitable[Any]]
     """Ends the services other than the trainer group."""
+    turns: DeviceTurns | None = None
+    """The turns of the trainer group and the engines; None: they have devices of their own."""
     _timers: Sequence[StageTimer] = field(default=(), init=False)
 
     async def run(self, job: JobT, recorder: Recorder) -> None:
         run = InlineRun(self.program(job, recorder), roles=self.roles, world_size=self.world_size)
         self._timers = run.timers
-        await run.run()
+        try:
+            await run.run()
+        except BaseException as error:
+            try:
+                await self._end_sampling()
+            except Exception as other:
+                # The error that ended the run comes first; this one may be of an engine that died.
+                error.add_note(f"afterwards, trainer and engines could not swap places: {other!r}")
+            raise
+        await self._end_sampling()
+
+    async def _end_sampling(self) -> None:
+        """Give the devices to the models, which may be saved now."""
+        if self.turns is not None:
+            await self.turns.take("training")
 
     def stages(self) -> Sequence[str | None]:
         return [timer.current for timer in self._timers]

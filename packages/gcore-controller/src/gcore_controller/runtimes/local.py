@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,11 +40,32 @@ _DEATH_S = 0.5
 """How long a rank's error waits for news of another rank's death."""
 
 
+_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With 1, ``torch.cuda.is_available()``, which modules call at import, asks the driver's management library.
+
+Otherwise it asks the CUDA runtime, after which no fork of the process can use CUDA.
+"""
+
+
 @dataclass(frozen=True)
 class _ExportWeights:
     """The message to gather the policy's weights on all ranks; rank 0 sends them, one by one."""
 
     averaged: bool
+
+
+def _start_fork_server(preload: list[str]) -> None:
+    """Start the server from which ranks are forked, unless it runs: its imports must not initialise CUDA."""
+    before = os.environ.get(_CUDA_CHECK)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    os.environ[_CUDA_CHECK] = "1"  # the server's, and so its children's
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[_CUDA_CHECK]
+        else:
+            os.environ[_CUDA_CHECK] = before
 
 
 def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection) -> None:
@@ -113,7 +135,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         self._folder = Path(tempfile.mkdtemp(prefix="gcore-ranks-"))
         # Forked from a clean server that has imported torch once: this process may hold an engine, threads and locks.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, *spec.preload])
+        _start_fork_server([__name__, *spec.preload])
         self._turn = asyncio.Lock()
         self._processes: list[BaseProcess] = []
         self._connections: list[Any] = []

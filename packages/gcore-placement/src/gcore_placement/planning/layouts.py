@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.forecast import Correction, Job
-from gcore_placement.quantities import Floats
+from gcore_placement.quantities import Amount, Checked, Floats, Positive
 from gcore_placement.workload.model_shape import ModelShape
 
 Backend = Literal["torch", "megatron"]
@@ -147,29 +147,56 @@ def _from_rows(rows: list[tuple[float, ...]]) -> TrainingLayouts:
 
 
 MASTER_BYTES = 4
-"""Bytes of a trained parameter, of its gradient and of each of AdamW's two moments."""
-_MAX_LOGITS = 1 << 24
-"""Most logits of a chunk, in the trainer."""
-_LOGITS_COPIES = 3
-"""Float32 arrays of a chunk that are alive at once: log-probabilities, and two for their gradient."""
+"""Bytes of a float32 number: a master weight, a gradient, and each of AdamW's two moments."""
+_LOGITS_COPIES = 2
+"""Float32 arrays of a chunk's logits that are alive at once, besides one in the compute precision."""
+
+Offload = Literal["none", "optimizer", "all"]
 
 Bytes = Mapping[str, Floats]
 """Bytes of a device by part."""
 
 
-def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 1.0) -> Bytes:
+@dataclass(frozen=True, kw_only=True)
+class TrainingState(Checked):
+    """The form in which the models in training are held, besides their layout; the defaults are the trainer's."""
+
+    offload: Offload = "none"
+    """States held in the host's memory: optimizer, the master weights and moments; all, also weights and gradients of
+    the models that are not at work, so that the device has those of one model at a time, in training its own."""
+    adapter_parameters: Amount = 0
+    """Trained parameters of the policy with LoRA, where all others are frozen and have neither gradients nor moments;
+    0: all are trained. A critic trains all of its own."""
+    checkpointed_share: Amount = 1.0
+    """Share of the layers that keep only their input, in layouts with gradient checkpointing."""
+    activation_offload: bool = False
+    """Inputs of checkpointed layers wait in the host's memory; two are on the device at a time."""
+    max_logits: Positive = 1 << 28
+    """Most logits of a chunk of the head: the trainer's budget on a GPU; on a CPU it is 2^24."""
+
+
+DEFAULT_STATE = TrainingState()
+
+
+def training_memory(
+    job: Job, layouts: TrainingLayouts, *, activations: float = 1.0, state: TrainingState = DEFAULT_STATE
+) -> Bytes:
     """Return the bytes of each part of a device's memory at the peak of a training step, [num_layouts]; they add up.
 
-    With P parameters of the heaviest pipeline stage on a tensor-parallel rank, and s = DP x CP ranks that share them:
+    With P parameters of the heaviest pipeline stage on a tensor-parallel rank, s = DP x CP ranks that share them, and
+    c bytes of a number in the compute precision:
 
-    - torch (ZeRO-3, Rajbhandari et al. 2019, arXiv 1910.02054, section 5; FSDP2): weights 4 P / s, gradients 4 P / s,
-      moments 8 P / s, and of what is gathered two layers, the embedding and the head, and one's gradients in float32;
-    - megatron (ZeRO-1, section 5.1; its distributed optimizer): weights in the compute precision, gradients 4 P,
-      float32 weights and moments 12 P / s;
+    - weights c P, gradients 4 P (they are summed in float32), and the optimizer's 8 P of moments with 4 P of float32
+      master weights where c is 2: 16 P in float32, 18 P in bfloat16;
+    - torch (ZeRO-3, Rajbhandari et al. 2019, arXiv 1910.02054, section 5; FSDP2) has 1 / s of all of these, and of what
+      is gathered two layers, the embedding and the head, and one's gradients in float32;
+    - megatron (ZeRO-1, section 5.1; its distributed optimizer) has 1 / s of the optimizer's;
+    - with LoRA frozen weights c P, and gradients, masters and moments of the adapters alone;
     - activations by Korthikanti et al. 2022 (arXiv 2205.05198, equations 4 and 5, tensor with sequence parallelism),
-      see `ModelShape.activations_per_token`, times the factor ``activations``: of a micro-batch's N / CP tokens, L / PP
-      layers for each of the at most PP micro-batches that the first stage has started (one forward, one backward);
-      with recomputation the layers' inputs (table 2);
+      see `ModelShape.activations_per_token`, which is linear in tokens: attention keeps neither scores nor a mask;
+      times the factor ``activations``: of a micro-batch's N / CP tokens, L / PP layers for each of the at most PP
+      micro-batches that the first stage has started (one forward, one backward); with recomputation the layers' inputs
+      (table 2);
     - logits a chunk at a time, and the head's gradient in float32, which FSDP's gathered gradients are already; with
       recomputation all of one layer's activations where these are more, as logits are gone by then;
     - the reference's weights, as the policy's are held, in the compute precision.
@@ -182,35 +209,48 @@ def training_memory(job: Job, layouts: TrainingLayouts, *, activations: float = 
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)
     # Where products are in float32, weights are their own masters.
-    masters = 2 * MASTER_BYTES + (MASTER_BYTES if compute_bytes != MASTER_BYTES else 0)
-    weights = gradients = optimizer = np.zeros(len(layouts))
+    optimizer_bytes = 2 * MASTER_BYTES + (MASTER_BYTES if compute_bytes != MASTER_BYTES else 0)
+    optimizer = np.zeros(len(layouts))
+    weights, gradients = list[Floats](), list[Floats]()
     gathered: list[Floats] = []
     kept: list[Floats] = []
-    for model in job.trained:
-        held = _held(model, layouts)
-        weights = weights + np.where(layouts.sharded, MASTER_BYTES * held / ranks, compute_bytes * held)
-        gradients = gradients + MASTER_BYTES * held / np.where(layouts.sharded, ranks, 1.0)
-        optimizer = optimizer + np.where(layouts.sharded, 2 * MASTER_BYTES * held, masters * held) / ranks
+    of_shard = np.where(layouts.sharded, ranks, 1.0)
+    for number, model in enumerate(job.trained):
+        trained = held = _held(model, layouts)
+        if state.adapter_parameters and not number:
+            trained = held * (state.adapter_parameters / model.num_parameters)
+            # Adapters are weights besides the frozen ones.
+            held = held + trained
+        weights.append(compute_bytes * held / of_shard)
+        gradients.append(MASTER_BYTES * trained / of_shard)
+        optimizer = optimizer + optimizer_bytes * trained / ranks
         layer, outer = model.num_layer_parameters, model.num_outer_parameters
         together = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(layer, outer)
-        # One rank has all its weights, and keeps a copy of them in the compute precision.
-        alone = compute_bytes * model.num_parameters if compute_bytes != MASTER_BYTES else 0
-        gathered.append(np.where(layouts.sharded, np.where(ranks > 1, together, alone), 0.0))
+        gathered.append(np.where(is_gathered, together, 0.0))
         layers = in_flight * np.ceil(model.workload.num_hidden_layers / layouts.pp)
-        of_layer = np.where(layouts.recompute, model.workload.hidden_size, model.activations_per_token)
-        kept.append(layers * of_layer / layouts.tp)
+        checkpointed = layouts.recompute * state.checkpointed_share * layers
+        inputs = np.minimum(2.0, checkpointed) if state.activation_offload else checkpointed
+        values = (layers - checkpointed) * model.activations_per_token + inputs * model.workload.hidden_size
+        kept.append(values / layouts.tp)
     one_layer = [model.activations_per_token / layouts.tp for model in job.trained]
     layer_bytes = np.where(layouts.recompute, activations * compute_bytes * tokens * np.max(one_layer, axis=0), 0.0)
     vocab_size = job.policy.workload.vocab_size / layouts.tp
-    head = np.where(is_gathered, 0.0, job.policy.workload.hidden_size * vocab_size)
-    logits = MASTER_BYTES * (_LOGITS_COPIES * np.minimum(_MAX_LOGITS, tokens * vocab_size) + head)
+    head = np.where(is_gathered | bool(state.adapter_parameters), 0.0, job.policy.workload.hidden_size * vocab_size)
+    chunk = np.minimum(state.max_logits, tokens * vocab_size)
+    logits = (MASTER_BYTES * _LOGITS_COPIES + compute_bytes) * chunk + MASTER_BYTES * head
     reference = np.zeros(len(layouts))
     if job.reference:
-        reference = compute_bytes * _held(job.policy, layouts) / np.where(layouts.sharded, ranks, 1.0)
+        reference = compute_bytes * _held(job.policy, layouts) / of_shard
+    if state.offload != "none":
+        optimizer = np.zeros(len(layouts))
+    # The model at work has its weights and gradients on the device, those of the others are on the host.
+    in_memory = np.max if state.offload == "all" else np.sum
+    if state.offload == "all":
+        reference = np.zeros(len(layouts))
     # One model computes at a time.
     return {
-        "weights": weights,
-        "gradients": gradients,
+        "weights": in_memory(weights, axis=0),
+        "gradients": in_memory(gradients, axis=0),
         "optimizer": optimizer,
         "gathered": np.max(gathered, axis=0),
         "activations": activations * compute_bytes * tokens * np.max(kept, axis=0),

@@ -24,6 +24,8 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Queries and keys are normalised, head by head."""
+    other_parameters: int = 0
+    """Parameters that this shape does not describe, such as those of a vision tower."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> Self:
@@ -53,7 +55,8 @@ class ModelShape:
         mixture = w.num_experts * (self._expert_parameters + h)
         dense = 3 * h * i + self.mlp_bias * (2 * i + h)
         mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
-        return w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters
+        described = w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters
+        return described + self.other_parameters
 
     @property
     def num_active_parameters(self) -> int:
@@ -103,6 +106,16 @@ class ModelShape:
         mixture = w.num_experts_per_tok * (4 * w.moe_intermediate_size + 2 * w.hidden_size)
         mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
         return outside + -(-mlps // w.num_hidden_layers)
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Return the parameters of LoRA adapters of a rank on all linear layers but the head, and not on experts.
+
+        A layer of n inputs and m outputs has rank x (n + m) more (Hu et al. 2021, arXiv 2106.09685, section 4.1).
+        """
+        w = self.workload
+        attention = 4 * w.hidden_size + 2 * w.query_size + 2 * w.key_value_size
+        dense = 3 * (w.hidden_size + w.intermediate_size)
+        return rank * (w.num_hidden_layers * attention + (w.num_hidden_layers - w.num_moe_layers) * dense)
 
     def parameters_read(self, num_tokens: Floats) -> Floats:
         """Return the parameters that forward passes over so many tokens each read.

@@ -267,16 +267,32 @@ class Engine(Protocol[RequestT_contra, SampleT_co]):
         """Continue after `pause`. Idempotent."""
         ...
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, keep_weights: bool = True) -> None:
         """Free the memory of keys and values and, on a GPU, move the weights to the host's memory. Idempotent.
+
+        Args:
+            keep_weights: False: drop the weights instead of moving them, because `update_weights` brings others before
+                the next sample. An engine that sleeps already stays as it is.
 
         Raises:
             RolloutError: samples are running or waiting: `abort` them, or let them finish.
         """
         ...
 
-    async def wake(self) -> None:
-        """Allocate the memory again; calls of `generate` made since `sleep` start, unless paused. Idempotent."""
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+        """Allocate the memory again; calls of `generate` made since `sleep` start, unless paused. Idempotent.
+
+        Where memory is shared with a trainer, ``wake(cache=False)``, `update_weights` and ``wake()`` take the memory
+        of keys and values only when the trainer's weights are no longer needed.
+
+        Args:
+            weights: allocate the memory of the weights, and bring back those that were kept.
+            cache: allocate that of keys and values.
+
+        Raises:
+            RolloutError: the cache was to wake while the weights stay asleep, or before `update_weights` brought those
+                that `sleep` has dropped.
+        """
         ...
 
     async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:
@@ -287,7 +303,7 @@ class Engine(Protocol[RequestT_contra, SampleT_co]):
             version: larger than the current one.
 
         Raises:
-            RolloutError: the engine is asleep.
+            RolloutError: the engine's weights are asleep.
         """
         ...
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Literal
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from gcore_rollout.engines.protocol import (
     RequestT,
     SampleT,
 )
+from gcore_rollout.engines.sleeping import Control as Control, SleepingEngine
 from gcore_rollout.errors import EngineDiedError, RequestError, RolloutError
 
 if TYPE_CHECKING:
@@ -137,11 +138,10 @@ class Sample(Generic[RequestT, SampleT]):
         )
 
 
-Control = Literal["pause", "resume", "sleep", "wake"]
 SampleFilter = Callable[[Sample[RequestT, SampleT]], bool]
 
 
-class QueueingEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
+class QueueingEngine(SleepingEngine, ClosableEngine, ABC, Generic[RequestT, SampleT]):
     """An engine that queues its waiting samples, first come, first served; the running ones are the subclass's."""
 
     def __init__(self) -> None:
@@ -150,7 +150,6 @@ class QueueingEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
         self._completion_tokens = 0
         self._version = 0
         self._is_paused = False
-        self._is_asleep = False
 
     @property
     def weight_version(self) -> int:
@@ -202,33 +201,6 @@ class QueueingEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
             self._is_paused = False
         self._start()
 
-    async def sleep(self) -> None:
-        async with self._controlling():
-            if self._is_asleep:
-                return
-            running, waiting = self._num_running(), len(self._waiting)
-            if running or waiting:
-                raise RolloutError(
-                    f"{running} samples are running and {waiting} are waiting: abort them or let them finish before "
-                    "sleep"
-                )
-            # First, so that no sample starts meanwhile.
-            self._is_asleep = True
-            try:
-                await self._control("sleep")
-            except Exception:
-                self._is_asleep = False
-                self._start()
-                raise
-
-    async def wake(self) -> None:
-        async with self._controlling():
-            if not self._is_asleep:
-                return
-            await self._control("wake")
-            self._is_asleep = False
-        self._start()
-
     @asynccontextmanager
     async def _controlling(self) -> AsyncGenerator[None]:
         """Guard a call that changes the state of the engine; this one only refuses those of a closed or dead one."""
@@ -237,10 +209,14 @@ class QueueingEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
 
     def _check_update(self, version: int) -> None:
         self._check_open()
-        if self._is_asleep:
+        if self._are_weights_asleep:
             raise RolloutError("the engine is asleep: wake it before update_weights")
         if version <= self._version:
             raise ValueError(f"version is {version}; expected a version above the current {self._version}")
+
+    def _has_taken(self, version: int) -> None:
+        """Note that the weights are now those of this version."""
+        self._version, self._has_weights = version, True
 
     def _enqueue(self, requests: Sequence[RequestT]) -> Call[SampleT]:
         """Append the samples of a new call; of each request, those that continue others come first."""

@@ -1,7 +1,7 @@
 """The registry of engines: the kinds that settings name, what each of them needs, and how it is made."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ class EngineKind:
     """Whether it is made with a ``device``; otherwise it is on the first visible one."""
     takes_max_model_len: bool = True
     takes_speculative_config: bool = False
+    own_options: frozenset[str] = frozenset()
+    """Further keywords of ``from_pretrained`` that not every kind has."""
     takes_images: bool = False
     needs_own_process: bool = False
     """Whether two of them cannot share a process."""
@@ -56,10 +58,24 @@ class EngineKind:
 
 
 _KINDS = {
-    "hf": EngineKind(make="gcore_rollout.engines.hf.engine:HFEngine", takes_device=True, takes_images=True),
+    "hf": EngineKind(
+        make="gcore_rollout.engines.hf.engine:HFEngine",
+        takes_device=True,
+        own_options=frozenset(("decode_mode", "kv_cache_bytes")),
+        takes_images=True,
+    ),
     "vllm": EngineKind(
         make="gcore_rollout.engines.vllm.engine:VLLMEngine",
         takes_speculative_config=True,
+        own_options=frozenset(
+            (
+                "gpu_memory_utilization",
+                "max_num_batched_tokens",
+                "async_scheduling",
+                "seed_per_sample",
+                "enable_sleep_mode",
+            )
+        ),
         takes_images=True,
         needs_own_process=True,
         preload=PRELOAD_VLLM,
@@ -99,6 +115,7 @@ def engine_factory(
     device: str,
     max_model_len: int | None = None,
     speculative_config: dict[str, Any] | None = None,
+    own_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Callable[[], Engine]:
     """Return what makes an engine with the weights of a model folder, in this process or, pickled, in another.
@@ -108,9 +125,17 @@ def engine_factory(
         device: such as cpu or cuda:0, for kinds that take one.
         max_model_len: longest prompt and completion in tokens, for kinds that take it; None: the kind's default.
         speculative_config: see `VLLMEngine.from_pretrained`; None: no speculation.
+        own_options: options of this kind alone, see `EngineKind.own_options`.
         options: for any kind, such as dtype, max_num_seqs and eos_token_ids.
+
+    Raises:
+        RequestError: there is no such engine, or it has no such option.
     """
     kind = engine_kind(name)
+    if unknown := sorted((own_options or {}).keys() - kind.own_options):
+        known = ", ".join(sorted(kind.own_options)) or "none"
+        raise RequestError(f"own_options is {unknown} for engine {name!r}; expected some of {known}")
+    options |= own_options or {}
     if kind.takes_device:
         options["device"] = device
     if kind.takes_max_model_len and max_model_len is not None:

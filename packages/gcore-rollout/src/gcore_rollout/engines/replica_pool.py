@@ -11,7 +11,7 @@ import torch
 from gcore_rollout.engines.protocol import Digests, Engine, EngineStats, RequestT, SampleT
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
 from gcore_rollout.weight_sync.checked import check_weights
-from gcore_rollout.weight_sync.shared_weights import SharedWeights
+from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
 
 
 @dataclass(eq=False)
@@ -74,6 +74,8 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         self._changing = asyncio.Lock()
         self._is_paused = False
         self._is_asleep = False
+        """Whether the keys and values are asleep, with the weights or alone."""
+        self._are_weights_asleep = False
         self._closed = False
 
     @property
@@ -104,13 +106,20 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         self._is_paused = False
         await self._all(lambda engine: engine.resume())
 
-    async def sleep(self) -> None:
-        await self._all(lambda engine: engine.sleep())
-        self._is_asleep = True
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        await self._all(lambda engine: engine.sleep(keep_weights=keep_weights))
+        self._is_asleep = self._are_weights_asleep = True
 
-    async def wake(self) -> None:
-        self._is_asleep = False
-        await self._all(lambda engine: engine.wake())
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+        before = self._is_asleep, self._are_weights_asleep
+        # First, because a replica that joins meanwhile is not called.
+        self._is_asleep &= not cache
+        self._are_weights_asleep &= not weights
+        try:
+            await self._all(lambda engine: engine.wake(weights=weights, cache=cache))
+        except Exception:
+            self._is_asleep, self._are_weights_asleep = before
+            raise
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Update all replicas; weights that cannot be read again are first written to shared memory, once for all.
@@ -128,22 +137,42 @@ class ReplicaPool(Generic[RequestT, SampleT]):
             if version <= self._version:
                 raise ValueError(f"version is {version}; expected a version above the current {self._version}")
             # Weights that any number of readers can iterate over, also later, count how often they were written.
-            kept: Any = weights
-            if not hasattr(weights, "num_writes"):
-                kept = self._own_weights = self._own_weights or SharedWeights()
-                kept.write(weights)
-            with kept.reading():
-                # Between two attempts replacements join, which needs the other lock.
-                while not await self._broadcast_weights(kept, version):
-                    if not self._restarts:
-                        raise EngineDiedError(self._why_none_serves())
-                    await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
+            kept: Any = weights if hasattr(weights, "num_writes") else self._copy(weights)
+            try:
+                with kept.reading():
+                    # Between two attempts replacements join, which needs the other lock.
+                    while not await self._broadcast_weights(kept, version):
+                        if not self._restarts:
+                            raise EngineDiedError(self._why_none_serves())
+                        await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if isinstance(kept, SharedCudaWeights) and kept is not weights:
+                    kept.close()
+
+    def _copy(self, weights: Iterable[tuple[str, torch.Tensor]]) -> "SharedCudaWeights | SharedWeights":
+        """Copy weights once for all: on their GPU if a replica is there, too, until all have them; or in the host."""
+        found = FirstSeen(weights)
+        if any(share_a_gpu(found.gpu, getattr(engine, "weights_gpu", None)) for engine in self.engines):
+            return SharedCudaWeights(found)
+        return self._in_host(found)
+
+    def _in_host(self, weights: Iterable[tuple[str, torch.Tensor]]) -> SharedWeights:
+        kept = self._own_weights = self._own_weights or SharedWeights()
+        kept.write(weights)
+        return kept
 
     async def _broadcast_weights(self, kept: Any, version: int) -> bool:
         """Update all replicas, and return whether any of them has the weights now."""
         async with self._changing:
             replicas = list(self._replicas)
-            updates = (replica.engine.update_weights(kept, version=version) for replica in replicas)
+            sources = [kept] * len(replicas)
+            if isinstance(kept, SharedCudaWeights):
+                gpus = [getattr(replica.engine, "weights_gpu", None) for replica in replicas]
+                if not all(share_a_gpu(kept.gpu, gpu) for gpu in gpus):
+                    host = self._in_host(kept)
+                    sources = [kept if share_a_gpu(kept.gpu, gpu) else host for gpu in gpus]
+                    kept = host
+            updates = (r.engine.update_weights(s, version=version) for r, s in zip(replicas, sources, strict=True))
             outcomes = await asyncio.gather(*updates, return_exceptions=True)
             for outcome in outcomes:
                 if isinstance(outcome, WrongWeightsError):
@@ -299,6 +328,8 @@ class ReplicaPool(Generic[RequestT, SampleT]):
                 await engine.pause()
             if self._is_asleep:
                 await engine.sleep()
+                if not self._are_weights_asleep:
+                    await engine.wake(cache=False)
             replica.has_weights = engine.weight_version == self._version
             self._replicas.append(replica)
 

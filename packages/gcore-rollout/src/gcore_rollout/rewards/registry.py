@@ -14,8 +14,8 @@ from gcore_rollout.images.reward import ImageRewardFunction, JPEGCompressibility
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
-from gcore_rollout.rewards.reward import Failed, RewardFunction, Scored
-from gcore_rollout.rewards.runner import FailureLog, OnError, RewardRunner
+from gcore_rollout.rewards.reward import Failed, FailureLog, RewardFunction, Scored
+from gcore_rollout.rewards.runner import OnError, RewardRunner
 from gcore_rollout.sandbox.sandbox import Sandbox
 
 KindT = TypeVar("KindT")

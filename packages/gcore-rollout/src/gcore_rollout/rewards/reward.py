@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import inspect
+import logging
 import math
 import queue
 import threading
@@ -11,11 +12,15 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
 from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError, RolloutError, require
+
+_MAX_KINDS = 100
+"""Most kinds of failures that are distinguished."""
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,37 @@ class Failure:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
         return cls(kind=f"{type(error).__name__}{where}", message=str(error))
+
+
+class FailureLog:
+    """Counts calls, and failures by kind; the first traceback of each kind is logged."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._counts: dict[str, Failure] = {}
+        self._num_calls = 0
+
+    def succeeded(self) -> None:
+        """Count a call that did not fail."""
+        self._num_calls += 1
+
+    def failed(self, error: BaseException) -> None:
+        """Count a call that failed, by the root cause of an error of this package."""
+        self._num_calls += 1
+        failure = Failure.of(error)
+        if failure.kind not in self._known and len(self._known) >= _MAX_KINDS:
+            failure = replace(failure, kind="another error")
+        if failure.kind not in self._known:
+            self._known.add(failure.kind)
+            _logger.info("%s; the first of its kind:", error, exc_info=error)
+        found = self._counts.get(failure.kind)
+        self._counts[failure.kind] = failure if found is None else replace(found, count=found.count + 1)
+
+    def drain(self) -> tuple[int, list[Failure]]:
+        """Return the number of calls and the failures since this method was called last."""
+        drained = self._num_calls, list(self._counts.values())
+        self._num_calls, self._counts = 0, {}
+        return drained
 
 
 @dataclass(kw_only=True)

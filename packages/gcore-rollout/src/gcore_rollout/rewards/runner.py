@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import logging
 import math
 import random
 import signal
@@ -13,12 +12,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FrameType
 from typing import Any, Literal, TypeVar, get_args
 
 from gcore_rollout.errors import NoScoreError, RewardError, RewardExitError, require
 from gcore_rollout.rewards.reward import (
     Failed,
-    Failure,
+    FailureLog,
     GroupRewardFunction,
     InterruptedCallError,
     RewardFunction,
@@ -35,9 +35,6 @@ OnError = Literal["raise", "drop"]
 """A reward that fails after its retries raises, or gives `Failed`."""
 
 T = TypeVar("T")
-_MAX_KINDS = 100
-"""Most kinds of failures that are distinguished."""
-_logger = logging.getLogger(__name__)
 _blocking_limit_s: ContextVar[float | None] = ContextVar("blocking_limit_s", default=None)
 """Time limit of a call in the main thread."""
 _interrupted: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
@@ -123,32 +120,79 @@ def _call(function: Callable[..., T], *arguments: Any) -> T:
     The handler of asyncio, which has been called then, acts when the event loop runs again. `RewardExitError` if the
     function raised KeyboardInterrupt, or blocked for longer than ``_blocking_limit_s``.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    relay = _Relay.installed()
+    if relay is None:
         try:
             return function(*arguments)
         except KeyboardInterrupt as error:
             # No signal is handled here.
             raise exit_error(error) from error
-    loop = asyncio.get_running_loop()
-    if loop in _interrupted:
+    if relay.loop in _interrupted:
         raise InterruptedCallError
-    guard = _Guard(_blocking_limit_s.get())
-    signal.signal(signal.SIGINT, guard.interrupt)
+    relay.guard = guard = _Guard(_blocking_limit_s.get())
     try:
         with guard:
             return function(*arguments)
     except KeyboardInterrupt as error:
+        relay.remove()
         if guard.is_expired:
             raise RewardExitError(f"no answer within {guard.timeout_s:g} s") from None
         if guard.is_interrupted:
             raise InterruptedCallError from None
         raise exit_error(error) from error
+    except BaseException:
+        relay.remove()
+        raise
     finally:
-        signal.signal(signal.SIGINT, before)
+        relay.guard = None
         if guard.is_interrupted:
-            _interrupted.add(loop)
-            before(signal.SIGINT, None)
+            relay.remove()
+            _interrupted.add(relay.loop)
+            relay.before(signal.SIGINT, None)
+
+
+class _Relay:
+    """The handler of SIGINT during one pass of the event loop: the guard of a call that runs, otherwise the one before.
+
+    The many calls of a pass share it, because Python takes longer to install a handler than most rewards to score.
+    """
+
+    _present: "_Relay | None" = None
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, before: Callable[..., object]) -> None:
+        self.loop, self.before = loop, before
+        self.guard: _Guard | None = None
+        self._has_relayed = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.guard is not None:
+            self.guard.interrupt()
+        else:
+            self._has_relayed = True
+            self.before(number, frame)
+
+    @classmethod
+    def installed(cls) -> "_Relay | None":
+        """Return the relay of this pass of the loop; None in other threads than the main one, which get no signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        loop = asyncio.get_running_loop()
+        if cls._present is None or cls._present.loop is not loop:
+            before = signal.getsignal(signal.SIGINT)
+            if not callable(before):
+                return None
+            cls._present = cls(loop, before)
+            signal.signal(signal.SIGINT, cls._present)
+            loop.call_soon(cls._present.remove)
+        return cls._present
+
+    def remove(self) -> None:
+        """Install the handler before again, unless a handler that was called has installed another. Idempotent."""
+        if _Relay._present is not self:
+            return
+        _Relay._present = None
+        if not self._has_relayed or signal.getsignal(signal.SIGINT) is self:
+            signal.signal(signal.SIGINT, self.before)
 
 
 class _Guard:
@@ -171,7 +215,7 @@ class _Guard:
         if self._timer is not None:
             self._timer.cancel()
 
-    def interrupt(self, *_: object) -> None:
+    def interrupt(self) -> None:
         """Handle the signal."""
         self.is_interrupted |= not self.is_expired
         if not self._is_over:
@@ -183,37 +227,6 @@ class _Guard:
                 self.is_expired = True
                 # It wakes the main thread out of a system call, too.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
-class FailureLog:
-    """Counts calls, and failures by kind; the first traceback of each kind is logged."""
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-        self._counts: dict[str, Failure] = {}
-        self._num_calls = 0
-
-    def succeeded(self) -> None:
-        """Count a call that did not fail."""
-        self._num_calls += 1
-
-    def failed(self, error: BaseException) -> None:
-        """Count a call that failed, by the root cause of an error of this package."""
-        self._num_calls += 1
-        failure = Failure.of(error)
-        if failure.kind not in self._known and len(self._known) >= _MAX_KINDS:
-            failure = replace(failure, kind="another error")
-        if failure.kind not in self._known:
-            self._known.add(failure.kind)
-            _logger.info("%s; the first of its kind:", error, exc_info=error)
-        found = self._counts.get(failure.kind)
-        self._counts[failure.kind] = failure if found is None else replace(found, count=found.count + 1)
-
-    def drain(self) -> tuple[int, list[Failure]]:
-        """Return the number of calls and the failures since this method was called last."""
-        drained = self._num_calls, list(self._counts.values())
-        self._num_calls, self._counts = 0, {}
-        return drained
 
 
 @dataclass(frozen=True, kw_only=True)

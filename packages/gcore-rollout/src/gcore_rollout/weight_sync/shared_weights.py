@@ -5,18 +5,23 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from gcore_rollout.engines.protocol import Digests
-from gcore_rollout.errors import RolloutError
+from gcore_rollout.errors import RolloutError, require
 from gcore_rollout.weight_sync.checked import digests_of
-from gcore_rollout.weight_sync.layout import Layout, PackedTensors, unpacked
+from gcore_rollout.weight_sync.layout import Layout, PackedTensors, aligned, unpacked
 
+_native: Any = torch._C  # pyright: ignore[reportPrivateUsage] - the settings of the allocator have no public name
+
+_settings: list[str] = []
+"""The latest settings that were set here, for versions of torch (2.11) that do not say what they are."""
 _MAX_MAPPINGS = 2
 _DEVICE_ARGUMENT = 6
 """Index of the argument of `rebuild_cuda_tensor` that is the sender's number of the device."""
@@ -150,29 +155,121 @@ class SharedWeightsReader:
         return unpacked(mapping, layout)
 
 
-class SharedCudaWeights:
-    """The side that has the weights: Hugging Face names and full tensors on a CUDA device; `ValueError` for others.
+class Bucket(PackedTensors):
+    """Tensors in one buffer of a fixed size."""
 
-    It waits for pending computations, keeps the weights alive until `close`, and must not write to them before. Call
-    `close` only once every receiver has copied the weights and released its views.
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.whole = buffer
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:  # noqa: ARG002 - `fits` has been asked
+        return self.whole
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return aligned(self.size_bytes) + tensor.nbytes <= self.whole.numel()
+
+
+class SharedCudaWeights:
+    """A copy of one model's weights on their CUDA device, for processes that compute on the same GPU.
+
+    Iterating yields (name, tensor) views, so it can be given to `update_weights` of any engine; an `EngineProcess` on
+    this GPU opens the memory by CUDA IPC instead, and copies from there. The copy takes the memory of the weights once,
+    in buffers that one handle opens each, until `close`. Call that only once every receiver has released its views; a
+    receiver that dies before that leaves the buffers to this process until it ends.
+
+    Args:
+        weights: Hugging Face names and full tensors, requested one by one.
+        bucket_bytes: size of a buffer; a larger tensor has one of its own.
+
+    Raises:
+        ValueError: a tensor is not on a CUDA device.
     """
 
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._tensors = [(name, tensor.detach()) for name, tensor in weights]
-        for name, tensor in self._tensors:
-            if not tensor.is_cuda:
-                raise ValueError(f"weight {name!r} is on {tensor.device}; expected a CUDA device")
-        for device in {tensor.device for _, tensor in self._tensors}:
+    num_writes = 1
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int = 256 << 20) -> None:
+        require("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "at least 1", ValueError)
+        self._pools: dict[torch.device, Any] = {}
+        self._buckets: list[Bucket] = []
+        for name, tensor in weights:
+            self._check(name, tensor)
+            bucket = self._buckets[-1] if self._buckets else None
+            if bucket is None or bucket.whole.device != tensor.device or not bucket.fits(tensor):
+                bucket = Bucket(self._allocate(max(bucket_bytes, tensor.nbytes), tensor.device))
+                self._buckets.append(bucket)
+            bucket.add(name, tensor.detach())
+        for device in self._pools:
             torch.cuda.synchronize(device)
+        self.digests: Digests = dict(digests_of(weights))
+        """Digests that the weights came with; empty if there were none."""
+
+    @property
+    def gpu(self) -> str | None:
+        """The UUID of the GPU; None: there are no weights, or on several GPUs."""
+        gpus = {_uuid(device) for device in self._pools}
+        return gpus.pop() if len(gpus) == 1 else None
+
+    @property
+    def is_whole(self) -> bool:
+        """True until `close`."""
+        return bool(self._buckets)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in self._buckets:
+            yield from unpacked(bucket.whole, bucket.layout)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Do nothing: the weights are never overwritten."""
+        return nullcontext()
 
     def handles(self) -> bytes:
         """Return the handles that one receiver opens once; each receiver must trust this process."""
-        return pickle.dumps([(name, _uuid(tensor.device), reduce_tensor(tensor)[1]) for name, tensor in self._tensors])
+        return pickle.dumps([(*self._share(bucket.whole), bucket.layout) for bucket in self._buckets])
 
     def close(self) -> None:
-        """Release the weights. Idempotent."""
+        """Return the memory to the device. Idempotent."""
+        self._buckets.clear()
+        if self._pools:
+            torch.cuda.ipc_collect()
+            # The memory of a pool goes back with it.
+            self._pools.clear()
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_cuda:
+            raise ValueError(f"weight {name!r} is on {tensor.device}; expected a CUDA device")
+
+    def _allocate(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+        pool = self._pools.setdefault(device, torch.cuda.MemPool())
+        with plain_segments(), torch.cuda.use_mem_pool(pool, device):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+    def _share(self, buffer: torch.Tensor) -> tuple[str | None, Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the GPU of a buffer, and a function with arguments that opens the buffer in another process."""
+        rebuild, arguments = reduce_tensor(buffer)
+        return _uuid(buffer.device), rebuild, arguments
+
+
+class OpenedWeights:
+    """The side of an engine: weights in the memory of another process, to be copied.
+
+    The sender must be trusted, as with every pickle. Devices are matched by their UUID, because the two processes may
+    number them differently.
+
+    Raises:
+        ValueError: this process does not see the sender's GPU.
+    """
+
+    def __init__(self, handles: bytes) -> None:
+        self._tensors = open_weights(handles)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._tensors)
+
+    def release(self) -> None:
+        """Wait until the copies are made, and release the memory. Idempotent."""
+        if any(tensor.is_cuda for _, tensor in self._tensors):
+            torch.cuda.synchronize()
         self._tensors.clear()
-        torch.cuda.ipc_collect()
 
 
 def open_weights(handles: bytes) -> list[tuple[str, torch.Tensor]]:
@@ -184,13 +281,90 @@ def open_weights(handles: bytes) -> list[tuple[str, torch.Tensor]]:
     """
     own = {_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
     opened: list[tuple[str, torch.Tensor]] = []
-    for name, uuid, arguments in pickle.loads(handles):
-        if uuid not in own:
-            raise ValueError(f"weight {name!r} is on GPU {uuid}: this process sees {sorted(own)}")
+    for uuid, rebuild, arguments, layout in pickle.loads(handles):
         given: list[Any] = list(arguments)
-        given[_DEVICE_ARGUMENT] = own[uuid]
-        opened.append((name, rebuild_cuda_tensor(*given)))
+        if rebuild is rebuild_cuda_tensor:
+            if uuid not in own:
+                raise ValueError(f"weight {next(iter(layout))!r} is on GPU {uuid}: this process sees {sorted(own)}")
+            given[_DEVICE_ARGUMENT] = own[uuid]
+        opened += unpacked(rebuild(*given), layout)
     return opened
+
+
+class FirstSeen:
+    """Weights of which the first tensor has been made, to see where they are; to be iterated over once."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._weights = weights
+        self._rest = iter(weights)
+        self._first = [item for item in [next(self._rest, None)] if item is not None]
+        self.gpu = gpu_of(self._first[0][1].device) if self._first else None
+        """The UUID of the first tensor's GPU; None: it is on none."""
+
+    @property
+    def digests(self) -> Digests:
+        return digests_of(self._weights)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return chain(self._first, self._rest)
+
+
+def share_a_gpu(weights_gpu: str | None, engine_gpu: str | None) -> bool:
+    """Return whether weights go by CUDA IPC; otherwise they go through shared memory."""
+    return weights_gpu is not None and weights_gpu == engine_gpu
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """Return the UUID of a CUDA device; None: it is another kind of device."""
+    return _uuid(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def plain_segments() -> Generator[None]:
+    """Have torch allocate CUDA memory in plain segments inside the block.
+
+    To open an expandable one, another process has to take a file descriptor out of this one (``pidfd_getfd``), which
+    containers do not allow.
+    """
+    settings = allocator_settings()
+    plain = without_expandable_segments(settings)
+    if plain == settings:
+        yield
+        return
+    # The whole text: torch resets every option that is not in it.
+    set_allocator_settings(plain)
+    try:
+        yield
+    finally:
+        set_allocator_settings(settings)
+
+
+def without_expandable_segments(settings: str) -> str:
+    """Return torch's allocator settings (``NAME:VALUE,...``) with expandable segments turned off if they are on."""
+    options = [option.strip() for option in settings.split(",")]
+    is_on = [
+        option.replace(" ", "").lower() in ("expandable_segments:true", "expandable_segments:1") for option in options
+    ]
+    if not any(is_on):
+        return settings
+    return ",".join("expandable_segments:False" if o else option for o, option in zip(is_on, options, strict=True))
+
+
+def allocator_settings() -> str:
+    """Return torch's settings of the CUDA allocator: those that were set, or of the environment."""
+    get = getattr(_native, "_accelerator_getAllocatorSettings", None)
+    variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    of_environment = next((os.environ[name] for name in variables if os.environ.get(name)), "")
+    found = get() if get is not None else _settings[0] if _settings else ""
+    return found or of_environment
+
+
+def set_allocator_settings(settings: str) -> None:
+    """Change torch's settings of the CUDA allocator; all that are not named are reset."""
+    older = "_cuda_cudaCachingAllocator_set_allocator_settings"
+    put = getattr(_native, "_accelerator_setAllocatorSettings", None) or getattr(_native, older)
+    put(settings)
+    _settings[:] = [settings]
 
 
 def _uuid(device: torch.device) -> str:

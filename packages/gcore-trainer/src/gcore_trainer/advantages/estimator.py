@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gcore_trainer.config import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, AdvantageConfig, Registry
 from gcore_trainer.errors import BatchError, StateError
-from gcore_trainer.sample import Sample, require_finite
+from gcore_trainer.sample import LARGEST, Sample, require_finite
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this much, so that no ratio overflows."""
@@ -214,6 +214,30 @@ class Collectives(Protocol):
     async def all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank."""
         ...
+
+
+def check_finite_tokens(
+    batches: Sequence[Sequence[Sample]],
+    *fields: str,
+    named: Callable[[int, int], str] = "micro_batches[{}][{}]".format,
+) -> None:
+    """Check `Sample.check_finite` of every sample, which is done one by one only if a number of all is not finite.
+
+    Args:
+        named: called with the place of a batch and of a sample in it; returns the sample's name in an error.
+
+    Raises:
+        BatchError: a number of a token that counts is not finite.
+    """
+    samples = [sample for batch in batches for sample in batch]
+    suspects: list[str] = []
+    for field in fields:
+        arrays = [values for sample in samples if (values := getattr(sample, field)) is not None]
+        if arrays and not (np.abs(np.concatenate(arrays)) <= LARGEST).all():
+            suspects.append(field)
+    for i, batch in enumerate(batches if suspects else ()):
+        for j, sample in enumerate(batch):
+            sample.check_finite(named(i, j), *suspects)
 
 
 async def with_advantages(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from gcore_trainer.context_parallel.ring import equal_segments, ring_attention
+from gcore_trainer.context_parallel.ring import RingRow, equal_segments
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.sample import PackedBatch
@@ -120,41 +120,39 @@ def _ring_shard(segment_lengths: NDArray[np.int64], *, ring_size: int, ring_rank
 class DividedRow:
     """Attention over a row from and to the tokens that each rank of a context-parallel group holds."""
 
-    def __init__(self, batch: PackedBatch, cp: ContextParallel) -> None:
+    def __init__(self, batch: PackedBatch, cp: ContextParallel, *, device: torch.device) -> None:
         self._cp = cp
         self._num_tokens = cp.places(batch.segment_lengths).size
-        self._segments = equal_segments(batch.segment_lengths, ring_size=cp.ring_size)
-        if cp.ring is not None and any(bucket.prompt_lengths is not None for bucket in batch.buckets):
+        segments = equal_segments(batch.segment_lengths, ring_size=cp.ring_size)
+        self._ring = None if cp.ring is None else RingRow(segments, cp.ring, device=device)
+        if cp.ring is not None and any(segment.parent is not None for segment in batch.segments):
             raise BatchError(
                 f"the row shares prompts; expected one packed with share_prefix=False for ring_size {cp.ring_size}"
             )
 
     def attend(
         self,
-        query_1HTD: torch.Tensor,
-        key_1KTD: torch.Tensor,
-        value_1KTD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
         kind: AttentionKind,
         attend_whole: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
-        """Compute [1, T, H, D] of this rank's tokens; ``attend_whole`` computes it of a whole row with some heads."""
+        """Compute [T, H, D] of this rank's tokens; ``attend_whole`` computes it of a whole row with some heads."""
         cp = self._cp
-        if query_1HTD.shape[2] != self._num_tokens:
+        if q_THD.shape[0] != self._num_tokens:
             raise BatchError(
-                f"attention was called with {query_1HTD.shape[2]} tokens; expected the {self._num_tokens} of this rank"
+                f"attention was called with {q_THD.shape[0]} tokens; expected the {self._num_tokens} of this rank"
             )
-        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
         if cp.ulysses is not None:
             size, num_heads = cp.ulysses_size, q_THD.shape[1]
             k_TKD, v_TKD = (_repeated(x, num_query_heads=num_heads, size=size) for x in (k_TKD, v_TKD))
             q_THD, k_TKD, v_TKD = _scatter_heads([q_THD, k_TKD, v_TKD], cp.ulysses)
             if kind.sinks is not None:
                 kind = replace(kind, sinks=kind.sinks.unflatten(0, (size, -1))[cp.rank % size])
-        if cp.ring is not None:
-            out_THD = ring_attention(q_THD, k_TKD, v_TKD, kind, group=cp.ring, segments=self._segments)
-        else:
-            out_THD = attend_whole(*(x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD)), kind)[0]
-        return (out_THD if cp.ulysses is None else _gather_heads(out_THD, cp.ulysses))[None]
+        attend = attend_whole if self._ring is None else self._ring.attend
+        out_THD = attend(q_THD, k_TKD, v_TKD, kind)
+        return out_THD if cp.ulysses is None else _gather_heads(out_THD, cp.ulysses)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -3,15 +3,12 @@
 Liu et al., arXiv:2310.01889: blockwise attention whose partial results are merged by their log-sum-exp, while the next
 block travels. Segments are divided zig-zag (`groups.py`), so that a visiting block is seen by all local queries through
 its first half, or by the second half of them entirely: every step computes the same, and nothing that is masked.
-With a sliding window, each chunk of queries attends to each chunk of keys separately, except to chunks that it does not
-see.
+With a sliding window, each chunk of queries attends to each chunk of keys separately, and to what it sees of it only.
 
-Shapes: R ranks of the ring, T tokens of a rank's shard, S segments of equal length, H query heads, K key-value heads,
-D/V dimension of keys/values, Q queries of a block.
+Shapes: R ranks of the ring, T tokens of a rank's shard, H query heads, K key-value heads, D/V dimension of keys/values.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +17,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
-from gcore_trainer.packing.block_attention import (
-    AttentionKind,
-    Scoring,
-    attend_block,
-    block_gradients,
-    include_sinks,
-    sink_gradients,
-)
+from gcore_trainer.packing.block_attention import AttentionKind, Scoring, has_varlen_kernel, sink_gradients
+from gcore_trainer.packing.tiles import Call, attend_calls, finished, gradients_of_calls, make_calls, scoring_of
+from gcore_trainer.sample import Span, Tile, causal_tiles, earlier_tiles
 
 
 class EqualSegments(NamedTuple):
@@ -50,47 +42,36 @@ def equal_segments(segment_lengths: NDArray[np.int64], *, ring_size: int) -> lis
     return result
 
 
-def ring_attention(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKV: torch.Tensor,
-    kind: AttentionKind,
-    *,
-    group: dist.ProcessGroup,
-    segments: list[EqualSegments],
-) -> torch.Tensor:
-    """Attend causally within each segment of a row that the ranks of a ring divide.
+class RingRow:
+    """Attention over a row that the ranks of a ring divide: causal within each segment.
 
     A rank keeps no more than its own tokens' tensors for the backward pass, in which all travel once more.
-
-    Returns:
-        [T, H, V], of the queries' dtype; partial results are merged in float32 at least.
     """
-    scoring = Scoring(scale=q_THD.shape[-1] ** -0.5 if kind.scale is None else kind.scale, softcap=kind.softcap)
-    return _RingAttention.apply(q_THD, k_TKD, v_TKV, kind.sinks, group, segments, kind.sliding_window, scoring)
 
+    def __init__(self, segments: list[EqualSegments], group: dist.ProcessGroup, *, device: torch.device) -> None:
+        self.group = group
+        self.num_tokens = sum(s.num_segments * 2 * s.chunk_length for s in segments)
+        self._segments, self._device = segments, device
+        self._calls: dict[tuple[int, int | None, bool], list[Call]] = {}
 
-@dataclass(frozen=True)
-class _Block:
-    """Local chunks of queries of a segment (of two) that see visiting chunks of keys (of two)."""
+    def attend(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """Compute [T, H, V] of this rank, of the queries' dtype; partial results are merged in float32 at least."""
+        return _RingAttention.apply(q_THD, k_TKD, v_TKV, kind.sinks, self, kind, scoring_of(kind, q_THD.shape[-1]))
 
-    queries: slice
-    keys: slice
-    is_causal: bool
-    band: tuple[int, int] | None = None
-    """Distances (position of the query - that of the key) of the first query to the first key, and from which on a
-    query does not see a key; None: all queries see all keys, or all before them."""
+    def num_rows(self, window: int | None) -> int:
+        """Return the number of rows that calls write: one more than tokens where segments may be padded."""
+        return self.num_tokens + (len(self._segments) > 1 or window is not None)
 
-    def scoring(self, base: Scoring, length: int, *, like: torch.Tensor) -> Scoring:
-        """Return the scoring of this block: causal, or with a mask [1, 1, length, length]."""
-        if self.band is None:
-            return replace(base, is_causal=self.is_causal)
-        first, window = self.band
-        place = torch.arange(length, device=like.device)
-        distance_QL = first + place[:, None] - place
-        is_hidden = (distance_QL < 0) | (distance_QL >= window)
-        mask_QL = torch.zeros_like(is_hidden, dtype=like.dtype).masked_fill_(is_hidden, -torch.inf)
-        return replace(base, mask=mask_QL[None, None])
+    def calls(self, source: int, window: int | None, *, is_varlen: bool) -> list[Call]:
+        """Return the kernel calls of this rank with the keys and values of rank ``source``."""
+        key = (source, window, is_varlen)
+        if key not in self._calls:
+            rank, size = self.group.rank(), self.group.size()
+            tiles = [t for s in self._segments for t in _tiles(s, rank, source=source, size=size, window=window)]
+            self._calls[key] = make_calls(tiles, num_tokens=self.num_tokens, device=self._device, is_varlen=is_varlen)
+        return self._calls[key]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -101,34 +82,33 @@ class _RingAttention(torch.autograd.Function):
         k_TKD: torch.Tensor,
         v_TKV: torch.Tensor,
         sinks_H: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        segments: list[EqualSegments],
-        window: int | None,
+        row: RingRow,
+        kind: AttentionKind,
         scoring: Scoring,
     ) -> torch.Tensor:
+        group = row.group
         rank, size = group.rank(), group.size()
+        options: dict[str, Any] = {"window": kind.sliding_window}
+        options["is_varlen"] = has_varlen_kernel(q_THD, v_TKV, kind.softcap)
         own_kv = torch.cat([k_TKD, v_TKV], dim=-1)
         head_dims = (k_TKD.shape[2], v_TKV.shape[2])
         wide = torch.promote_types(q_THD.dtype, torch.float32)
-        out_THV = q_THD.new_zeros((*q_THD.shape[:2], head_dims[1]), dtype=wide)
-        lse_TH = q_THD.new_full(q_THD.shape[:2], -torch.inf, dtype=wide)
+        # A rank meets its own keys first, of which every query sees its own.
+        shape_TH = row.num_rows(kind.sliding_window), q_THD.shape[1]
+        out_THV = q_THD.new_empty((*shape_TH, head_dims[1]), dtype=wide)
+        lse_TH = q_THD.new_empty(shape_TH, dtype=wide)
         kv = own_kv
         for step in range(size):
             passing = _Passing(kv, group) if step < size - 1 else None
-            for segment, block in _blocks(segments, rank, source=(rank - step) % size, size=size, window=window):
-                k_SKLD, v_SKLV = _part(kv, segment, block.keys).split(head_dims, dim=-1)
-                own = block.scoring(scoring, segment.chunk_length, like=q_THD)
-                q_SHQD, out_SHQV, lse_SHQ = (_part(x, segment, block.queries) for x in (q_THD, out_THV, lse_TH))
-                _merge(out_SHQV, lse_SHQ, *attend_block(q_SHQD, k_SKLD, v_SKLV, own))
+            k_TKD, v_TKV = kv.split(head_dims, dim=-1)
+            calls = row.calls((rank - step) % size, **options)
+            attend_calls(calls, q_THD, k_TKD, v_TKV, out_THV, lse_TH, scoring)
             if passing is not None:
                 kv = passing.wait()
-        if sinks_H is not None:
-            out_THV, lse_TH = include_sinks(out_THV, lse_TH, sinks_H)
-        result = out_THV.to(q_THD.dtype)
-        ctx.save_for_backward(q_THD, own_kv, sinks_H, result, lse_TH)
-        ctx.group, ctx.segments, ctx.window, ctx.head_dims = group, segments, window, head_dims
-        ctx.scoring = scoring
-        return result
+        out_THV, lse_TH = finished(out_THV, lse_TH, q_THD, sinks_H)
+        ctx.save_for_backward(q_THD, own_kv, sinks_H, out_THV, lse_TH)
+        ctx.row, ctx.options, ctx.head_dims, ctx.scoring = row, options, head_dims, scoring
+        return out_THV
 
     @staticmethod
     @once_differentiable
@@ -136,27 +116,22 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, *grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         grad_THV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
-        group: dist.ProcessGroup = ctx.group
-        segments: list[EqualSegments] = ctx.segments
+        row: RingRow = ctx.row
+        group = row.group
         rank, size = group.rank(), group.size()
         q_THD, kv, sinks_H, out_THV, lse_TH = ctx.saved_tensors
-        grad_q_THD = torch.zeros_like(q_THD, dtype=lse_TH.dtype)
+        num_rows = row.num_rows(ctx.options["window"])
+        grad_q_THD = q_THD.new_empty((num_rows, *q_THD.shape[1:]), dtype=lse_TH.dtype)
         # Gradients of keys and values follow them around the ring, a step later, and end where they belong.
         passing_grad: _Passing | None = None
         for step in range(size):
             passing = _Passing(kv, group) if step < size - 1 else None
-            grad_kv = torch.zeros_like(kv, dtype=lse_TH.dtype)
-            source = (rank - step) % size
-            for segment, block in _blocks(segments, rank, source=source, size=size, window=ctx.window):
-                k_SKLD, v_SKLV = _part(kv, segment, block.keys).split(ctx.head_dims, dim=-1)
-                own = block.scoring(ctx.scoring, segment.chunk_length, like=q_THD)
-                grad_SHQV, q_SHQD, out_SHQV, lse_SHQ = (
-                    _part(x, segment, block.queries) for x in (grad_THV, q_THD, out_THV, lse_TH)
-                )
-                given = grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ
-                grad_q, grad_k, grad_v = block_gradients(*given, own)
-                _part(grad_q_THD, segment, block.queries).add_(grad_q)
-                _part(grad_kv, segment, block.keys).add_(torch.cat([grad_k, grad_v], dim=-1))
+            whole_grad_kv = kv.new_zeros((num_rows, *kv.shape[1:]), dtype=lse_TH.dtype)
+            grad_kv = whole_grad_kv[: row.num_tokens]
+            tensors = (grad_THV, q_THD, *kv.split(ctx.head_dims, dim=-1), out_THV, lse_TH)
+            sums = (grad_q_THD, *whole_grad_kv.split(ctx.head_dims, dim=-1))
+            calls = row.calls((rank - step) % size, **ctx.options)
+            gradients_of_calls(calls, tensors, (sums[0], sums[1], sums[2]), ctx.scoring, is_first_of_keys=False)
             if passing_grad is not None:
                 grad_kv += passing_grad.wait()
             passing_grad = _Passing(grad_kv, group)
@@ -164,10 +139,8 @@ class _RingAttention(torch.autograd.Function):
                 kv = passing.wait()
         assert passing_grad is not None
         grad_k_TKD, grad_v_TKV = passing_grad.wait().to(kv.dtype).split(ctx.head_dims, dim=-1)
-        grad_sinks_H = None
-        if ctx.needs_input_grad[3]:
-            grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H).sum(0).to(sinks_H.dtype)
-        return grad_q_THD.to(q_THD.dtype), grad_k_TKD, grad_v_TKV, grad_sinks_H, None, None, None, None
+        grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
+        return grad_q_THD[: row.num_tokens].to(q_THD.dtype), grad_k_TKD, grad_v_TKV, grad_sinks_H, None, None, None
 
 
 class _Passing:
@@ -191,43 +164,23 @@ class _Passing:
         return self._received
 
 
-def _blocks(
-    segments: list[EqualSegments], rank: int, *, source: int, size: int, window: int | None
-) -> Iterator[tuple[EqualSegments, _Block]]:
-    """Yield what this rank computes with the keys and values of rank `source`, chunks `source` and 2R - 1 - `source`.
-
-    With a window, it is the pairs of a chunk of queries and a chunk of keys in which any query sees a key. Latest keys
-    come first: a query must meet a key that it sees before it meets blocks of keys that are all hidden from it.
-    """
-    for segment in segments:
-        length = segment.chunk_length
+def _tiles(segments: EqualSegments, rank: int, *, source: int, size: int, window: int | None) -> Iterator[Tile]:
+    """Yield what this rank computes with the keys of rank `source`, chunks `source` and 2R - 1 - `source`."""
+    length = segments.chunk_length
+    for start in range(segments.start, segments.start + segments.num_segments * 2 * length, 2 * length):
+        early, late = Span(start, length), Span(start + length, length)
+        whole = Span(start, 2 * length)
         if window is None or window >= 2 * size * length:
-            queries = slice(1 if source > rank else 0, 2)
-            yield segment, _Block(queries, slice(0, 1 if source < rank else 2), is_causal=source == rank)
+            if source == rank:
+                yield Tile(whole, whole, "until")
+            elif source < rank:
+                yield Tile(whole, early, "all")
+            else:
+                yield Tile(late, whole, "all")
             continue
-        for i, query_chunk in ((0, rank), (1, 2 * size - 1 - rank)):
-            for j, key_chunk in ((1, 2 * size - 1 - source), (0, source)):
-                first = (query_chunk - key_chunk) * length
-                if first < 0 or first - length + 1 >= window:
-                    continue
-                is_seen_whole = first + length - 1 < window
-                band = None if is_seen_whole else (first, window)
-                is_causal = first == 0 and is_seen_whole
-                yield segment, _Block(slice(i, i + 1), slice(j, j + 1), is_causal=is_causal, band=band)
-
-
-def _part(x: torch.Tensor, segment: EqualSegments, chunks: slice) -> torch.Tensor:
-    """A view of x [T, heads, ...]: some chunks of some segments, as [S, heads, tokens, ...]."""
-    length = segment.chunk_length
-    rows = x.narrow(0, segment.start, segment.num_segments * 2 * length).unflatten(0, (segment.num_segments, -1))
-    return rows[:, chunks.start * length : chunks.stop * length].transpose(1, 2)
-
-
-def _merge(
-    out_SHQV: torch.Tensor, lse_SHQ: torch.Tensor, other_SHQV: torch.Tensor, other_lse_SHQ: torch.Tensor
-) -> None:
-    """Change out and lse, over some keys, to those over some keys and some others (arXiv:2205.14135, section 3.1)."""
-    total_SHQ = torch.logaddexp(lse_SHQ, other_lse_SHQ)
-    out_SHQV.mul_((lse_SHQ - total_SHQ).exp()[..., None])
-    out_SHQV.add_(other_SHQV * (other_lse_SHQ - total_SHQ).exp()[..., None])
-    lse_SHQ.copy_(total_SHQ)
+        for queries, query_chunk in ((early, rank), (late, 2 * size - 1 - rank)):
+            for keys, key_chunk in ((early, source), (late, 2 * size - 1 - source)):
+                if query_chunk == key_chunk:
+                    yield from causal_tiles(queries, window)
+                elif query_chunk > key_chunk:
+                    yield from earlier_tiles(queries, keys, (query_chunk - key_chunk) * length, window)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +16,7 @@ from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.sample import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import add_lora, merge_lora
+from gcore_trainer.torch.activations import is_checkpointed
 from gcore_trainer.torch.parallel import shard_modules
 from gcore_trainer.trainer import whole
 
@@ -33,7 +34,8 @@ class Denoiser:
     Args:
         compute_dtype: of its passes; its parameters stay in float32.
         lora: adapters to be trained in its place.
-        gradient_checkpointing: whether activations are computed again in the backward pass.
+        gradient_checkpointing: whether activations are computed again in the backward pass; auto: for models of a
+            billion parameters or more on CUDA.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Denoiser:
         *,
         compute_dtype: torch.dtype = torch.float32,
         lora: LoRAConfig | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["auto"] = False,
     ) -> None:
         self.model = model
         self.lora = lora
@@ -51,7 +53,7 @@ class Denoiser:
         self.device: torch.device = next(model.parameters()).device
         self._latents, *others = inspect.signature(model.forward).parameters
         self._timesteps = "timesteps" if "timesteps" in others else "timestep"
-        if gradient_checkpointing:
+        if is_checkpointed(gradient_checkpointing, model):
             model.enable_gradient_checkpointing()
         if lora is not None:
             add_lora(model, lora)

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch.nn.functional import linear
 
-from gcore_trainer.config import LoRAConfig
+from gcore_trainer.config import LoRAConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import initial_a
 from gcore_trainer.megatron.architecture import Architecture
@@ -43,6 +43,16 @@ def target_layers(architecture: Architecture, config: LoRAConfig) -> frozenset[s
             )
         targets |= found
     return frozenset(targets)
+
+
+def check_targets(targets: frozenset[str], architecture: Architecture, parallel: ParallelConfig) -> None:
+    """Raise `ConfigError` where a rank has a part of the queries, keys and values of a group, and they get adapters."""
+    tp, groups = parallel.tensor_model_parallel_size, architecture.num_query_groups
+    if tp > groups and any(name.endswith(_ATTENTION[:3]) for name in targets):
+        raise ConfigError(
+            f"tensor_model_parallel_size is {tp} with adapters of queries, keys or values; expected at most {groups}, "
+            "the number of key-value heads, or other target_modules"
+        )
 
 
 def add_adapters(

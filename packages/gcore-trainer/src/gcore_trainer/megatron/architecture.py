@@ -68,7 +68,17 @@ class Architecture:
         ranks_of_stage = parallel.data_parallel_size(world_size) * (parallel.model_parallel_size // pp)
         virtual = f" x virtual_pipeline_model_parallel_size={vpp}" if vpp > 1 else ""
         _require_divides("tensor_model_parallel_size", tp, "attention heads", self.num_heads)
-        _require_divides("tensor_model_parallel_size", tp, "key-value heads", self.num_query_groups)
+        groups = self.num_query_groups
+        if groups % tp and tp % groups:
+            accepted = sorted({*_divisors(groups, self.num_heads), *range(groups, self.num_heads + 1, groups)})
+            accepted = [n for n in accepted if self.num_heads % n == 0]
+            raise ConfigError(
+                f"tensor_model_parallel_size={tp} neither divides {groups} key-value heads nor is a multiple of them; "
+                f"expected one of {accepted}"
+            )
+        # Above the number of key-value heads ranks have rows of them, gather the products, and take what they need.
+        rows = (self.num_heads + 2 * groups) * self.head_dim
+        _require_divides("tensor_model_parallel_size", tp, "rows of queries, keys and values", rows)
         _require_divides(f"pipeline_model_parallel_size={pp}{virtual}", pp * vpp, "layers", self.num_layers)
         if not self.num_experts:
             if ep > 1:

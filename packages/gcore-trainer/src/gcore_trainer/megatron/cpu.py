@@ -1,7 +1,8 @@
 """The context in which Megatron-Core is called: on CPU over gloo, stand-ins for what it takes from CUDA.
 
 Megatron-Core reaches its device through functions of ``torch.cuda``, and through the word "cuda" in calls that make
-tensors. On CPU, both are redirected: the functions for the process, the word for the thread. On CUDA neither is.
+tensors. On CPU, both are redirected: the functions for the process, the word for the thread. On CUDA neither is; there,
+one missing name is bound.
 """
 
 import warnings
@@ -23,11 +24,15 @@ def megatron_runtime(device: torch.device) -> Generator[None]:
         # Settings and functions that Megatron-Core itself uses are deprecated; a user cannot change them.
         warnings.filterwarnings("ignore", message=".*deprecated", module="megatron")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        # 0.16.1 leaves the name unbound where Transformer Engine is not installed, and its router then fails with a
+        # NameError on any device; where the name is None, the router computes with torch.
+        router_gemm = getattr(moe_utils, "te_general_gemm", None)
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", router_gemm, create=True))
         if device.type != "cpu":
             yield
             return
         for owner, names in _patches():
-            stack.enter_context(mock.patch.multiple(owner, create=owner is moe_utils, **names))
+            stack.enter_context(mock.patch.multiple(owner, **names))
         # Functions that Megatron hands to torch.compile would be compiled by a C++ compiler, at their first call.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_CudaToCpu())
@@ -62,8 +67,6 @@ def _patches() -> list[tuple[Any, dict[str, Any]]]:
         (megatron_random, {"_set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(state)}),
         # It moves CUDA tensors only, and all-to-all needs its counts as numbers.
         (token_dispatcher, {"maybe_move_tensor_to_cpu": on_cpu}),
-        # 0.16.1 leaves the name unbound where TransformerEngine is not installed.
-        (moe_utils, {"te_general_gemm": getattr(moe_utils, "te_general_gemm", None)}),
     ]
 
 

@@ -24,6 +24,7 @@ from gcore_trainer.megatron.pieces import Piece
 MAX_FILE_BYTES = 5 << 30
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_QKV = re.compile(r"\.[qkv]_proj\.")
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
@@ -47,7 +48,8 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piec
         def read(name: str, global_shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
             if name not in file_of:
                 raise UnsupportedModelError(f"{folder} has no tensor {name!r}")
-            kinds.add(_NUMBER.sub("*", name))
+            # Of queries, keys and values, which are fused, a rank may have some.
+            kinds.update(_NUMBER.sub("*", _QKV.sub(rf".{letter}_proj.", name)) for letter in "qkv")
             whole = opened(file_of[name]).get_slice(name)
             if tuple(whole.get_shape()) != global_shape:
                 raise UnsupportedModelError(

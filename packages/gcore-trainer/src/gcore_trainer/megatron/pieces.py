@@ -122,17 +122,21 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         names = (f"{prefix}mlp.{half}_proj.weight" for half in ("gate", "up"))
         return [_box(n, shape, 0, tp_rank * rows, rows, start=i * rows * hidden) for i, n in enumerate(names)]
     if module == "self_attention.linear_qkv":
-        # Queries, key and value of each query group, one group after the other.
-        groups = a.num_query_groups // tp
+        # Queries, key and value of each query group, one group after the other; a rank may have a part of a group.
         rows_of = {"q": a.num_heads // a.num_query_groups * a.head_dim, "k": a.head_dim, "v": a.head_dim}
+        num_rows = a.num_query_groups * sum(rows_of.values()) // tp
         columns = (hidden,) if kind == "weight" else ()
         pieces: list[Piece] = []
-        for group in range(tp_rank * groups, (tp_rank + 1) * groups):
+        first = -tp_rank * num_rows
+        for group in range(a.num_query_groups):
             for letter, rows in rows_of.items():
-                start = pieces[-1].start + pieces[-1].size if pieces else 0
-                shape = (a.num_query_groups * rows, *columns)
-                hub_name = f"{prefix}self_attn.{letter}_proj.{kind}"
-                pieces.append(_box(hub_name, shape, 0, group * rows, rows, start=start))
+                begin, end = max(first, 0), min(first + rows, num_rows)
+                if begin < end:
+                    shape = (a.num_query_groups * rows, *columns)
+                    hub_name = f"{prefix}self_attn.{letter}_proj.{kind}"
+                    offset = group * rows + begin - first
+                    pieces.append(_box(hub_name, shape, 0, offset, end - begin, start=begin * math.prod(columns)))
+                first += rows
         return pieces
     # One expert of a tensor that holds all of a layer's.
     match = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name)

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from gcore_trainer.config import ABOVE_ZERO, LoRAConfig, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import merge_lora
-from gcore_trainer.megatron.adapters import add_adapters, target_layers
+from gcore_trainer.megatron.adapters import add_adapters, check_targets, target_layers
 from gcore_trainer.megatron.architecture import Architecture, join_groups
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.hf_files import load_weights, write_folder
@@ -28,8 +28,9 @@ from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import gather_weights, pieces_of
 from gcore_trainer.megatron.routing import LayerRouters
 from gcore_trainer.objectives.policy import BatchTotals, Objective, TokenScores, add_sums, named_scores
+from gcore_trainer.packing.head import VocabShard, token_scores
 from gcore_trainer.packing.router_replay import Routing
-from gcore_trainer.packing.row import Row, VocabShard, make_rows, token_scores
+from gcore_trainer.packing.row import Row, make_rows
 from gcore_trainer.sample import NOTHING, MicroBatch, filled_up
 from gcore_trainer.trainer import Replicas, Trainer
 
@@ -84,6 +85,7 @@ class MegatronTrainer(Trainer):
         architecture = Architecture(AutoConfig.from_pretrained(path))
         architecture.check_layout(parallel, dist.get_world_size())
         targets = frozenset[str]() if lora is None else target_layers(architecture, lora)
+        check_targets(targets, architecture, parallel)
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self._device = device
@@ -115,7 +117,6 @@ class MegatronTrainer(Trainer):
             cp=cp if cp.size > 1 else None,
             multiple_of=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
             device=device,
-            dtype=dtype,
             share_prefix=share_prefix,
             replay_routing=not self._has_value_head,
         )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gcore_trainer.advantages.estimator import MAX_LOG_RATIO
+from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_tokens
 from gcore_trainer.advantages.reward_shaping import MAX_K3
 from gcore_trainer.config import POLICY_LOSSES, KLPenalty, LossAggMode, PolicyLossConfig
 from gcore_trainer.errors import BatchError, ConfigError
@@ -234,8 +234,8 @@ def mask_of(samples: MicroBatch, *, like: torch.Tensor) -> torch.Tensor:
 def field_of(samples: MicroBatch, field: str, *, like: torch.Tensor) -> torch.Tensor:
     """Lay a per-token array of the samples end to end: [N], like ``like``, and 0 where a token does not count."""
     # Not multiplied by 0: NaN times 0 is NaN, in the gradient too.
-    arrays = [np.where(s.mask, getattr(s, field), 0.0) for s in samples]
-    return torch.from_numpy(np.concatenate(arrays)).to(like)
+    values, mask = np.concatenate([getattr(s, field) for s in samples]), np.concatenate([s.mask for s in samples])
+    return torch.from_numpy(np.where(mask, values, 0.0)).to(like)
 
 
 def token_weights(
@@ -256,7 +256,7 @@ def check_fields(micro_batches: Sequence[MicroBatch], loss: str, *fields: str) -
     for field in fields:
         if any(getattr(s, field) is None for batch in micro_batches for s in batch):
             raise BatchError(f"{field} is None; expected an array for every sample, which {loss} needs")
-    check_finite(micro_batches, *fields)
+    check_finite_tokens(micro_batches, *fields)
 
 
 def check_finite(micro_batches: Sequence[Sequence[Any]], *fields: str) -> None:
@@ -320,7 +320,7 @@ class PolicyObjective(Objective[TokenScores]):
         for field in _OPTIONAL:
             if len({getattr(s, field) is None for batch in micro_batches for s in batch}) > 1:
                 raise BatchError(f"{field} is None for some samples of the step; expected it for all of them or none")
-        check_finite(micro_batches, *_OPTIONAL)
+        check_finite_tokens(micro_batches, *_OPTIONAL)
 
     def has_no_gradient(self, sample: Sample) -> bool:
         if self._config.kl_loss_coef or self._config.entropy_coeff or sample.advantages is None:

@@ -165,7 +165,7 @@ class DPOObjective(Objective[TokenScores]):
     def _by_pair(self, log_probs_N: torch.Tensor, samples: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs of chosen and rejected responses, [P] each: sums over their tokens, or means in IPO."""
         parts = log_probs_N.split([s.response_ids.size for s in samples])
-        masked = [p[torch.from_numpy(s.mask).to(p.device)] for p, s in zip(parts, samples, strict=True)]
+        masked = [p[torch.tensor(s.mask, device=p.device)] for p, s in zip(parts, samples, strict=True)]
         values = torch.stack([m.mean() if self._config.loss_type == "ipo" else m.sum() for m in masked])
         return values[0::2], values[1::2]
 

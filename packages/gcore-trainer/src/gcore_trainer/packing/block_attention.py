@@ -8,11 +8,14 @@ An attention sink (gpt-oss; StreamingLLM, arXiv:2309.17453) is one more score in
 of the log-sum-exp, merged like a block whose output is 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
+
+from gcore_trainer.sample import Span
 
 _aten = torch.ops.aten
 _NUM_PLAIN_ROWS = 1024
@@ -46,26 +49,105 @@ class Scoring:
     is_causal: bool = False
     """Query i sees keys up to i only, of as many keys as there are queries."""
     softcap: float | None = None
-    mask: torch.Tensor | None = None
-    """[S or 1, 1, Q, L], added to the scores after the cap: 0, or -inf if a query does not see a key."""
+    key_mask: torch.Tensor | None = None
+    """[S, 1, 1, L], added to the scores after the cap: 0, or -inf for keys that pad a segment."""
 
 
-def block_attention(
-    q_SHQD: torch.Tensor,
-    k_SKLD: torch.Tensor,
-    v_SKLV: torch.Tensor,
-    scoring: Scoring,
-    *,
-    sinks_H: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute attention [S, H, Q, V] with a soft cap or sinks, differentiably.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Places:
+    """The tokens of a row that make up S segments of L tokens."""
 
-    Under autocast it computes in autocast's dtype, as torch's own attention does.
-    """
-    device_type = q_SHQD.device.type
-    if torch.is_autocast_enabled(device_type):
-        q_SHQD, k_SKLD, v_SKLV = (x.to(torch.get_autocast_dtype(device_type)) for x in (q_SHQD, k_SKLD, v_SKLV))
-    return _Attention.apply(q_SHQD, k_SKLD, v_SKLV, sinks_H, scoring)
+    num_segments: int
+    length: int
+    start: int = 0
+    step: int = 1
+    """Segments are `step` tokens apart, from `start` on, if there is no index."""
+    index: torch.Tensor | None = None
+    """[S * L] where each token stands in the row; what pads a segment repeats its last token."""
+    write_index: torch.Tensor | None = None
+    """The same, but the row's end for what pads: rows that are written have one token more then."""
+    is_padding: torch.Tensor | None = None
+    """[S, L] tokens that pad; None: there are none."""
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of x as [S, L, ...], a view if they are evenly spaced."""
+        if self.index is not None:
+            return x.index_select(0, self.index).unflatten(0, (self.num_segments, self.length))
+        if self.num_segments == 1:
+            return x[None, self.start : self.start + self.length]
+        end = self.start + (self.num_segments - 1) * self.step + self.length
+        return x[self.start : end].unfold(0, self.length, self.step).movedim(-1, 1)
+
+    def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace the rows of x by values [S, L, ...]."""
+        if self.write_index is None:
+            self.take(x).copy_(values)
+        else:
+            x.index_copy_(0, self.write_index, values.flatten(0, 1).to(x.dtype))
+
+    def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """Add values [S, L, ...] to the rows of x."""
+        if self.write_index is None:
+            self.take(x).add_(values)
+        else:
+            x.index_add_(0, self.write_index, values.flatten(0, 1).to(x.dtype))
+
+
+def padded_places(spans: Sequence[Span], *, num_tokens: int, device: torch.device, is_reversed: bool) -> Places:
+    """Return the places of spans as segments of the length of the longest."""
+    starts, lengths = np.array(spans).T
+    length = int(lengths.max())
+    is_equal = bool((lengths == length).all())
+    steps = np.diff(starts)
+    if is_equal and not is_reversed and (steps == steps[:1]).all() and (steps[:1] >= length).all():
+        step = int(steps[0]) if steps.size else length
+        return Places(num_segments=len(spans), length=length, start=int(starts[0]), step=step)
+    columns = np.arange(length)
+    offsets = np.minimum(columns, lengths[:, None] - 1)
+    index = starts[:, None] + (lengths[:, None] - 1 - offsets if is_reversed else offsets)
+    arrays = {"index": index.ravel(), "write_index": index.ravel()}
+    if not is_equal:
+        is_padding = columns >= lengths[:, None]
+        arrays |= {"write_index": np.where(is_padding, num_tokens, index).ravel(), "is_padding": is_padding}
+    tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    return Places(num_segments=len(spans), length=length, **tensors)
+
+
+def places_end_to_end(spans: Sequence[Span], *, device: torch.device, is_reversed: bool) -> Places:
+    """Return the places of spans as one segment: a view if each starts where the last ended."""
+    starts, lengths = np.array(spans).T
+    if not is_reversed and (starts[1:] == starts[:-1] + lengths[:-1]).all():
+        return Places(num_segments=1, length=int(lengths.sum()), start=int(starts[0]))
+    parts = [np.arange(s.start, s.start + s.length)[:: -1 if is_reversed else 1] for s in spans]
+    index = torch.from_numpy(np.concatenate(parts)).to(device)
+    return Places(num_segments=1, length=index.numel(), index=index, write_index=index)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VarlenLengths:
+    """Segments of queries and of keys that lie end to end, for flash attention of CUDA."""
+
+    query_bounds: torch.Tensor
+    """[segments + 1] int32 places of the first queries, and the number of queries."""
+    key_bounds: torch.Tensor
+    max_queries: int
+    """Length of the longest segment."""
+    max_keys: int
+    is_causal: bool
+    window: int | None
+    """Latest keys that a query sees, its own included; None: all."""
+
+    @property
+    def of_segments(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Arguments of the kernel, in its order."""
+        return self.query_bounds, self.key_bounds, self.max_queries, self.max_keys
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """Further arguments: keys to the left and to the right of its own that a query sees, where not all."""
+        if self.window is None:
+            return {}
+        return {"window_size_left": self.window - 1, "window_size_right": 0}
 
 
 def attend_block(
@@ -77,14 +159,10 @@ def attend_block(
         Output [S, H, Q, V] of the queries' dtype, and log-sum-exp of the scores [S, H, Q] in float32 at least. A query
         that sees no key has output 0 and log-sum-exp -inf.
     """
-    scale, is_causal, kernel = scoring.scale, scoring.is_causal, _kernel(q_SHQD, v_SKLV, scoring)
-    if kernel == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, scale=scale)
-    if kernel == "cuda":
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, False, scale=scale
-        )
-        return out, lse
+    scale, is_causal = scoring.scale, scoring.is_causal
+    if _has_cpu_kernel(q_SHQD, v_SKLV, scoring):
+        options = {"attn_mask": _as(scoring.key_mask, q_SHQD), "scale": scale}
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q_SHQD, k_SKLD, v_SKLV, 0.0, is_causal, **options)
     outs: list[torch.Tensor] = []
     lses: list[torch.Tensor] = []
     # Autocast would narrow the matrix products.
@@ -100,19 +178,19 @@ def attend_block(
 
 
 def include_sinks(
-    out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
+    out_THV: torch.Tensor, lse_TH: torch.Tensor, sinks_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Include the head's sink in the output and log-sum-exp over a query's keys."""
-    total_H = torch.logaddexp(lse_H, sinks_H.to(lse_H.dtype))
-    return (out_HV * (lse_H - total_H).exp()[..., None]).to(out_HV.dtype), total_H
+    """Include the sinks in the output and log-sum-exp of T queries over their keys."""
+    total_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
+    return (out_THV * (lse_TH - total_TH).exp()[..., None]).to(out_THV.dtype), total_TH
 
 
 def sink_gradients(
-    grad_HV: torch.Tensor, out_HV: torch.Tensor, lse_H: torch.Tensor, sinks_H: torch.Tensor
+    grad_THV: torch.Tensor, out_THV: torch.Tensor, lse_TH: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
-    """Compute each query's part of the gradient of its head's sink, in the shape of ``lse_H``."""
-    delta_H = (_widened(grad_HV) * out_HV).sum(-1)
-    return -(sinks_H.to(lse_H.dtype) - lse_H).exp() * delta_H
+    """Compute the gradient [H] of the sinks of T queries."""
+    delta_TH = (_widened(grad_THV) * out_THV).sum(-1)
+    return (-(sinks_H.to(lse_TH.dtype) - lse_TH).exp() * delta_TH).sum(0).to(sinks_H.dtype)
 
 
 def block_gradients(
@@ -125,19 +203,11 @@ def block_gradients(
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the block's part of the gradients of queries, keys and values, in their shapes."""
-    scale, softcap, kernel = scoring.scale, scoring.softcap, _kernel(q_SHQD, v_SKLV, scoring)
-    if kernel == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, 0.0, scoring.is_causal, scale=scale
-        )
-    if kernel == "cuda":
-        # What describes dropout and ragged batches: there are none, and the kernel reads nothing of it.
-        seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q_SHQD.device) for shape in (2, ()))
-        tensors = (grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ.contiguous())
-        lengths = (None, None, q_SHQD.shape[2], k_SKLD.shape[2])
-        return _aten._scaled_dot_product_flash_attention_backward(
-            *tensors, *lengths, 0.0, scoring.is_causal, seed, offset, scale=scale
-        )
+    scale, softcap = scoring.scale, scoring.softcap
+    if _has_cpu_kernel(q_SHQD, v_SKLV, scoring):
+        tensors = (grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ)
+        options = {"attn_mask": _as(scoring.key_mask, q_SHQD), "scale": scale}
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, scoring.is_causal, **options)
     groups = (k_SKLD.shape[1], -1)
     grad_q: list[torch.Tensor] = []
     grad_k_SKLD, grad_v_SKLV = torch.zeros_like(_widened(k_SKLD)), torch.zeros_like(_widened(v_SKLV))
@@ -157,48 +227,55 @@ def block_gradients(
     return torch.cat(grad_q, dim=2).to(q_SHQD.dtype), grad_k_SKLD.to(k_SKLD.dtype), grad_v_SKLV.to(v_SKLV.dtype)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_SHQD: torch.Tensor,
-        k_SKLD: torch.Tensor,
-        v_SKLV: torch.Tensor,
-        sinks_H: torch.Tensor | None,
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        out_SHQV, lse_SHQ = attend_block(q_SHQD, k_SKLD, v_SKLV, scoring)
-        if sinks_H is not None:
-            out_SHQV, lse_SHQ = include_sinks(out_SHQV, lse_SHQ, sinks_H[:, None])
-        ctx.scoring = scoring
-        ctx.save_for_backward(q_SHQD, k_SKLD, v_SKLV, sinks_H, out_SHQV, lse_SHQ)
-        return out_SHQV
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator is typed loosely
-        ctx: Any, *grad_outputs: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        q_SHQD, k_SKLD, v_SKLV, sinks_H, out_SHQV, lse_SHQ = ctx.saved_tensors
-        grad_SHQV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
-        grads = block_gradients(grad_SHQV, q_SHQD, k_SKLD, v_SKLV, out_SHQV, lse_SHQ, ctx.scoring)
-        grad_sinks_H = None
-        if ctx.needs_input_grad[3]:
-            parts_SHQ = sink_gradients(grad_SHQV, out_SHQV, lse_SHQ, sinks_H[:, None])
-            grad_sinks_H = parts_SHQ.sum((0, 2)).to(sinks_H.dtype)
-        return *grads, grad_sinks_H, None
+def has_varlen_kernel(q_THD: torch.Tensor, v_TKV: torch.Tensor, softcap: float | None) -> bool:
+    """Return whether flash attention of CUDA computes a row's attention; elsewhere blocks are computed one by one."""
+    head_dim = q_THD.shape[-1]
+    if q_THD.device.type != "cuda" or softcap is not None or head_dim != v_TKV.shape[-1]:
+        return False
+    is_narrow = q_THD.dtype in (torch.bfloat16, torch.float16)
+    return is_narrow and head_dim % 8 == 0 and head_dim <= _CUDA_MAX_HEAD_DIM
 
 
-def _kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor, scoring: Scoring) -> Literal["cpu", "cuda", "plain"]:
-    head_dim = q_SHQD.shape[-1]
-    if scoring.softcap is not None or scoring.mask is not None or head_dim != v_SKLV.shape[-1]:
-        return "plain"
-    if q_SHQD.device.type == "cpu":
-        return "cpu"
-    is_narrow = q_SHQD.dtype in (torch.bfloat16, torch.float16)
-    if q_SHQD.device.type == "cuda" and is_narrow and head_dim % 8 == 0 and head_dim <= _CUDA_MAX_HEAD_DIM:
-        return "cuda"
-    return "plain"
+def attend_varlen(
+    q_NHD: torch.Tensor, k_MKD: torch.Tensor, v_MKD: torch.Tensor, lengths: VarlenLengths, *, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from each segment of queries to its segment of keys, by flash attention of CUDA.
+
+    Returns:
+        Output [N, H, D], and log-sum-exp [N, H] in float32.
+    """
+    out_NHD, lse_HN, *_ = _aten._flash_attention_forward(
+        q_NHD, k_MKD, v_MKD, *lengths.of_segments, 0.0, lengths.is_causal, False, scale=scale, **lengths.windows
+    )
+    return out_NHD, lse_HN.T
+
+
+def varlen_gradients(
+    grad_NHD: torch.Tensor,
+    q_NHD: torch.Tensor,
+    k_MKD: torch.Tensor,
+    v_MKD: torch.Tensor,
+    out_NHD: torch.Tensor,
+    lse_NH: torch.Tensor,
+    lengths: VarlenLengths,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the segments' part of the gradients of queries, keys and values, in their shapes."""
+    tensors = (grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, lse_NH.T.contiguous())
+    # The state of dropout, of which there is none: the kernel reads nothing of it.
+    state = (torch.empty(2, dtype=torch.uint64, device=q_NHD.device), torch.empty(0, device=q_NHD.device))
+    return _aten._flash_attention_backward(
+        *tensors, *lengths.of_segments, 0.0, lengths.is_causal, *state, scale=scale, **lengths.windows
+    )
+
+
+def _has_cpu_kernel(q_SHQD: torch.Tensor, v_SKLV: torch.Tensor, scoring: Scoring) -> bool:
+    return q_SHQD.device.type == "cpu" and scoring.softcap is None and q_SHQD.shape[-1] == v_SKLV.shape[-1]
+
+
+def _as(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    return None if mask is None else mask.to(like.dtype)
 
 
 def _row_blocks(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool) -> list[tuple[slice, slice]]:
@@ -211,7 +288,7 @@ def _row_blocks(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, *, is_causal: bool) 
 
 
 def _scores(q_SHQD: torch.Tensor, k_SKLD: torch.Tensor, rows: slice, keys: slice, scoring: Scoring) -> torch.Tensor:
-    """Compute the scores [S, K, H / K, rows, keys], without the mask."""
+    """Compute the scores [S, K, H / K, rows, keys], hidden ones too."""
     q_SKGQD = _widened(q_SHQD[:, :, rows]).unflatten(1, (k_SKLD.shape[1], -1))
     scores_SKGQL = q_SKGQD @ _widened(k_SKLD[:, :, None, keys]).mT * scoring.scale
     if scoring.softcap is not None:
@@ -224,8 +301,8 @@ def _hide(scores_SKGQL: torch.Tensor, rows: slice, keys: slice, scoring: Scoring
     if scoring.is_causal:
         row, column = (torch.arange(x.start, x.stop, device=scores_SKGQL.device) for x in (rows, keys))
         scores_SKGQL.masked_fill_(column > row[:, None], -torch.inf)
-    if scoring.mask is not None:
-        scores_SKGQL.add_(scoring.mask[:, :, None, rows, keys])
+    if scoring.key_mask is not None:
+        scores_SKGQL.add_(scoring.key_mask[:, :, None, :, keys])
 
 
 def _probs(scores_SKGQL: torch.Tensor, lse_SKGQ: torch.Tensor) -> torch.Tensor:

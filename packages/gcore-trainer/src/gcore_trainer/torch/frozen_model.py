@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gcore_trainer.errors import TrainerError
 from gcore_trainer.sample import MicroBatch, by_sample
+from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.packed_model import PackedTransformer
 from gcore_trainer.torch.parallel import TorchParallel
 from gcore_trainer.trainer import Replicas
@@ -29,8 +31,19 @@ class FrozenModel:
         packed.model.eval().requires_grad_(False)
         if parallel is not None:
             parallel.shard(packed)
+        self._sleeper = Sleeper(packed.model)
+
+    def sleep(self) -> None:
+        """Free the device's memory of the parameters until `wake`; any other call is then a `TrainerError`."""
+        self._sleeper.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`, if this model is asleep."""
+        self._sleeper.wake()
 
     def scores(self, micro_batches: Sequence[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """Compute log-probabilities or values [R] of each sample; another replica may have more micro-batches."""
+        if self._sleeper.is_asleep:
+            raise TrainerError("the model is asleep, and its tensors hold nothing; expected a call of wake() before")
         num_passes = max(self._replicas.gather(len(micro_batches)))
         return by_sample(self._packed.predict(micro_batches, num_passes), micro_batches)

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from inspect import getclosurevars
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Self
@@ -10,7 +9,6 @@ from typing import Any, ClassVar, Generic, Literal, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -18,18 +16,20 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from gcore_trainer.config import ABOVE_ZERO, LoRAConfig
+from gcore_trainer.config import ABOVE_ZERO, LoRAConfig, OptimizerConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.lora import add_lora
 from gcore_trainer.objectives.policy import ScoresT, TokenScores, named_scores
 from gcore_trainer.packing.block_attention import AttentionKind
+from gcore_trainer.packing.head import token_scores
 from gcore_trainer.packing.linear_attention import mix_by_sequence
 from gcore_trainer.packing.router_replay import ReplayedRouter, Routing, check_routing
-from gcore_trainer.packing.row import PackedPlan, Row, make_rows, token_scores
-from gcore_trainer.packing.vision import VISION_MODELS, Vision
+from gcore_trainer.packing.row import PackedPlan, Row, make_rows
+from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name, copy_processor
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
-from gcore_trainer.torch import loading
+from gcore_trainer.torch import activations, loading
+from gcore_trainer.trainer import AdamW
 
 ATTENTION_NAME = "gcore_packed"
 # Functions of transformers.masking_utils that hide tokens, by the name of the function that makes or is them.
@@ -137,8 +137,12 @@ class PackedTransformer(ABC, Generic[ScoresT]):
     Args:
         model: loaded with ``attn_implementation=ATTENTION_NAME``; use `from_pretrained`.
         share_prefix: compute equal prompts of a micro-batch once.
-        compute_dtype: of matrix products, which may differ from the parameters'; None: the parameters' own.
-        gradient_checkpointing: keep only each layer's input for the backward pass, and compute the rest again.
+        compute_dtype: data type of parameters and passes once the model was checked in its own; None: that one.
+            Trained parameters of fewer bits than float32 get float32 masters (see `MasterAdamW`).
+        gradient_checkpointing: keep only a layer's input for the backward pass, and compute the rest again; auto: in
+            models of `activations.LARGE_MODEL` parameters on CUDA.
+        checkpointed_layers: share of the layers that do so, the first ones.
+        activation_offload: keep what is needed for the backward pass in host memory.
         lora: train adapters, and nothing else; None: all parameters.
         max_length: tokens of the longest prompt and response of the run. Models whose rotary embeddings depend on the
             length (rope_type ``longrope`` or ``dynamic``) need it, and compute every sequence as one of this length.
@@ -161,7 +165,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         *,
         share_prefix: bool = True,
         compute_dtype: torch.dtype | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["auto"] = False,
+        checkpointed_layers: float = 1.0,
+        activation_offload: bool = False,
         lora: LoRAConfig | None = None,
         max_length: int | None = None,
     ) -> None:
@@ -195,16 +201,19 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             for layer in self.layers():
                 if hasattr(layer, "linear_attn"):
                     mix_by_sequence(layer.linear_attn)
-        self.casts = False
-        """Whether passes are cast to ``compute_dtype`` here; what wraps `root` may cast parameters itself."""
         self._probe(max_length)
         self.compute_dtype = compute_dtype or model.dtype
-        self.casts = self.compute_dtype != model.dtype
         if lora is not None:
             add_lora(model, lora)
-        if gradient_checkpointing:
-            for layer in self.layers():
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        for name, parameter in model.named_parameters():
+            # Not the buffers: frequencies of rotary embeddings stay in float32.
+            if not any(part in name for part in in_float32):
+                parameter.data = parameter.data.to(self.compute_dtype)
+        if gradient_checkpointing and activations.is_checkpointed(gradient_checkpointing, model):
+            activations.checkpoint_layers(self.layers(), checkpointed_layers)
+        if activation_offload:
+            activations.offload_activations(self.root)
 
     @property
     def num_attention_heads(self) -> int:
@@ -235,6 +244,26 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
         return list(stacks[0])
 
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters by their names in a Hugging Face folder."""
+        named: Iterator[tuple[str, torch.nn.Parameter]] = self.model.named_parameters()
+        return {n if self.vision is None else checkpoint_name(self.model, n): p for n, p in named}
+
+    def optimizer(self, config: OptimizerConfig, *, offload: bool = False) -> AdamW:
+        """Return AdamW of the trained parameters, with masters where they are of fewer bits than float32."""
+        trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
+        if not offload and all(p.dtype in (torch.float32, torch.float64) for p in trained.values()):
+            return AdamW(trained, config)
+        from gcore_trainer.torch.optimizer import MasterAdamW
+
+        return MasterAdamW(trained, config, offload=offload)
+
+    def save_pretrained(self, path: str | Path, weights: dict[str, torch.Tensor] | None) -> None:
+        """Write a Hugging Face folder of whole tensors; None: the model's own."""
+        self.model.save_pretrained(path, state_dict=weights)
+        if self.vision is not None:
+            copy_processor(Path(self.model.name_or_path), Path(path))
+
     def divide_tokens(self, context: ContextParallel) -> None:
         """Compute a part of every row on each of several ranks, whose gradients are then to be summed.
 
@@ -264,7 +293,6 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             [samples],
             cp=self._context,
             device=self.model.device,
-            dtype=self.compute_dtype,
             share_prefix=self.share_prefix,
             replay_routing=self.scores == "tokens",
             vision=self.vision,
@@ -275,8 +303,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.impose(row.routing)
         for router in self._routers:
             router.recorded = None if routing is None else []
-        with torch.autocast(self.model.device.type, dtype=self.compute_dtype, enabled=self.casts):
-            scores = self.root(row, entropy_grad)
+        scores = self.root(row, entropy_grad)
         if routing is not None:
             chosen = [router.recorded.pop() for router in self._routers if router.recorded]
             routing.append(row.of_samples(torch.stack(chosen, dim=1)))
@@ -361,7 +388,7 @@ class PackedModel(PackedTransformer[TokenScores]):
         head: Any = self.model.get_output_embeddings()
         scores = token_scores(
             hidden_nD,
-            head.weight.to(hidden_nD.dtype),
+            head.weight,
             row.target_ids,
             bias_V=getattr(head, "bias", None),
             temperature=self.temperature,

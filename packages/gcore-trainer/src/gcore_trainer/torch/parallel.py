@@ -61,13 +61,18 @@ class TorchParallel:
                 f"{packed.num_attention_heads} attention heads"
             )
         packed.divide_tokens(self.context)
-        is_cast = packed.compute_dtype != packed.model.dtype
-        shard_modules([*packed.layers(), packed.root], self.mesh, dtype=packed.compute_dtype if is_cast else None)
-        packed.casts = False
+        for parameter in packed.model.parameters():
+            # FSDP gathers parameters of one data type only.
+            parameter.data = parameter.data.to(packed.compute_dtype)
+        shard_modules([*packed.layers(), packed.root], self.mesh)
 
 
-def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None) -> None:
-    """Shard modules, the outer ones last; ``dtype`` is that of their passes, None: that of the parameters."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
+    """Shard modules, the outer ones last; ``dtype`` is that of their passes, None: that of the parameters.
+
+    Gradients are added up over ranks in float32, or in float64 where parameters are.
+    """
+    wide = any(p.dtype == torch.float64 for module in modules for p in module.parameters())
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if wide else torch.float32)
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)

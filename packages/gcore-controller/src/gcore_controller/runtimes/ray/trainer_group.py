@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.context import DeviceTimers, rank_name
+from gcore_controller.context import DeviceTimers, StageTimer, rank_name
 from gcore_controller.errors import ClusterError, RankError
 from gcore_controller.runtimes.ray.actors import ActorGroup, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
@@ -33,6 +33,7 @@ from gcore_controller.trainer_group import (
     digests_of,
     join_ranks,
 )
+from gcore_controller.turns import Turn
 
 
 class TrainingRank:
@@ -218,6 +219,9 @@ class RayTrainerClient(Generic[BatchT]):
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
         answers, _, owners = await self._computed(TrainStep(role=role, micro_batches=micro_batches))
         return await self.group.broadcast(answers.get(0)) if owners else {}
+
+    async def take_turn(self, turn: Turn, timer: StageTimer) -> None:
+        """Do nothing: on Ray, ranks and engines have devices of their own."""
 
     async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
         """Send the weights from rank 0 to the engines, by reference."""

@@ -106,7 +106,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             with torch.no_grad():
                 for name, tensor in new.items():
                     own[name].copy_(tensor)
-            self._version = version
+            self._has_taken(version)
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         self._check_open()
@@ -130,8 +130,10 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             yield
 
     async def _control(self, name: Control) -> None:
-        if name in ("sleep", "wake"):
-            self.pipeline.to("cpu" if name == "sleep" else self._device)
+        if name in ("sleep", "discard"):
+            self.pipeline.to("cpu")
+        elif name in ("wake", "wake_weights"):
+            self.pipeline.to(self._device)
 
     def _num_running(self) -> int:
         return len(self._running[1]) if self._running else 0

@@ -10,7 +10,7 @@ D head dimension, V vocabulary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from gcore_rollout.engines.hf.plain_attention import Rule, attend, attend_causally
 from gcore_rollout.errors import RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
 
@@ -26,8 +27,6 @@ ATTENTION_NAME = "gcore_slots"
 _LEAVE_WINDOW_TO_MASK = ("phimoe", "qwen2_moe")
 """Models whose attention is not given the sliding window that transformers' masks have for it."""
 
-_NUM_PLAIN_SCORES = 1 << 26
-"""Most scores in memory at a time where torch's own attention does not compute them: 256 MB in float32."""
 _MAX_DIFFERENCE = 1e-3
 """Largest difference of log-probabilities of dense models in float32, whose rounding is far below."""
 _MAX_ROUNDED_DIFFERENCE = 0.1
@@ -141,6 +140,24 @@ def check_logits(
         )
 
 
+def pack(
+    prompts: Sequence[Sequence[int]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
+    """Return prompts in one row: tokens [T], their places in their prompts [T] and in a flat rectangle [P, Lq] [T], the
+    end of each prompt [P], and Lq."""
+    lengths = np.array([len(p) for p in prompts])
+    ends = np.cumsum(lengths)
+    longest = int(lengths.max())
+    positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    padded_index = positions + np.repeat(np.arange(len(prompts)) * longest, lengths)
+    tokens = np.fromiter((t for p in prompts for t in p), np.int64, count=int(ends[-1]))
+    return tokens, positions, padded_index, ends, longest
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
 def sample_tokens(
     logits_BV: torch.Tensor, temperatures: NDArray[np.float32], u: NDArray[np.float64]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,23 +187,8 @@ def sample_tokens(
     return tokens_B1[:, 0], log_probs_BV.gather(1, tokens_B1)[:, 0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """The scoring of keys by a layer."""
-
-    scale: float | None
-    """Factor of the scores; None: 1 / sqrt(D)."""
-    sliding_window: int | None
-    """Number of latest tokens that a query sees, its own included; None: all."""
-    softcap: float | None
-    """Replaces scores x by softcap * tanh(x / softcap) (Gemma 2, arXiv:2408.00118); None: no softcap."""
-    sinks: torch.Tensor | None
-    """[H] a further score of each head's softmax, without a value (gpt-oss); None: no sinks."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether torch's own attention cannot compute it."""
-        return self.softcap is not None or self.sinks is not None
+DecodeMode = Literal["auto", "dynamic", "static", "cuda_graphs"]
+"""Computation of one token more of each sample: by shapes that fit, by static ones, or by static ones as graphs."""
 
 
 class SlotCache:
@@ -197,6 +199,18 @@ class SlotCache:
         self.values: list[torch.Tensor | None] = [None] * num_layers
         self.num_slots = 0
         self.capacity = 0
+        self._bytes_per_token = [0] * num_layers
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys and values of a token in the layers that have computed any."""
+        return sum(self._bytes_per_token)
+
+    def clear(self) -> None:
+        """Free everything."""
+        for buffers in (self.keys, self.values):
+            buffers[:] = [None] * len(buffers)
+        self.num_slots = self.capacity = 0
 
     def reserve(self, num_slots: int, capacity: int) -> None:
         """Allocate space for ``num_slots`` samples of ``capacity`` tokens, keeping what is stored."""
@@ -219,6 +233,7 @@ class SlotCache:
             shape = (self.num_slots, num_heads, self.capacity, head_dim)
             self.keys[index] = keys = like_1KTD.new_zeros(shape)
             self.values[index] = values = like_1KTD.new_zeros(shape)
+            self._bytes_per_token[index] = 2 * num_heads * head_dim * keys.element_size()
         return keys, values
 
     def move(self, src: torch.Tensor, dst: torch.Tensor, length: int) -> None:
@@ -253,9 +268,13 @@ class Prefill:
         # Padding follows every prompt, so the causal mask alone hides it from the real tokens.
         gqa = q.shape[1] != k.shape[1]
         window = rule.sliding_window
-        if rule.is_plain or (window is not None and window < self.max_length):
-            out_PHLD = _attend_causally(q, k, v, rule)
+        if _is_plain(rule) or (window is not None and window < self.max_length):
+            out_PHLD = attend_causally(q, k, v, rule)
         else:
+            if gqa and q.dtype == torch.float32 and q.device.type == "cuda":
+                # Flash takes no float32, and the others would not be fused with unequal heads.
+                k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+                gqa = False
             out_PHLD = scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=gqa)
         return out_PHLD.transpose(1, 2).flatten(0, 1)[self.padded_index][None]
 
@@ -277,6 +296,15 @@ class Decode:
     mask: torch.Tensor
     """[B, 1, 1, Lk] additive mask: 0 up to and including the new token's position, -inf after it."""
 
+    @classmethod
+    def at(cls, positions_B: torch.Tensor, cache: SlotCache, length: int, *, dtype: torch.dtype) -> Self:
+        """Return the plan for tokens at these positions, all below ``length``."""
+        device = positions_B.device
+        is_hidden_BL = torch.arange(length, device=device) > positions_B[:, None]
+        mask = torch.zeros(is_hidden_BL.shape, dtype=dtype, device=device).masked_fill_(is_hidden_BL, -torch.inf)
+        slots = torch.arange(len(positions_B), device=device)
+        return cls(cache=cache, slots=slots, positions=positions_B, mask=mask[:, None, None])
+
     def attend(
         self, layer: int, q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, v_1KTD: torch.Tensor, rule: Rule
     ) -> torch.Tensor:
@@ -293,48 +321,11 @@ class Decode:
         if (window := rule.sliding_window) is not None and window < length:
             is_outside_BL = torch.arange(length, device=mask.device) <= self.positions[:, None] - window
             mask = mask.masked_fill(is_outside_BL[:, None, None], -torch.inf)
-        if rule.is_plain:
-            out_BKGD = _attend(q_BKGD[:, :, :, None], k_BKLD, v_BKLD, mask[:, :, None], rule).squeeze(3)
+        if _is_plain(rule):
+            out_BKGD = attend(q_BKGD[:, :, :, None], k_BKLD, v_BKLD, mask[:, :, None], rule).squeeze(3)
         else:
             out_BKGD = scaled_dot_product_attention(q_BKGD, k_BKLD, v_BKLD, attn_mask=mask, scale=rule.scale)
         return out_BKGD.reshape(1, batch, num_heads, head_dim)
-
-
-def _attend_causally(q_PHLD: torch.Tensor, k_PKLD: torch.Tensor, v_PKLD: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """Return the output [P, H, L, D] of queries that see themselves and keys before them, some queries at a time."""
-    num_prompts, num_heads, length, _ = q_PHLD.shape
-    num_rows = max(1, _NUM_PLAIN_SCORES // (num_prompts * num_heads * length))
-    window = length if rule.sliding_window is None else rule.sliding_window
-    place_L = torch.arange(length, device=q_PHLD.device)
-    outputs: list[torch.Tensor] = []
-    for first in range(0, length, num_rows):
-        end = min(first + num_rows, length)
-        rows, keys = slice(first, end), slice(max(0, first - window + 1), end)
-        distance_QL = place_L[rows, None] - place_L[keys]
-        is_hidden_QL = (distance_QL < 0) | (distance_QL >= window)
-        mask_QL = torch.zeros_like(is_hidden_QL, dtype=torch.float32).masked_fill_(is_hidden_QL, -torch.inf)
-        q_PKGQD = q_PHLD[:, :, rows].unflatten(1, (k_PKLD.shape[1], -1))
-        out_PKGQD = _attend(q_PKGQD, k_PKLD[:, :, keys], v_PKLD[:, :, keys], mask_QL, rule)
-        outputs.append(out_PKGQD.flatten(1, 2))
-    return torch.cat(outputs, dim=2)
-
-
-def _attend(
-    q_BKGQD: torch.Tensor, k_BKLD: torch.Tensor, v_BKLD: torch.Tensor, mask: torch.Tensor, rule: Rule
-) -> torch.Tensor:
-    """Return softmax attention [B, K, H / K, Q, D] under a mask that is added to the scores, in float32 at least."""
-    q_BKGQD, k_BKLD, v_wide_BKLD = (
-        x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q_BKGQD, k_BKLD, v_BKLD)
-    )
-    scale = q_BKGQD.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-    scores_BKGQL = q_BKGQD @ k_BKLD[:, :, None].mT * scale
-    if rule.softcap is not None:
-        scores_BKGQL = (scores_BKGQL / rule.softcap).tanh() * rule.softcap
-    scores_BKGQL += mask
-    lse_BKGQ = scores_BKGQL.logsumexp(-1)
-    if rule.sinks is not None:
-        lse_BKGQ = torch.logaddexp(lse_BKGQ, rule.sinks.view(*q_BKGQD.shape[1:3], 1).to(lse_BKGQ.dtype))
-    return ((scores_BKGQL - lse_BKGQ[..., None]).exp() @ v_wide_BKLD[:, :, None]).to(v_BKLD.dtype)
 
 
 def _forward(
@@ -373,6 +364,11 @@ def _forward(
 
 
 AttentionInterface.register(ATTENTION_NAME, _forward)
+
+
+def _is_plain(rule: Rule) -> bool:
+    """Return whether torch's own attention cannot compute it."""
+    return rule.softcap is not None or rule.sinks is not None
 
 
 def _window_of_mask(module: torch.nn.Module, layer: int) -> int | None:

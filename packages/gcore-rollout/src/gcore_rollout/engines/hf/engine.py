@@ -5,6 +5,7 @@ It runs the vision-language models of `VISION_MODELS`. Shapes as in `decoding`.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.hf import decoding
-from gcore_rollout.engines.hf.decoding import Decode, Prefill, SlotCache
+from gcore_rollout.engines.hf.decoding import Decode, DecodeMode, Prefill, SlotCache, pack, round_up
+from gcore_rollout.engines.hf.memory import MemoryPlan, drop_weights, restore_weights
 from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.protocol import FinishReason, HeldWeights, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
@@ -96,9 +98,13 @@ class HFEngine(InProcessEngine):
     all samples of a request, the slot of a finished sample is filled by the last live one, and waiting requests are
     admitted between steps. Steps run on the event loop, so the batches depend only on the order of calls.
 
-    A continued sample draws the tokens that it would have drawn without the abort. `sleep` drops the keys and values
-    and, if the device is not the CPU, moves the weights to the host's memory.
+    A continued sample draws the tokens that it would have drawn without the abort. `sleep` drops keys and values, frees
+    weights that need not be kept, and moves others from a GPU to the host's memory.
     """
+
+    _LENGTH_STEP = 64  # Space for keys and values grows by as many tokens.
+    _planned_length = 0  # Longest prompt and completion that memory is planned for; 0: unknown.
+    _MAX_UNRECORDED = 0  # Tokens of a sample that may have been computed and not been recorded.
 
     def __init__(
         self, model: Any, *, eos_token_ids: Sequence[int], max_num_seqs: int, vision: VisionProcessor | None = None
@@ -124,6 +130,8 @@ class HFEngine(InProcessEngine):
         self._sources: dict[str, str] = {self._published(name): first[id(p)] for name, p in named}
         # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
+        self._dropped: dict[torch.nn.Parameter, torch.Size] = {}
+        """Shapes of the parameters while they have no memory."""
 
     @classmethod
     def from_pretrained(
@@ -135,6 +143,8 @@ class HFEngine(InProcessEngine):
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         eos_token_ids: Sequence[int] | None = None,
+        decode_mode: DecodeMode = "auto",
+        kv_cache_bytes: int | None = None,
     ) -> Self:
         """Load a local Hugging Face folder.
 
@@ -142,8 +152,13 @@ class HFEngine(InProcessEngine):
             path: folder with ``config.json`` and weights.
             max_model_len: longest prompt + completion that must be computed, in tokens; default: any.
             eos_token_ids: default: those of the model's generation config.
+            decode_mode: auto: ``dynamic`` on CPU and for vision-language models; otherwise ``cuda_graphs`` or, if the
+                model's steps cannot be recorded, ``static``.
+            kv_cache_bytes: memory for keys and values: fewer than ``max_num_seqs`` samples run at once if they would
+                take more at ``max_model_len`` tokens each, and longer requests are refused. Default: no limit.
 
         Raises:
+            ValueError: ``kv_cache_bytes`` is too little for one sample, or the model cannot be run in ``decode_mode``.
             UnsupportedModelError: the architecture does not call transformers' attention interface, its logits in the
                 engine differ from those of transformers, it computes ``max_model_len`` tokens differently than fewer
                 (rope_type ``longrope``), or it reads images and the folder has no image processor.
@@ -152,9 +167,24 @@ class HFEngine(InProcessEngine):
         if eos_token_ids is None:
             eos = model.generation_config.eos_token_id
             eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
-        engine = cls(model.to(device), eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
+        model, make = model.to(device), cls
+        if decode_mode not in ("auto", "dynamic") or model.device.type == "cuda":
+            # By name, because that module has subclasses of this one.
+            make = resolve_name("gcore_rollout.engines.hf.static_engine:engine_of_mode")
+            make = make(decode_mode, model, has_vision=vision is not None)
+        engine = make(model, eos_token_ids=eos_token_ids, max_num_seqs=max_num_seqs, vision=vision)
         decoding.check_logits(model, engine._logits_of, max_length=engine._max_length, max_num_seqs=max_num_seqs)
+        engine._planned_length = min(max_model_len or 0, engine._max_length)
+        if kv_cache_bytes is not None:
+            engine._max_num_seqs = engine.memory_plan.limited_to(kv_cache_bytes).num_slots
+            engine._max_length = engine._planned_length or engine._max_length
         return engine
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """The most memory that keys and values may take."""
+        length = round_up(self._planned_length or self._max_length, self._LENGTH_STEP)
+        return MemoryPlan(num_slots=self._max_num_seqs, slot_length=length, bytes_per_token=self._cache.bytes_per_token)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights; unknown or missing names and wrong shapes are refused before any copy."""
@@ -163,7 +193,8 @@ class HFEngine(InProcessEngine):
             if self._is_borrowing:
                 own[name].data = torch.empty_like(own[name])
             own[name].data.copy_(tensor, non_blocking=True)
-        self._is_borrowing, self._version = False, version
+        self._is_borrowing = False
+        self._has_taken(version)
 
     async def update_weights_in_place(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> bool:
         """Update the weights, copying only tensors on another device or of another type.
@@ -177,14 +208,14 @@ class HFEngine(InProcessEngine):
             return False
         for name, tensor in new.items():
             own[name].data = tensor.detach()
-        self._is_borrowing, self._version = True, version
+        self._is_borrowing = True
+        self._has_taken(version)
         return True
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights:
         self._check_open()
         own = self._own_weights()
-        wanted = self._sources if names is None else names
-        tensors = [held(name, own[name].detach, source=self._sources[name]) for name in wanted]
+        tensors = [held(n, own[n].detach, source=self._sources[n]) for n in (self._sources if names is None else names)]
         return HeldWeights(version=self._version, tensors=tensors)
 
     def _checked_weights(
@@ -214,40 +245,43 @@ class HFEngine(InProcessEngine):
         return len(self._rows)
 
     async def _control(self, name: Control) -> None:
-        if name == "wake":
+        if name in ("wake", "wake_weights"):
+            restore_weights(self._dropped)
+            self._dropped = {}
             self._model.to(self._device)
-        elif name == "sleep":
+        elif name in ("sleep", "discard"):
             self._drop_cache()
-            if self._device.type != "cpu":
+            if name == "discard":
+                self._dropped, self._is_borrowing = drop_weights(self._model), False
+            elif self._device.type != "cpu":
                 self._model.to("cpu")
+            if self._device.type != "cpu":
                 torch.accelerator.empty_cache()
 
     def _drop_cache(self) -> None:
-        self._cache = SlotCache(num_layers=len(self._cache.keys))
+        self._cache.clear()
 
     @torch.inference_mode()
     def _step(self) -> None:
         num_old = len(self._rows)
         prefill_logits = self._admit()
-        logits = [] if num_old == 0 else [self._decode(num_old)]
+        logits = [] if num_old == 0 else [self._logits_after_tokens(num_old)]
         if prefill_logits is not None:
             logits.append(prefill_logits)
         if logits:
-            self._sample(torch.cat(logits) if len(logits) > 1 else logits[0])
-            self._retire()
+            self._release(self._sample(torch.cat(logits) if len(logits) > 1 else logits[0]))
 
     def _logits_of(self, prompts: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> list[torch.Tensor]:
         """Return logits [P, V] after prompts and after one more token of each; the engine must be idle."""
-        sampling = SamplingParams(max_tokens=2)
-        self._enqueue(
-            [Request(request_id=str(i), prompt_token_ids=tuple(p), sampling=sampling) for i, p in enumerate(prompts)]
-        )
+        two = SamplingParams(max_tokens=2)
+        requests = [Request(request_id=str(i), prompt_token_ids=tuple(p), sampling=two) for i, p in enumerate(prompts)]
+        self._enqueue(requests)
         try:
             after_prompts = self._admit()
             assert after_prompts is not None
             self._rows.last_tokens[: len(prompts)] = next_tokens
             self._rows.num_sampled[: len(prompts)] = 1
-            return [after_prompts, self._decode(len(prompts))]
+            return [after_prompts, self._logits_after_tokens(len(prompts))]
         finally:
             self._rows = Rows(self._max_num_seqs)
             self._drop_cache()
@@ -257,33 +291,28 @@ class HFEngine(InProcessEngine):
         """Prefill waiting samples into free slots, and return their logits [M, V] in slot order."""
         rows = self._rows
         first = len(rows)
-        prompts: list[Sample] = []
-        slot_prompts: list[int] = []
-        for group in self._admitted():
-            rows.add(group)
-            slot_prompts.extend([len(prompts)] * len(group))
-            prompts.append(group[0])
-        if not prompts:
+        groups = self._admitted()
+        if not groups:
             return None
-        admitted = slice(first, len(rows))
-        needed = int((rows.prompt_lengths[admitted] + rows.max_tokens[admitted]).max())
-        self._cache.reserve(_round_up(len(rows), 64, self._max_num_seqs), _round_up(needed, 64, self._max_length))
-        return self._prefill(prompts, slot_prompts, first)
+        for group in groups:
+            rows.add(group)
+        self._reserve(int((rows.prompt_lengths + rows.max_tokens)[first : len(rows)].max()))
+        return self._prefill(groups, first)
 
-    def _prefill(self, samples: list[Sample], slot_prompts: list[int], first: int) -> torch.Tensor:
-        """Return logits [M, V] of the slots from ``first`` on; ``samples`` has one of each prompt."""
-        prompts = [sample.start_token_ids for sample in samples]
-        lengths = np.array([len(p) for p in prompts])
-        ends = np.cumsum(lengths)
-        longest = int(lengths.max())
-        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-        padded_index = positions + np.repeat(np.arange(len(prompts)) * longest, lengths)
+    def _reserve(self, length: int) -> None:
+        """Allocate space for ``length`` tokens of each sample."""
+        num_slots = min(round_up(len(self._rows), 64), self._max_num_seqs)
+        self._cache.reserve(num_slots, min(round_up(length, self._LENGTH_STEP), self._max_length))
+
+    def _prefill(self, groups: Sequence[list[Sample]], first: int) -> torch.Tensor:
+        """Return logits [M, V] of the slots from ``first`` on; the samples of a group have one prompt."""
+        samples = [group[0] for group in groups]
+        tokens, positions, padded_index, ends, longest = pack([sample.start_token_ids for sample in samples])
         self._prompt_tokens += int(ends[-1])
-        slots = np.arange(first, first + len(slot_prompts))
-        which = self._tensor(np.array(slot_prompts))
+        slot_prompts = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        slots, which = np.arange(first, first + len(slot_prompts)), self._tensor(slot_prompts)
         to_slots = {"slots": self._tensor(slots), "prompts": which, "padded_index": self._tensor(padded_index)}
-        plan = Prefill(cache=self._cache, num_prompts=len(prompts), max_length=longest, **to_slots)
-        tokens = np.fromiter((t for p in prompts for t in p), np.int64, count=int(ends[-1]))
+        plan = Prefill(cache=self._cache, num_prompts=len(samples), max_length=longest, **to_slots)
         keep = self._tensor(ends - 1)
         if self._vision is None or not any(sample.request.images for sample in samples):
             return self._forward(positions, plan, keep=keep, input_ids=self._tensor(tokens)[None])[which]
@@ -291,16 +320,11 @@ class HFEngine(InProcessEngine):
         self._rows.rope_offsets[slots] = offsets[slot_prompts]
         return self._forward(rotary_positions, plan, keep=keep, inputs_embeds=embeddings)[which]
 
-    def _decode(self, batch: int) -> torch.Tensor:
+    def _logits_after_tokens(self, batch: int) -> torch.Tensor:
         """Return logits [B, V] after the last sampled token of each of the first ``batch`` slots."""
         rows = self._rows
         positions = rows.prompt_lengths[:batch] + rows.num_sampled[:batch] - 1
-        position_ids = self._tensor(positions)
-        hidden = torch.arange(int(positions.max()) + 1, device=self._device) > position_ids[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self._device)
-        mask.masked_fill_(hidden, float("-inf"))
-        slots = torch.arange(batch, device=self._device)
-        plan = Decode(cache=self._cache, slots=slots, positions=position_ids, mask=mask[:, None, None])
+        plan = Decode.at(self._tensor(positions), self._cache, int(positions.max()) + 1, dtype=self._model.dtype)
         tokens = self._tensor(rows.last_tokens[:batch])[None]
         return self._forward(positions + rows.rope_offsets[:batch], plan, keep=0, input_ids=tokens)
 
@@ -308,38 +332,40 @@ class HFEngine(InProcessEngine):
         self, positions: NDArray[np.int64], plan: Prefill | Decode, *, keep: torch.Tensor | int, **inputs: torch.Tensor
     ) -> torch.Tensor:
         """Return logits [K, V] of the tokens to keep, from rotary positions [T], or [3, T] with three axes."""
-        # A row is a batch of one, the dimension before the tokens.
-        position_ids = self._tensor(positions).unsqueeze(-2)
+        position_ids = self._tensor(positions).unsqueeze(-2)  # A row is a batch of one.
         output = self._model(position_ids=position_ids, use_cache=False, logits_to_keep=keep, slots=plan, **inputs)
         return output.logits[0]
 
-    def _sample(self, logits_BV: torch.Tensor) -> None:
+    def _sample(self, logits_BV: torch.Tensor) -> NDArray[np.int64]:
+        """Draw a token of every sample, and return the slots of those that ended with it."""
         rows, batch = self._rows, len(self._rows)
-        at = rows.num_sampled[:batch].copy()
-        u = uniforms(rows.seeds[:batch], at)
+        u = uniforms(rows.seeds[:batch], rows.num_sampled[:batch])
         tokens_B, log_probs_B = decoding.sample_tokens(logits_BV, rows.temperatures[:batch], u)
-        rows.last_tokens[:batch] = tokens_B.cpu().numpy()
-        every = np.arange(batch)
-        rows.tokens[every, at] = rows.last_tokens[:batch]
-        rows.log_probs[every, at] = log_probs_B.cpu().numpy()
-        rows.versions[every, at] = self._version
-        rows.num_sampled[:batch] += 1
-        if rows.runs.size:
-            extend_runs(rows.runs[:batch], rows.tokens[:batch], at)
-        self._completion_tokens += batch
+        return np.flatnonzero(self._record(np.arange(batch), tokens_B.cpu().numpy(), log_probs_B.cpu().numpy()))
 
-    def _retire(self) -> None:
-        """Hand over the samples that ended with this step and free their slots."""
-        rows, batch = self._rows, len(self._rows)
-        stopped = np.isin(rows.last_tokens[:batch], self._eos)
-        full = rows.num_sampled[:batch] >= rows.max_tokens[:batch]
+    def _record(
+        self, slots: NDArray[np.int64], tokens: NDArray[np.int64], log_probs: NDArray[np.float32]
+    ) -> NDArray[np.bool_]:
+        """Record a token of each of these slots; hand over the samples that ended with it, and return which did."""
+        rows = self._rows
+        at = rows.num_sampled[slots]
+        rows.last_tokens[slots] = tokens
+        rows.tokens[slots, at] = tokens
+        rows.log_probs[slots, at] = log_probs
+        rows.versions[slots, at] = self._version
+        rows.num_sampled[slots] = at + 1
+        self._completion_tokens += len(slots)
+        stopped, full = np.isin(tokens, self._eos), at + 1 >= rows.max_tokens[slots]
         ended = stopped | full
         if rows.runs.size:
-            ended |= is_repetitive(rows.runs[:batch], *rows.patterns[:batch].T)
-        finished = np.flatnonzero(ended)
-        for row in finished.tolist():
-            self._finish(row, "stop" if stopped[row] else "length" if full[row] else "repetition")
-        self._release(finished)
+            which = slice(len(slots)) if len(slots) == len(rows) else slots  # All are a view, without a copy.
+            runs = rows.runs[which]
+            extend_runs(runs, rows.tokens[which], at)
+            rows.runs[which] = runs
+            ended |= is_repetitive(runs, *rows.patterns[which].T)
+        for i in np.flatnonzero(ended).tolist():
+            self._finish(int(slots[i]), "stop" if stopped[i] else "length" if full[i] else "repetition")
+        return ended
 
     def _finish(self, row: int, reason: FinishReason) -> None:
         rows, sample = self._rows, self._rows.samples[row]
@@ -359,19 +385,16 @@ class HFEngine(InProcessEngine):
         """Free ``slots``, and move the last live samples into the holes."""
         if len(slots) == 0:
             return
-        rows = self._rows
-        left = len(rows) - len(slots)
-        tail = np.setdiff1d(np.arange(left, len(rows)), slots, assume_unique=True)
-        holes = slots[slots < left]
+        left = len(self._rows) - len(slots)
+        tail = np.setdiff1d(np.arange(left, len(self._rows)), slots, assume_unique=True)
         if len(tail):
-            rows.move(tail, holes)
-            length = int((rows.prompt_lengths[holes] + rows.num_sampled[holes]).max())
-            self._cache.move(self._tensor(tail), self._tensor(holes), length)
-        del rows.samples[left:]
+            self._move(tail, slots[slots < left])
+        del self._rows.samples[left:]
+
+    def _move(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> None:
+        length = int((self._rows.prompt_lengths[src] + self._rows.num_sampled[src]).max()) + self._MAX_UNRECORDED
+        self._rows.move(src, dst)
+        self._cache.move(self._tensor(src), self._tensor(dst), length)
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def _round_up(value: int, multiple: int, limit: int) -> int:
-    return min(-(-value // multiple) * multiple, limit)

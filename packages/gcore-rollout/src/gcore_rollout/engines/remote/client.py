@@ -85,11 +85,11 @@ class RemoteEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
     async def resume(self) -> None:
         await self._call(Engine.resume)
 
-    async def sleep(self) -> None:
-        await self._call(Engine.sleep)
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        await self._call(Engine.sleep, keep_weights=keep_weights)
 
-    async def wake(self) -> None:
-        await self._call(Engine.wake)
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+        await self._call(Engine.wake, weights=weights, cache=cache)
 
     async def held_weights(self, names: Sequence[str] | None = None) -> HeldWeights | None:
         return await self._call(report_weights, names)
@@ -102,9 +102,9 @@ class RemoteEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
     def _end_silent(self, reason: str) -> None:
         """Kill the process, which has been silent for too long."""
 
-    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
         self._check_open()
-        return await self._ask(session.Call(method, arguments))
+        return await self._ask(session.Call(method, arguments, options))
 
     async def _ask(self, message: session.EngineCall) -> Any:
         # Without the shield, cancelling the caller would cancel the future that the process answers.

@@ -36,6 +36,12 @@ _STATUS = struct.Struct("!i")
 """The message on a status socket: first the pid, with a descriptor of the process, and last the exit code."""
 
 _PR_SET_PDEATHSIG = 1
+_CUDA_CHECK = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Makes ``torch.cuda.is_available()``, which modules call at import, ask the driver's management library.
+
+Otherwise it asks the CUDA runtime, after which no fork of the process can use CUDA. Children get the owner's
+environment instead, and find the devices that their own ``CUDA_VISIBLE_DEVICES`` names.
+"""
 
 
 def serve(control_fd: int, owner_pid: int, preload: Sequence[str]) -> None:
@@ -183,18 +189,27 @@ class _EngineServer(Session):
         else:
             self.take(call_id, message)
 
-    async def _build(self, setup: Setup) -> None:
+    async def _build(self, setup: Setup) -> str | None:
+        """Make the engine, and return the UUID of the GPU that its weights are on."""
         os.environ.clear()
         os.environ.update(setup.environment)
         os.chdir(setup.folder)
         sys.path[:] = setup.import_path
         self.engine = await make_engine(setup.factory, setup.num_threads)
         self.start(0, self.beat(setup.beat_interval_s))
+        return getattr(self.engine, "weights_gpu", None)
 
     def _next_weights(self, layout: Any) -> "Awaitable[Iterable[tuple[str, torch.Tensor]]]":
+        if isinstance(layout, bytes):
+            return self._opened(layout)
         # Here and not in the task: descriptors come in the order of messages.
         _, (fd,), _, _ = socket.recv_fds(self._weights, 1, 1, socket.MSG_CMSG_CLOEXEC)
         return self._mapped(fd, layout)
+
+    async def _opened(self, handles: bytes) -> "Iterable[tuple[str, torch.Tensor]]":
+        from gcore_rollout.weight_sync.shared_weights import OpenedWeights
+
+        return OpenedWeights(handles)
 
     async def _mapped(self, fd: int, layout: Any) -> "Iterable[tuple[str, torch.Tensor]]":
         if self._shared_weights is None:
@@ -219,7 +234,9 @@ class _ForkServer:
                 f"from gcore_rollout.engines.remote.fork_server import serve; serve({arguments})"
             )
             command = [sys.executable, "-c", program]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            environment = os.environ | _CUDA_CHECK
+            fds = [theirs.fileno()]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment)
         atexit.register(self.close)
 
     def serves(self) -> bool:

@@ -18,7 +18,7 @@ from gcore_rollout.engines.remote.client import END_TIMEOUT_S, RemoteEngine, che
 from gcore_rollout.engines.remote.fork_server import Channel, ChildProcess
 from gcore_rollout.engines.remote.session import BEAT_INTERVAL_S, Call, EngineCall, Setup, UpdateWeights
 from gcore_rollout.errors import EngineStartError, RolloutError
-from gcore_rollout.weight_sync.shared_weights import SharedWeights
+from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
 
 
 class EngineProcess(RemoteEngine[RequestT, SampleT]):
@@ -37,6 +37,8 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
         self._process = process
         self._channel = channel
         self._weights_socket = weights_socket
+        self.weights_gpu: str | None = None
+        """The UUID of the GPU that the engine's weights are on; None: they are on none, or it does not report it."""
         self._weights = SharedWeights()
         self._weights_in_use: asyncio.Future[Any] | None = None
         self._last_update = new_future()
@@ -88,7 +90,7 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
                     beat_interval_s=min(BEAT_INTERVAL_S, heartbeat_timeout_s / 4),
                     factory=packed,
                 )
-                await engine._reply_to(setup)
+                engine.weights_gpu = await engine._reply_to(setup)
         except BaseException as error:
             if engine is not None:
                 engine._kill("its start failed")
@@ -117,6 +119,9 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights, which are copied to shared memory, unless they are a `SharedWeights`.
 
+        Weights on the engine's own GPU stay there: they are copied to memory that it opens by CUDA IPC, and are freed
+        when it has copied them, unless they are a `SharedCudaWeights`.
+
         An `HFEngine` on CPU computes with them in place, others copy them once more. When this returns, the caller owns
         them again and may rewrite a `SharedWeights`. An iterable that fails half-way leaves the engine with its old
         weights. If this is cancelled, the update may still happen.
@@ -130,6 +135,12 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             while not self._last_update.done():
                 await asyncio.wait([self._last_update])
             self._check_open()
+            if self.weights_gpu is not None:
+                found = weights if isinstance(weights, SharedCudaWeights) else FirstSeen(weights)
+                if share_a_gpu(found.gpu, self.weights_gpu):
+                    await self._update_on_gpu(found, version)
+                    return
+                weights = found
             shared.write(weights)
         message = UpdateWeights(shared.layout, version)
         in_use = new_future()
@@ -138,6 +149,13 @@ class EngineProcess(RemoteEngine[RequestT, SampleT]):
             socket.send_fds(self._weights_socket, [b"\0"], [shared.fileno()])
         self._last_update = reply = self._reply_to(message)
         reply.add_done_callback(lambda _: self._weights_taken(reply, in_use))
+        await asyncio.shield(reply)
+
+    async def _update_on_gpu(self, weights: "SharedCudaWeights | FirstSeen", version: int) -> None:
+        shared = weights if isinstance(weights, SharedCudaWeights) else SharedCudaWeights(weights)
+        self._last_update = reply = self._reply_to(UpdateWeights(shared.handles(), version))
+        if shared is not weights:
+            reply.add_done_callback(lambda _: shared.close())
         await asyncio.shield(reply)
 
     async def close(self) -> None:

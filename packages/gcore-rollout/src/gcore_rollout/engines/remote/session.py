@@ -4,9 +4,9 @@ import asyncio
 import inspect
 import pickle
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gcore_rollout.engines.protocol import AnyRequest, AnySample, Engine, EngineStats, report_weights
@@ -50,12 +50,14 @@ class Call:
     method: Callable[..., Awaitable[Any]]
     """A method of `Engine`, or `report_weights`."""
     arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
 class UpdateWeights:
     source: Any
-    """The `SharedWeights.layout` of memory that was sent over the socket for descriptors; in Ray the references."""
+    """The `SharedWeights.layout` of memory that was sent over the socket for descriptors, or the handles of a
+    `SharedCudaWeights`; in Ray the references."""
     version: int
 
 
@@ -150,8 +152,8 @@ class Session:
                 self.start(call_id, self._generate(call_id, requests))
             case UpdateWeights(source, version):
                 self.start(call_id, self._update(self._read(source), version))
-            case Call(method, arguments):
-                self.start(call_id, self._call(method, *arguments))
+            case Call(method, arguments, options):
+                self.start(call_id, self._call(method, *arguments, **options))
             case Abandon():
                 if task := self._tasks.get(call_id):
                     task.cancel()
@@ -205,13 +207,20 @@ class Session:
 
     async def _update(self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int) -> bool:
         """Return whether the engine uses the memory of the weights from now on."""
-        weights = await reading
+        weights: Any = await reading
+        if release := getattr(weights, "release", None):
+            # The sender's own memory, which it needs again.
+            try:
+                await self.engine.update_weights(weights, version=version)
+            finally:
+                release()
+            return False
         if in_place := getattr(self.engine, "update_weights_in_place", None):
             return await in_place(weights, version=version)
         await self.engine.update_weights(weights, version=version)
         return False
 
-    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    async def _call(self, method: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
         if method is report_weights:
             return await report_weights(self.engine, *arguments)
-        return await getattr(self.engine, method.__name__)(*arguments)
+        return await getattr(self.engine, method.__name__)(*arguments, **options)

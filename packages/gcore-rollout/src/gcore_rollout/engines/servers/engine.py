@@ -270,8 +270,10 @@ class ServerEngine(TokenEngine):
             write_weights, tensors, parent, version=version, model_path=self._model_path
         )
         self._is_held = True
+        # Asleep it stands still, too, and a call to resume would start it.
+        stands = self._is_paused or self._is_asleep
         try:
-            if not self._is_paused:
+            if not stands:
                 await self._control("pause")
             try:
                 await self._load_on_server(folder, version)
@@ -279,10 +281,10 @@ class ServerEngine(TokenEngine):
                 reason = f"the weights in {folder} could not be loaded, does the server see them? {error}"
                 raise EngineDiedError(reason) from error
             unused, self._weights_folder = self._weights_folder, folder
-            self._version = version
+            self._has_taken(version)
             for running in self._running.values():
                 running.updates.append((len(running.token_ids), version))
-            if not self._is_paused:
+            if not stands:
                 await self._control("resume")
         finally:
             self._is_held = False

@@ -28,7 +28,8 @@ class SGLangServerEngine(ServerEngine):
         python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init --incremental-streaming-output \\
             --disable-overlap-schedule
 
-    and for `sleep` to free memory with ``--enable-memory-saver``. With overlapped scheduling, a token sampled with old
+    for `sleep` to free memory with ``--enable-memory-saver``, and to keep the weights then with
+    ``--enable-weights-cpu-backup``. With overlapped scheduling, a token sampled with old
     weights may come out after an update, and would carry the new version. Seeds count only with
     ``--enable-deterministic-inference``, which SGLang does not offer on CPU.
 
@@ -45,7 +46,10 @@ class SGLangServerEngine(ServerEngine):
         "pause": ("/pause_generation", {"body": {"mode": "in_place"}}),
         "resume": ("/continue_generation", {"body": {}}),
         "sleep": ("/release_memory_occupation", {"body": {}}),
+        "discard": ("/release_memory_occupation", {"body": {}}),
         "wake": ("/resume_memory_occupation", {"body": {}}),
+        "wake_weights": ("/resume_memory_occupation", {"body": {"tags": ["weights"]}}),
+        "wake_cache": ("/resume_memory_occupation", {"body": {"tags": ["kv_cache", "cuda_graph"]}}),
     }
     _ENDS_PAUSED_SAMPLES: ClassVar[bool] = False
 

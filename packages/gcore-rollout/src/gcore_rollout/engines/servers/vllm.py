@@ -41,7 +41,10 @@ class VLLMServerEngine(ServerEngine):
         "pause": ("/pause", {"params": {"mode": "keep", "clear_cache": "false"}}),
         "resume": ("/resume", {}),
         "sleep": ("/sleep", {"params": {"level": "1"}}),
+        "discard": ("/sleep", {"params": {"level": "2"}}),
         "wake": ("/wake_up", {}),
+        "wake_weights": ("/wake_up", {"params": {"tags": "weights"}}),
+        "wake_cache": ("/wake_up", {"params": {"tags": "kv_cache"}}),
     }
     _ENDS_PAUSED_SAMPLES: ClassVar[bool] = True
 

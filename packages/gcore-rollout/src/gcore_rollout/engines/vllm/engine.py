@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -12,25 +13,31 @@ import torch
 
 from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
 from gcore_rollout.engines.queueing import Control, InProcessEngine, Sample, SampleFilter, check_max_num_seqs
-from gcore_rollout.engines.vllm import process, translation
+from gcore_rollout.engines.vllm import options, process, translation
 from gcore_rollout.errors import MissingExtraError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
+from gcore_rollout.weight_sync.shared_weights import gpu_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_CPU_KV_CACHE_BYTES = 1 << 30
+_SLEEP_LEVELS: dict[Control, int] = {"sleep": 1, "discard": 2}
+_WAKE_TAGS: dict[Control, list[str] | None] = {"wake": None, "wake_weights": ["weights"], "wake_cache": ["kv_cache"]}
 
 
 class VLLMEngine(InProcessEngine):
     """Runs a model under vLLM, one device per engine.
 
-    Samples enter vLLM in the order of calls, at most ``max_num_seqs`` at a time, each with a seed of its own. The same
-    seed gives the same tokens as long as rounding does: vLLM's kernels may add in another order in another batch.
-    A continued sample draws with a new generator, from a seed of its own, and repetitions are looked for in its new
-    tokens alone.
+    Samples enter vLLM in the order of calls, at most ``max_num_seqs`` at a time, each with a seed of its own, unless
+    ``seed_per_sample`` is off. The same seed gives the same tokens as long as rounding does: vLLM's kernels may add in
+    another order in another batch. A continued sample draws with a new generator, from a seed of its own, and
+    repetitions are looked for in its new tokens alone.
 
-    `sleep` frees keys, values and weights on a GPU, if the engine was made for it; on CPU under Linux, keys and values.
+    Without seeds of their own, samples are drawn from one generator, which starts again with the seed of the first of
+    the samples that enter together: the same samples come only from the same calls at the same times.
+
+    `sleep` frees keys, values and weights on a GPU, if the engine was made for it; on CPU under Linux, keys and values,
+    and the weights stay where they are. vLLM's own sleep frees nothing on CPU.
 
     Temperatures from 0.01 to 2, or 0, are accepted. Log-probs are of the distribution sampled from: temperature
     applied; greedy ones at temperature 1.
@@ -58,6 +65,7 @@ class VLLMEngine(InProcessEngine):
         shapes: dict[str, tuple[int, ...]],
         eos_token_ids: Sequence[int],
         recompute_kv: bool = False,
+        seed_per_sample: bool | None = None,
         vision: VisionProcessor | None = None,
     ) -> None:
         from vllm import LLMEngine
@@ -74,7 +82,12 @@ class VLLMEngine(InProcessEngine):
         VLLMEngine._made_process_group |= not group_existed
         VLLMEngine._num_live += 1
         self._can_sleep = config.model_config.enable_sleep_mode
-        self._on_cpu = config.device_config.device_type == "cpu"
+        self._on_cpu = on_cpu = config.device_config.device_type == "cpu"
+        has_v2_runner = not on_cpu and config.use_v2_model_runner
+        self._draws_by_sample = options.draws_by_sample(seed_per_sample, on_cpu=on_cpu, has_v2_runner=has_v2_runner)
+        # On CPU vLLM draws from torch's generator at every step, even where each sample has a seed.
+        needs_generators = on_cpu or not self._draws_by_sample
+        self._generators = options.OwnGenerators(on_cpu=on_cpu) if needs_generators else None
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         self._shapes = shapes
         self._eos = list(eos_token_ids)
@@ -90,9 +103,13 @@ class VLLMEngine(InProcessEngine):
         dtype: torch.dtype = torch.float32,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
+        gpu_memory_utilization: float | None = None,
         kv_cache_memory_bytes: int | None = None,
+        max_num_batched_tokens: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
         enforce_eager: bool | None = None,
+        async_scheduling: bool = False,
+        seed_per_sample: bool | None = None,
         recompute_kv: bool = False,
         enable_sleep_mode: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
@@ -103,9 +120,17 @@ class VLLMEngine(InProcessEngine):
             path: folder with ``config.json`` and safetensors weights; a tokenizer is needed where images are read.
             max_model_len: longest prompt + completion, in tokens; default: the model's.
             max_num_seqs: largest number of running samples.
-            kv_cache_memory_bytes: default: 1 GiB on CPU, the free memory on a GPU.
+            gpu_memory_utilization: share of a GPU's memory, in (0, 1], that weights, activations, keys and values take
+                together; it must be free at the start. Default: vLLM's, 0.92.
+            kv_cache_memory_bytes: memory of keys and values; default: 1 GiB on CPU, the rest of the share on a GPU.
+            max_num_batched_tokens: most tokens computed in a step; longer prompts are cut in chunks on a GPU. Default:
+                16,384 on a GPU of 70 GiB or more, 8,192 on others, 2,048 or the longest sequence on CPU.
             eos_token_ids: default: those of the model's generation config.
             enforce_eager: no compilation and no CUDA graphs; default: on CPU, where compiling costs more than it saves.
+            async_scheduling: on a GPU, prepare a step while the one before it runs. `pause`, `sleep` and
+                `update_weights` first take in the step that runs.
+            seed_per_sample: each sample has a seed of its own, which determines it up to rounding. Default: on CPU, and
+                on a GPU where vLLM runs its second model runner; with the first one a step gets slower with each seed.
             recompute_kv: on `update_weights`, compute the keys and values of running samples again with the new
                 weights. By default those computed before stay, as in the `hf` engine: no stall, and the log-probs
                 are still those of the distribution sampled from.
@@ -129,13 +154,20 @@ class VLLMEngine(InProcessEngine):
             eos_token_ids = process.eos_token_ids(path)
         vision = process.load_vision(path)
         on_cpu = not torch.cuda.is_available()
-        eager = on_cpu if enforce_eager is None else enforce_eager
-        if kv_cache_memory_bytes is None and on_cpu:
-            kv_cache_memory_bytes = _CPU_KV_CACHE_BYTES
+        of_device = options.device_options(
+            on_cpu=on_cpu,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling,
+            enable_sleep_mode=enable_sleep_mode,
+        )
+        is_eager: bool = of_device["enforce_eager"]
         process.set_environment()
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
-        with process.process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and eager):  # pyright: ignore[reportPrivateUsage]
+        with process.process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and is_eager):  # pyright: ignore[reportPrivateUsage]
             try:
                 from vllm import EngineArgs
             except ModuleNotFoundError as error:
@@ -150,9 +182,6 @@ class VLLMEngine(InProcessEngine):
                 dtype=cast(Any, dtype),
                 max_model_len=cast(Any, max_model_len),
                 max_num_seqs=max_num_seqs,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
-                enforce_eager=eager,
-                enable_sleep_mode=enable_sleep_mode and not on_cpu,
                 speculative_config=None if speculative_config is None else dict(speculative_config),
                 # vLLM is given processed images, but needs a tokenizer to start with a vision-language model.
                 skip_tokenizer_init=vision is None,
@@ -160,19 +189,23 @@ class VLLMEngine(InProcessEngine):
                 # The model's own generation config may hold top-k, top-p or penalties.
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
-                # A batch in flight while the weights change would be labelled with the new version.
-                async_scheduling=False,
-                # On CPU a seeded prompt cut in chunks ends in "CPU Generator does not use offset".
-                enable_chunked_prefill=False if on_cpu else None,
+                **of_device,
             )
             try:
-                config = args.create_engine_config()
+                config = args.create_engine_config(options.usage_context(on_cpu=on_cpu))
             except ValueError as error:
                 if "architectures" not in str(error):
                     raise
                 raise UnsupportedModelError(f"vLLM cannot run {path}: {error}") from error
             process.check_head_size(config)
-            return cls(config, shapes=shapes, eos_token_ids=eos_token_ids, recompute_kv=recompute_kv, vision=vision)
+            return cls(
+                config,
+                shapes=shapes,
+                eos_token_ids=eos_token_ids,
+                recompute_kv=recompute_kv,
+                seed_per_sample=seed_per_sample,
+                vision=vision,
+            )
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights; unknown or missing names and wrong shapes are refused before any copy.
@@ -182,6 +215,8 @@ class VLLMEngine(InProcessEngine):
         """
         self._check_update(version)
         engine = self._engine
+        # A step in flight would be labelled with the new version.
+        self._settle()
         new = {name: tensor.detach() for name, tensor in weights}
         process.check_weights_and_head(self._shapes, new, is_tied=self._tied)
         engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
@@ -190,7 +225,7 @@ class VLLMEngine(InProcessEngine):
         if self._vision is not None:
             # Drop the outputs of the old vision tower; reloading leaves the scheduler's entries of them.
             engine.reset_encoder_cache()
-        self._version = version
+        self._has_taken(version)
         engine.engine_core.set_weight_version(str(version))
         if self._recompute_kv:
             engine.reset_prefix_cache(reset_running_requests=True)
@@ -220,6 +255,11 @@ class VLLMEngine(InProcessEngine):
         super()._check_request(request)
         translation.check_temperature(request)
 
+    @property
+    def weights_gpu(self) -> str | None:
+        """The UUID of the GPU that the weights are on; None: they are on none."""
+        return None if self._on_cpu else gpu_of(torch.device("cuda", torch.cuda.current_device()))
+
     def _num_running(self) -> int:
         return len(self._running)
 
@@ -228,30 +268,39 @@ class VLLMEngine(InProcessEngine):
         return replace(stats, completion_tokens=stats.completion_tokens + self._tokens_sampled(self._running))
 
     async def _control(self, name: Control) -> None:
-        if name == "wake" and not self._on_cpu:
-            self._engine.wake_up()
-        elif name == "sleep" and self._on_cpu:
+        if name in ("pause", *_SLEEP_LEVELS):
+            self._settle()
+        if name in _WAKE_TAGS:
+            if not self._on_cpu:
+                self._engine.wake_up(_WAKE_TAGS[name])
+        elif name in _SLEEP_LEVELS and self._on_cpu:
             # What is left of the cache is zeros: vLLM must not look for prefixes there.
             is_reset = self._engine.reset_prefix_cache()
             assert is_reset
             self._engine.collective_rpc(process.free_kv_cache)
-        elif name == "sleep" and self._can_sleep:
-            self._engine.sleep(level=1)
-        elif name == "sleep":
+        elif name in _SLEEP_LEVELS and self._can_sleep:
+            self._engine.sleep(level=_SLEEP_LEVELS[name])
+        elif name in _SLEEP_LEVELS:
             raise RolloutError("sleep needs an engine made with from_pretrained(..., enable_sleep_mode=True)")
 
     def _step(self) -> None:
-        for group in self._admitted():
+        admitted = self._admitted()
+        for group in admitted:
             prompt = translation.prompt_of(group[0], self._vision, version=self._version)
             for sample in group:
                 if not sample.shares_prompt:
                     self._prompt_tokens += len(sample.start_token_ids)
                 sample_id = str(next(self._sample_ids))
                 self._running[sample_id] = sample
-                self._engine.add_request(sample_id, prompt, translation.sampling_params(sample, self._eos))
-        # On CPU vLLM draws from torch's global generator at every step, even where each sample has a seed.
-        with torch.random.fork_rng(devices=(), enabled=self._on_cpu):
+                settings = translation.sampling_params(sample, self._eos, has_seed=self._draws_by_sample)
+                self._engine.add_request(sample_id, prompt, settings)
+        seed = admitted[0][0].generator_seed if admitted and not self._draws_by_sample else None
+        with self._generators.in_use(seed) if self._generators is not None else nullcontext():
             outputs: list[Any] = self._engine.step()
+        self._take_in(outputs)
+
+    def _take_in(self, outputs: Sequence[Any]) -> None:
+        """Hand over the samples that a step has finished."""
         for output in outputs:
             sample, result = self._running.pop(output.request_id), output.outputs[0]
             self._completion_tokens += len(result.token_ids)
@@ -261,6 +310,21 @@ class VLLMEngine(InProcessEngine):
                 reason = f"{result.finish_reason}, {result.stop_reason}"
                 error = RolloutError(f"vLLM gave up a sample of {sample.request.request_id!r}: {reason}")
                 sample.call.finished.put_nowait(error)
+
+    def _settle(self) -> None:
+        """Take in the steps in flight, where steps overlap, without starting another."""
+        core: Any = self._engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            # Meanwhile steps are of no tokens.
+            while any(step.total_num_scheduled_tokens for _, step, _ in core.batch_queue):
+                self._take_in(self._engine.step())
+        finally:
+            core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _remove_running(self, which: SampleFilter, *, as_aborted: bool) -> list[Sample]:
         removed = {sample_id: sample for sample_id, sample in self._running.items() if which(sample)}

@@ -77,7 +77,7 @@ def options_for_images(*, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def sampling_settings(sample: Sample, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+def sampling_settings(sample: Sample, eos_token_ids: Sequence[int], *, has_seed: bool = True) -> dict[str, Any]:
     """Return the fields of vLLM's `SamplingParams` for a sample, as its server takes them."""
     sampling = sample.request.sampling
     detection = sampling.repetition_detection
@@ -86,7 +86,7 @@ def sampling_settings(sample: Sample, eos_token_ids: Sequence[int]) -> dict[str,
         "temperature": sampling.temperature,
         "repetition_detection": None if detection is None else asdict(detection),
         # vLLM's generators take signed 64-bit seeds, and -1 for none.
-        "seed": sample.generator_seed,
+        "seed": sample.generator_seed if has_seed else None,
         "stop_token_ids": list(eos_token_ids),
         # Without a tokenizer vLLM knows no other end-of-sequence token.
         "ignore_eos": True,
@@ -95,11 +95,11 @@ def sampling_settings(sample: Sample, eos_token_ids: Sequence[int]) -> dict[str,
     }
 
 
-def sampling_params(sample: Sample, eos_token_ids: Sequence[int]) -> "SamplingParams":
+def sampling_params(sample: Sample, eos_token_ids: Sequence[int], *, has_seed: bool = True) -> "SamplingParams":
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
-    settings = sampling_settings(sample, eos_token_ids)
+    settings = sampling_settings(sample, eos_token_ids, has_seed=has_seed)
     if (detection := settings["repetition_detection"]) is not None:
         settings["repetition_detection"] = RepetitionDetectionParams(**detection)
     return SamplingParams(**settings, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)

@@ -1,0 +1,243 @@
+"""The memory of the GPU that trainer, engine and reward models of a run share: planned, said, and refused if short."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.forecast import planner_job
+from gcore_llm.learning.preparation import workload_of
+from gcore_placement import (
+    Device,
+    DevicePlan,
+    EngineSettings,
+    ModelShape,
+    PlacementError,
+    TrainingLayout,
+    TrainingState,
+    plan_one_device,
+)
+from gcore_runs import UserError, check_model, count_parameters, print_table
+from gcore_runs.simulation.forecast import model_shape
+from gcore_trainer import LARGE_MODEL
+
+_GB = 1e9
+_STAND_IN = "H100"
+"""Device that a dry run plans for on a machine without a GPU."""
+
+
+def plan_memory(config: TrainConfig, model: Path, device: Device) -> DevicePlan:
+    """Plan the memory of a GPU for a run of a model's folder; see `plan_one_device`. Only headers of files are read.
+
+    With several ranks each has a GPU of its own, and the plan is of the first, which has the first engine, too.
+    """
+    rollout, judged = config.rollout, config.reward_model
+    job = planner_job(config, model, _shape)
+    others: dict[str, float] = {}
+    if judged.kind == "classifier":
+        others["reward model"] = float(job.compute_bytes * count_parameters(Path(judged.path)))
+    is_auto = rollout.colocated == "auto" and config.trainer.schedule == "sync" and config.trainer.backend == "torch"
+    engine = EngineSettings(
+        max_num_seqs=rollout.max_num_seqs,
+        takes_turns=None if is_auto else rollout.colocated is True,
+    )
+    layout, state = _layout(config, job.policy), _state(config, job.policy)
+    return plan_one_device(job, layout, engine, device, state=state, others=others)
+
+
+def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
+    """Return a run's settings with its engine's share of the GPU, and with turns if they are needed; say both shares.
+
+    Settings stay as they are where trainer and engine have different GPUs, and for the embedded model, which is tiny.
+
+    Raises:
+        UserError: the run does not fit into the GPU's memory.
+    """
+    model = Path(config.model)
+    if not config.model or not _shares_gpu(config):
+        return config
+    device = _present_device(config.device)
+    plan = plan_memory(config, model, device)
+    check_fits(model, plan, device)
+    for line in summary(plan, device):
+        say(line)
+    rollout = config.rollout
+    rollout = replace(rollout, colocated=plan.takes_turns)
+    if "gpu_memory_utilization" in rollout.kind.own_options and rollout.gpu_memory_utilization is None:
+        rollout = replace(rollout, gpu_memory_utilization=plan.gpu_memory_utilization)
+    if "kv_cache_bytes" in rollout.kind.own_options and rollout.kv_cache_bytes is None:
+        rollout = replace(rollout, kv_cache_bytes=plan.kv_cache_bytes)
+    return replace(config, rollout=rollout)
+
+
+def _shares_gpu(config: TrainConfig) -> bool:
+    """Return whether an engine is on a GPU of the trainer: processes have GPUs by their number, from 0 on."""
+    import torch
+
+    if config.runtime != "inline" or config.rollout.is_on_servers or not config.device.startswith("cuda"):
+        return False
+    own, count = torch.device(config.device).index or 0, torch.cuda.device_count()
+    is_in_process = config.trainer.num_processes == 1 and config.trainer.backend == "torch"
+    ranks = {own} if is_in_process else {rank % count for rank in range(config.trainer.num_processes)}
+    engines = {number % count for number in range(config.rollout.num_processes)} or {own}
+    return not ranks.isdisjoint(engines)
+
+
+def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
+    """Raise `UserError` with the numbers, and what would fit, if a plan does not fit."""
+    if plan.fits:
+        return
+    stage = plan.fullest
+    shares = "; ".join(
+        f"{role}: " + ", ".join(f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20)
+        for role, items in plan.roles.items()
+    )
+    settings = {
+        "turns": "rollout.colocated auto with trainer.schedule sync",
+        "gradient checkpointing": "actor.enable_gradient_checkpointing true",
+        "small micro-batches": f"actor.ppo_max_token_len {plan.longest_sequence}",
+        "optimizer offload": "actor.offload optimizer",
+        "full offload": "actor.offload all",
+        "LoRA": "actor.lora_rank 16",
+    }
+    fitting = [
+        f"{' and '.join(settings[name] for name in remedy.names)} ({remedy.peak_bytes / _GB:.1f} GB)"
+        for remedy in plan.remedies
+    ]
+    advice = f"these would fit: {'; '.join(fitting)}" if fitting else "no setting makes it fit; more GPUs would"
+    raise UserError(
+        f"model is {str(model)!r} ({count_parameters(model) / _GB:.2f} B parameters), whose stage {stage!r} needs "
+        f"{plan.peaks[stage] / _GB:.1f} GB; expected at most {plan.usable_bytes / _GB:.1f} of the "
+        f"{plan.device_bytes / _GB:.1f} GB of {device.name} (GB: {shares}); {advice}"
+    )
+
+
+def summary(plan: DevicePlan, device: Device) -> list[str]:
+    """Return lines with the shares of a device, for the start of a run."""
+    shares = ", ".join(f"{role} {plan.share(role) / _GB:.1f} GB" for role in plan.roles)
+    how = "take turns on it (rollout.colocated)" if plan.takes_turns else "are in it side by side"
+    return [
+        f"memory of {device.name}, {plan.usable_bytes / _GB:.1f} of {plan.device_bytes / _GB:.1f} GB to plan with: "
+        f"{shares}; trainer and engine {how}",
+        f"the engine may use {plan.gpu_memory_utilization:.0%} of the memory: keys and values of {plan.kv_tokens:,} "
+        f"tokens, of the longest sequences {plan.kv_tokens // plan.longest_sequence:,}",
+    ]
+
+
+def dry_run(config: TrainConfig) -> None:
+    """Print which role is where and in how many bytes; nothing is loaded or started.
+
+    Raises:
+        UserError: there is no model, or the run does not fit, after the tables are printed.
+    """
+    if not config.model:
+        raise UserError("model is not set; expected a local Hugging Face folder with dry_run")
+    if config.runtime != "inline" or config.rollout.is_on_servers:
+        raise UserError(
+            f"dry_run is true with runtime {config.runtime!r} and rollout.engine {config.rollout.engine!r}; expected "
+            "inline and an engine of this machine; gcore-placement plan is for clusters"
+        )
+    model = Path(config.model)
+    check_model(model)
+    device = _asked_device(config)
+    plan = plan_memory(config, model, device)
+    _print_tables(config, plan, device)
+    check_fits(model, plan, device)
+
+
+def _print_tables(config: TrainConfig, plan: DevicePlan, device: Device) -> None:
+    judge = config.reward_model.judge
+    trained = f"{config.trainer.backend} on {_gpus(config.trainer.num_processes)}"
+    where = {
+        "policy engine": f"{config.rollout.engine} on {_gpus(config.rollout.num_processes)}",
+        "judge": f"{judge.engine} on {_gpus(judge.num_processes)}",
+        "reward model": "transformers on GPU 0",
+    }
+    sections: list[list[list[str]]] = []
+    for role, items in plan.roles.items():
+        rows = [["", "", item, f"{size:,.0f}"] for item, size in items.items() if size]
+        # With actor.offload all, the device has the largest model alone.
+        rows = rows or [["", "", "no more than the trainer, in its place", "0"]]
+        rows[0][:2] = role, where.get(role, trained)
+        sections.append(rows)
+    print_table(f"{config.model} on {device.name}", ["role", "where", "item", "bytes"], sections)
+    turns = {"generate": "engines", "prepare": "trainer", "train": "trainer", "sync": "trainer and engine's weights"}
+    peaks = [
+        [
+            stage,
+            turns[stage] if plan.takes_turns else "trainer and engines",
+            f"{size:,.0f}",
+            f"{size / plan.device_bytes:.0%}",
+        ]
+        for stage, size in plan.peaks.items()
+    ]
+    print_table("peak of each stage", ["stage", "in memory", "bytes", "of the GPU"], [peaks])
+    for line in summary(plan, device):
+        print(line)
+    if plan.host_bytes:
+        print(f"in the host's memory: {plan.host_bytes:,.0f} bytes")
+    print("fits" if plan.fits else "does not fit", flush=True)
+
+
+def _gpus(count: int) -> str:
+    """Name the first GPUs, for so many processes."""
+    return f"GPU 0 to {count - 1}" if count > 1 else "GPU 0"
+
+
+def _shape(model: Path) -> ModelShape:
+    """Return the shape of a folder's model, with as many parameters as its files hold."""
+    try:
+        shape = model_shape(model)
+    except PlacementError:
+        # Another architecture: its widths are those of a dense decoder.
+        shape = ModelShape(workload=workload_of(model))
+    counted = count_parameters(model)
+    return replace(shape, other_parameters=counted - shape.num_parameters) if counted else shape
+
+
+def _layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
+    trainer, parallel, setting = config.trainer, config.trainer.parallel, config.actor.enable_gradient_checkpointing
+    is_checkpointed = policy.num_parameters >= LARGE_MODEL if setting == "auto" else setting
+    is_megatron = trainer.backend == "megatron"
+    return TrainingLayout(
+        backend=trainer.backend,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size if is_megatron else 1,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size if is_megatron else 1,
+        context_parallel_size=parallel.context_parallel_size,
+        data_parallel_size=parallel.data_parallel_size(trainer.num_processes),
+        gradient_checkpointing=is_checkpointed,
+        ppo_max_token_len=config.actor.ppo_max_token_len,
+    )
+
+
+def _state(config: TrainConfig, policy: ModelShape) -> TrainingState:
+    actor = config.actor
+    return TrainingState(
+        offload=actor.offload,
+        adapter_parameters=policy.adapter_parameters(actor.lora_rank) if actor.lora_rank else 0,
+        checkpointed_share=actor.checkpointed_layers,
+        activation_offload=actor.activation_offload,
+    )
+
+
+def _asked_device(config: TrainConfig) -> Device:
+    """Return the device that a dry run plans for."""
+    import torch
+
+    if not (asked := config.dry_run_device):
+        return _present_device(config.device) if torch.cuda.is_available() else Device.named(_STAND_IN)
+    if asked.replace(".", "", 1).isdecimal():
+        return Device.of_memory(f"a GPU of {asked} GB", float(asked) * _GB)
+    try:
+        return Device.named(asked)
+    except PlacementError as error:
+        raise UserError(f"dry_run_{error}, or a number of gigabytes") from None
+
+
+def _present_device(device: str) -> Device:
+    """Return a GPU of this machine, with the memory that it has."""
+    import torch
+
+    place = torch.device("cuda" if device in ("auto", "cpu") else device)
+    found = torch.cuda.get_device_properties(place)
+    return Device.of_memory(found.name, float(found.total_memory))

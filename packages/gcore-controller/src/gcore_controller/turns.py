@@ -1,0 +1,90 @@
+"""Turns of a trainer group and of engines that share devices: which of them is in the devices' memory at a stage."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from gcore_controller.context import DeviceTimers, rank_name
+
+Turn = Literal["sampling", "training", "sync"]
+"""A stage that has the devices: sampling, with the engines awake; training, with the trainer; sync, with the trainer
+and the weights of the policy's engine, but not its keys and values."""
+
+
+class SleepingTrainer(Protocol):
+    """A trainer group that can leave its devices; both methods are idempotent."""
+
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+
+
+class SleepingEngine(Protocol):
+    """An engine that can leave its devices, its weights and its keys and values one by one; see gcore-rollout."""
+
+    async def abort(self) -> None: ...
+    async def sleep(self, *, keep_weights: bool = True) -> None: ...
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None: ...
+
+
+class DeviceTurns:
+    """Lets roles that share devices take turns: the one whose turn it is has the memory, and the others are asleep.
+
+    New weights pass in the order that needs least memory: the engine's weights wake and are overwritten, the trainer
+    goes to sleep, and only then keys and values wake. Weights that will be overwritten are dropped instead of moved.
+
+    Args:
+        trainer: awake at first.
+        policy: the engine that takes over the trainer's weights, asleep at first, with its weights kept.
+        others: further engines that work in the turn of sampling, such as a judge; asleep at first.
+        devices: records the swaps of the training ranks; engines record their own.
+        num_ranks: number of training ranks whose swaps are recorded.
+    """
+
+    def __init__(
+        self,
+        trainer: SleepingTrainer,
+        policy: SleepingEngine,
+        others: Sequence[SleepingEngine] = (),
+        *,
+        devices: DeviceTimers,
+        num_ranks: int = 0,
+    ) -> None:
+        self.current: Turn | None = "training"
+        """None: a swap has failed half-way."""
+        self._trainer, self._policy, self._others = trainer, policy, list(others)
+        self._devices, self._ranks = devices, [rank_name(rank) for rank in range(num_ranks)]
+        self._swapping = asyncio.Lock()
+
+    async def take(self, turn: Turn) -> None:
+        """Put to sleep what ``turn`` does not need, then wake what it needs. Idempotent.
+
+        Samples that still run at the end of the turn of sampling are aborted. After `training` comes `sync`, with an
+        update of the policy's weights, before the next turn of sampling. After an error, the next call tries again.
+        """
+        async with self._swapping:
+            if turn == self.current:
+                return
+            before, self.current = self.current, None
+            if turn == "sampling":
+                self._move_trainer(is_awake=False)
+                for engine in (self._policy, *self._others):
+                    await engine.wake()
+            else:
+                if before != "training":
+                    await self._end_sampling(keep_weights=turn == "sync")
+                    self._move_trainer(is_awake=True)
+                if turn == "sync":
+                    await self._policy.wake(cache=False)
+            self.current = turn
+
+    async def _end_sampling(self, *, keep_weights: bool) -> None:
+        for engine in (self._policy, *self._others):
+            await engine.abort()
+            await engine.sleep(keep_weights=keep_weights or engine is not self._policy)
+
+    def _move_trainer(self, *, is_awake: bool) -> None:
+        with self._devices.stage("swap", *self._ranks):
+            if is_awake:
+                self._trainer.wake()
+            else:
+                self._trainer.sleep()

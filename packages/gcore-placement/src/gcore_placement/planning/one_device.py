@@ -1,0 +1,334 @@
+"""The memory of one device that the trainer and the engines of a job share: side by side, or by turns."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from gcore_placement.cluster import Cluster, Device, Efficiency
+from gcore_placement.errors import PlacementError
+from gcore_placement.forecast import EngineStage, Job
+from gcore_placement.planning.layouts import (
+    DEFAULT_STATE,
+    TrainingLayout,
+    TrainingLayouts,
+    TrainingState,
+    parts_at,
+    training_memory,
+)
+from gcore_placement.planning.options import EngineRoofline
+from gcore_placement.quantities import Amount, Checked, Positive
+
+PlanStage = Literal["generate", "prepare", "train", "sync"]
+"""A stage of a step, by what has to be in memory: generate, the engines; prepare, models that score; train; sync, the
+trainer's state and the weights of the engine that takes them over."""
+
+_STATE = ("weights", "gradients", "optimizer")
+_LORA_RANK = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(Checked):
+    """The engines of a job on the device, all alike."""
+
+    max_num_seqs: Positive = 256
+    """Most sequences at once."""
+    max_num_batched_tokens: Positive = 8192
+    """Most tokens of a pass."""
+    reserve_bytes: Amount = 1.5e9
+    """Bytes of CUDA graphs and of the libraries' own, for each engine."""
+    takes_turns: bool | None = None
+    """Whether the trainer leaves the device while the engines work, and these while the trainer does; None: if not all
+    fits side by side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change under which a job fits."""
+
+    names: Sequence[str]
+    """Names of the changes, of `REMEDIES`; all of them are needed."""
+    peak_bytes: float
+    """Bytes at the fullest stage, with the fewest keys and values that the engines can work with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """The memory of one device by role and by stage, in bytes."""
+
+    device_bytes: float
+    usable_bytes: float
+    """Bytes that may be planned with."""
+    roles: Mapping[str, Mapping[str, float]]
+    """Bytes of each item of each role: trainer, reference, critic, policy engine, judge, and others that were given."""
+    peaks: Mapping[PlanStage, float]
+    """Bytes at the fullest moment of each stage."""
+    host_bytes: float
+    """Bytes in the host's memory: what is offloaded, and by turns what sleeps of the trainer and of the engines."""
+    kv_tokens: int
+    """Tokens whose keys and values fit in the policy's engine."""
+    judge_kv_tokens: int
+    takes_turns: bool
+    longest_sequence: int
+    """Tokens that the engine must be able to hold: those of the longest prompt and response."""
+    remedies: Sequence[Remedy] = field(default=())
+    """Changes under which a job fits that does not."""
+
+    @property
+    def fits(self) -> bool:
+        """True if no stage needs more than the usable bytes."""
+        return max(self.peaks.values()) <= self.usable_bytes
+
+    @property
+    def fullest(self) -> PlanStage:
+        """The stage that needs most."""
+        return max(self.peaks, key=lambda stage: self.peaks[stage])
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the keys and values in the policy's engine."""
+        return int(self.roles["policy engine"]["keys and values"])
+
+    @property
+    def gpu_memory_utilization(self) -> float:
+        """Share of the device's memory that the policy's engine may use, as vLLM has it."""
+        return sum(self.roles["policy engine"].values()) / self.device_bytes
+
+    def share(self, role: str) -> float:
+        """Return the bytes of all items of a role; 0 for one that is not there."""
+        return float(sum(self.roles.get(role, {}).values()))
+
+
+def plan_one_device(
+    job: Job,
+    layout: TrainingLayout,
+    engine: EngineSettings,
+    device: Device,
+    *,
+    state: TrainingState = DEFAULT_STATE,
+    others: Mapping[str, float] | None = None,
+    efficiency: Efficiency | None = None,
+) -> DevicePlan:
+    """Plan the memory of one device: the trainer's share by `training_memory`, and what it leaves to the engines.
+
+    Side by side, the engines get the memory that the peak of training leaves; by turns, all of it. Each engine gets
+    keys and values for all sequences that it may run, as far as there is memory, and at least for the longest one.
+
+    Args:
+        job: the models and lengths; lengths are taken at their longest, so nothing depends on which are sampled.
+        layout: the trainer's, whose parts on this device count; one that has other devices has all of these alike.
+        state: the form in which the models in training are held.
+        others: bytes of other models that stay on the device, by role, such as a reward model.
+        efficiency: its usable share of the memory, and its factor of activations; None: the defaults.
+
+    Returns:
+        the plan; where it does not fit, with `DevicePlan.remedies`.
+    """
+    planner = _Planner(job, layout, engine, device, state, others or {}, efficiency or Efficiency())
+    plan = planner.plan()
+    return plan if plan.fits else replace(plan, remedies=planner.remedies())
+
+
+@dataclass(frozen=True)
+class _Planner:
+    job: Job
+    layout: TrainingLayout
+    engine: EngineSettings
+    device: Device
+    state: TrainingState
+    others: Mapping[str, float]
+    efficiency: Efficiency
+
+    def plan(self) -> DevicePlan:
+        """Plan with turns if they are asked for, or are needed and not excluded."""
+        if self.engine.takes_turns is not None:
+            return self._planned(takes_turns=self.engine.takes_turns)
+        together = self._planned(takes_turns=False)
+        has_all = together.kv_tokens >= self._wanted_tokens("generation")
+        return together if together.fits and has_all else self._planned(takes_turns=True)
+
+    def remedies(self) -> list[Remedy]:
+        """Return the changes that help alone; if none does, the fewest of the first ones that help together."""
+        found: list[Remedy] = []
+        together, names = self, list[str]()
+        for name, change in REMEDIES.items():
+            if (alone := change(self)) == self:
+                continue
+            if (plan := alone.plan()).fits:
+                found.append(Remedy(names=(name,), peak_bytes=max(plan.peaks.values())))
+            together = change(together)
+            names.append(name)
+            if not found and (plan := together.plan()).fits:
+                found.append(Remedy(names=tuple(names), peak_bytes=max(plan.peaks.values())))
+        alone = [remedy for remedy in found if len(remedy.names) == 1]
+        return alone or found[:1]
+
+    def _planned(self, *, takes_turns: bool) -> DevicePlan:
+        job, usable = self.job, self.device.memory_bytes * self.efficiency.free_memory
+        parts, own = (self._training_parts(each, self.state) for each in (job, replace(job, critic=None)))
+        resident = sum(parts[name] for name in (*_STATE, "reference"))
+        others = sum(self.others.values())
+        train = sum(parts.values())
+        # A pass that only scores keeps one layer's activations at a time.
+        layer = job.policy.activations_per_token * job.compute_bytes * self._tokens
+        scoring = max(self.efficiency.activations * layer, parts["logits"])
+        together = others if takes_turns else others + train
+        policy, judge = self._engines(usable - together)
+        engines = sum(policy.values()) + sum(judge.values())
+        # Weights pass from one to the other a tensor at a time.
+        bucket = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
+        awake = 0.0 if takes_turns else engines
+        peaks: dict[PlanStage, float] = {
+            "generate": others + engines + (0.0 if takes_turns else resident),
+            "prepare": others + awake + resident + parts["gathered"] + scoring,
+            "train": others + awake + train,
+            "sync": others + resident + bucket + (policy["weights"] if takes_turns else engines),
+        }
+        roles = {"policy engine": policy, "trainer": {name: own[name] for name in own if name != "reference"}}
+        if job.critic is not None:
+            roles["critic"] = {name: parts[name] - own[name] for name in _STATE}
+        if job.reference:
+            roles["reference"] = {"weights": parts["reference"]}
+        if judge:
+            roles["judge"] = judge
+        return DevicePlan(
+            device_bytes=self.device.memory_bytes,
+            usable_bytes=usable,
+            roles=roles | {name: {"weights": size} for name, size in self.others.items()},
+            peaks=peaks,
+            host_bytes=self._host_bytes([policy, judge], takes_turns=takes_turns),
+            kv_tokens=self._held_tokens("generation", policy),
+            judge_kv_tokens=self._held_tokens("reward", judge) if judge else 0,
+            takes_turns=takes_turns,
+            longest_sequence=job.longest_sequence,
+        )
+
+    def _host_bytes(self, engines: Sequence[Mapping[str, float]], *, takes_turns: bool) -> float:
+        """Return the bytes in the host's memory: what is offloaded, and what sleeps; gradients are not kept."""
+        job, offload = self.job, self.state.offload
+        whole = self._training_parts(job, replace(self.state, offload="none"))
+        has_others = job.critic is not None or job.reference
+        size = 0.0
+        if takes_turns:
+            size += sum(engine.get("weights", 0.0) for engine in engines)
+        if takes_turns or (offload == "all" and has_others):
+            size += whole["weights"] + whole["reference"]
+        if offload != "none":
+            # Master weights, a gradient and two moments, all in float32.
+            return size + 4 * whole["gradients"]
+        return size + (whole["optimizer"] if takes_turns else 0.0)
+
+    @property
+    def _tokens(self) -> float:
+        """Tokens of a micro-batch on this device."""
+        return max(self.job.longest_sequence, min(self.layout.ppo_max_token_len, self.job.training_tokens)) / (
+            self.layout.context_parallel_size
+        )
+
+    def _training_parts(self, job: Job, state: TrainingState) -> dict[str, float]:
+        layouts = TrainingLayouts.of(self.layout)
+        return parts_at(training_memory(job, layouts, activations=self.efficiency.activations, state=state), 0)
+
+    def _engines(self, free_bytes: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Divide the free bytes between the engines of the policy and the judge, by the tokens that they want."""
+        stages: list[EngineStage] = ["generation", "reward"] if self.job.judge is not None else ["generation"]
+        fixed = {stage: self._fixed(stage) for stage in stages}
+        free = free_bytes - sum(sum(items.values()) for items in fixed.values())
+        wanted = {stage: self._wanted_tokens(stage) * self._roofline(stage).kv_token_bytes for stage in stages}
+        part = min(1.0, max(0.0, free) / sum(wanted.values()))
+        found: dict[EngineStage, dict[str, float]] = {}
+        for stage in stages:
+            least = self._longest(stage) * self._roofline(stage).kv_token_bytes
+            found[stage] = {**fixed[stage], "keys and values": max(least, part * wanted[stage])}
+        return found["generation"], found.get("reward", {})
+
+    def _fixed(self, stage: EngineStage) -> dict[str, float]:
+        roofline, w = self._roofline(stage), self.job.engine_role(stage)[0].workload
+        share = self.engine.max_num_batched_tokens / 8192
+        # Logits of the running sequences in float32, and their probabilities.
+        sampling = 2.0 * 4 * self.engine.max_num_seqs * w.vocab_size
+        return {
+            "weights": roofline.weights_bytes,
+            "workspace": roofline.workspace_bytes * share + sampling,
+            "graphs and libraries": self.engine.reserve_bytes,
+        }
+
+    def _roofline(self, stage: EngineStage) -> EngineRoofline:
+        cluster = Cluster(num_devices=1, device=self.device)
+        return EngineRoofline(
+            model=self.job.engine_role(stage)[0],
+            cluster=cluster,
+            tp=1,
+            compute_bytes=self.job.compute_bytes,
+            efficiency=self.efficiency,
+        )
+
+    def _longest(self, stage: EngineStage) -> int:
+        _, read, written = self.job.engine_role(stage)
+        return int(np.ceil(read.longest + written.longest))
+
+    def _wanted_tokens(self, stage: EngineStage) -> int:
+        """Return the tokens of all sequences that the engine may run at once, at their longest."""
+        return self._longest(stage) * min(self.engine.max_num_seqs, self.job.train_batch_size * self.job.n)
+
+    def _held_tokens(self, stage: EngineStage, items: Mapping[str, float]) -> int:
+        return int(items["keys and values"] / self._roofline(stage).kv_token_bytes + 1e-6)
+
+
+def _with_checkpointing(planner: _Planner) -> _Planner:
+    state = replace(planner.state, checkpointed_share=1.0)
+    return replace(planner, layout=replace(planner.layout, gradient_checkpointing=True), state=state)
+
+
+def _with_small_micro_batches(planner: _Planner) -> _Planner:
+    fewest = min(planner.layout.ppo_max_token_len, planner.job.longest_sequence)
+    return replace(planner, layout=replace(planner.layout, ppo_max_token_len=fewest))
+
+
+def _with_turns(planner: _Planner) -> _Planner:
+    return replace(planner, engine=replace(planner.engine, takes_turns=None))
+
+
+def _with_optimizer_offload(planner: _Planner) -> _Planner:
+    has_less = planner.state.offload == "all"
+    return planner if has_less else replace(planner, state=replace(planner.state, offload="optimizer"))
+
+
+def _with_offload(planner: _Planner) -> _Planner:
+    if planner.job.critic is None and not planner.job.reference:
+        # A model alone is always at work.
+        return planner
+    return replace(planner, state=replace(planner.state, offload="all"))
+
+
+def _with_lora(planner: _Planner) -> _Planner:
+    if planner.state.adapter_parameters:
+        return planner
+    adapters = planner.job.policy.adapter_parameters(_LORA_RANK)
+    return replace(planner, state=replace(planner.state, adapter_parameters=adapters))
+
+
+REMEDIES = {
+    "turns": _with_turns,
+    "gradient checkpointing": _with_checkpointing,
+    "small micro-batches": _with_small_micro_batches,
+    "optimizer offload": _with_optimizer_offload,
+    "full offload": _with_offload,
+    "LoRA": _with_lora,
+}
+"""Changes that save memory, by name, those that cost least first: turns of trainer and engine; gradient checkpointing;
+micro-batches of one longest sequence; optimizer states in the host's memory, then all but those of the model at work;
+LoRA of rank 16 in place of training all parameters."""
+
+
+def check_device_memory(plan: DevicePlan) -> None:
+    """Raise PlacementError, with the numbers, if a plan does not fit."""
+    if plan.fits:
+        return
+    peak, stage = plan.peaks[plan.fullest], plan.fullest
+    parts = ", ".join(f"{role} {plan.share(role) / 1e9:.1f}" for role in plan.roles)
+    raise PlacementError(
+        f"memory of stage {stage} is {peak / 1e9:.1f} GB; expected at most {plan.usable_bytes / 1e9:.1f} of the "
+        f"device's {plan.device_bytes / 1e9:.1f} GB ({parts})"
+    )

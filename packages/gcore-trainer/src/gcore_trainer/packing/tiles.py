@@ -1,0 +1,324 @@
+"""Attention over a row as a few kernel calls, without masks: the tiles that tokens see (`Tile`), merged again.
+
+Tiles of a query are merged by their log-sum-exp (FlashAttention, arXiv:2205.14135, section 3.1), and go backward with
+the output and log-sum-exp over all of them. A tile whose queries see from one key on is a causal one in reverse order.
+
+Shapes: T tokens of a row, S segments of L tokens in one kernel call, N tokens of a call, H query heads, K key-value
+heads, D/V dimension of keys/values.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.autograd.function import once_differentiable
+
+from gcore_trainer.packing.block_attention import (
+    AttentionKind,
+    Places,
+    Scoring,
+    VarlenLengths,
+    attend_block,
+    attend_varlen,
+    block_gradients,
+    has_varlen_kernel,
+    include_sinks,
+    padded_places,
+    places_end_to_end,
+    sink_gradients,
+    varlen_gradients,
+)
+from gcore_trainer.sample import Segment, Span, Tile, rounded_length, row_tiles
+
+NUM_PADDED = 64
+"""Longest tiles that share a call with others of about their length, padded; longer ones only where lengths equal."""
+
+_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call(ABC):
+    """One kernel call."""
+
+    queries: Places
+    keys: Places
+    is_first: bool
+    """No call before this one has any of its queries, nor of its keys."""
+
+    @abstractmethod
+    def attend(
+        self, q_SQHD: torch.Tensor, k_SLKD: torch.Tensor, v_SLKV: torch.Tensor, scoring: Scoring
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output [S, Q, H, V] and log-sum-exp [S, Q, H]."""
+
+    @abstractmethod
+    def gradients(self, tensors: Sequence[torch.Tensor], scoring: Scoring) -> _Gradients:
+        """Return the call's part of the gradients of queries, keys and values.
+
+        Args:
+            tensors: [S, ...] of the call: gradient of the output, queries, keys, values, output, log-sum-exp.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Rectangle(Call):
+    """Tiles of equal, or about equal, extents in a batch."""
+
+    is_causal: bool
+    key_mask: torch.Tensor | None
+    """[S, 1, 1, L] 0, or -inf for padding that a query would see."""
+
+    def _scoring(self, scoring: Scoring) -> Scoring:
+        return replace(scoring, is_causal=self.is_causal, key_mask=self.key_mask)
+
+    def attend(
+        self, q_SQHD: torch.Tensor, k_SLKD: torch.Tensor, v_SLKV: torch.Tensor, scoring: Scoring
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q_SHQD, k_SKLD, v_SKLV = (x.transpose(1, 2) for x in (q_SQHD, k_SLKD, v_SLKV))
+        out_SHQV, lse_SHQ = attend_block(q_SHQD, k_SKLD, v_SKLV, self._scoring(scoring))
+        return out_SHQV.transpose(1, 2), lse_SHQ.transpose(1, 2)
+
+    def gradients(self, tensors: Sequence[torch.Tensor], scoring: Scoring) -> _Gradients:
+        *others, lse_SQH = tensors
+        if (is_padding := self.queries.is_padding) is not None:
+            # A query whose probabilities are 0 adds nothing, whatever it holds.
+            lse_SQH = lse_SQH.masked_fill(is_padding[..., None], torch.inf)
+        grad, q, k, v, out, lse = (x.transpose(1, 2) for x in (*others, lse_SQH))
+        grad_q, grad_k, grad_v = block_gradients(grad, q, k, v, out, lse, self._scoring(scoring))
+        return grad_q.transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Varlen(Call):
+    """Tiles of any extents end to end, for flash attention of CUDA; S is 1."""
+
+    lengths: VarlenLengths
+
+    def attend(
+        self, q_SQHD: torch.Tensor, k_SLKD: torch.Tensor, v_SLKV: torch.Tensor, scoring: Scoring
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out_NHD, lse_NH = attend_varlen(q_SQHD[0], k_SLKD[0], v_SLKV[0], self.lengths, scale=scoring.scale)
+        return out_NHD[None], lse_NH[None]
+
+    def gradients(self, tensors: Sequence[torch.Tensor], scoring: Scoring) -> _Gradients:
+        grad, q, k, v, out, lse = (x[0] for x in tensors)
+        grad_q, grad_k, grad_v = varlen_gradients(grad, q, k, v, out, lse, self.lengths, scale=scoring.scale)
+        return grad_q[None], grad_k[None], grad_v[None]
+
+
+def make_calls(
+    tiles: Sequence[Tile], *, num_tokens: int, device: torch.device, is_varlen: bool, window: int | None = None
+) -> list[Call]:
+    """Put tiles together in kernel calls.
+
+    Args:
+        num_tokens: of the row.
+        is_varlen: for flash attention of CUDA, a call for each kind of tile.
+        window: keys that queries of causal tiles see, for that kernel; None: all until their own.
+    """
+    # A query is in a call once, and its first call is the one where it sees itself.
+    groups: dict[Any, list[Tile]] = {}
+    times: dict[str, NDArray[np.int64]] = {}
+    for tile in tiles:
+        own = times.setdefault(tile.seen, np.zeros(num_tokens, np.int64))
+        own = own[tile.queries.start : tile.queries.start + tile.queries.length]
+        groups.setdefault((tile.seen, int(own.max()), None if is_varlen else _extents(tile)), []).append(tile)
+        own[:] = own.max() + 1
+    calls: list[Call] = []
+    for (seen, *_), members in sorted(groups.items(), key=lambda item: item[0][0] != "until"):
+        where: dict[str, Any] = {"device": device, "is_reversed": seen == "from"}
+        queries, keys = [tile.queries for tile in members], [tile.keys for tile in members]
+        is_first, is_causal = seen == "until", seen != "all"
+        if is_varlen:
+            lengths = _lengths(queries, keys, device, is_causal=is_causal, window=window if is_first else None)
+            places = {"queries": places_end_to_end(queries, **where), "keys": places_end_to_end(keys, **where)}
+            calls.append(_Varlen(**places, is_first=is_first, lengths=lengths))
+            continue
+        where["num_tokens"] = num_tokens
+        places = {"queries": padded_places(queries, **where), "keys": padded_places(keys, **where)}
+        is_padding_SL, key_mask = places["keys"].is_padding, None
+        if is_padding_SL is not None and not is_causal:
+            key_mask = torch.zeros(is_padding_SL.shape, device=device).masked_fill_(is_padding_SL, -torch.inf)
+            key_mask = key_mask[:, None, None]
+        calls.append(_Rectangle(**places, is_first=is_first, is_causal=is_causal, key_mask=key_mask))
+    return calls
+
+
+def _extents(tile: Tile) -> tuple[int, int]:
+    """Numbers of queries and keys; those of small tiles are rounded up."""
+    extents = tile.queries.length, tile.keys.length
+    return extents if max(extents) > NUM_PADDED else (rounded_length(extents[0]), rounded_length(extents[1]))
+
+
+def _lengths(
+    queries: Sequence[Span], keys: Sequence[Span], device: torch.device, *, is_causal: bool, window: int | None
+) -> VarlenLengths:
+    lengths = [np.array([span.length for span in spans]) for spans in (queries, keys)]
+    bounds = (torch.from_numpy(np.append(0, x.cumsum()).astype(np.int32)).to(device) for x in lengths)
+    query_bounds, key_bounds = bounds
+    return VarlenLengths(
+        query_bounds=query_bounds,
+        key_bounds=key_bounds,
+        max_queries=int(lengths[0].max()),
+        max_keys=int(lengths[1].max()),
+        is_causal=is_causal,
+        window=window,
+    )
+
+
+class RowCalls:
+    """The kernel calls of a row's attention, made when a layer first needs them.
+
+    Args:
+        segments: of the whole row.
+        device: that computes.
+    """
+
+    def __init__(self, segments: Sequence[Segment], *, device: torch.device) -> None:
+        self._segments, self._device = segments, device
+        self._calls: dict[tuple[int | None, bool], list[Call]] = {}
+
+    def of(self, window: int | None, *, is_varlen: bool) -> list[Call]:
+        """Return the calls of a layer with this sliding window."""
+        if (window, is_varlen) not in self._calls:
+            tiles = row_tiles(self._segments, window, kernel_has_windows=is_varlen)
+            num_tokens = sum(segment.length for segment in self._segments)
+            options: dict[str, Any] = {"device": self._device, "is_varlen": is_varlen, "window": window}
+            self._calls[window, is_varlen] = make_calls(tiles, num_tokens=num_tokens, **options)
+        return self._calls[window, is_varlen]
+
+    def attend(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKV: torch.Tensor, kind: AttentionKind
+    ) -> torch.Tensor:
+        """Compute attention [T, H, V], differentiably.
+
+        Under autocast it computes in autocast's dtype, as torch's own attention does. Results of several calls are
+        merged in float32 at least, and rounded once.
+        """
+        device_type = q_THD.device.type
+        if torch.is_autocast_enabled(device_type):
+            q_THD, k_TKD, v_TKV = (x.to(torch.get_autocast_dtype(device_type)) for x in (q_THD, k_TKD, v_TKV))
+        calls = self.of(kind.sliding_window, is_varlen=has_varlen_kernel(q_THD, v_TKV, kind.softcap))
+        return RowAttention.apply(q_THD, k_TKD, v_TKV, kind.sinks, calls, scoring_of(kind, q_THD.shape[-1]))
+
+
+def scoring_of(kind: AttentionKind, head_dim: int) -> Scoring:
+    """Return the scores of a layer's blocks."""
+    return Scoring(scale=head_dim**-0.5 if kind.scale is None else kind.scale, softcap=kind.softcap)
+
+
+def attend_calls(
+    calls: Sequence[Call],
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKV: torch.Tensor,
+    out_THV: torch.Tensor,
+    lse_TH: torch.Tensor,
+    scoring: Scoring,
+) -> None:
+    """Merge the attention to these keys into the output and log-sum-exp so far, which first calls replace."""
+    for call in calls:
+        tensors = (call.queries.take(q_THD), call.keys.take(k_TKD), call.keys.take(v_TKV))
+        out_SQHV, lse_SQH = call.attend(*tensors, scoring)
+        if not call.is_first:
+            so_far_SQH = call.queries.take(lse_TH)
+            # In float32: output of narrow kernels is widened, and rounded once if the row's is narrow.
+            share_SQH1 = (lse_SQH - so_far_SQH).sigmoid_()[..., None]
+            earlier_SQHV = call.queries.take(out_THV).to(share_SQH1.dtype)
+            out_SQHV = torch.lerp(earlier_SQHV, out_SQHV.to(share_SQH1.dtype), share_SQH1)
+            lse_SQH = torch.logaddexp(lse_SQH, so_far_SQH)
+        call.queries.put(out_THV, out_SQHV.to(out_THV.dtype))
+        call.queries.put(lse_TH, lse_SQH)
+
+
+def gradients_of_calls(
+    calls: Sequence[Call],
+    tensors: Sequence[torch.Tensor],
+    sums: _Gradients,
+    scoring: Scoring,
+    *,
+    is_first_of_keys: bool,
+) -> None:
+    """Add the calls' parts of the gradients of queries, keys and values to their sums, which first calls replace.
+
+    Args:
+        tensors: gradient of the output, queries, keys, values, output, log-sum-exp over all keys; rows of each.
+        is_first_of_keys: first calls replace the sums of keys and values, too.
+    """
+    for call in calls:
+        queries, keys = call.queries, call.keys
+        places = (queries, queries, keys, keys, queries, queries)
+        parts = call.gradients([own.take(x) for own, x in zip(places, tensors, strict=True)], scoring)
+        replaces = (call.is_first, call.is_first and is_first_of_keys, call.is_first and is_first_of_keys)
+        for own, total, part, is_new in zip((queries, keys, keys), sums, parts, replaces, strict=True):
+            (own.put if is_new else own.add)(total, part)
+
+
+class RowAttention(torch.autograd.Function):
+    """The attention of a row's calls; see `RowCalls.attend`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKV: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        calls: list[Call],
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        wide = torch.promote_types(q_THD.dtype, torch.float32)
+        shape_TH = num_rows(calls, q_THD.shape[0]), q_THD.shape[1]
+        out_THV = q_THD.new_empty((*shape_TH, v_TKV.shape[2]), dtype=wide if merges_again(calls) else None)
+        lse_TH = q_THD.new_empty(shape_TH, dtype=wide)
+        attend_calls(calls, q_THD, k_TKD, v_TKV, out_THV, lse_TH, scoring)
+        out_THV, lse_TH = finished(out_THV, lse_TH, q_THD, sinks_H)
+        ctx.calls, ctx.scoring = calls, scoring
+        ctx.save_for_backward(q_THD, k_TKD, v_TKV, sinks_H, out_THV, lse_TH)
+        return out_THV
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator is typed loosely
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        q_THD, k_TKD, v_TKV, sinks_H, out_THV, lse_TH = ctx.saved_tensors
+        grad_THV = grad_outputs[0].contiguous()  # that of a sum has no strides, which kernels do not take
+        # Keys that several calls see are summed in float32, as one kernel would.
+        key_dtype = lse_TH.dtype if len(ctx.calls) > 1 else None
+        query_dtype = lse_TH.dtype if merges_again(ctx.calls) else None
+        dtypes = (query_dtype, key_dtype, key_dtype)
+        num_tokens = q_THD.shape[0]
+        rows = num_rows(ctx.calls, num_tokens)
+        inputs = (q_THD, k_TKD, v_TKV)
+        sums = [x.new_empty((rows, *x.shape[1:]), dtype=dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+        tensors = (grad_THV, q_THD, k_TKD, v_TKV, out_THV, lse_TH)
+        gradients_of_calls(ctx.calls, tensors, (sums[0], sums[1], sums[2]), ctx.scoring, is_first_of_keys=True)
+        grads = (total[:num_tokens].to(x.dtype) for total, x in zip(sums, inputs, strict=True))
+        grad_sinks_H = sink_gradients(grad_THV, out_THV, lse_TH, sinks_H) if ctx.needs_input_grad[3] else None
+        return *grads, grad_sinks_H, None, None
+
+
+def finished(
+    out_THV: torch.Tensor, lse_TH: torch.Tensor, q_THD: torch.Tensor, sinks_H: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a row's output, of the queries' dtype, and log-sum-exp: without the row for padding, and with sinks."""
+    num_tokens = q_THD.shape[0]
+    out_THV, lse_TH = out_THV[:num_tokens], lse_TH[:num_tokens]
+    if sinks_H is not None:
+        out_THV, lse_TH = include_sinks(out_THV, lse_TH, sinks_H)
+    return out_THV.to(q_THD.dtype), lse_TH
+
+
+def num_rows(calls: Sequence[Call], num_tokens: int) -> int:
+    """Return the number of rows of what calls write: one more than tokens where segments are padded."""
+    return num_tokens + any(p.is_padding is not None for call in calls for p in (call.queries, call.keys))
+
+
+def merges_again(calls: Sequence[Call]) -> bool:
+    """Return whether a query may be in more than one call that merges, so that sums must not be rounded in between."""
+    return sum(not call.is_first for call in calls) > 1

@@ -1,0 +1,169 @@
+"""Host memory for tensors that leave the device: pinned where the device is CUDA, and exactly as large as needed."""
+
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from gcore_trainer.errors import TrainerError
+
+_ALIGNMENT = 64
+"""Bytes to whose multiples each tensor's place is rounded up."""
+
+
+@torch.no_grad()
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be sharded, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Pages(mmap.mmap):
+    """Anonymous memory that is unregistered with CUDA, if it was registered, before it is unmapped."""
+
+    pinned_at: int = 0
+
+    def pin(self, address: int) -> None:
+        cudart: Any = torch.cuda.cudart()
+        if error := int(cudart.cudaHostRegister(address, len(self), 0)):
+            raise TrainerError(
+                f"CUDA cannot pin {len(self) / 2**30:.1f} GiB of host memory (cudaHostRegister: error {error}); "
+                "expected that much free memory, and a limit of locked memory (ulimit -l) above it"
+            )
+        self.pinned_at = address
+
+    def __del__(self) -> None:
+        if self.pinned_at:
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostUnregister(self.pinned_at)
+
+
+class Arena:
+    """One block of host memory, given out in pieces.
+
+    torch's own pinned memory is rounded up to a power of two, and is kept for its process: 18 GB would take 32. Here
+    pages of exactly the size are registered with CUDA, and are unregistered when no tensor uses the block any more.
+
+    Args:
+        size_bytes: sum of `piece_bytes` of the pieces.
+        device: where the tensors come from; pages are pinned if it is CUDA.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
+        self.size_bytes = size_bytes
+        memory = _Pages(-1, max(1, size_bytes))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._used = 0
+        if device.type == "cuda":
+            memory.pin(self._bytes.data_ptr())
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a piece as a tensor of zeros, unless it was written to before `reset`."""
+        size_bytes = dtype.itemsize * torch.Size(shape).numel()
+        start, self._used = self._used, self._used + piece_bytes(size_bytes)
+        return self._bytes[start : start + size_bytes].view(dtype).view(*shape)
+
+    def reset(self) -> None:
+        """Give out the same memory again."""
+        self._used = 0
+
+
+def piece_bytes(size_bytes: int) -> int:
+    """Return the bytes of an `Arena` that a piece takes."""
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class Sleeper:
+    """Moves tensors out of a device's memory and back into it, where they are: all that refer to them see both.
+
+    The memory of a tensor is freed by resizing its storage to 0 bytes, as FSDP does. Views and `DTensor` shards of it
+    stay valid, and hold nothing until `wake`.
+
+    Gradients are not kept: they are 0 after `wake`, since every update starts from there.
+
+    Args:
+        module: the model; what FSDP has gathered of it is given back first.
+        states: returns further tensors by group and name: an optimizer's.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, states: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]] = dict
+    ) -> None:
+        self._module, self._states = module, states
+        self._arena: Arena | None = None
+        self._device = torch.device("cpu")
+        self._moved: list[tuple[torch.UntypedStorage, torch.Tensor | int]] = []
+        self.is_asleep = False
+        """Whether the tensors hold nothing."""
+
+    @torch.no_grad()
+    def sleep(self) -> None:
+        """Move the tensors to host memory, which is kept for the next time."""
+        if self.is_asleep:
+            return
+        for module in self._module.modules():
+            # A forward pass without a backward one leaves some parameters whole.
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        parameters = list(self._module.parameters())
+        device = self._device = local(parameters[0]).device
+        kept = _storages([*parameters, *chain(*(own.values() for own in self._states().values()))], device)
+        discarded = _storages([p.grad for p in parameters if p.grad is not None], device)
+        needed = sum(piece_bytes(storage.nbytes()) for storage in kept)
+        if self._arena is None or self._arena.size_bytes < needed:
+            self._arena = None
+            self._arena = Arena(needed, device)
+        self._arena.reset()
+        self._moved = [(storage, storage.nbytes()) for storage in discarded]
+        for storage in kept:
+            copy = self._arena.take((storage.nbytes(),), torch.uint8)
+            copy.copy_(bytes_of(storage, device), non_blocking=True)
+            self._moved.append((storage, copy))
+        _synchronize(device)
+        # Before the first is freed: after an interrupt, `wake` brings all of them back.
+        self.is_asleep = True
+        for storage, _ in self._moved:
+            storage.resize_(0)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def wake(self) -> None:
+        """Move the tensors back."""
+        if not self.is_asleep:
+            return
+        for storage, copy in self._moved:
+            if isinstance(copy, int):
+                storage.resize_(copy)
+                bytes_of(storage, self._device).zero_()
+            else:
+                storage.resize_(copy.numel())
+                bytes_of(storage, self._device).copy_(copy, non_blocking=True)
+        # The host memory may be written to again.
+        _synchronize(self._device)
+        self._moved, self.is_asleep = [], False
+
+
+def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:
+    """Return the memory of tensors on a device, each once. A mapped file cannot be resized, and takes none."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in map(local, tensors):
+        storage = tensor.untyped_storage()
+        if tensor.device == device and storage.nbytes() and storage.resizable():
+            found.setdefault(storage.data_ptr(), storage)
+    return list(found.values())
+
+
+def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """Return a flat view of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

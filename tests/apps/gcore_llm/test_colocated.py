@@ -1,0 +1,196 @@
+"""`gcore-llm train` whose trainer and engine take turns on their device, and its plan of a GPU's memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import Cli, metrics_of, option_set, step_rows
+
+from gcore_ckpt import Checkpointer, load
+from gcore_placement import Ledger, read_spans
+from gcore_runs import count_parameters
+
+JUDGE = ["--reward-model.kind", "judge", "--reward-model.judge.max-response-length", "4"]
+UNREADABLE = ["--reward-model.judge.unparsable-score", "0"]
+ALL_MODELS = [
+    *("--algorithm.adv-estimator", "gae", "--algorithm.kl-ctrl.kl-coef", "0.01"),
+    *("--algorithm.old-log-probs", "trainer"),
+]
+DISTURBED = """
+import os, signal
+from pathlib import Path
+
+num_calls = 0
+
+def reward(prompt, completion, row):
+    global num_calls
+    num_calls += 1
+    if num_calls == 60 and Path("ACTION").exists():
+        if Path("ACTION").read_text() == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            raise ValueError("enough")
+    return sum(ord(c) % 2 == 0 for c in completion) / max(len(completion), 1)
+"""
+
+
+def run_both(cli: Cli, args: list[str], *, says_nothing: bool = True) -> tuple[Path, Path]:
+    """Run without turns, and then with turns."""
+    for name, turns in {"apart": "false", "together": "true"}.items():
+        finished = cli(*args, "--name", name, "--rollout.colocated", turns)
+        assert finished.code == 0, finished
+        assert not (says_nothing and finished.err), finished
+    return cli.cwd / "runs/apart", cli.cwd / "runs/together"
+
+
+def assert_same_runs(run: Path, expected: Path) -> None:
+    """The metrics and the export are the same to the bit."""
+    assert metrics_of(run) == metrics_of(expected)
+    exported = [(folder / "export/model.safetensors").read_bytes() for folder in (run, expected)]
+    assert exported[0] == exported[1]
+
+
+def assert_same(cli: Cli, args: list[str], *, says_nothing: bool = True) -> list[dict[str, float]]:
+    """Run without turns, and then with turns, to the same end. Return the metrics of the steps."""
+    apart, together = run_both(cli, args, says_nothing=says_nothing)
+    assert_same_runs(together, apart)
+    return step_rows(together)
+
+
+def test_the_same_run_by_turns(cli: Cli, own_args: list[str]) -> None:
+    """With two controllers and a checkpoint after each step, which finds the models awake."""
+    args = [*option_set(own_args, "--trainer.total-training-steps", "3"), "--controllers", "2"]
+    rows = assert_same(cli, [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "2"])
+    assert all(row["timing_s/swap"] > 0 for row in rows)
+    ledger = Ledger.of(read_spans(cli.cwd / "runs/together"))
+    for role in ("engine", "trainer"):
+        assert ledger.device_ns[role]["swap"] > 0
+
+
+def test_with_reference_critic_and_judge(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    assert_same(cli, [*own_args, *ALL_MODELS, *JUDGE, *UNREADABLE, "--reward-model.path", str(tiny)])
+
+
+@pytest.mark.slow
+def test_by_turns_with_vllm(cli: Cli, own_args: list[str]) -> None:
+    """Its keys and values are freed at each turn, so that no prefix may be looked for there."""
+    args = [*option_set(own_args, "--trainer.total-training-steps", "3"), "--rollout.engine", "vllm"]
+    # vLLM says one thing and another on stderr as it starts.
+    assert_same(cli, [*args, "--trainer.test-freq", "2"], says_nothing=False)
+
+
+@pytest.mark.slow
+def test_processes_by_turns(cli: Cli, own_args: list[str]) -> None:
+    """Two ranks and an engine, each in a process of its own, with a checkpoint after each step."""
+    args = [*own_args, "--trainer.num-processes", "2", "--rollout.num-processes", "1", "--trainer.save-freq", "1"]
+    apart, together = run_both(cli, args)
+    rows, expected = metrics_of(together), metrics_of(apart)
+    assert len(rows) == len(expected) > 2
+    for row, other in zip(rows, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-6, abs=1e-6)
+    assert all(row["timing_s/swap"] > 0 for row in step_rows(together))
+    found, exported = (load(run / "export") for run in (together, apart))
+    assert found.keys() == exported.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [[], [*ALL_MODELS, "--actor.offload", "all"]], ids=["actor", "all models, one at a time"]
+)
+def test_what_ends_a_turn_of_sampling_costs_no_step(cli: Cli, own_args: list[str], options: list[str]) -> None:
+    """An error of the reward, and Ctrl-C in it, while the trainer is asleep: the step before is saved."""
+    (cli.cwd / "disturbed.py").write_text(DISTURBED)
+    args = option_set(own_args, "--reward", f"{cli.cwd / 'disturbed.py'}:reward")
+    args = [*option_set(args, "--trainer.total-training-steps", "3"), "--rollout.colocated", "true", *options]
+    cli.ok(*args, "--name", "whole")
+    for action, code in (("interrupt", 130), ("error", 2)):
+        (cli.cwd / "ACTION").write_text(action)
+        run, own = cli.cwd / "runs" / action, [*args, "--name", action, "--trainer.save-freq", "100"]
+        finished = cli(*own)
+        assert finished.code == code, finished
+        assert [row["step"] for row in step_rows(run)] == [1]
+        assert Checkpointer(run / "checkpoints").steps() == [1]
+        (cli.cwd / "ACTION").unlink()
+        assert "resuming after step 1 of 3" in cli.ok(*own)
+        assert_same_runs(run, cli.cwd / "runs/whole")
+
+
+@pytest.mark.slow
+def test_one_model_at_a_time_by_turns(cli: Cli, own_args: list[str]) -> None:
+    """Models that come to the device alone, with a checkpoint after each step: as without turns."""
+    args = [*own_args, *ALL_MODELS, "--actor.offload", "all", "--trainer.save-freq", "1"]
+    assert_same(cli, args)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--trainer.schedule", "async"], "false with trainer.schedule 'async', which samples while it trains"),
+        (["--trainer.schedule", "one_step_off"], "false with trainer.schedule 'one_step_off', which samples while it"),
+        (["--runtime", "ray"], "false with runtime 'ray'"),
+        (["--trainer.backend", "megatron"], "false with trainer.backend 'megatron', whose ranks cannot sleep"),
+    ],
+)
+def test_turns_are_refused(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
+    error = cli.refused(*own_args, "--rollout.colocated", "true", *options)
+    assert f"rollout.colocated is true; expected {expected}" in error
+    assert not (cli.cwd / "runs").exists()
+
+
+def dry_run(cli: Cli, model: Path, *options: str) -> str:
+    return cli.ok("train", "--model", str(model), "--dry-run", *options)
+
+
+def test_a_dry_run_prints_who_is_where(cli: Cli, tiny: Path) -> None:
+    """Nothing is loaded, and nothing is written."""
+    count = count_parameters(tiny)
+    roles = ["--algorithm.adv-estimator", "gae", "--actor.loss.kl-loss-coef", "0.1", "--trainer.num-processes", "2"]
+    judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny), "--rollout.engine", "vllm"]
+    out = dry_run(cli, tiny, "--dry-run-device", "H100", "--dtype", "float32", *roles, *judge)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    stages = ["generate", "prepare", "train", "sync"]
+    assert [row[0] for row in rows if row[3].endswith("%")] == stages
+    places = {row[0]: row[1] for row in rows if row[0] and row[0] not in stages}
+    assert places["policy engine"] == "vllm on GPU 0"
+    assert places["trainer"] == places["critic"] == places["reference"] == "torch on GPU 0 to 1"
+    assert places["judge"] == "hf on GPU 0"
+    # Both ranks have half of the weights and gradients, and of the moments; the engine has all weights.
+    found = {(row[2], row[3]) for row in rows}
+    assert {("weights", f"{4 * count:,}"), ("weights", f"{2 * count:,}"), ("optimizer", f"{4 * count:,}")} <= found
+    assert "73.6 of 80.0 GB to plan with" in out
+    assert "trainer and engine are in it side by side" in out
+    assert out.splitlines()[-1] == "fits"
+    assert [*cli.cwd.iterdir()] == []
+
+
+def test_a_dry_run_says_what_would_fit(cli: Cli, tiny: Path) -> None:
+    """A GPU that holds the engine and little else: the run is refused with the numbers, after the same tables."""
+    options = ["--dry-run-device", "2.2", "--actor.ppo-max-token-len", "400000", "--dtype", "float32"]
+    options = [*options, "--actor.enable-gradient-checkpointing", "false"]
+    finished = cli("train", "--model", str(tiny), "--dry-run", *options)
+    assert finished.code == 2
+    assert finished.out.splitlines()[-1] == "does not fit"
+    error = finished.err
+    assert f"gcore-llm: error: model is {str(tiny)!r} (0.00 B parameters), whose stage 'train' needs" in error
+    assert "expected at most 2.0 of the 2.2 GB of a GPU of 2.2 GB (GB: policy engine: " in error
+    assert "these would fit: " in error
+    assert "actor.ppo_max_token_len 1536 (" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "model is not set; expected a local Hugging Face folder with dry_run"),
+        (["--model", "MODEL", "--dry-run-device", "H1"], "dry_run_device is 'H1'; expected one of B200, H200, H100"),
+        (
+            ["--model", "MODEL", "--runtime", "ray"],
+            "dry_run is true with runtime 'ray' and rollout.engine 'hf'; expected",
+        ),
+        (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder with config.json"),
+    ],
+)
+def test_dry_runs_that_are_refused(cli: Cli, tiny: Path, options: list[str], expected: str) -> None:
+    given = [str(tiny) if option == "MODEL" else option for option in options]
+    assert expected in cli.refused("train", "--dry-run", *given)

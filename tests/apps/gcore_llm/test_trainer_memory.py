@@ -1,0 +1,192 @@
+"""Settings of the trainer's memory: the same run in less of it."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import Cli, option_set, step_rows
+
+from gcore_ckpt import Checkpointer
+from gcore_llm.config import ActorConfig, AlgorithmConfig, KLControlConfig, TrainConfig
+from gcore_llm.learning.device_plan import plan_memory
+from gcore_llm.learning.trainer_worker import LLMTrainerWorker
+from gcore_placement import Device
+from gcore_runs import UserError, resolve
+from gcore_runs.run_folder import open_run
+from gcore_runs.settings.parsing import to_toml
+from gcore_trainer import Sample, TrainerError
+
+SAVING = [
+    *("--actor.offload", "all", "--actor.activation-offload", "true"),
+    *("--actor.enable-gradient-checkpointing", "--actor.checkpointed-layers", "0.5"),
+]
+
+
+@pytest.mark.slow
+def test_a_run_in_less_memory_is_the_same_run(cli: Cli, own_args: list[str]) -> None:
+    """With a critic and a reference, which take turns with the policy; it resumes, and another run resumes it."""
+    options = ["--algorithm.adv-estimator", "gae", "--actor.loss.kl-loss-coef", "0.1", "--trainer.save-freq", "1"]
+    three = option_set(own_args, "--trainer.total-training-steps", "3")
+    cli.ok(*three, *options, "--name", "plain")
+    cli.ok(*own_args, *options, *SAVING, "--name", "saving")
+    cli.ok(*three, *options, *SAVING, "--name", "saving")
+    rows, others = (step_rows(cli.cwd / "runs" / name) for name in ("saving", "plain"))
+    assert len(rows) == len(others) == 3
+    for row, other in zip(rows, others, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/vf_loss", "critic/score/mean"):
+            assert row[name] == other[name], name
+
+
+@pytest.mark.slow
+def test_a_run_in_bfloat16(cli: Cli, own_args: list[str]) -> None:
+    cli.ok(*own_args, "--dtype", "bfloat16", "--actor.offload", "optimizer", "--name", "rounded")
+    rows = step_rows(cli.cwd / "runs/rounded")
+    assert rows
+    assert all(abs(row["training/rollout_k3_kl"]) < 0.05 for row in rows if "training/rollout_k3_kl" in row)
+
+
+def test_the_data_type_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(TrainConfig(device="cpu")).dtype == "float32"
+    assert resolve(TrainConfig(device="cpu", dtype="bfloat16")).dtype == "bfloat16"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert resolve(TrainConfig(device="cuda")).dtype == "bfloat16"
+    assert resolve(TrainConfig(device="cuda", dtype="float32")).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("auto", "bfloat16")]
+)
+def test_a_resumed_run_keeps_its_data_type(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stored: Any, expected: str
+) -> None:
+    """Also one that began when auto was float32 on a GPU; a folder without a checkpoint is started again."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = TrainConfig(device="cuda", runs_dir=str(tmp_path), threads=1)
+    run = tmp_path / config.name
+    run.mkdir()
+    (run / "config.toml").write_text(to_toml(replace(config, dtype=stored)))
+    assert resolve(config).dtype == "bfloat16"
+    (run / "checkpoints/step_1").mkdir(parents=True)
+    assert resolve(config).dtype == expected
+    assert resolve(replace(config, resume="never")).dtype == "bfloat16"
+    assert resolve(replace(config, dtype="float32")).dtype == "float32"
+    with Checkpointer(tmp_path / "other") as checkpointer:
+        checkpointer.save(1, {"step": 1})
+    shutil.rmtree(run / "checkpoints")
+    (tmp_path / "other").rename(run / "checkpoints")
+    assert open_run(resolve(config)).path == run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"offload": "all"}, "actor.offload is 'all'; expected none with trainer.backend 'megatron'"),
+        ({"activation_offload": True}, "actor.activation_offload is true; expected false with"),
+        ({"checkpointed_layers": 0.5}, r"actor.checkpointed_layers is 0.5; expected 1.0 with"),
+    ],
+)
+def test_settings_of_torch_with_megatron_are_refused(changes: dict[str, Any], message: str) -> None:
+    config = TrainConfig()
+    with pytest.raises(UserError, match=message):
+        replace(config, trainer=replace(config.trainer, backend="megatron"), actor=replace(config.actor, **changes))
+
+
+BATCH = [[Sample(prompt_ids=np.arange(2, 9), response_ids=np.arange(3, 8), advantages=np.ones(5, np.float32))]]
+ALGORITHM = AlgorithmConfig(adv_estimator="gae", old_log_probs="trainer", kl_ctrl=KLControlConfig(kl_coef=0.01))
+
+
+def parameters_of(worker: LLMTrainerWorker, role: str) -> list[torch.nn.Parameter]:
+    model = worker.models[role]
+    return list((model._packed if role == "reference" else model._model).model.parameters())
+
+
+def held_bytes(worker: LLMTrainerWorker, role: str) -> int:
+    """Bytes of a model's parameters and gradients."""
+    parameters = parameters_of(worker, role)
+    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def take_memory(worker: LLMTrainerWorker) -> None:
+    """Put parameters in memory that can be freed: on a CPU that of a mapped file cannot, nor that of a NumPy array."""
+    for role in worker.roles:
+        worker.models[role].wake()
+        for parameter in parameters_of(worker, role):
+            parameter.data = parameter.data.clone()
+
+
+@pytest.fixture(params=["none", "all"])
+def worker(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[LLMTrainerWorker]:
+    """A policy after an update, a critic and a reference."""
+    actor = ActorConfig(offload=request.param)
+    config = TrainConfig(device="cpu", dtype="float32", algorithm=ALGORITHM, actor=actor)
+    worker = LLMTrainerWorker(config, tiny, tmp_path / "checkpoints")
+    take_memory(worker)
+    worker.train_step("actor", BATCH)
+    yield worker
+    worker.close()
+
+
+def outcomes(worker: LLMTrainerWorker, step: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    """What is saved and exported, by the call that makes it."""
+
+    def saved() -> Any:
+        worker.save(step, {"step": step, "controllers": None})
+        worker._checkpointer.wait()  # pyright: ignore[reportPrivateUsage]  # it is written in the background
+        return Checkpointer(folder.parent / "checkpoints").load()
+
+    def written() -> bytes:
+        worker.save_pretrained(folder)
+        return (folder / "model.safetensors").read_bytes()
+
+    return {
+        "save": saved,
+        "export": lambda: {name: tensor.clone() for name, tensor in worker.export_weights()},
+        "pretrained": written,
+        "score": lambda: worker.score("actor", BATCH, with_routing=False),
+    }
+
+
+def test_what_sleeps_is_saved_and_exported_in_any_order(worker: LLMTrainerWorker, tmp_path: Path) -> None:
+    expected = {name: call() for name, call in outcomes(worker, 0, tmp_path / "awake").items()}
+    for step, names in enumerate(permutations(("save", "export", "pretrained")), start=1):
+        # A checkpoint reads them as NumPy arrays.
+        take_memory(worker)
+        worker.sleep()
+        assert {role: held_bytes(worker, role) for role in worker.roles} == dict.fromkeys(worker.roles, 0)
+        with pytest.raises(TrainerError, match=r"asleep.*expected a call of wake\(\) before"):
+            worker.score("actor", BATCH, with_routing=False)
+        calls = outcomes(worker, step, tmp_path / str(step))
+        for name in (*names, "score"):
+            found = calls[name]()
+            if name == "save":
+                assert found.pop("step") == step
+                found["step"] = 0
+            if name == "pretrained":
+                assert found == expected[name]
+            else:
+                torch.testing.assert_close(found, expected[name], rtol=0, atol=0)
+    worker.train_step("actor", BATCH)
+    worker.sleep()
+    assert worker.load()["step"] == 6
+    worker.wake()
+    torch.testing.assert_close(outcomes(worker, 7, tmp_path)["score"](), expected["score"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("worker", ["all"], indirect=True)
+def test_the_memory_law_follows_full_offload(worker: LLMTrainerWorker, tiny: Path) -> None:
+    """The model at work has its parameters and gradients on the device, and the others have nothing there."""
+    config = TrainConfig(model=str(tiny), dtype="float32", algorithm=ALGORITHM, actor=ActorConfig(offload="all"))
+    trainer = plan_memory(config, tiny, Device.named("H100")).roles["trainer"]
+    assert held_bytes(worker, "actor") == trainer["weights"] + trainer["gradients"]
+    assert trainer["optimizer"] == 0
+    assert held_bytes(worker, "critic") == held_bytes(worker, "reference") == 0
+    worker.score("reference", BATCH, with_routing=False)
+    assert held_bytes(worker, "reference") == trainer["weights"]
+    assert held_bytes(worker, "actor") == held_bytes(worker, "critic") == 0

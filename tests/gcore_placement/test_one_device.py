@@ -1,0 +1,219 @@
+"""The memory of one device that trainer and engines share: its law by hand and against torch, turns, and remedies."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from peft import LoraConfig, get_peft_model
+from planning_jobs import QWEN_7B
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from gcore_placement import (
+    Device,
+    DevicePlan,
+    EngineSettings,
+    Job,
+    Lengths,
+    ModelShape,
+    PlacementError,
+    TrainingLayout,
+    TrainingState,
+    check_device_memory,
+    plan_one_device,
+)
+
+H100 = Device.named("H100")
+QWEN_HALF_B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+TINY: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
+LAYOUT = TrainingLayout(
+    backend="torch",
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    context_parallel_size=1,
+    data_parallel_size=1,
+    gradient_checkpointing=True,
+    ppo_max_token_len=16_384,
+)
+
+
+def job_of(config: dict[str, Any], **changed: Any) -> Job:
+    options: dict[str, Any] = {
+        "policy": ModelShape.from_config(config),
+        "prompt_lengths": Lengths.recorded([1024]),
+        "response_lengths": Lengths.recorded([512]),
+        "train_batch_size": 32,
+        "n": 8,
+        **changed,
+    }
+    return Job(**options)
+
+
+def plan_of(config: dict[str, Any], *, state: TrainingState | None = None, **changed: Any) -> DevicePlan:
+    layout, engine = changed.pop("layout", LAYOUT), changed.pop("engine", EngineSettings())
+    return plan_one_device(job_of(config, **changed), layout, engine, H100, state=state or TrainingState())
+
+
+def tiny_model() -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM(Qwen2Config(**{name: value for name, value in TINY.items() if name != "model_type"}))
+
+
+def test_state_bytes_are_those_of_torch() -> None:
+    """Float32 parameters, their gradients and AdamW's moments after a step, to the byte."""
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    trainer = plan_of(TINY, compute_bytes=4).roles["trainer"]
+    parameters = list(model.parameters())
+    assert trainer["weights"] == sum(p.nbytes for p in parameters)
+    assert trainer["gradients"] == sum(p.grad.nbytes for p in parameters if p.grad is not None)
+    moments = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()]
+    assert trainer["optimizer"] == sum(t.nbytes for t in moments)
+    narrow = plan_of(TINY).roles["trainer"]
+    assert narrow["optimizer"] == trainer["optimizer"] + trainer["weights"], "float32 master weights"
+    assert narrow["weights"] == trainer["weights"] / 2
+
+
+def test_adapters_are_those_of_peft() -> None:
+    lora = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear"))  # pyright: ignore[reportArgumentType] - a PreTrainedModel
+    count = sum(p.numel() for p in lora.parameters() if p.requires_grad)
+    assert ModelShape.from_config(TINY).adapter_parameters(4) == count
+    parts = plan_of(TINY, state=TrainingState(adapter_parameters=count)).roles["trainer"]
+    assert_allclose([parts["gradients"], parts["optimizer"]], [4 * count, 12 * count])
+    assert_allclose(parts["weights"], 2 * (ModelShape.from_config(TINY).num_parameters + count))
+
+
+def test_offload() -> None:
+    count = ModelShape.from_config(QWEN_7B).num_parameters
+    plans = {
+        name: plan_of(QWEN_7B, state=state, engine=EngineSettings(takes_turns=False))
+        for name, state in {
+            "none": TrainingState(),
+            "optimizer": TrainingState(offload="optimizer"),
+            "all": TrainingState(offload="all"),
+        }.items()
+    }
+    state = {
+        name: sum(plan.roles["trainer"][item] for item in ("weights", "gradients", "optimizer"))
+        for name, plan in plans.items()
+    }
+    assert_allclose(list(state.values()), [18 * count, 6 * count, 6 * count], rtol=1e-6)
+    assert_allclose([plan.host_bytes for plan in plans.values()], [0, 16 * count, 16 * count], rtol=1e-6)
+    # With a critic and a reference, one of the three is on the device at a time.
+    others = {"critic": ModelShape.from_config(QWEN_7B), "reference": True}
+    every = plan_of(QWEN_7B, state=TrainingState(offload="all"), engine=EngineSettings(takes_turns=False), **others)
+    assert_allclose(every.peaks["train"], plans["all"].peaks["train"])
+    assert_allclose(every.host_bytes, (16 * 2 + 2 * 3) * count, rtol=1e-6)
+
+
+def test_activations_by_layer() -> None:
+    """Half of the layers checkpointed is half-way between all and none; inputs on the host leave two of them."""
+
+    def activations(*, recompute: bool = True, **state: Any) -> float:
+        layout = replace(LAYOUT, gradient_checkpointing=recompute)
+        return plan_of(QWEN_7B, layout=layout, state=TrainingState(**state)).roles["trainer"]["activations"]
+
+    whole, none = activations(), activations(recompute=False)
+    assert_allclose(activations(checkpointed_share=0.5), (whole + none) / 2)
+    assert_allclose(activations(activation_offload=True), whole * 2 / 28)
+    longer = replace(LAYOUT, ppo_max_token_len=32_768)
+    assert_allclose(plan_of(QWEN_7B, layout=longer).roles["trainer"]["activations"], 2 * whole)
+
+
+def test_a_small_model_is_side_by_side() -> None:
+    plan = plan_of(QWEN_HALF_B)
+    assert (plan.fits, plan.takes_turns, plan.host_bytes) == (True, False, 0)
+    assert plan.kv_tokens == 256 * 1536
+    engine = plan.roles["policy engine"]
+    assert engine["keys and values"] == plan.kv_cache_bytes == plan.kv_tokens * 2 * 2 * 24 * 128
+    assert_allclose(plan.gpu_memory_utilization, sum(engine.values()) / 80e9)
+    assert_allclose(plan.peaks["train"], plan.share("trainer") + plan.share("policy engine"))
+
+
+def test_turns_give_all_memory_to_one_role_at_a_time() -> None:
+    """Side by side the engine has memory for few sequences; so the two take turns unless that is excluded."""
+    state = TrainingState(offload="optimizer")
+    beside = plan_of(QWEN_7B, state=state, engine=EngineSettings(takes_turns=False))
+    plan = plan_of(QWEN_7B, state=state)
+    assert beside.fits
+    assert beside.kv_tokens < 256 * 1536 / 10
+    assert_allclose(beside.peaks["train"], beside.usable_bytes)
+    assert plan.fits
+    assert plan.takes_turns
+    assert plan.kv_tokens == 256 * 1536
+    trainer, engine = plan.roles["trainer"], plan.roles["policy engine"]
+    assert_allclose(plan.peaks["generate"], sum(engine.values()))
+    assert_allclose(plan.peaks["train"], sum(trainer.values()))
+    bucket = 2 * 152064 * 3584
+    resident = trainer["weights"] + trainer["gradients"]
+    assert_allclose(plan.peaks["sync"], resident + engine["weights"] + bucket)
+    assert trainer["optimizer"] == 0
+    assert_allclose(plan.host_bytes, trainer["weights"] + 16 * trainer["weights"] / 2 + engine["weights"])
+
+
+def test_other_roles_are_counted() -> None:
+    job = job_of(
+        QWEN_HALF_B,
+        reference=True,
+        critic=ModelShape.from_config(QWEN_HALF_B),
+        judge=ModelShape.from_config(QWEN_HALF_B),
+        judge_lengths=Lengths.recorded([256]),
+    )
+    plan = plan_one_device(job, LAYOUT, EngineSettings(), H100, others={"reward model": 3e9})
+    count = job.policy.num_parameters
+    assert [*plan.roles] == ["policy engine", "trainer", "critic", "reference", "judge", "reward model"]
+    assert_allclose([plan.share("reference"), plan.share("critic")], [2 * count, 18 * count], rtol=1e-6)
+    assert plan.judge_kv_tokens >= 1536 + 256
+    assert plan.share("reward model") == 3e9
+    assert plan.share("no such role") == 0
+    assert_allclose(plan.peaks["train"], sum(map(plan.share, plan.roles)))
+
+
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    plan = plan_of(QWEN_7B)
+    assert not plan.fits
+    assert {remedy.names for remedy in plan.remedies} == {("optimizer offload",), ("LoRA",)}
+    compared = plan_of(QWEN_7B, reference=True)
+    assert ("full offload",) in {remedy.names for remedy in compared.remedies}, "of the policy or its reference"
+    for remedy in plan.remedies:
+        assert remedy.peak_bytes <= plan.usable_bytes
+    with pytest.raises(PlacementError, match=r"memory of stage sync is \d+\.\d GB; expected at most 73\.6 of the"):
+        check_device_memory(plan)
+    check_device_memory(plan_of(QWEN_HALF_B))
+
+
+def test_remedies_that_are_needed_together() -> None:
+    """Activations alone are too many, and so are the states: no single change is enough."""
+    layout = replace(LAYOUT, gradient_checkpointing=False, ppo_max_token_len=200_000)
+    plan = plan_of(QWEN_7B, layout=layout)
+    [remedy] = plan.remedies
+    assert remedy.names[:2] == ("gradient checkpointing", "small micro-batches")
+    assert remedy.names[-1] in ("optimizer offload", "full offload", "LoRA")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("reserve_bytes", -1)]
+)
+def test_settings_are_checked(setting: str, value: int) -> None:
+    with pytest.raises(PlacementError, match=rf"^{setting} is {value}(\.0)?; expected"):
+        EngineSettings(**{setting: value})  # pyright: ignore[reportArgumentType] - wrong on purpose

@@ -1,0 +1,227 @@
+"""vLLM's settings by device, seeds, cached prefixes, and steps that overlap."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_oracles import (
+    VLLM_IMPORT_WARNINGS,
+    TinyModel,
+    collect,
+    errors,
+    make_engine,
+    make_request,
+    reference_after_swap,
+    until_sampled,
+)
+
+from gcore_rollout import VLLMEngine
+from gcore_rollout.engines.vllm import process
+from gcore_rollout.engines.vllm.options import OwnGenerators, device_options, draws_by_sample, usage_context
+
+pytestmark = VLLM_IMPORT_WARNINGS
+
+
+def engine_args() -> Any:
+    """Return vLLM's class of arguments, imported as the engine does, without its compiled helpers."""
+    process.set_environment()
+    with torch._dynamo.config.patch(disable=True):  # pyright: ignore[reportPrivateUsage] - it has no public name
+        from vllm import EngineArgs
+    return EngineArgs
+
+
+def test_options_by_device() -> None:
+    asked: dict[str, Any] = {"gpu_memory_utilization": 0.4, "async_scheduling": True, "enable_sleep_mode": True}
+    on_gpu, on_cpu = device_options(on_cpu=False, **asked), device_options(on_cpu=True, **asked)
+    assert on_gpu["gpu_memory_utilization"] == 0.4
+    assert not on_gpu["enforce_eager"], "CUDA graphs"
+    assert (
+        on_gpu["enable_chunked_prefill"] is on_gpu["max_num_batched_tokens"] is on_gpu["kv_cache_memory_bytes"] is None
+    )
+    assert on_gpu["async_scheduling"]
+    assert on_gpu["enable_sleep_mode"]
+    assert "gpu_memory_utilization" not in on_cpu
+    assert on_cpu["enforce_eager"]
+    assert on_cpu["kv_cache_memory_bytes"] == 1 << 30
+    assert on_cpu["enable_chunked_prefill"] is on_cpu["async_scheduling"] is on_cpu["enable_sleep_mode"] is False
+    chosen: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 5, "max_num_batched_tokens": 7}
+    for on in (True, False):
+        assert chosen.items() <= device_options(on_cpu=on, **chosen).items()
+    assert "gpu_memory_utilization" not in device_options(on_cpu=False), "vLLM's own"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_memory_utilization": 0.0}, r"gpu_memory_utilization is 0.0; expected a number in \(0, 1\], or None"),
+        ({"gpu_memory_utilization": 1.1}, r"gpu_memory_utilization is 1.1; expected a number in \(0, 1\], or None"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0; expected at least 1, or None"),
+    ],
+)
+def test_options_out_of_bounds_are_refused(options: dict[str, Any], message: str, tied: TinyModel) -> None:
+    with pytest.raises(ValueError, match=message):
+        VLLMEngine.from_pretrained(tied.path, **options)
+
+
+def test_samples_have_seeds_where_they_cost_nothing() -> None:
+    assert draws_by_sample(None, on_cpu=True, has_v2_runner=False)
+    assert draws_by_sample(None, on_cpu=False, has_v2_runner=True)
+    assert not draws_by_sample(None, on_cpu=False, has_v2_runner=False)
+    assert draws_by_sample(True, on_cpu=False, has_v2_runner=False)
+    assert not draws_by_sample(False, on_cpu=True, has_v2_runner=False)
+
+
+def test_generators_of_an_engine_are_its_own() -> None:
+    def draw() -> tuple[float, float]:
+        return torch.rand(()).item(), float(np.random.rand())
+
+    torch.manual_seed(3)
+    np.random.seed(3)
+    undisturbed = [draw() for _ in range(2)]
+    torch.manual_seed(3)
+    np.random.seed(3)
+    own = OwnGenerators(on_cpu=True)
+    drawn: list[tuple[float, float]] = []
+    outside = [draw()]
+    for seed in (2**63 - 1, None, 2**63 - 1):
+        with own.in_use(seed):
+            drawn.append(draw())
+    outside.append(draw())
+    assert outside == undisturbed
+    assert drawn[0] == drawn[2]
+    assert not set(drawn[0]) & set(drawn[1])
+
+
+@pytest.mark.slow
+def test_vllm_takes_all_options() -> None:
+    arguments = engine_args()
+    assert {*device_options(on_cpu=False, gpu_memory_utilization=0.5)} <= {field.name for field in fields(arguments)}
+    usage = usage_context(on_cpu=False)
+    assert usage is not None
+    assert usage in arguments.get_batch_defaults(1)[0]
+    assert usage_context(on_cpu=True) is None
+
+
+@pytest.mark.slow
+async def test_samples_without_seeds(tied: TinyModel) -> None:
+    """They differ within a group, between calls and between steps, and repeat with the same calls on a new engine."""
+    request = make_request("r", 9, n=4, max_tokens=30)
+    found: list[list[list[int]]] = []
+    for _ in range(2):
+        engine = VLLMEngine.from_pretrained(tied.path, eos_token_ids=[], seed_per_sample=False)
+        before = torch.get_rng_state().tolist(), str(np.random.get_state())
+        first = await collect(engine, request)
+        again = await collect(engine, replace(request, seed=1))
+        assert (torch.get_rng_state().tolist(), str(np.random.get_state())) == before
+        assert max(errors(tied.old, [request], first | again)) < 1e-5
+        tokens = [c.token_ids.tolist() for c in (*first.values(), *again.values())]
+        assert len({tuple(t) for t in tokens}) == 8
+        assert all(len(set(t)) > 10 for t in tokens)
+        found.append(sorted(tokens))
+        await engine.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+async def test_cached_prefixes_are_of_one_version(tied: TinyModel) -> None:
+    """A prompt is found again as long as its weights last; samples in flight leave nothing behind for later ones."""
+    engine: Any = VLLMEngine.from_pretrained(tied.path, eos_token_ids=[])
+    cached: dict[int, list[int]] = {}
+    step: Callable[[], list[Any]] = engine._engine.step
+
+    def noted() -> list[Any]:
+        outputs = step()
+        cached.setdefault(engine.weight_version, []).extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    engine._engine.step = noted
+    request = make_request("r", 300, max_tokens=20)
+    await collect(engine, request)
+    await collect(engine, request)
+    running = asyncio.create_task(collect(engine, replace(request, sampling=replace(request.sampling, max_tokens=120))))
+    await until_sampled(engine, 40)
+    await engine.update_weights(tied.new.state_dict().items(), version=1)
+    fresh = await collect(engine, replace(request, seed=5))
+    assert max(errors(tied.new, [request], fresh)) < 1e-5
+    # Blocks that it filled with the new weights stand on old ones.
+    (in_flight,) = (await running).values()
+    assert set(in_flight.weight_versions) == {0, 1}
+    longer = replace(request, prompt_token_ids=(*request.prompt_token_ids, *in_flight.token_ids.tolist()))
+    assert max(errors(tied.new, [longer], await collect(engine, longer))) < 1e-5
+    block = engine._engine.vllm_config.cache_config.block_size
+    most = 299 // block * block
+    assert most > 0
+    assert cached[0] == [0, most]
+    assert cached[1] == [0, most, most]
+    await engine.close()
+
+
+@pytest.mark.slow
+async def test_weights_are_copied_to_where_the_old_ones_are(tied: TinyModel) -> None:
+    """Else CUDA graphs would compute with freed memory."""
+    engine: Any = make_engine("vllm", tied)
+
+    def places() -> dict[str, int]:
+        (found,) = engine._engine.apply_model(_places)
+        return found
+
+    before = places()
+    await engine.update_weights(tied.new.state_dict().items(), version=1)
+    assert places() == before
+    await engine.close()
+
+
+def _places(model: torch.nn.Module) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in (*model.named_parameters(), *model.named_buffers())}
+
+
+@pytest.mark.slow
+async def test_steps_that_overlap(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU, where vLLM turns it off: tokens have the version that drew them, and no step is in flight in a pause."""
+    create: Callable[..., Any] = engine_args().create_engine_config
+
+    def with_overlap(arguments: Any, *context: Any) -> Any:
+        config = create(arguments, *context)
+        config.scheduler_config.async_scheduling = True
+        return config
+
+    monkeypatch.setattr(engine_args(), "create_engine_config", with_overlap)
+    engine: Any = VLLMEngine.from_pretrained(tied.path, eos_token_ids=[])
+    queue = engine._engine.engine_core.engine_core.batch_queue
+
+    def in_flight() -> int:
+        return sum(step.total_num_scheduled_tokens for _, step, _ in queue)
+
+    requests = [make_request(f"r{i}", 20 + i, n=2, max_tokens=60) for i in range(3)]
+    running = asyncio.create_task(collect(engine, *requests))
+    await until_sampled(engine, 60)
+    assert in_flight()
+    await engine.pause()
+    assert not in_flight()
+    await engine.resume()
+    await until_sampled(engine, 60)
+    assert in_flight()
+    await engine.update_weights(tied.new.state_dict().items(), version=1)
+    found = await running
+    for request in requests:
+        for index in range(2):
+            c = found[request.request_id, index]
+            assert c.weight_versions.tolist() == sorted(c.weight_versions)
+            num_old = int((c.weight_versions == 0).sum())
+            assert 0 < num_old < 60
+            expected = reference_after_swap(tied.old, tied.new, request, c.token_ids, num_old)
+            np.testing.assert_allclose(c.log_probs, expected, atol=1e-5, rtol=0)
+    # Aborted samples have the tokens that have come.
+    running = asyncio.create_task(collect(engine, requests[0]))
+    await until_sampled(engine, 20)
+    await engine.abort()
+    assert max(errors(tied.new, requests, await running)) < 1e-5
+    await engine.sleep()
+    assert not in_flight()
+    await engine.wake()
+    assert max(errors(tied.new, requests, await collect(engine, *requests))) < 1e-5
+    await engine.close()

@@ -1,0 +1,118 @@
+"""Trainers that give the device's memory back for a while, and continue to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from trainer_oracles import Group, make_samples
+
+from gcore_trainer import (
+    FrozenModel,
+    OptimizerConfig,
+    PackedModel,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    TorchTrainer,
+    TrainerError,
+)
+from gcore_trainer.torch.host_memory import Arena, Sleeper, bytes_of, local, piece_bytes
+
+GROUPS = [Group(12, [20, 1, 9]), Group(3, [25])]
+
+
+def make_trainer(path: Path, **options: Any) -> TorchTrainer:
+    packed = PackedModel.from_pretrained(path, **options)
+    # Parameters of a mapped file hold no memory of their own.
+    for parameter in packed.model.parameters():
+        parameter.data = parameter.data.clone()
+    objective = PolicyObjective(PolicyLossConfig())
+    return TorchTrainer(packed, optimizer=OptimizerConfig(lr=1e-3), objective=objective)
+
+
+def samples(seed: int) -> list[list[Sample]]:
+    return [make_samples(GROUPS, seed=seed)]
+
+
+def held_bytes(trainer: TorchTrainer) -> int:
+    packed = trainer._model  # pyright: ignore[reportPrivateUsage]  # nothing else says what memory is held
+    tensors = [*packed.model.parameters(), *(p.grad for p in packed.model.parameters() if p.grad is not None)]
+    return sum(local(t).untyped_storage().nbytes() for t in tensors)
+
+
+def test_a_trainer_that_slept_continues_to_the_bit(qwen2: Path) -> None:
+    rested, other = make_trainer(qwen2), make_trainer(qwen2)
+    rested.wake()
+    for seed in range(3):
+        before = held_bytes(rested)
+        rested.sleep()
+        rested.sleep()
+        assert held_bytes(rested) == 0 < before
+        rested.wake()
+        rested.wake()
+        assert held_bytes(rested) == before
+        assert rested.train_step(samples(seed)) == other.train_step(samples(seed))
+    torch.testing.assert_close(rested.state(), other.state(), rtol=0, atol=0)
+
+
+def test_a_sleeping_trainer_refuses_all_else(qwen2: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(qwen2)
+    state = trainer.state()
+    trainer.sleep()
+    calls = [
+        lambda: trainer.train_step(samples(0)),
+        lambda: trainer.log_probs(samples(0)),
+        lambda: list(trainer.export_weights()),
+        lambda: trainer.save_pretrained(tmp_path / "model"),
+        lambda: trainer.state(),
+        lambda: trainer.load_state(state),
+    ]
+    for call in calls:
+        with pytest.raises(TrainerError, match=r"^the trainer is asleep.*expected a call of wake\(\) before"):
+            call()
+    assert trainer.step == 0
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_reference_sleeps_too(qwen2: Path) -> None:
+    packed = PackedModel.from_pretrained(qwen2)
+    model = FrozenModel(packed)
+    expected = model.scores(samples(0))
+    model.sleep()
+    with pytest.raises(TrainerError, match="asleep"):
+        model.scores(samples(0))
+    model.wake()
+    torch.testing.assert_close(model.scores(samples(0)), expected, rtol=0, atol=0)
+
+
+def test_shared_memory_moves_once() -> None:
+    module = torch.nn.Linear(4, 4, bias=False)
+    view = module.weight.detach()[1:, 1:]
+    expected = view.clone()
+    sleeper = Sleeper(module, lambda: {"view": {"weight": view}})
+    sleeper.sleep()
+    assert view.untyped_storage().nbytes() == 0
+    sleeper.wake()
+    assert torch.equal(view, expected)
+
+
+def test_an_arena_gives_aligned_pieces() -> None:
+    sizes = [(3, torch.bfloat16), (5, torch.float32)]
+    arena = Arena(sum(piece_bytes(n * dtype.itemsize) for n, dtype in sizes), torch.device("cpu"))
+    pieces = [arena.take((n,), dtype) for n, dtype in sizes]
+    assert [piece.tolist() for piece in pieces] == [[0] * 3, [0] * 5]
+    assert pieces[1].data_ptr() - pieces[0].data_ptr() == 64
+    arena.reset()
+    assert arena.take((3,), torch.bfloat16).data_ptr() == pieces[0].data_ptr()
+
+
+def test_storages_of_cuda_tensors_can_be_freed() -> None:
+    with FakeTensorMode():
+        tensor = torch.empty(8, 4, dtype=torch.bfloat16, device="cuda")
+        storage = tensor.untyped_storage()
+        flat = bytes_of(storage, tensor.device)
+        assert flat.shape == (64,)
+        assert flat.device.type == "cuda"
+        torch.empty(64, dtype=torch.uint8).copy_(flat, non_blocking=True)
