@@ -30,9 +30,9 @@ from gcore_rollout import (
     check_weights,
 )
 from gcore_rollout.engines.vllm import process as vllm_process
-from gcore_rollout.weight_sync import checked as digests_module, digest_sums
+from gcore_rollout.weight_sync import checked as digests_module
 from gcore_rollout.weight_sync.checked import CheckedEngine, DigestedWeights, Rotation, digest
-from gcore_rollout.weight_sync.digest_sums import BLOCK_WORDS, multipliers
+from gcore_rollout.weight_sync.device_reads import DeviceReads, Promised
 
 pytestmark = VLLM_IMPORT_WARNINGS
 
@@ -211,25 +211,22 @@ def test_a_digest_does_not_depend_on_how_much_is_read_at_a_time(monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_digests_on_an_accelerator_are_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same operations on CPU; the host reads them once, when the first is asked for."""
-    monkeypatch.setattr(digest_sums, "_BLOCKS_AT_ONCE", 3)
-    torch.manual_seed(0)
-    words = BLOCK_WORDS
+    """The same operations on CPU, several blocks at a time; the host reads them once, when the first is asked for."""
+    words = 1 << 16
     tensors = [(100 * torch.randn(size)).to(dtype) for size in (0, 1, 7, 5000, 8 * words, 9 * words + 3, 40 * words)]
-    for tensor in tensors:
-        assert digest_sums.digest_on_device(tensor) == digest(tensor)
-    digests = digest_sums.DigestsOnDevice()
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    made = [digests.add(tensor, dtypes) for tensor in tensors]
-    expected = [{"float32": digest(t.float()), "bfloat16": digest(t.bfloat16())} for t in tensors]
-    assert made == expected
-    assert digests.add(tensors[3], dtypes) == expected[3]
-    assert pickle.loads(pickle.dumps(made[5])) == expected[5]
+    expected = [digest(tensor) for tensor in tensors]
+    monkeypatch.setattr(digests_module, "_BLOCKS_AT_ONCE", 3)
+    reads, sums = DeviceReads(), digests_module.__dict__["_sums"]
+    as_digest = digests_module.__dict__["_digest_of"]
+    made = [reads.add(sums(tensor), partial(as_digest, tensor.numel())) for tensor in tensors]
+    assert [read() for read in made] == expected
+    later = Promised({"float32": reads.add(sums(tensors[3]), partial(as_digest, 5000))})
+    assert pickle.loads(pickle.dumps(later)) == later == {"float32": expected[3]}
 
 
 def test_digesting_on_cuda_does_not_wait() -> None:
     """By fake tensors, which have no values to wait for."""
-    multipliers.cache_clear()
+    digests_module.__dict__["_multipliers"].cache_clear()
     try:
         with FakeTensorMode():
             weights = {
@@ -239,10 +236,10 @@ def test_digesting_on_cuda_does_not_wait() -> None:
             digested = DigestedWeights(weights.items(), dtypes=[torch.float32, torch.bfloat16])
             assert [name for name, _ in digested] == [*digested.digests] == ["w", "b"]
             assert {*digested.digests["w"]} == {"float32", "bfloat16"}
-            sums = digest_sums.sums_on_device(weights["w"])
+            sums = digests_module.__dict__["_sums"](weights["w"])
             assert (sums.dtype, list(sums.shape), sums.device.type) == (torch.int64, [2], "cuda")
     finally:
-        multipliers.cache_clear()
+        digests_module.__dict__["_multipliers"].cache_clear()
 
 
 def test_a_digest_of_equal_values() -> None:

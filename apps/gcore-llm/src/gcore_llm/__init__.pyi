@@ -1,8 +1,6 @@
 from .cli import embedded as embedded, own_data as own_data
 from .config import (
-    ActorConfig as ActorConfig,
     AlgorithmConfig as AlgorithmConfig,
-    CriticConfig as CriticConfig,
     DataConfig as DataConfig,
     KLControlConfig as KLControlConfig,
     MultiTurnConfig as MultiTurnConfig,
@@ -22,6 +20,7 @@ from .finetune.config import (
     SFTRunConfig as SFTRunConfig,
 )
 from .finetune.run import fine_tune as fine_tune
+from .learning.config import ActorConfig as ActorConfig, CriticConfig as CriticConfig
 from .reward_config import (
     JudgeConfig as JudgeConfig,
     RewardCallsConfig as RewardCallsConfig,

@@ -8,7 +8,6 @@ from functools import partial
 import tyro
 
 from gcore_llm.config import (
-    ActorConfig,
     DataConfig,
     RolloutConfig,
     TaskConfig,
@@ -17,6 +16,7 @@ from gcore_llm.config import (
     WarmupConfig,
 )
 from gcore_llm.finetune.command import run_fine_tuning
+from gcore_llm.learning.config import ActorConfig
 from gcore_llm.report import KINDS
 from gcore_runs import (
     Amount,

@@ -375,3 +375,9 @@ async def report_weights(engine: Any, names: Sequence[str] | None = None) -> Hel
     """
     report = getattr(engine, "held_weights", None)
     return await report(names) if report else None
+
+
+async def check_weights(engine: Any, digests: Digests) -> None:
+    """Have an engine with a method ``check_weights`` compare its weights with the trainer's; see `CheckedEngine`."""
+    if hasattr(engine, "check_weights"):
+        await engine.check_weights(digests)

@@ -8,9 +8,8 @@ from typing import Any, Generic
 
 import torch
 
-from gcore_rollout.engines.protocol import Digests, Engine, EngineStats, RequestT, SampleT
+from gcore_rollout.engines.protocol import Digests, Engine, EngineStats, RequestT, SampleT, check_weights
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
-from gcore_rollout.weight_sync.checked import check_weights
 from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
 
 

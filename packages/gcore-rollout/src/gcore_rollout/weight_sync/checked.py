@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, aclosing
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 import numpy as np
@@ -24,29 +25,29 @@ from gcore_rollout.engines.protocol import (
     HeldWeights,
     RequestT,
     SampleT,
+    check_weights,
     report_weights,
 )
+from gcore_rollout.engines.queueing import splitmix64
 from gcore_rollout.errors import WrongWeightsError
-from gcore_rollout.weight_sync.digest_sums import (
-    BLOCK_WORDS,
-    GOLDEN,
-    MODULUS,
-    MULTIPLIERS,
-    WORD_BYTES,
-    DigestsOnDevice,
-    digest_on_device,
-    multipliers,
-    words_of,
-)
+from gcore_rollout.weight_sync.device_reads import DeviceReads, Promised
 
 if TYPE_CHECKING:
     import torch
 
 _logger = logging.getLogger(__name__)
 
-_BLOCKS_AT_ONCE = 1
-"""Blocks computed together: one fits a core's cache."""
-
+_WORD_BYTES = 8
+_BLOCK_WORDS = 1 << 16
+"""Words with multipliers of their own; each block of this many words is also weighted by its number."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_MODULUS = 1 << 64
+_MULTIPLIERS = (splitmix64(np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)) | np.uint64(1)).view(
+    np.int64
+)
+"""Odd int64 multipliers [BLOCK_WORDS]: the outputs of SplitMix64 (G. L. Steele et al., OOPSLA 2014)."""
+_BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE_ON_DEVICE = 1, 128
+"""Blocks computed together: one, which fits a core's cache; elsewhere 64 MiB, as launches cost more than memory."""
 _TIME_SHARE = 0.01
 _MIN_BYTES = 8 << 20
 _MIN_TENSORS = 4
@@ -58,34 +59,67 @@ def digest(tensor: "torch.Tensor") -> Digest:
 
     It reads the tensor once, and takes at most 128 MiB of additional memory.
     """
-    if tensor.device.type != "cpu":
-        return digest_on_device(tensor)
     flat = tensor.detach().contiguous().view(-1)
-    is_small = flat.nbytes <= BLOCK_WORDS * WORD_BYTES
+    is_small = flat.device.type == "cpu" and flat.nbytes <= _BLOCK_WORDS * _WORD_BYTES
     if is_small and dtype_name(flat.dtype) == "float32":
         return _small_digest(flat.numpy())
-    weights = multipliers(flat.device)
-    ordered, unordered = flat.numel() * GOLDEN, 0
-    for number, chunk in enumerate(flat.split(_BLOCKS_AT_ONCE * BLOCK_WORDS * WORD_BYTES // flat.itemsize)):
-        words = words_of(chunk)
-        unordered += int(words.sum())
-        # Fresh memory, so that it may be written to.
-        rows = words.view(-1, max(1, min(words.numel(), BLOCK_WORDS)))
-        sums = rows.mul_(weights[: rows.shape[1]]).sum(1).tolist()
-        for block, total in enumerate(sums, start=number * _BLOCKS_AT_ONCE):
-            ordered += total * ((2 * block + 1) * GOLDEN % MODULUS)
-    return Digest(ordered % MODULUS, unordered % MODULUS)
+    return _digest_of(flat.numel(), _sums(flat).tolist())
 
 
 def _small_digest(values: NDArray[np.float32]) -> Digest:
     """Return `digest` of at most one block, by NumPy, which starts an operation in a fraction of torch's time."""
-    ordered = len(values) * GOLDEN
-    words = np.zeros(-(-len(values) * values.itemsize // WORD_BYTES), np.int64)
+    words = np.zeros(-(-len(values) * values.itemsize // _WORD_BYTES), np.int64)
     np.add(values, np.float32(0.0), out=words.view(np.float32)[: len(values)])
     words ^= words >> 32
     unordered = int(words.sum())
-    words *= MULTIPLIERS[: len(words)]
-    return Digest((ordered + int(words.sum()) * GOLDEN) % MODULUS, unordered % MODULUS)
+    words *= _MULTIPLIERS[: len(words)]
+    return _digest_of(len(values), (int(words.sum()) * _GOLDEN, unordered))
+
+
+def _digest_of(numel: int, sums: Sequence[int]) -> Digest:
+    ordered, unordered = sums
+    return Digest((numel * _GOLDEN + ordered) % _MODULUS, unordered % _MODULUS)
+
+
+def _sums(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return the two sums of a tensor's digest, int64 [2], on its device; the host does not wait for them."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1)
+    weights = _multipliers(flat.device)
+    totals, unordered = list[torch.Tensor](), list[torch.Tensor]()
+    num_blocks = _BLOCKS_AT_ONCE if flat.device.type == "cpu" else _BLOCKS_AT_ONCE_ON_DEVICE
+    for chunk in flat.split(num_blocks * _BLOCK_WORDS * _WORD_BYTES // flat.itemsize):
+        words = _words(chunk)
+        unordered.append(words.sum())
+        rows = words.view(-1, max(1, min(words.numel(), _BLOCK_WORDS)))
+        totals.append(rows.mul_(weights[: rows.shape[1]]).sum(1))
+    total = torch.cat(totals)
+    numbers = torch.arange(len(total), device=flat.device)
+    # As int64, whose products and sums wrap around.
+    return torch.stack([(total * ((2 * numbers + 1) * (_GOLDEN - _MODULUS))).sum(), torch.stack(unordered).sum()])
+
+
+def _words(chunk: "torch.Tensor") -> "torch.Tensor":
+    """Return a copy of the bits as int64 [W], whole blocks or less than one; upper halves of words are mixed in."""
+    import torch
+
+    # -0.0 + 0.0 is 0.0: an engine that keeps weights packed gives them back as sums.
+    values = chunk + 0.0 if chunk.is_floating_point() else chunk.clone()
+    size = _WORD_BYTES // values.itemsize
+    size *= _BLOCK_WORDS if values.numel() > size * _BLOCK_WORDS else 1
+    if missing := -values.numel() % size:
+        values = torch.cat([values, values.new_zeros(missing)])
+    words = values.view(torch.int64)
+    return words.bitwise_xor_(words >> 32)
+
+
+@lru_cache
+def _multipliers(device: "torch.device") -> "torch.Tensor":
+    """Return `_MULTIPLIERS` on a device."""
+    import torch
+
+    return torch.from_numpy(_MULTIPLIERS).to(device)
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
@@ -130,7 +164,7 @@ class DigestedWeights:
         self._weights = weights
         self._dtypes = [torch.float32] if dtypes is None else list(dict.fromkeys(dtypes))
         self._made: dict[str, Mapping[str, Digest]] = {}
-        self._on_device = DigestsOnDevice()
+        self._reads = DeviceReads()
         self.digests: Digests = self._made if digests is None else digests
         """Digests of the tensors that have been iterated over."""
 
@@ -143,7 +177,10 @@ class DigestedWeights:
     def _digest(self, tensor: "torch.Tensor") -> Mapping[str, Digest]:
         if tensor.device.type == "cpu":
             return {dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
-        return self._on_device.add(tensor, {dtype_name(dtype): dtype for dtype in self._dtypes})
+        numel, reads = tensor.numel(), self._reads
+        return Promised(
+            {dtype_name(d): reads.add(_sums(tensor.to(d)), partial(_digest_of, numel)) for d in self._dtypes}
+        )
 
 
 def digests_of(weights: Any) -> Digests:
@@ -156,12 +193,6 @@ def all_digests(weights: Iterable[tuple[str, Any]]) -> Digests:
     for _ in weights:
         pass
     return digests_of(weights)
-
-
-async def check_weights(engine: Any, digests: Digests) -> None:
-    """Have an engine with a method ``check_weights`` compare its weights with the trainer's; see `CheckedEngine`."""
-    if hasattr(engine, "check_weights"):
-        await engine.check_weights(digests)
 
 
 class WrappedEngine(Generic[RequestT, SampleT]):

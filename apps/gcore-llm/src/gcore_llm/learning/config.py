@@ -1,0 +1,47 @@
+"""Settings of the models in training: the policy and the critic."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gcore_runs import BaseActorConfig, Checked, Count, Fraction, NonNegative
+from gcore_trainer import OptimizerConfig, PolicyLossConfig, ValueLossConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig(BaseActorConfig):
+    """The policy's training."""
+
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    checkpointed_layers: Fraction = 1.0
+    """Share of the layers that are computed again where gradient checkpointing is on, the first ones; for torch."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """optimizer: optimizer states are in host memory, and updates run on the CPU: 6 instead of 18 bytes a bfloat16
+    parameter on the device. all: parameters and gradients, too, while another model of the run is in use (the critic,
+    the reference). Both for torch."""
+    activation_offload: bool = False
+    """Keep activations for the backward pass in host memory: with gradient checkpointing, the layers' inputs; for
+    torch."""
+    router_replay: Literal["disabled", "R2"] = "disabled"
+    """R2: in a mixture of experts, the updates of a step send tokens through the experts that they passed through when
+    the old log-probs were computed, so that ratios do not jump where a router is near a tie."""
+    ppo_mini_batch_size: NonNegative = 0
+    """Prompts an update; 0: the whole batch in one update."""
+    ppo_epochs: Count = 1
+    """Passes over the batch."""
+    ppo_max_token_len: Count = 16_384
+    """Most tokens a micro-batch: bounds memory, changes nothing else."""
+    share_prefix: bool = True
+    """Compute a prompt once in a micro-batch that has several of its responses; the result is the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(Checked, section="critic"):
+    """The critic, where algorithm.adv-estimator is gae."""
+
+    model: str = ""
+    """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""
+    optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+    warmup_steps: NonNegative = 0
+    """First steps that train the critic alone."""
