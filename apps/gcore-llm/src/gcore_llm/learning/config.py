@@ -1,6 +1,7 @@
 """Settings of the models in training: the policy and the critic."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from gcore_runs import BaseActorConfig, Checked, Count, Fraction, NonNegative
@@ -41,7 +42,7 @@ class CriticConfig(Checked, section="critic"):
 
     model: str = ""
     """A Hugging Face folder to start from; empty: the policy's, with a head of zeros."""
-    optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    optim: OptimizerConfig = field(default_factory=partial(OptimizerConfig, lr=1e-5))
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)
     warmup_steps: NonNegative = 0
     """First steps that train the critic alone."""

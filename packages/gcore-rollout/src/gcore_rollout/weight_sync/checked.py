@@ -88,8 +88,8 @@ def _sums(tensor: "torch.Tensor") -> "torch.Tensor":
     flat = tensor.detach().contiguous().view(-1)
     weights = _multipliers(flat.device)
     totals, unordered = list[torch.Tensor](), list[torch.Tensor]()
-    num_blocks = _BLOCKS_AT_ONCE if flat.device.type == "cpu" else _BLOCKS_AT_ONCE_ON_DEVICE
-    for chunk in flat.split(num_blocks * _BLOCK_WORDS * _WORD_BYTES // flat.itemsize):
+    at_once = _BLOCKS_AT_ONCE if flat.device.type == "cpu" else _BLOCKS_AT_ONCE_ON_DEVICE
+    for chunk in flat.split(at_once * _BLOCK_WORDS * _WORD_BYTES // flat.itemsize):
         words = _words(chunk)
         unordered.append(words.sum())
         rows = words.view(-1, max(1, min(words.numel(), _BLOCK_WORDS)))
@@ -164,7 +164,7 @@ class DigestedWeights:
         self._weights = weights
         self._dtypes = [torch.float32] if dtypes is None else list(dict.fromkeys(dtypes))
         self._made: dict[str, Mapping[str, Digest]] = {}
-        self._reads = DeviceReads()
+        self._reads: DeviceReads | None = None
         self.digests: Digests = self._made if digests is None else digests
         """Digests of the tensors that have been iterated over."""
 
@@ -177,10 +177,9 @@ class DigestedWeights:
     def _digest(self, tensor: "torch.Tensor") -> Mapping[str, Digest]:
         if tensor.device.type == "cpu":
             return {dtype_name(dtype): digest(tensor.to(dtype)) for dtype in self._dtypes}
-        numel, reads = tensor.numel(), self._reads
-        return Promised(
-            {dtype_name(d): reads.add(_sums(tensor.to(d)), partial(_digest_of, numel)) for d in self._dtypes}
-        )
+        reads = self._reads = self._reads or DeviceReads()
+        convert = partial(_digest_of, tensor.numel())
+        return Promised({dtype_name(dtype): reads.add(_sums(tensor.to(dtype)), convert) for dtype in self._dtypes})
 
 
 def digests_of(weights: Any) -> Digests:
