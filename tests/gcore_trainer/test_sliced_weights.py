@@ -162,16 +162,13 @@ def test_a_model_that_cannot_be_packed_is_refused_once_it_has_weights(tmp_path: 
     packed = PackedModel.from_pretrained(path, sharded=True, **BF16)
     layer: Any = packed.layers()[0]
     scale = layer.self_attn.scaling
-    forward = packed._forward  # pyright: ignore[reportPrivateUsage]
+    forward = packed.model.model.forward
 
-    def wrong(*args: Any) -> Any:
-        layer.self_attn.scaling = 1.05 * scale
-        try:
-            return forward(*args)
-        finally:
-            layer.self_attn.scaling = scale
+    def wrong(**inputs: Any) -> Any:
+        layer.self_attn.scaling = 1.05 * scale if "packed" in inputs else scale
+        return forward(**inputs)
 
-    packed._forward = wrong  # pyright: ignore[reportPrivateUsage]
+    packed.model.model.forward = wrong
     with pytest.raises(UnsupportedModelError, match=r"^scores of 'qwen2' in a packed row differ"):
         packed.load_weights()
 

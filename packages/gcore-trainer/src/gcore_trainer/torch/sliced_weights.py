@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
@@ -22,6 +23,8 @@ from gcore_trainer.torch.host_memory import local
 from gcore_trainer.torch.loading import choose_class, load_model
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_INITIALIZED = "_is_hf_initialized"
+"""Attribute of tensors that transformers is not to initialize."""
 _CHUNK_BYTES = 1 << 26
 """Most bytes of a file that are converted at a time, if that is not less than a row."""
 _logger = logging.getLogger(__name__)
@@ -133,7 +136,7 @@ class SlicedWeights:
                 yield
             finally:
                 # A forward pass without a backward one leaves some parameters whole.
-                if isinstance(packed.root, torch.distributed.fsdp.FSDPModule):
+                if isinstance(packed.root, FSDPModule):
                     packed.root.reshard()
 
 
@@ -211,7 +214,7 @@ def _sources(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str
 def _make_buffers(model: Any, folder: _Folder, sources: Mapping[str, str], device: torch.device) -> None:
     """Compute a model's buffers as transformers does on loading, on the CPU; those that are saved come from files."""
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True
+        setattr(parameter, _INITIALIZED, True)
     with folder.opened() as read:
         for name, module in model.named_modules():
             for own, buffer in module._buffers.items():
@@ -224,7 +227,7 @@ def _make_buffers(model: Any, folder: _Folder, sources: Mapping[str, str], devic
                 if full not in sources:
                     raise _NotByNameError(f"its files have no {full}")
                 read(sources[full], made, 0, made.dtype)
-                made._is_hf_initialized = True
+                setattr(made, _INITIALIZED, True)
     model.initialize_weights()
     for name, module in model.named_modules():
         for own, buffer in module._buffers.items():
@@ -250,9 +253,9 @@ def _first_row(parameter: torch.Tensor) -> int:
     return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)
 
 
-def _conversion(modules: list[torch.nn.Module], dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
+def _conversion(modules: list[Any], dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return hooks for before and after a pass, during which modules have their parameters in another data type."""
-    kept: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    kept: list[tuple[Any, str, torch.nn.Parameter]] = []
 
     def before(*call: Any) -> None:
         del call
