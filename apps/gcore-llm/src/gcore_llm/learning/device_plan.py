@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.forecast import planner_job
@@ -45,12 +46,10 @@ def plan_memory(config: TrainConfig, model: Path, device: Device) -> DevicePlan:
     if judged.kind == "classifier":
         others["reward model"] = float(job.compute_bytes * count_parameters(Path(judged.path)))
     is_auto = rollout.colocated == "auto" and config.trainer.schedule == "sync" and config.trainer.backend == "torch"
-    # With several ranks, weights come by the host.
-    has_process = rollout.num_processes > 0 and config.trainer.num_processes == 1
     engine = EngineSettings(
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),
-        copies_weights=has_process,
+        copies_weights=_copied(config),
         takes_turns=None if is_auto else rollout.colocated is True,
     )
     layout, state = _layout(config, job.policy), _state(config, job.policy)
@@ -60,6 +59,13 @@ def plan_memory(config: TrainConfig, model: Path, device: Device) -> DevicePlan:
 def _batched_tokens(config: TrainConfig, device: Device) -> int:
     """Return the most tokens of a pass of the engine where they are not set: vLLM's of a GPU, and those of `hf`."""
     return 16_384 if config.rollout.engine == "hf" or device.memory_bytes >= _LARGE_DEVICE_BYTES else 8192
+
+
+def _copied(config: TrainConfig) -> Literal["none", "merged", "all"]:
+    """Return which new weights are whole on the GPU once more; from several ranks they come by the host."""
+    if config.trainer.num_processes > 1:
+        return "none"
+    return "all" if config.rollout.num_processes else "merged" if config.rollout.engine == "vllm" else "none"
 
 
 def _fitted(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfig, DevicePlan]:
@@ -132,7 +138,11 @@ def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
         f"{' and '.join(settings[name] for name in remedy.names)} ({remedy.peak_bytes / _GB:.1f} GB)"
         for remedy in plan.remedies
     ]
-    advice = f"these would fit: {'; '.join(fitting)}" if fitting else "no setting makes it fit; a larger GPU or a smaller model would"
+    advice = (
+        f"these would fit: {'; '.join(fitting)}"
+        if fitting
+        else "no setting makes it fit; a larger GPU or a smaller model would"
+    )
     raise UserError(
         f"model is {str(model)!r} ({count_parameters(model) / _GB:.2f} B parameters), whose stage {stage!r} needs "
         f"{plan.peaks[stage] / _GB:.1f} GB; expected at most {plan.usable_bytes / _GB:.1f} of the "
@@ -149,7 +159,7 @@ def summary(plan: DevicePlan, device: Device) -> list[str]:
         f"{shares}; trainer and engine {how}",
         f"the engine may use {plan.gpu_memory_utilization:.0%} of the memory: keys and values of {plan.kv_tokens:,} "
         f"tokens, {plan.kv_tokens // plan.longest_sequence:,} of the longest sequences ({plan.longest_sequence:,})",
-        *([f"in the host's memory: {plan.host_bytes / _GB:.1f} GB"] if plan.host_bytes else []),
+        *([f"in the host's memory: {plan.host_bytes / _GB:.1f} GB"] if plan.host_bytes >= _GB / 20 else []),
     ]
 
 

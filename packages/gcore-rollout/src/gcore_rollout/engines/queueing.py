@@ -6,7 +6,7 @@ This module does not import torch.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -370,3 +370,24 @@ def check_weights(
     for name, tensor in new.items():
         if name in shapes and tuple(tensor.shape) != shapes[name]:
             raise ValueError(f"shape of weight {name!r} is {tuple(tensor.shape)}; expected {shapes[name]}")
+
+
+def checked_one_by_one(
+    shapes: Mapping[str, tuple[int, ...]],
+    weights: "Iterable[tuple[str, torch.Tensor]]",
+    *,
+    optional: Callable[[AbstractSet[str]], frozenset[str]],
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield weights as `check_weights` takes them: refuse one that does not match as it comes, missing ones at the end.
+
+    Args:
+        optional: returns the names that may be left out where these were given.
+    """
+    given: set[str] = set()
+    for name, tensor in weights:
+        known = {name: shapes[name]} if name in shapes else {}
+        check_weights(known, {name: tensor}, optional=optional({name}))
+        given.add(name)
+        yield name, tensor
+    missing = {name: shape for name, shape in shapes.items() if name not in given}
+    check_weights(missing, {}, optional=optional(given))
