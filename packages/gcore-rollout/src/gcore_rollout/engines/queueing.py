@@ -6,11 +6,11 @@ This module does not import torch.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -372,22 +372,22 @@ def check_weights(
             raise ValueError(f"shape of weight {name!r} is {tuple(tensor.shape)}; expected {shapes[name]}")
 
 
-def checked_one_by_one(
-    shapes: Mapping[str, tuple[int, ...]],
-    weights: "Iterable[tuple[str, torch.Tensor]]",
-    *,
-    optional: Callable[[AbstractSet[str]], frozenset[str]],
+def checked_weights(
+    own: "Mapping[str, torch.Tensor]", weights: "Iterable[tuple[str, torch.Tensor]]", *, at_once: bool
 ) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield weights as `check_weights` takes them: refuse one that does not match as it comes, missing ones at the end.
+    """Yield weights that match the engine's own, by `check_weights`; of tied tensors any one will do.
 
     Args:
-        optional: returns the names that may be left out where these were given.
+        at_once: check all before the first is yielded, so that all are in memory together; otherwise one by one.
     """
-    given: set[str] = set()
+    shapes, new = {name: tuple(tensor.shape) for name, tensor in own.items()}, dict[str, Any]()
     for name, tensor in weights:
-        known = {name: shapes[name]} if name in shapes else {}
-        check_weights(known, {name: tensor}, optional=optional({name}))
-        given.add(name)
-        yield name, tensor
-    missing = {name: shape for name, shape in shapes.items() if name not in given}
-    check_weights(missing, {}, optional=optional(given))
+        new[name] = tensor if at_once else None
+        if not at_once:
+            check_weights({n: shapes[n] for n in shapes.keys() & {name}}, {name: tensor}, optional=frozenset())
+            yield name, tensor
+    pointers = {own[name].data_ptr() for name in new.keys() & own.keys()}
+    tied = frozenset(name for name, tensor in own.items() if name not in new and tensor.data_ptr() in pointers)
+    held = {name: tensor for name, tensor in new.items() if tensor is not None}
+    check_weights({n: shape for n, shape in shapes.items() if at_once or n not in new}, held, optional=tied)
+    yield from held.items()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Decode, DecodeMode, Prefill, SlotCache, pack, round_up
-from gcore_rollout.engines.hf.memory import MemoryPlan, checked_weights, drop_weights, restore_weights
+from gcore_rollout.engines.hf.memory import MemoryPlan, drop_weights, restore_weights
 from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.protocol import FinishReason, HeldWeights, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
@@ -22,6 +22,7 @@ from gcore_rollout.engines.queueing import (
     InProcessEngine,
     Sample,
     SampleFilter,
+    checked_weights,
     sample_seeds,
     uniforms,
 )

@@ -1,12 +1,9 @@
 """Memory of the `hf` engine: keys and values, and weights that are dropped while it sleeps."""
 
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-
-from gcore_rollout.engines.queueing import check_weights, checked_one_by_one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +45,3 @@ def restore_weights(shapes: dict[torch.nn.Parameter, torch.Size]) -> None:
     """Allocate parameters again, whose values an update then sets."""
     for parameter, shape in shapes.items():
         parameter.data = parameter.data.new_empty(shape)
-
-
-def checked_weights(
-    own: Mapping[str, torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], *, at_once: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights by the names of the engine's own; a `ValueError` for unknown or missing names and other shapes.
-
-    Of tied parameters, which are one tensor under several names, any one will do.
-
-    Args:
-        at_once: check all before the first is yielded, which needs them in memory together; otherwise one by one.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-
-    def tied(given: Iterable[str]) -> frozenset[str]:
-        pointers = {own[name].data_ptr() for name in own.keys() & given}
-        return frozenset(name for name, tensor in own.items() if name not in given and tensor.data_ptr() in pointers)
-
-    if not at_once:
-        yield from checked_one_by_one(shapes, weights, optional=tied)
-        return
-    new = dict(weights)
-    check_weights(shapes, new, optional=tied(new.keys()))
-    yield from new.items()
