@@ -20,7 +20,6 @@ from gcore_placement import (
     PlacementError,
     TrainingLayout,
     TrainingState,
-    check_device_memory,
     plan_one_device,
 )
 
@@ -126,6 +125,26 @@ def test_offload() -> None:
     assert_allclose(every.host_bytes, (16 * 2 + 2 * 3) * count, rtol=1e-6)
 
 
+def test_moments_in_8_bits() -> None:
+    """2 + 8 / 256 bytes a parameter in place of 8, also on the host; a change that is proposed where it is enough."""
+    count = ModelShape.from_config(QWEN_HALF_B).num_parameters
+    state = TrainingState(moments="8bit")
+    own = plan_of(QWEN_HALF_B, state=state).roles["trainer"]
+    assert_allclose(own["optimizer"], (4 + 2 + 8 / 256) * count)
+    assert_allclose(plan_of(QWEN_HALF_B, state=state, compute_bytes=4).roles["trainer"]["optimizer"], 2.03125 * count)
+    engine = EngineSettings(takes_turns=False)
+    offloaded = plan_of(QWEN_HALF_B, state=replace(state, offload="optimizer"), engine=engine)
+    assert_allclose(offloaded.host_bytes, (4 + 4 + 2.03125) * count)
+    turns = EngineSettings(takes_turns=True)
+    exact, small = (plan_of(QWEN_HALF_B, state=s, engine=turns).peaks["train"] for s in (TrainingState(), state))
+    device = Device.of_memory("a GPU", (exact + small) / 2 / 0.92)
+    plan = plan_one_device(job_of(QWEN_HALF_B), LAYOUT, turns, device)
+    assert not plan.fits
+    assert ("8-bit moments",) in {remedy.names for remedy in plan.remedies}
+    megatron = plan_one_device(job_of(QWEN_HALF_B), replace(LAYOUT, backend="megatron"), turns, device)
+    assert ("8-bit moments",) not in {remedy.names for remedy in megatron.remedies}
+
+
 def test_activations_by_layer() -> None:
     """Half of the layers checkpointed is half-way between all and none; inputs on the host leave two of them."""
 
@@ -215,9 +234,9 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert ("full offload",) in {remedy.names for remedy in compared.remedies}, "of the policy or its reference"
     for remedy in plan.remedies:
         assert remedy.peak_bytes <= plan.usable_bytes
-    with pytest.raises(PlacementError, match=r"memory of stage sync is \d+\.\d GB; expected at most 73\.6 of the"):
-        check_device_memory(plan)
-    check_device_memory(plan_of(QWEN_HALF_B))
+    assert plan.peaks[plan.fullest] > plan.usable_bytes
+    assert plan.fullest == "sync"
+    assert plan_of(QWEN_HALF_B).fits
 
 
 def test_remedies_that_are_needed_together() -> None:

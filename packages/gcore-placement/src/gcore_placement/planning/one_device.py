@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 
 from gcore_placement.cluster import Cluster, Device, Efficiency
-from gcore_placement.errors import PlacementError
 from gcore_placement.forecast import EngineStage, Job
 from gcore_placement.planning.layouts import (
     DEFAULT_STATE,
+    MASTER_BYTES,
     TrainingLayout,
     TrainingLayouts,
     TrainingState,
@@ -222,8 +222,8 @@ class _Planner:
         if takes_turns or (offload == "all" and has_others):
             size += whole["weights"] + whole["reference"]
         if offload != "none":
-            # Master weights, a gradient and two moments, all in float32.
-            return size + 4 * whole["gradients"]
+            # Master weights and a gradient in float32, and two moments.
+            return size + (2 + self.state.moment_bytes / MASTER_BYTES) * whole["gradients"]
         return size + (whole["optimizer"] if takes_turns else 0.0)
 
     @property
@@ -297,6 +297,12 @@ def _with_turns(planner: _Planner) -> _Planner:
     return replace(planner, engine=replace(planner.engine, takes_turns=None))
 
 
+def _with_8bit_moments(planner: _Planner) -> _Planner:
+    is_offloaded = planner.state.offload != "none"
+    is_torch = planner.layout.backend == "torch"
+    return planner if is_offloaded or not is_torch else replace(planner, state=replace(planner.state, moments="8bit"))
+
+
 def _with_optimizer_offload(planner: _Planner) -> _Planner:
     has_less = planner.state.offload == "all"
     return planner if has_less else replace(planner, state=replace(planner.state, offload="optimizer"))
@@ -320,22 +326,11 @@ REMEDIES = {
     "turns": _with_turns,
     "gradient checkpointing": _with_checkpointing,
     "small micro-batches": _with_small_micro_batches,
+    "8-bit moments": _with_8bit_moments,
     "optimizer offload": _with_optimizer_offload,
     "full offload": _with_offload,
     "LoRA": _with_lora,
 }
 """Changes that save memory, by name, those that cost least first: turns of trainer and engine; gradient checkpointing;
-micro-batches of one longest sequence; optimizer states in the host's memory, then all but those of the model at work;
-LoRA of rank 16 in place of training all parameters."""
-
-
-def check_device_memory(plan: DevicePlan) -> None:
-    """Raise PlacementError, with the numbers, if a plan does not fit."""
-    if plan.fits:
-        return
-    peak, stage = plan.peaks[plan.fullest], plan.fullest
-    parts = ", ".join(f"{role} {plan.share(role) / 1e9:.1f}" for role in plan.roles)
-    raise PlacementError(
-        f"memory of stage {stage} is {peak / 1e9:.1f} GB; expected at most {plan.usable_bytes / 1e9:.1f} of the "
-        f"device's {plan.device_bytes / 1e9:.1f} GB ({parts})"
-    )
+micro-batches of one longest sequence; AdamW's moments in 8 bits; optimizer states in the host's memory, then all but
+those of the model at work; LoRA of rank 16 in place of training all parameters."""
