@@ -25,8 +25,9 @@ from gcore_trainer import (
     ParallelConfig,
     TorchParallel,
     TorchTrainer,
+    compile_layers,
 )
-from gcore_trainer.torch import compiled, optimizer as optimizers
+from gcore_trainer.torch import optimizer as optimizers
 from gcore_trainer.torch.host_memory import local
 
 PRELOADED = (
@@ -93,10 +94,10 @@ def train_compiled(
 ) -> list[dict[str, float]]:
     """Metrics of each step of a model with compiled and checkpointed layers."""
     packed = PackedModel.from_pretrained(path, gradient_checkpointing=True)
-    with mock.patch.object(compiled, "_backend", lambda device: "aot_eager"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # Dynamo looks at the gradients of all tensors.
         warnings.simplefilter("ignore")
-        compiled.compile_layers(packed)
+        compile_layers(packed, backend="aot_eager")
         parallel = TorchParallel.join(ParallelConfig())
         trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
         return [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]

@@ -35,8 +35,8 @@ ROWS = [
 
 
 @pytest.fixture(autouse=True)
-def _no_graphs() -> None:
-    torch._dynamo.reset()
+def no_graphs() -> None:
+    torch.compiler.reset()
     counters.clear()
 
 
@@ -44,10 +44,10 @@ def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def make_trainer(path: Path, *, compile: bool, **options: Any) -> TorchTrainer:
+def make_trainer(path: Path, *, backend: str, **options: Any) -> TorchTrainer:
     packed = PackedModel.from_pretrained(path, **options)
-    if compile:
-        compile_layers(packed)
+    if backend:
+        compile_layers(packed, backend=backend)
     objective = PolicyObjective(PolicyLossConfig())
     return TorchTrainer(packed, optimizer=OptimizerConfig(lr=1e-3), objective=objective)
 
@@ -61,13 +61,10 @@ def make_trainer(path: Path, *, compile: bool, **options: Any) -> TorchTrainer:
     ],
     ids=["plain", "checkpointed", "lora"],
 )
-def test_rows_of_all_lengths_pass_through_the_same_graphs(
-    qwen2: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], most: int
-) -> None:
+def test_rows_of_all_lengths_pass_through_the_same_graphs(qwen2: Path, options: dict[str, Any], most: int) -> None:
     """Those of the first row: a layer's pieces before and after attention, with and without gradient."""
     # What Inductor makes of the graphs is tested below.
-    monkeypatch.setattr(compiled, "_backend", lambda device: "aot_eager")
-    plain, other = (make_trainer(qwen2, compile=own, **options) for own in (False, True))
+    plain, other = (make_trainer(qwen2, backend=own, **options) for own in ("", "aot_eager"))
     after_first = 0
     for seed, groups in enumerate(ROWS):
         samples = [make_samples(groups, seed=seed)]
@@ -82,7 +79,7 @@ def test_rows_of_all_lengths_pass_through_the_same_graphs(
 
 @pytest.mark.slow
 def test_inductor_computes_the_same(qwen2: Path) -> None:
-    plain, other = (make_trainer(qwen2, compile=own, gradient_checkpointing=True) for own in (False, True))
+    plain, other = (make_trainer(qwen2, backend=own, gradient_checkpointing=True) for own in ("", "inductor"))
     for seed, groups in enumerate(ROWS):
         samples = [make_samples(groups, seed=seed)]
         assert other.train_step(samples) == pytest.approx(plain.train_step(samples), rel=1e-5, abs=1e-6)
@@ -92,7 +89,7 @@ def test_inductor_computes_the_same(qwen2: Path) -> None:
 
 def test_without_a_c_compiler_layers_are_traced(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     assert compiled._backend(torch.device("cuda")) == "inductor"  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda *_: None)
     assert compiled._backend(torch.device("cpu")) == "aot_eager"  # pyright: ignore[reportPrivateUsage]
     assert "no C++ compiler" in caplog.text
 

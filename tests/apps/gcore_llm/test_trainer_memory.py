@@ -13,7 +13,8 @@ import torch
 from command_line import Cli, option_set, step_rows
 
 from gcore_ckpt import Checkpointer
-from gcore_llm.config import ActorConfig, AlgorithmConfig, KLControlConfig, TrainConfig
+from gcore_llm.config import AlgorithmConfig, KLControlConfig, TrainConfig
+from gcore_llm.learning.config import ActorConfig
 from gcore_llm.learning.device_plan import plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
 from gcore_placement import Device
@@ -21,7 +22,6 @@ from gcore_runs import UserError, resolve
 from gcore_runs.run_folder import open_run
 from gcore_runs.settings.parsing import to_toml
 from gcore_trainer import OptimizerConfig, Sample, TrainerError
-from gcore_trainer.torch import compiled
 
 SAVING = [
     *("--actor.offload", "all", "--actor.activation-offload", "true"),
@@ -127,7 +127,8 @@ def test_a_run_with_8_bit_moments_is_saved_and_loaded(tiny: Path, tmp_path: Path
 def test_a_run_with_compiled_layers_is_the_same_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "_backend", lambda device: "aot_eager")
+    # Without a C++ compiler graphs run operation by operation, which takes less time here.
+    monkeypatch.setattr(shutil, "which", lambda *_: None)
     found: list[dict[str, float]] = []
     for is_compiled in (False, True):
         actor = ActorConfig(optim=OptimizerConfig(lr=1e-3), compile=is_compiled)
@@ -139,7 +140,7 @@ def test_a_run_with_compiled_layers_is_the_same_run(
     names = ("reference", "critic", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
     plain, other = ([own[name] for name in names] for own in found)
     assert other == pytest.approx(plain, rel=1e-5, abs=1e-6)
-    with pytest.raises(UserError, match="actor.compile is true; expected false with actor.activation_offload"):
+    with pytest.raises(UserError, match=r"actor.compile is true; expected false with actor.activation_offload"):
         TrainConfig(actor=ActorConfig(compile=True, activation_offload=True))
 
 

@@ -16,7 +16,7 @@ from gcore_trainer.torch.packed_model import ATTENTION_NAME, PackedTransformer
 _logger = logging.getLogger(__name__)
 
 
-def compile_layers(packed: PackedTransformer[Any]) -> None:
+def compile_layers(packed: PackedTransformer[Any], *, backend: str | None = None) -> None:
     """Compile a model's layers, each as it is called; embeddings, attention and the head stay as they are.
 
     The pieces of a layer before and after its attention are graphs, with the row's length as a variable: the first
@@ -24,6 +24,9 @@ def compile_layers(packed: PackedTransformer[Any]) -> None:
     since each row has a plan of its own. Results differ from those of the model before by rounding errors.
 
     A checkpointed layer is computed again by the same graphs.
+
+    Args:
+        backend: of torch.compile; None: Inductor, or on a CPU without a C++ compiler one that makes nothing faster.
 
     Raises:
         UnsupportedModelError: the model has experts or linear attention, whose graphs depend on the tokens; or its
@@ -35,7 +38,7 @@ def compile_layers(packed: PackedTransformer[Any]) -> None:
         "has a mixture of experts": packed.num_routers > 0,
         "has linear attention": any(hasattr(layer, "linear_attn") for layer in layers),
         # Hooks of FSDP come later, and lie around whole layers.
-        "offloads activations": any(part._forward_pre_hooks for layer in layers for part in layer.modules()),
+        "offloads activations": any(_is_hooked(part) for layer in layers for part in layer.modules()),
     }
     if found := [what for what, is_unfit in unfit.items() if is_unfit]:
         raise UnsupportedModelError(
@@ -43,9 +46,13 @@ def compile_layers(packed: PackedTransformer[Any]) -> None:
             "activation_offload false"
         )
     _leave_attention_out()
-    compiled = partial(torch.compile, dynamic=True, backend=_backend(packed.model.device))
+    compiled = partial(torch.compile, dynamic=True, backend=backend or _backend(packed.model.device))
     for layer in layers:
         layer.forward = _compiled(layer.forward, compiled)
+
+
+def _is_hooked(module: torch.nn.Module) -> bool:
+    return bool(module._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]  # torch has no other way to ask
 
 
 def _compiled(forward: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
