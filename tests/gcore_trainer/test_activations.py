@@ -32,7 +32,7 @@ def trained(path: Path, **options: Any) -> tuple[PackedModel, dict[str, torch.Te
     packed = PackedModel.from_pretrained(path, **options)
     if options.get("activation_offload"):
         # Those of a tiny model are small.
-        packed.root.forward = packed._forward  # pyright: ignore[reportPrivateUsage]
+        del packed.root.forward
         activations.offload_activations(packed.root, smallest_bytes=0)
     packed.score(SAMPLES).log_probs.mean().backward()
     return packed, gradients(packed.model)
@@ -73,5 +73,6 @@ def test_only_large_models_on_cuda_checkpoint_of_themselves() -> None:
     with FakeTensorMode():
         for size, device, expected in ((40_000, "cuda", True), (20_000, "cuda", False), (40_000, "cpu", False)):
             model = torch.nn.Linear(size, size, device=device)
-            assert activations.is_checkpointed("auto", model) is expected
-            assert activations.is_checkpointed(not expected, model) is not expected
+            own = torch.device(device)
+            assert activations.is_checkpointed("auto", model, own) is expected
+            assert activations.is_checkpointed(not expected, model, own) is not expected

@@ -99,11 +99,12 @@ ray_trainer_spec = LLMTrainerWorker.spec
 """How the ranks are started on Ray, where they share the threads."""
 
 
-def _model_options(config: TrainConfig) -> dict[str, Any]:
+def _model_options(config: TrainConfig, parallel: "gcore_trainer.TorchParallel | None") -> dict[str, Any]:
     import torch
 
     return {
         "device": config.device,
+        "sharded": parallel is not None,
         "compute_dtype": getattr(torch, config.dtype),
         "gradient_checkpointing": _is_checkpointed(config),
         "checkpointed_layers": config.actor.checkpointed_layers,
@@ -147,7 +148,7 @@ def _build(
             temperature=temperature,
             lora=lora,
         )
-    options = _model_options(config)
+    options = _model_options(config, parallel)
     if is_actor:
         packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=temperature, lora=lora, **options)
     else:
@@ -163,7 +164,7 @@ def _build(
 def _build_reference(
     config: TrainConfig, model: Path, parallel: "gcore_trainer.TorchParallel | None"
 ) -> "gcore_trainer.FrozenModel":
-    options = _model_options(config)
+    options = _model_options(config, parallel)
     packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **options)
     if config.actor.compile:
         gcore_trainer.compile_layers(packed)

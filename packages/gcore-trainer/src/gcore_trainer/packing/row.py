@@ -1,13 +1,14 @@
-"""A rank's part of a packed row, and attention over it.
+"""A rank's part of a packed row, attention over it, and what transformers' masks say of that attention.
 
 Shapes: T tokens of the rank, n of the row's N response tokens; in attention H query heads, K key-value heads, D head
 dimension.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import getclosurevars
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 from gcore_trainer.context_parallel.groups import ContextParallel, DividedRow, sum_over_ranks
-from gcore_trainer.errors import BatchError
+from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.router_replay import routing_of_row
 from gcore_trainer.packing.tiles import RowCalls
@@ -27,6 +28,9 @@ NUM_SHORT = 512
 """Most tokens that a sequence has, with its prompt, in a row of short ones that share prompts."""
 NUM_SHORT_ALONE = 128
 """The same where none shares a prompt."""
+# Functions of transformers.masking_utils that hide tokens, by the name of the function that makes or is them.
+_CAUSAL, _WINDOW, _PACKED = "causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"
+_CONJUNCTION = "and_masks"
 
 
 class PackedPlan:
@@ -257,3 +261,55 @@ def make_rows(
             )
         )
     return rows
+
+
+class DescribedMask(torch.Tensor):
+    """A mask [B, 1, Lq, Lk] that occupies no memory. The result of any operation on it is an ordinary tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType, reportPrivateUsage]
+    hides: set[str]
+    """Names of the functions of ``transformers.masking_utils`` that hide tokens, and of any others."""
+    window: int | None
+    """Tokens of a sliding window, if there is one."""
+
+
+def describe_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> DescribedMask:
+    """Describe a mask instead of computing it; the arguments are those of ``transformers.masking_utils.sdpa_mask``."""
+    del others
+    mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+    described = mask.as_subclass(DescribedMask)
+    described.hides, described.window = set(_names(mask_function)), local_size
+    return described
+
+
+def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
+    name = mask_function.__qualname__.partition(".")[0]
+    if name != _CONJUNCTION:
+        yield name
+        return
+    for part in getclosurevars(mask_function).nonlocals["mask_functions"]:
+        yield from _names(part)
+
+
+def window_of(mask: torch.Tensor) -> int | None:
+    """Return the sliding window of a described mask; refuse one that hides other tokens than causality and a window."""
+    if not isinstance(mask, DescribedMask):
+        raise UnsupportedModelError(
+            f"the model computes an attention mask of its own, {list(mask.shape)}: packed training does not apply it"
+        )
+    unknown = sorted(mask.hides - {_CAUSAL, _WINDOW, _PACKED})
+    if unknown or _CAUSAL not in mask.hides:
+        raise UnsupportedModelError(
+            f"the model's attention mask is made by {', '.join(unknown)}: packed training computes causal attention "
+            "and sliding windows only"
+        )
+    return mask.window if _WINDOW in mask.hides else None

@@ -20,12 +20,11 @@ _SMALL = 1 << 20
 """Activations of fewer bytes stay on the device."""
 
 
-def is_checkpointed(setting: bool | Literal["auto"], model: torch.nn.Module) -> bool:
+def is_checkpointed(setting: bool | Literal["auto"], model: torch.nn.Module, device: torch.device) -> bool:
     """Return whether a model's layers are checkpointed: for ``auto``, those of large models on CUDA."""
     if setting != "auto":
         return setting
-    parameters = list(model.parameters())
-    return parameters[0].device.type == "cuda" and sum(p.numel() for p in parameters) >= LARGE_MODEL
+    return device.type == "cuda" and sum(p.numel() for p in model.parameters()) >= LARGE_MODEL
 
 
 def checkpoint_layers(layers: Sequence[torch.nn.Module], share: float) -> None:

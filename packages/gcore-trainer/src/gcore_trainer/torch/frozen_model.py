@@ -31,6 +31,7 @@ class FrozenModel:
         packed.model.eval().requires_grad_(False)
         if parallel is not None:
             parallel.shard(packed)
+        packed.load_weights()
         self._sleeper = Sleeper(packed.model)
 
     def sleep(self) -> None:

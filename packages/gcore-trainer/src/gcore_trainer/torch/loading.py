@@ -51,16 +51,7 @@ def load_model(kind: Any, path: str | Path, *, attention: str, **options: Any) -
         UnsupportedModelError: the class has no such model, or one that has only attention of its own.
         StateError: the folder lacks some of the model's tensors.
     """
-    auto_class, implementations = kind.auto_class, attention
-    config = AutoConfig.from_pretrained(path)
-    if config.model_type in VISION_MODELS:
-        auto_class, implementations = kind.vision_class, {"text_config": attention, "vision_config": "sdpa"}
-    if auto_class is None:
-        raise UnsupportedModelError(
-            f"{path} is a {config.model_type!r} model; expected one without images for {kind.__name__}"
-        )
-    if type(config) not in auto_class._model_mapping:
-        raise UnsupportedModelError(f"model_type is {config.model_type!r}; expected one that {auto_class.__name__} has")
+    auto_class, implementations, config = choose_class(kind, path, attention)
     options |= {**kind.load_options, "attn_implementation": implementations, "output_loading_info": True}
     try:
         model, loaded = auto_class.from_pretrained(path, **options)
@@ -74,6 +65,25 @@ def load_model(kind: Any, path: str | Path, *, attention: str, **options: Any) -
     if missing := sorted(n for n in loaded["missing_keys"] if not n.startswith(kind.new_weights)):
         raise StateError(f"the weights in {path} lack {len(missing)} of the model's tensors, such as {missing[0]}")
     return model
+
+
+def choose_class(kind: Any, path: str | Path, attention: str) -> tuple[Any, Any, Any]:
+    """Return the auto class of a folder's model, the ``attn_implementation`` that it gets, and its configuration.
+
+    Raises:
+        UnsupportedModelError: the class has no such model.
+    """
+    auto_class, implementations = kind.auto_class, attention
+    config = AutoConfig.from_pretrained(path, **kind.load_options)
+    if config.model_type in VISION_MODELS:
+        auto_class, implementations = kind.vision_class, {"text_config": attention, "vision_config": "sdpa"}
+    if auto_class is None:
+        raise UnsupportedModelError(
+            f"{path} is a {config.model_type!r} model; expected one without images for {kind.__name__}"
+        )
+    if type(config) not in auto_class._model_mapping:
+        raise UnsupportedModelError(f"model_type is {config.model_type!r}; expected one that {auto_class.__name__} has")
+    return auto_class, implementations, config
 
 
 def check_layer_types(text_config: Any, model_type: str) -> bool:
@@ -205,7 +215,7 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
         scores: list[torch.Tensor] = []
         for i, sample in enumerate(samples):
             packed.impose(routing[i] if routing else None)
-            scores.append(packed.alone(sample))
+            scores.append(packed.root(packed.alone, sample))
         return scores
 
     with _undisturbed(model):
@@ -217,7 +227,7 @@ def _compare(packed: Any, samples: list[Sample], routing: Sequence[torch.Tensor]
             config._attn_implementation = "eager"
             expected = alone()
             tolerance = _MAX_DIFFERENCE
-            if _rounds(model):
+            if _rounds(packed):
                 config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
                 differences = [4 * _largest(a, b) for a, b in zip(alone(), expected, strict=True)]
                 tolerance = max(_MAX_ROUNDED_DIFFERENCE, *differences)
@@ -239,9 +249,9 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.where(difference.isnan(), torch.inf, difference).max())
 
 
-def _rounds(model: Any) -> bool:
-    is_rounded = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return is_rounded or model.dtype not in (torch.float32, torch.float64)
+def _rounds(packed: Any) -> bool:
+    is_rounded = packed.model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return is_rounded or packed.compute_dtype not in (torch.float32, torch.float64)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from inspect import getclosurevars
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Self
 
@@ -25,16 +24,13 @@ from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.head import token_scores
 from gcore_trainer.packing.linear_attention import mix_by_sequence
 from gcore_trainer.packing.router_replay import ReplayedRouter, Routing, check_routing
-from gcore_trainer.packing.row import PackedPlan, Row, make_rows
+from gcore_trainer.packing.row import PackedPlan, Row, describe_mask, make_rows, window_of
 from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name, copy_processor
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
 from gcore_trainer.trainer import AdamW
 
 ATTENTION_NAME = "gcore_packed"
-# Functions of transformers.masking_utils that hide tokens, by the name of the function that makes or is them.
-_CAUSAL, _WINDOW, _PACKED = "causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"
-_CONJUNCTION = "and_masks"
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
 """Arguments of a model's attention that change its result, and that are not computed here."""
 
@@ -64,63 +60,11 @@ def _attend(
     if attention_mask is not None:
         # Some models have their window in the mask alone; where both have one, transformers' eager attention and SDPA
         # follow the mask.
-        sliding_window = _window_of(attention_mask)
+        sliding_window = window_of(attention_mask)
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedModelError(f"sliding_window is {sliding_window}; expected at least 1, or none")
     kind = AttentionKind(scale=scaling, sliding_window=sliding_window, softcap=softcap, sinks=s_aux)
     return packed.attend(query, key, value, kind), None
-
-
-class DescribedMask(torch.Tensor):
-    """A mask [B, 1, Lq, Lk] that occupies no memory. The result of any operation on it is an ordinary tensor."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType, reportPrivateUsage]
-    hides: set[str]
-    """Names of the functions of ``transformers.masking_utils`` that hide tokens, and of any others."""
-    window: int | None
-    """Tokens of a sliding window, if there is one."""
-
-
-def describe_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *,
-    mask_function: Callable[..., Any],
-    local_size: int | None = None,
-    device: torch.device | str = "cpu",
-    **others: Any,
-) -> DescribedMask:
-    """Describe a mask instead of computing it; the arguments are those of ``transformers.masking_utils.sdpa_mask``."""
-    del others
-    mask = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
-    described = mask.as_subclass(DescribedMask)
-    described.hides, described.window = set(_names(mask_function)), local_size
-    return described
-
-
-def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
-    name = mask_function.__qualname__.partition(".")[0]
-    if name != _CONJUNCTION:
-        yield name
-        return
-    for part in getclosurevars(mask_function).nonlocals["mask_functions"]:
-        yield from _names(part)
-
-
-def _window_of(mask: torch.Tensor) -> int | None:
-    """Return the sliding window of a described mask; refuse one that hides other tokens than causality and a window."""
-    if not isinstance(mask, DescribedMask):
-        raise UnsupportedModelError(
-            f"the model computes an attention mask of its own, {list(mask.shape)}: packed training does not apply it"
-        )
-    unknown = sorted(mask.hides - {_CAUSAL, _WINDOW, _PACKED})
-    if unknown or _CAUSAL not in mask.hides:
-        raise UnsupportedModelError(
-            f"the model's attention mask is made by {', '.join(unknown)}: packed training computes causal attention "
-            "and sliding windows only"
-        )
-    return mask.window if _WINDOW in mask.hides else None
 
 
 def register() -> None:
@@ -146,6 +90,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         lora: train adapters, and nothing else; None: all parameters.
         max_length: tokens of the longest prompt and response of the run. Models whose rotary embeddings depend on the
             length (rope_type ``longrope`` or ``dynamic``) need it, and compute every sequence as one of this length.
+        weights: the `SlicedWeights` of a model without memory; `load_weights` reads them.
 
     Raises:
         UnsupportedModelError: the model has another attention implementation, layers that are no such attention, or
@@ -170,6 +115,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         activation_offload: bool = False,
         lora: LoRAConfig | None = None,
         max_length: int | None = None,
+        weights: Any = None,
     ) -> None:
         # Any other attention ignores the plan that `score` hands it, and would let sequences see each other.
         self._text_config = model.config.get_text_config()
@@ -188,7 +134,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """Vision tower of the model; None: there is none."""
         self.share_prefix = share_prefix
         self.compute_dtype = model.dtype
-        self.root = _Root(model, self._forward)
+        self.root = _Root(model)
         """Module of the whole forward pass; FSDP wraps it."""
         self.num_computed_tokens = 0
         """Tokens that have passed through the model."""
@@ -196,12 +142,15 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self._routers = [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in routers]
         self.num_routers = len(routers)
         """Layers whose choice of experts can be recorded and imposed."""
-        self._context: ContextParallel | None = None
+        self.context: ContextParallel | None = None
+        """Ranks that divide the tokens of rows; None: this one computes all."""
         if self._has_linear_attention:
             for layer in self.layers():
                 if hasattr(layer, "linear_attn"):
                     mix_by_sequence(layer.linear_attn)
-        self._probe(max_length)
+        self._weights, self._max_length = weights, max_length
+        if weights is None:
+            self._probe(max_length)
         self.compute_dtype = compute_dtype or model.dtype
         if lora is not None:
             add_lora(model, lora)
@@ -210,7 +159,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             # Not the buffers: frequencies of rotary embeddings stay in float32.
             if not any(part in name for part in in_float32):
                 parameter.data = parameter.data.to(self.compute_dtype)
-        if gradient_checkpointing and activations.is_checkpointed(gradient_checkpointing, model):
+        device = model.device if weights is None else weights.device
+        if gradient_checkpointing and activations.is_checkpointed(gradient_checkpointing, model, device):
             activations.checkpoint_layers(self.layers(), checkpointed_layers)
         if activation_offload:
             activations.offload_activations(self.root)
@@ -222,12 +172,40 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        sharded: bool = False,
+        **options: Any,
     ) -> Self:
-        """Load a local Hugging Face folder; errors are those of the class, and of `loading.load_model`."""
+        """Load a local Hugging Face folder; errors are those of the class, and of `loading.load_model`.
+
+        On CUDA and for shards, parameters are read by slices in ``compute_dtype``; see `sliced_weights`.
+
+        Args:
+            sharded: whether they are read by `TorchParallel.shard`, on each rank its own rows of them.
+        """
         register()
-        model = loading.load_model(cls, path, attention=ATTENTION_NAME, dtype=dtype)
-        return cls(model.to(device), **options)
+        if not sharded and torch.device(device).type != "cuda":
+            model = loading.load_model(cls, path, attention=ATTENTION_NAME, dtype=dtype)
+            return cls(model.to(device), **options)
+        from gcore_trainer.torch.sliced_weights import make_model
+
+        model, weights = make_model(cls, path, attention=ATTENTION_NAME, dtype=dtype, device=torch.device(device))
+        packed = cls(model, weights=weights, **options)
+        if not sharded:
+            packed.load_weights()
+        return packed
+
+    def load_weights(self) -> None:
+        """Read the parameters of a model that has no memory yet, and check it; all ranks of a sharded one call this."""
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            weights.fill(self.model)
+            with weights.checking(self):
+                self._probe(self._max_length)
 
     @abstractmethod
     def alone(self, sample: Sample) -> torch.Tensor:
@@ -251,6 +229,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
     def optimizer(self, config: OptimizerConfig, *, offload: bool = False) -> AdamW:
         """Return AdamW of the trained parameters, with masters where they are of fewer bits than float32."""
+        self.load_weights()
         trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
         is_wide = all(p.dtype in (torch.float32, torch.float64) for p in trained.values())
         if is_wide and not offload and config.name == "adamw":
@@ -279,7 +258,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
                     f"{self.model.config.model_type!r} {what}, and {context.size} ranks are to divide its rows; "
                     "expected context and sequence parallel sizes of 1"
                 )
-        self._context = context
+        self.context = context
 
     def score(self, samples: MicroBatch, *, entropy_grad: bool = False, routing: Routing | None = None) -> ScoresT:
         """Forward pass over one micro-batch, differentiable in its result, which is in float32 at least.
@@ -292,7 +271,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """
         [row] = make_rows(
             [samples],
-            cp=self._context,
+            cp=self.context,
             device=self.model.device,
             share_prefix=self.share_prefix,
             replay_routing=self.scores == "tokens",
@@ -304,7 +283,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         self.impose(row.routing)
         for router in self._routers:
             router.recorded = None if routing is None else []
-        scores = self.root(row, entropy_grad)
+        scores = self.root(self._forward, row, entropy_grad)
         if routing is not None:
             chosen = [router.recorded.pop() for router in self._routers if router.recorded]
             routing.append(row.of_samples(torch.stack(chosen, dim=1)))
@@ -353,10 +332,12 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 class _Root(torch.nn.Module):
     """Model and head under one forward pass, so that what gathers a sharded model's parameters sees both."""
 
-    def __init__(self, model: torch.nn.Module, forward: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.forward = forward
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
 
 
 class PackedModel(PackedTransformer[TokenScores]):

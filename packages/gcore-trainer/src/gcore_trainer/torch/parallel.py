@@ -65,6 +65,7 @@ class TorchParallel:
             # FSDP gathers parameters of one data type only.
             parameter.data = parameter.data.to(packed.compute_dtype)
         shard_modules([*packed.layers(), packed.root], self.mesh)
+        packed.load_weights()
 
 
 def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:

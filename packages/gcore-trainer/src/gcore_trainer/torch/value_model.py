@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from gcore_trainer.errors import UnsupportedModelError
 from gcore_trainer.packing.row import Row
 from gcore_trainer.sample import MicroBatch, Sample, by_sample
+from gcore_trainer.torch.host_memory import local
 from gcore_trainer.torch.loading import input_and_target_ids
 from gcore_trainer.torch.packed_model import PackedTransformer
 
@@ -46,9 +47,11 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
 
     def _probe(self, max_length: int | None) -> None:
         # The head of a new critic is zeros, and would hide every difference.
-        weight: torch.Tensor = self.model.score.weight.data
+        # Of a sharded one, one rank has the row, and the others have none.
+        weight = local(self.model.score.weight.data)
         own = weight.clone()
-        weight.copy_(torch.arange(weight.numel()).sin().reshape(weight.shape) * weight.shape[-1] ** -0.5)
+        size = weight.shape[-1]
+        weight.copy_((torch.arange(size).sin() * size**-0.5).expand(weight.shape))
         try:
             super()._probe(max_length)
         finally:

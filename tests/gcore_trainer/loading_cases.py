@@ -1,0 +1,96 @@
+"""What the ranks do in `test_sliced_weights.py`: models loaded whole and by slices, sharded by FSDP2."""
+
+import ctypes
+import gc
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank import Rank
+
+from gcore_trainer import (
+    FrozenModel,
+    MicroBatch,
+    Objective,
+    OptimizerConfig,
+    PackedModel,
+    PackedValueModel,
+    ParallelConfig,
+    TorchParallel,
+    TorchTrainer,
+)
+from gcore_trainer.torch.host_memory import local
+
+_M_MMAP_THRESHOLD = -3
+"""Of malloc.h."""
+
+
+def compare(
+    rank: Rank,
+    path: str,
+    objective: Objective[Any],
+    parallel: ParallelConfig,
+    steps: list[list[list[MicroBatch]]],
+    options: dict[str, Any],
+) -> tuple[list[str], list[list[dict[str, float]]], list[str]]:
+    """Train from both; return the tensors that differ after loading, the metrics of both, and what was logged."""
+    kind = PackedModel if objective.scores == "tokens" else PackedValueModel
+    loaded: list[dict[str, torch.Tensor]] = []
+    metrics: list[list[dict[str, float]]] = []
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("gcore_trainer.torch.sliced_weights")
+    logger.addHandler(handler)
+    for sharded in (False, True):
+        packed = kind.from_pretrained(path, sharded=sharded, **options)
+        trainer = TorchTrainer(
+            packed, optimizer=OptimizerConfig(lr=1e-3), objective=objective, parallel=TorchParallel.join(parallel)
+        )
+        tensors = {**dict(packed.model.named_parameters(remove_duplicate=False)), **dict(packed.model.named_buffers())}
+        loaded.append({name: local(tensor.detach()).clone() for name, tensor in tensors.items()})
+        metrics.append([trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps])
+    logger.removeHandler(handler)
+    whole, sliced = loaded
+    assert whole.keys() == sliced.keys()
+    different = [n for n, t in whole.items() if t.dtype != sliced[n].dtype or not torch.equal(t, sliced[n])]
+    return different, metrics, lines
+
+
+def frozen_scores(rank: Rank, path: str, micro_batches: list[MicroBatch]) -> list[Any]:
+    """Scores of a frozen model that was loaded whole, and of one that was by slices."""
+    parallel = TorchParallel.join(ParallelConfig())
+    models = [PackedModel.from_pretrained(path, sharded=sharded) for sharded in (False, True)]
+    return [FrozenModel(packed, parallel=parallel).scores(micro_batches) for packed in models]
+
+
+def peak_bytes(rank: Rank, path: str, sharded: bool) -> int:
+    """The most memory, of its own and not of files, that a rank has at a time while it loads and shards a model."""
+    peak = 0
+    is_done = threading.Event()
+
+    def used() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_done.wait(0.001):
+            peak = max(peak, used())
+
+    parallel = TorchParallel.join(ParallelConfig())
+    gc.collect()
+    mallopt = ctypes.CDLL(None).mallopt
+    # What is freed goes back to the system, and does not count.
+    mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    before = used()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    packed = PackedModel.from_pretrained(path, sharded=sharded)
+    parallel.shard(packed)
+    is_done.set()
+    thread.join()
+    mallopt(_M_MMAP_THRESHOLD, 1 << 25)
+    return peak - before

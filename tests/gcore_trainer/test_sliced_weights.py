@@ -1,0 +1,188 @@
+"""Parameters that are read by slices against those of whole models: the same to the bit, in less memory."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import RankServer
+from test_fsdp import GROUPS, ULYSSES, dealt, steps_of, without_tokens
+from tiny_models import tiny_config
+from tiny_vision_model import save_vision_model
+from trainer_oracles import Group, make_samples, save_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
+
+from gcore_trainer import (
+    LoRAConfig,
+    Objective,
+    PackedModel,
+    PackedValueModel,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+    Sample,
+    SFTObjective,
+    UnsupportedModelError,
+    ValueLossConfig,
+    ValueObjective,
+)
+
+POLICY = PolicyObjective(PolicyLossConfig(entropy_coeff=0.01))
+VALUE = ValueObjective(ValueLossConfig())
+BF16: dict[str, Any] = {"compute_dtype": torch.bfloat16}
+CHECKPOINTED: dict[str, Any] = {"gradient_checkpointing": True, "activation_offload": True}
+
+
+def compare(
+    server: RankServer,
+    path: Path,
+    objective: Objective[Any],
+    steps: list[list[Sample]],
+    parallel: ParallelConfig | None = None,
+    **options: Any,
+) -> list[str]:
+    """Check both ways of loading on two ranks; return what the first rank logged."""
+    parallel = parallel or ParallelConfig()
+    parts = [dealt(samples, parallel.data_parallel_size(2), seed=i) for i, samples in enumerate(steps)]
+    arguments = (str(path), objective, parallel, parts, options)
+    outcomes = server.shared(2).run("compare", *arguments, size=2)
+    for different, (whole, sliced), _ in outcomes:
+        assert different == []
+        for own, expected in zip(sliced, whole, strict=True):
+            assert without_tokens(own) == pytest.approx(without_tokens(expected), rel=1e-6, abs=1e-6)
+    return outcomes[0][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {**BF16, **CHECKPOINTED}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+def test_shards_are_those_of_a_whole_model(
+    rank_server: RankServer, folders: dict[str, Path], family: str, options: dict[str, Any]
+) -> None:
+    assert compare(rank_server, folders[family], POLICY, steps_of(folders[family], 2), **options) == []
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_tokens_check_the_model_undivided(rank_server: RankServer, llama: Path) -> None:
+    assert compare(rank_server, llama, POLICY, steps_of(llama, 2), ULYSSES) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, BF16], ids=["float32", "bf16"])
+def test_adapters_start_as_those_of_a_whole_model(
+    rank_server: RankServer, qwen2: Path, options: dict[str, Any]
+) -> None:
+    assert compare(rank_server, qwen2, POLICY, steps_of(qwen2, 2), lora=LoRAConfig(rank=3), **options) == []
+
+
+def with_targets(samples: list[Sample], seed: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    numbers = [rng.normal(0, 1, (2, s.response_ids.size)).astype(np.float32) for s in samples]
+    return [replace(s, values=v, returns=r) for s, (v, r) in zip(samples, numbers, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_trained", [False, True], ids=["new-head", "own-head"])
+def test_value_heads_too(rank_server: RankServer, llama: Path, tmp_path: Path, is_trained: bool) -> None:
+    path = llama
+    if is_trained:
+        model: Any = AutoModelForSequenceClassification.from_pretrained(llama, num_labels=1)
+        model.save_pretrained(path := tmp_path / "critic")
+    steps = [with_targets(make_samples(GROUPS, seed=i), i) for i in range(2)]
+    assert compare(rank_server, path, VALUE, steps) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tie", [False, True])
+def test_vision_models_too(rank_server: RankServer, tmp_path: Path, tie: bool) -> None:
+    path = save_vision_model(tmp_path / "model", tie=tie)
+    steps = [make_samples([Group(9, [5, 3]), Group(4, [7])], seed=i) for i in range(2)]
+    steps = [[replace(s, prompt_ids=s.prompt_ids % 32, response_ids=s.response_ids % 32) for s in own] for own in steps]
+    assert compare(rank_server, path, SFTObjective(), steps) == []
+
+
+@pytest.mark.slow
+def test_frozen_models_too(rank_server: RankServer, qwen2: Path) -> None:
+    for whole, sliced in rank_server.shared(2).run("frozen_scores", str(qwen2), [make_samples(GROUPS, seed=0)], size=2):
+        for own, expected in zip(sliced[0], whole[0], strict=True):
+            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_fused_experts_are_loaded_whole_and_the_log_says_so(rank_server: RankServer, tmp_path: Path) -> None:
+    path = save_model(tiny_config("qwen3_moe"), tmp_path, seed=0)
+    [line] = compare(rank_server, path, POLICY, steps_of(path, 2))
+    assert line.startswith(f"{path} is loaded whole by each process, in torch.float32: model.layers.0.mlp.experts.0.")
+    assert line.endswith("is converted on loading")
+
+
+@pytest.mark.slow
+def test_a_rank_needs_its_shards_and_little_more(rank_server: RankServer, tmp_path: Path) -> None:
+    config = Qwen2Config(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=40,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    size_bytes = 4 * model.num_parameters()
+    model.bfloat16().save_pretrained(tmp_path)
+    assert size_bytes > 90e6
+    del model
+    peaks = {s: rank_server.shared(2).run("peak_bytes", str(tmp_path), s, size=2) for s in (True, False)}
+    assert max(peaks[True]) < 0.75 * size_bytes
+    assert min(peaks[False]) > size_bytes
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5_text"])
+def test_one_process_has_the_same_tensors(tmp_path: Path, model_type: str) -> None:
+    """What a process with CUDA does, on the CPU."""
+    path = save_model(tiny_config(model_type), tmp_path, seed=0)
+    whole = PackedModel.from_pretrained(path, max_length=64, **BF16)
+    sliced = PackedModel.from_pretrained(path, max_length=64, sharded=True, **BF16)
+    sliced.load_weights()
+    for named in ("named_parameters", "named_buffers"):
+        torch.testing.assert_close(
+            dict(getattr(sliced.model, named)()), dict(getattr(whole.model, named)()), rtol=0, atol=0
+        )
+    samples = make_samples(GROUPS, seed=0)
+    for own, expected in zip(sliced.predict([samples]), whole.predict([samples]), strict=True):
+        np.testing.assert_array_equal(own, expected)
+
+
+def test_a_model_that_cannot_be_packed_is_refused_once_it_has_weights(tmp_path: Path) -> None:
+    """Of a model whose passes differ from transformers', in float32 as a whole model's."""
+    path = save_model(tiny_config("qwen2"), tmp_path, seed=0)
+    packed = PackedModel.from_pretrained(path, sharded=True, **BF16)
+    layer: Any = packed.layers()[0]
+    scale = layer.self_attn.scaling
+    forward = packed.model.model.forward
+
+    def wrong(**inputs: Any) -> Any:
+        layer.self_attn.scaling = 1.05 * scale if "packed" in inputs else scale
+        return forward(**inputs)
+
+    packed.model.model.forward = wrong
+    with pytest.raises(UnsupportedModelError, match=r"^scores of 'qwen2' in a packed row differ"):
+        packed.load_weights()
+
+
+def test_folders_without_safetensors_are_loaded_whole(
+    qwen2: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(qwen2)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with caplog.at_level(logging.WARNING):
+        packed = PackedValueModel.from_pretrained(tmp_path, sharded=True)
+    assert caplog.messages[0] == (
+        f"{tmp_path} is loaded whole by each process, in torch.float32: there is neither model.safetensors nor "
+        "model.safetensors.index.json"
+    )
+    assert torch.equal(packed.model.model.embed_tokens.weight, model.model.embed_tokens.weight)
