@@ -78,6 +78,7 @@ def test_rows_of_all_lengths_pass_through_the_same_graphs(qwen2: Path, options: 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor's own imports
 def test_inductor_computes_the_same(qwen2: Path) -> None:
     plain, other = (make_trainer(qwen2, backend=own, gradient_checkpointing=True) for own in ("", "inductor"))
     for seed, groups in enumerate(ROWS):
