@@ -1,5 +1,6 @@
 """What the ranks do in `test_fsdp.py`: `TorchTrainer` sharded by FSDP2 over the first ranks."""
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from gcore_trainer import (
     ParallelConfig,
     TorchParallel,
     TorchTrainer,
+    compile_layers,
 )
 from gcore_trainer.torch import optimizer as optimizers
 from gcore_trainer.torch.host_memory import local
@@ -81,6 +83,24 @@ def record_and_train(
     first, *others = [replicas[trainer.data_parallel_rank] for replicas in steps]
     found = trainer.log_probs_and_routing(first)
     return [experts for batch in found for _, experts in batch], [trainer.train_step(batch) for batch in others]
+
+
+def train_compiled(
+    rank: Rank,
+    path: str,
+    objective: Objective[Any],
+    optimizer: OptimizerConfig,
+    steps: list[list[list[MicroBatch]]],
+) -> list[dict[str, float]]:
+    """Metrics of each step of a model with compiled and checkpointed layers."""
+    packed = PackedModel.from_pretrained(path, gradient_checkpointing=True)
+    with warnings.catch_warnings():
+        # Dynamo looks at the gradients of all tensors.
+        warnings.simplefilter("ignore")
+        compile_layers(packed, backend="aot_eager")
+        parallel = TorchParallel.join(ParallelConfig())
+        trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
+        return [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
 
 
 def train_with_naps(

@@ -133,6 +133,17 @@ def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path, na
             assert own["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=0.05)
 
 
+def test_compiled_layers_are_sharded(rank_server: RankServer, qwen2: Path) -> None:
+    objective = PolicyObjective(PolicyLossConfig())
+    steps = steps_of(qwen2, 3)
+    expected, _ = train_alone(qwen2, objective, OPTIMIZER, steps)
+    parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
+    arguments = (str(qwen2), objective, OPTIMIZER, parts)
+    for metrics in rank_server.shared(2).run("train_compiled", *arguments, size=2):
+        for own, alone in zip(metrics, expected, strict=True):
+            assert without_tokens(own) == pytest.approx(without_tokens(alone), rel=1e-4, abs=1e-6)
+
+
 def test_gradient_checkpointing_changes_nothing(qwen2: Path) -> None:
     objective = PolicyObjective(PolicyLossConfig())
     steps = steps_of(qwen2, 2)
