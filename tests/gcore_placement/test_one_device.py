@@ -20,7 +20,6 @@ from gcore_placement import (
     PlacementError,
     TrainingLayout,
     TrainingState,
-    check_device_memory,
     plan_one_device,
 )
 
@@ -197,9 +196,9 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert ("full offload",) in {remedy.names for remedy in compared.remedies}, "of the policy or its reference"
     for remedy in plan.remedies:
         assert remedy.peak_bytes <= plan.usable_bytes
-    with pytest.raises(PlacementError, match=r"memory of stage sync is \d+\.\d GB; expected at most 73\.6 of the"):
-        check_device_memory(plan)
-    check_device_memory(plan_of(QWEN_HALF_B))
+    assert plan.peaks[plan.fullest] > plan.usable_bytes
+    assert plan.fullest == "sync"
+    assert plan_of(QWEN_HALF_B).fits
 
 
 def test_remedies_that_are_needed_together() -> None:

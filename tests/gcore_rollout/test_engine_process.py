@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -31,6 +32,7 @@ from gcore_rollout import (
     SharedWeights,
     VLLMEngine,
 )
+from gcore_rollout.engines.remote.fork_server import Channel
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -99,6 +101,34 @@ async def test_completions_are_those_of_the_engine(hf: EngineProcess, tied: Tiny
         assert c.finish_reason == e.finish_reason
         assert (c.token_ids.dtype, c.log_probs.dtype, c.weight_versions.dtype) == (np.int64, np.float32, np.int32)
     assert hf.stats().prompt_tokens == sum(3 + i for i in range(6))
+
+
+async def test_messages_of_one_turn_arrive_in_one() -> None:
+    """However many pieces the socket makes of them: what an engine computes together does not depend on it."""
+    came: list[tuple[int, tuple[int, bytes]]] = []
+    turn = 0
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while len(came) < 9:
+            turn += 1
+            await asyncio.sleep(0)
+
+    ours, theirs = socket.socketpair()
+    sender = await Channel.open(ours, print)
+    receiver = await Channel.open(theirs, lambda message: came.append((turn, message)))
+    messages: list[tuple[int, Any]] = [(i, bytes([i]) * (i * 200_000)) for i in range(9)]
+    counting = asyncio.create_task(count_turns())
+    for message in messages[:8]:
+        sender.send(message)
+    await asyncio.sleep(0)
+    sender.send(messages[8])
+    sender.close()
+    await asyncio.wait_for(counting, 60)
+    assert [message for _, message in came] == messages
+    assert len({turn for turn, (number, _) in came if number < 8}) == 1
+    assert came[-1][0] > came[0][0], "sent in the turn after"
+    receiver.close()
 
 
 async def test_new_weights_take_effect_and_bad_ones_do_not(hf: EngineProcess, tied: TinyModel) -> None:

@@ -38,7 +38,6 @@ from .planning.one_device import (
     DevicePlan as DevicePlan,
     EngineSettings as EngineSettings,
     Remedy as Remedy,
-    check_device_memory as check_device_memory,
     plan_one_device as plan_one_device,
 )
 from .planning.options import EnginePlan as EnginePlan

@@ -7,7 +7,6 @@ from typing import Literal
 import numpy as np
 
 from gcore_placement.cluster import Cluster, Device, Efficiency
-from gcore_placement.errors import PlacementError
 from gcore_placement.forecast import EngineStage, Job
 from gcore_placement.planning.layouts import (
     DEFAULT_STATE,
@@ -320,15 +319,3 @@ REMEDIES = {
 """Changes that save memory, by name, those that cost least first: turns of trainer and engine; gradient checkpointing;
 micro-batches of one longest sequence; optimizer states in the host's memory, then all but those of the model at work;
 LoRA of rank 16 in place of training all parameters."""
-
-
-def check_device_memory(plan: DevicePlan) -> None:
-    """Raise PlacementError, with the numbers, if a plan does not fit."""
-    if plan.fits:
-        return
-    peak, stage = plan.peaks[plan.fullest], plan.fullest
-    parts = ", ".join(f"{role} {plan.share(role) / 1e9:.1f}" for role in plan.roles)
-    raise PlacementError(
-        f"memory of stage {stage} is {peak / 1e9:.1f} GB; expected at most {plan.usable_bytes / 1e9:.1f} of the "
-        f"device's {plan.device_bytes / 1e9:.1f} GB ({parts})"
-    )

@@ -1,18 +1,21 @@
 """The ranks of a torch trainer: FSDP2 over all of them, samples over replicas, tokens within a replica."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gcore_trainer.config import ParallelConfig
 from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.torch.packed_model import PackedTransformer
+
+_SHARE_OF_GRADIENTS = 0.05
+"""Of a GPU's memory, for gradients that wait for an update's last micro-batch: part of what is left for fragments."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,6 +28,8 @@ class TorchParallel:
     """One rank of each replica."""
     context: ContextParallel
     """The ranks that divide this one's rows."""
+    gradient_sync: Literal["auto", "update", "micro_batch"] = "micro_batch"
+    """When gradients are reduced and scattered; see `ParallelConfig`."""
 
     @classmethod
     def join(cls, config: ParallelConfig, *, device_type: str = "cpu") -> Self:
@@ -42,6 +47,7 @@ class TorchParallel:
             mesh=init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",)),
             replicas=grid["dp"].get_group(),
             context=make_context_parallel(cp_groups, config.ulysses_sequence_parallel_size),
+            gradient_sync=config.gradient_sync,
         )
 
     @property
@@ -67,6 +73,13 @@ class TorchParallel:
         shard_modules([*packed.layers(), packed.root], self.mesh)
         packed.load_weights()
 
+    def sync_gradients(self, packed: PackedTransformer[Any], *, is_last: bool) -> None:
+        """Choose whether the next backward pass reduces and scatters gradients: the last one of an update does."""
+        if self.gradient_sync == "micro_batch" or not isinstance(packed.root, FSDPModule):
+            return
+        if self.gradient_sync == "update" or fits_whole(packed.model.parameters()):
+            packed.root.set_requires_gradient_sync(is_last)
+
 
 def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
     """Shard modules, the outer ones last; ``dtype`` is that of their passes, None: that of the parameters.
@@ -77,3 +90,12 @@ def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if wide else torch.float32)
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def fits_whole(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Return whether float32 gradients of whole parameters take at most 5 % of the memory of their GPU."""
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained or trained[0].device.type != "cuda":
+        return False
+    memory = torch.cuda.get_device_properties(trained[0].device).total_memory
+    return 4 * sum(p.numel() for p in trained) <= _SHARE_OF_GRADIENTS * memory

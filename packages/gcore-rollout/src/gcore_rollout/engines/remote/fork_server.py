@@ -18,7 +18,7 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -118,15 +118,19 @@ def _run_child(channel: socket.socket, weights: socket.socket, server_pid: int) 
 class Channel(asyncio.Protocol):
     """One end of a connected socket, for messages both ways.
 
-    A message is handed over in the turn of the event loop that reads its last byte: where an engine's steps fill the
-    loop, each turn more would be a step more.
+    Messages that are sent in one turn of the event loop are one frame, and are handed over together, in the turn that
+    reads its last byte: which requests an engine computes together does not depend on how fast the socket is, and where
+    its steps fill the loop, each turn more would be a step more.
     """
 
     def __init__(self, take: Callable[[Any], None]) -> None:
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once the other end is, and all that it sent is handed over."""
+        self._loop = self.gone.get_loop()
         self._take = take
         self._buffer = bytearray()
+        self._unsent: list[bytes] = []
+        """Packed messages of this turn."""
 
     @classmethod
     async def open(cls, sock: socket.socket, take: Callable[[Any], None]) -> Self:
@@ -135,15 +139,26 @@ class Channel(asyncio.Protocol):
         return channel
 
     def send(self, message: tuple[int, Setup | EngineCall] | FromEngine) -> None:
-        """Queue a message; it is lost if the other end is gone."""
-        data = pickle.dumps(message, protocol=5)
-        self._transport.write(_LENGTH.pack(len(data)) + data)
+        """Queue a message, to be sent after this turn of the event loop; it is lost if the other end is gone."""
+        packed = pickle.dumps(message, protocol=5)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(packed)
+
+    def _flush(self) -> None:
+        if not self._unsent:
+            return
+        parts = [part for packed in self._unsent for part in (_LENGTH.pack(len(packed)), packed)]
+        self._unsent.clear()
+        self._transport.write(b"".join((_LENGTH.pack(sum(map(len, parts))), *parts)))
 
     def close(self) -> None:
         """Close this end after sending what is queued. Idempotent."""
+        self._flush()
         self._transport.close()
 
     def abort(self) -> None:
+        self._unsent.clear()
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -156,14 +171,26 @@ class Channel(asyncio.Protocol):
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
-            with memoryview(self._buffer)[_LENGTH.size : end] as packed:
-                message = pickle.loads(packed)
+            with memoryview(self._buffer)[_LENGTH.size : end] as frame:
+                messages = list(_unpacked(frame))
             del self._buffer[:end]
-            self._take(message)
+            for message in messages:
+                self._take(message)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         if not self.gone.done():
             self.gone.set_result(None)
+
+
+def _unpacked(frame: memoryview) -> Iterator[Any]:
+    """Yield the messages of a frame, each of which follows its length."""
+    start = 0
+    while start < len(frame):
+        (length,) = _LENGTH.unpack_from(frame, start)
+        end = start + _LENGTH.size + length
+        with frame[start + _LENGTH.size : end] as packed:
+            yield pickle.loads(packed)
+        start = end
 
 
 class _EngineServer(Session):
