@@ -15,7 +15,7 @@ from gcore_trainer.errors import ConfigError
 from gcore_trainer.torch.packed_model import PackedTransformer
 
 _SHARE_OF_GRADIENTS = 0.05
-"""Of a GPU's memory, for gradients that wait for an update's last micro-batch: part of what is left for fragments."""
+"""Share of a GPU's memory for gradients that wait for an update's last micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
