@@ -125,6 +125,26 @@ def test_offload() -> None:
     assert_allclose(every.host_bytes, (16 * 2 + 2 * 3) * count, rtol=1e-6)
 
 
+def test_moments_in_8_bits() -> None:
+    """2 + 8 / 256 bytes a parameter in place of 8, also on the host; a change that is proposed where it is enough."""
+    count = ModelShape.from_config(QWEN_HALF_B).num_parameters
+    state = TrainingState(moments="8bit")
+    own = plan_of(QWEN_HALF_B, state=state).roles["trainer"]
+    assert_allclose(own["optimizer"], (4 + 2 + 8 / 256) * count)
+    assert_allclose(plan_of(QWEN_HALF_B, state=state, compute_bytes=4).roles["trainer"]["optimizer"], 2.03125 * count)
+    engine = EngineSettings(takes_turns=False)
+    offloaded = plan_of(QWEN_HALF_B, state=replace(state, offload="optimizer"), engine=engine)
+    assert_allclose(offloaded.host_bytes, (4 + 4 + 2.03125) * count)
+    turns = EngineSettings(takes_turns=True)
+    exact, small = (plan_of(QWEN_HALF_B, state=s, engine=turns).peaks["train"] for s in (TrainingState(), state))
+    device = Device.of_memory("a GPU", (exact + small) / 2 / 0.92)
+    plan = plan_one_device(job_of(QWEN_HALF_B), LAYOUT, turns, device)
+    assert not plan.fits
+    assert ("8-bit moments",) in {remedy.names for remedy in plan.remedies}
+    megatron = plan_one_device(job_of(QWEN_HALF_B), replace(LAYOUT, backend="megatron"), turns, device)
+    assert ("8-bit moments",) not in {remedy.names for remedy in megatron.remedies}
+
+
 def test_activations_by_layer() -> None:
     """Half of the layers checkpointed is half-way between all and none; inputs on the host leave two of them."""
 

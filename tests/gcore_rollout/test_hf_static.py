@@ -1,8 +1,10 @@
 """The `hf` engine with static shapes: the same tokens as without, on CPU; and the operations of its CUDA steps."""
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import Callable, Generator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from engine_oracles import (
     reference_after_swap,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -105,6 +108,76 @@ async def test_blocks_read_late_are_the_same(tied: TinyModel, max_num_seqs: int)
         ahead = sum(e == "launch" for e, _ in events[:i]) - sum(e == "read" for e, _ in events[:i])
         assert ahead <= (1 if event == "launch" else 2), "at most one block late"
         assert event == "launch" or number == sum(e == "read" for e, _ in events[:i]), "in order"
+
+
+class _LateStream:
+    """Does the copies of its context as late as CUDA may: when the host waits for an event after them."""
+
+    queue: list[Callable[[], object]]
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.queue = []
+        self.waited = 0
+
+    def wait_stream(self, other: object) -> None:
+        assert other == f"current stream of {self.device}"
+        self.waited += 1
+
+    @contextmanager
+    def as_current(self) -> Generator[None]:
+        stream = self
+
+        class Late(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is not torch.Tensor.copy_:
+                    return func(*args, **(kwargs or {}))
+                assert (kwargs or {}) == {"non_blocking": True}
+                stream.queue.append(partial(func, *args))
+                return args[0]
+
+        with Late():
+            yield
+
+
+class _LateEvent:
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking
+        self._before: list[Callable[[], object]] = []
+
+    def record(self, stream: _LateStream) -> None:
+        assert stream.waited, "the copies start after the tokens were drawn"
+        self._before, stream.queue = stream.queue, []
+
+    def synchronize(self) -> None:
+        for copy in self._before:
+            copy()
+
+
+async def test_tokens_are_copied_on_a_stream_of_its_own(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's branch with a stand-in for its streams, which copies at the last moment: nothing was overwritten."""
+    pinned: list[torch.Size] = []
+    zeros = torch.zeros
+
+    def noting_zeros(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        tensor = zeros(*size, **options)
+        if pin_memory:
+            pinned.append(tensor.shape)
+        return tensor
+
+    cuda = {"Stream": _LateStream, "Event": _LateEvent, "stream": _LateStream.as_current}
+    for name, value in {**cuda, "current_stream": "current stream of {}".format}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "zeros", noting_zeros)
+    expected = await collect(HFEngine.from_pretrained(tied.path, max_num_seqs=5), *_crowd())
+    engine = _reading_late(tied.path, max_num_seqs=5)
+    for drawn in (engine._decoder._drawn, engine._decoder._next_drawn):
+        drawn._is_cuda = True
+    found = await collect(engine, *_crowd())
+    assert found.keys() == expected.keys()
+    for key, completion in expected.items():
+        assert_equal(found[key], completion, tolerance=1e-5)
+    assert len(pinned) == 4, "tokens and log-probabilities of two blocks"
 
 
 async def test_calls_find_the_tokens_of_blocks_in_flight(tied: TinyModel) -> None:

@@ -115,13 +115,15 @@ def test_bfloat16_with_float32_weights(rank_server: RankServer, qwen2: Path) -> 
         assert all(t.dtype == torch.float32 for t in alone.state()[group].values())
 
 
-def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path) -> None:
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path, name: Any) -> None:
     """The same on two ranks to the bit, with states on the device or in host memory; and that of one process."""
     objective = PolicyObjective(PolicyLossConfig())
     steps = steps_of(qwen2, 2)
     parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
+    optimizer = replace(OPTIMIZER, name=name)
     runs = [
-        rank_server.shared(2).run("train_with_naps", str(qwen2), objective, OPTIMIZER, parts, offload, size=2)
+        rank_server.shared(2).run("train_with_naps", str(qwen2), objective, optimizer, parts, offload, size=2)
         for offload in (False, True)
     ]
     packed = PackedModel.from_pretrained(qwen2, compute_dtype=torch.bfloat16)

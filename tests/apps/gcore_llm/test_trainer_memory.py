@@ -20,7 +20,7 @@ from gcore_placement import Device
 from gcore_runs import UserError, resolve
 from gcore_runs.run_folder import open_run
 from gcore_runs.settings.parsing import to_toml
-from gcore_trainer import Sample, TrainerError
+from gcore_trainer import OptimizerConfig, Sample, TrainerError
 
 SAVING = [
     *("--actor.offload", "all", "--actor.activation-offload", "true"),
@@ -88,6 +88,7 @@ def test_a_resumed_run_keeps_its_data_type(
     [
         ({"offload": "all"}, "actor.offload is 'all'; expected none with trainer.backend 'megatron'"),
         ({"activation_offload": True}, "actor.activation_offload is true; expected false with"),
+        ({"optim": OptimizerConfig(name="adamw_8bit")}, "actor.optim.name is 'adamw_8bit'; expected 'adamw' with"),
         ({"checkpointed_layers": 0.5}, r"actor.checkpointed_layers is 0.5; expected 1.0 with"),
     ],
 )
@@ -95,6 +96,36 @@ def test_settings_of_torch_with_megatron_are_refused(changes: dict[str, Any], me
     config = TrainConfig()
     with pytest.raises(UserError, match=message):
         replace(config, trainer=replace(config.trainer, backend="megatron"), actor=replace(config.actor, **changes))
+
+
+def test_a_run_with_8_bit_moments_is_saved_and_loaded(tiny: Path, tmp_path: Path) -> None:
+    """Its checkpoints have float32 moments: a run with exact ones continues them, too."""
+    actor = ActorConfig(optim=OptimizerConfig(name="adamw_8bit", lr=1e-3))
+    config = TrainConfig(device="cpu", dtype="float32", actor=actor)
+    exact = replace(config, actor=replace(actor, optim=replace(actor.optim, name="adamw")))
+    workers = [LLMTrainerWorker(own, tiny, tmp_path / "checkpoints") for own in (config, config, exact)]
+    for _ in range(2):
+        workers[0].train_step("actor", BATCH)
+    workers[0].save(1, {"step": 1, "controllers": None})
+    workers[0].close()
+    for worker in workers[1:]:
+        worker.load()
+    first, *others = [worker.trainers["actor"].state() for worker in workers]
+    assert first["exp_avg"].keys() == first["model"].keys()
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-6, atol=0)
+    metrics = [worker.train_step("actor", BATCH) for worker in workers]
+    for other in metrics[1:]:
+        assert other["actor/grad_norm"] == pytest.approx(metrics[0]["actor/grad_norm"], rel=1e-5)
+    for worker in workers[1:]:
+        worker.close()
+
+
+def test_a_plan_knows_the_bytes_of_moments(tiny: Path) -> None:
+    config = TrainConfig(model=str(tiny), device="cpu", dtype="bfloat16")
+    small = replace(config, actor=replace(config.actor, optim=OptimizerConfig(name="adamw_8bit")))
+    optimizer = [plan_memory(own, tiny, Device.named("H100")).roles["trainer"]["optimizer"] for own in (config, small)]
+    assert optimizer[1] == pytest.approx(optimizer[0] * 6.03125 / 12)
 
 
 BATCH = [[Sample(prompt_ids=np.arange(2, 9), response_ids=np.arange(3, 8), advantages=np.ones(5, np.float32))]]

@@ -338,6 +338,9 @@ class TrainConfig(BaseRLConfig):
         for name, plain in (("checkpointed_layers", 1.0), ("offload", "none"), ("activation_offload", False)):
             holds = is_torch or getattr(self.actor, name) == plain
             self.require(f"actor.{name}", holds, f"{str(plain).lower()} {torch_alone}")
+        for role in ("actor", "critic"):
+            holds = is_torch or getattr(self, role).optim.name == "adamw"
+            self.require(f"{role}.optim.name", holds, f"'adamw' {torch_alone}")
 
     def _check_images(self) -> None:
         trainer, num_cp = self.trainer, self.trainer.parallel.context_parallel_size

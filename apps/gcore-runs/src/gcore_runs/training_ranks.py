@@ -88,12 +88,14 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     def load(self) -> State:
         self.wake()
-        loaded = self._checkpointer.load({"step": None, "controllers": None, **self._states()})
+        states = {role: trainer.state() for role, trainer in self.trainers.items()}
+        template = {_key(role): _for_checkpoint(state) for role, state in states.items()}
+        loaded = self._checkpointer.load({"step": None, "controllers": None, **template})
         for role, trainer in self.trainers.items():
             self.use(role)
             # Tensors were filled where they are.
             numbers = {name: value for name, value in loaded[_key(role)].items() if not isinstance(value, dict)}
-            trainer.load_state({**trainer.state(), **numbers})
+            trainer.load_state({**states[role], **numbers})
         return {name: loaded[name] for name in ("step", "controllers")}
 
     def sleep(self) -> None:

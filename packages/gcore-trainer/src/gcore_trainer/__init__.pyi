@@ -40,6 +40,7 @@ from .config import (
     LossAggMode as LossAggMode,
     LRSchedulerType as LRSchedulerType,
     OptimizerConfig as OptimizerConfig,
+    OptimizerName as OptimizerName,
     OverlongConfig as OverlongConfig,
     ParallelConfig as ParallelConfig,
     PolicyLossConfig as PolicyLossConfig,

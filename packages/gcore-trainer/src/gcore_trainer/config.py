@@ -16,6 +16,7 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 KLPenalty = Literal["k1", "k2", "k3", "k1+", "k3+"]
 RewardKL = Literal["k1", "k2", "k3"]
 LRSchedulerType = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adamw_8bit"]
 DPOLossType = Literal["sigmoid", "ipo", "hinge"]
 RolloutIS = Literal["token", "sequence"]
 _TokenRS = Literal["token_k1", "token_k2", "token_k3"]
@@ -129,6 +130,9 @@ def _bounds(kind: Any) -> list[tuple[str, Bound]]:
 class OptimizerConfig(Checked):
     """AdamW with gradient clipping, and a rate that warms up and then stays or decays."""
 
+    name: OptimizerName = "adamw"
+    """adamw_8bit: the two moments in 8 bits each, with a scale for every 256 values (bitsandbytes): 2 bytes a parameter
+    instead of 8; not for megatron."""
     lr: AboveZero = 1e-6
     betas: Annotated[tuple[float, float], _BETAS] = (0.9, 0.999)
     eps: AboveZero = 1e-8

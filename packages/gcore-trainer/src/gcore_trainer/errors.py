@@ -22,10 +22,11 @@ class NonFiniteGradientError(TrainerError):
 
 
 class MissingExtraError(TrainerError, ImportError):
-    """An optional dependency is not installed; the message holds the install command."""
+    """An optional dependency is not installed; the message holds the install command, and the setting that needs it."""
 
-    def __init__(self, module: str, extra: str) -> None:
-        super().__init__(f"{module!r} is not installed: pip install 'gcore-trainer[{extra}]'")
+    def __init__(self, module: str, extra: str, setting: str = "") -> None:
+        needed = f"{setting}, and " if setting else ""
+        super().__init__(f"{needed}{module!r} is not installed: pip install 'gcore-trainer[{extra}]'")
 
 
 class StateError(TrainerError, ValueError):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
 from gcore_trainer.lora import merge_lora
 from gcore_trainer.objectives.policy import BatchTotals, Objective, PartialLoss, add_sums, named_scores
@@ -67,15 +67,18 @@ class AdamW:
         self.parameters = self._masters = dict(parameters)
         self._grad_clip = config.grad_clip
         settings: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
-        self._optimizer = torch.optim.AdamW(self.parameters.values(), fused=True, **settings)
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-            self._optimizer.state[parameter] = {
-                # The fused kernel reads the count on the parameter's device.
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        self._optimizer = torch.optim.AdamW([{"params": self._with_exact_moments()}], fused=True, **settings)
+        for parameter in self._optimizer.param_groups[0]["params"]:
+            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            # The fused kernel reads the count on the parameter's device.
+            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            self._optimizer.state[parameter] = moments
+
+    def _with_exact_moments(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose moments are of their own data type: all."""
+        return list(self.parameters.values())
 
     @property
     def num_updates(self) -> int:
@@ -105,6 +108,9 @@ class AdamW:
         averages = {key: {name: moments[p][key] for name, p in named} for key in ("exp_avg", "exp_avg_sq")}
         return {"model": {name: p.detach() for name, p in named}, **averages}
 
+    kept = tensors
+    """Return the tensors that are kept between updates, by groups and names."""
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over the tensors of a state that was checked, and its ``optimizer_step``."""
@@ -128,10 +134,9 @@ class BaseTrainer:
     """
 
     def __init__(self, *, config: OptimizerConfig, optimizer: AdamW, objective: Any, replicas: Replicas) -> None:
-        if config.lr_scheduler_type != "constant" and not config.total_training_steps:
-            raise ConfigError(
-                f"total_training_steps is 0; expected 1 or more for lr_scheduler_type {config.lr_scheduler_type!r}"
-            )
+        scheduler, total = config.lr_scheduler_type, config.total_training_steps
+        is_known = scheduler == "constant" or total > 0
+        require("total_training_steps", total, is_known, f"1 or more for lr_scheduler_type {scheduler!r}")
         self._config = config
         self._optimizer = optimizer
         self._objective = objective
@@ -157,10 +162,8 @@ class BaseTrainer:
             skipped = "step %d: the gradient norm is %s; the update is skipped (%d in a row, max_nonfinite_steps=%d)"
             _logger.warning(skipped, self.step, grad_norm, count, limit)
             if count >= limit:
-                raise NonFiniteGradientError(
-                    f"the gradient norm was {grad_norm} in {count} steps in a row (max_nonfinite_steps={limit}): try a "
-                    "lower lr"
-                )
+                times = f"{count} steps in a row (max_nonfinite_steps={limit})"
+                raise NonFiniteGradientError(f"the gradient norm was {grad_norm} in {times}: try a lower lr")
         self.step += 1
         own = {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/nonfinite_steps": float(self._nonfinite_steps)}
         return metrics | own
@@ -343,7 +346,7 @@ class TorchTrainer(Trainer):
         Values move to (pinned) host memory; gradients are 0 afterwards. Other calls meanwhile raise `TrainerError`."""
         from gcore_trainer.torch.host_memory import Sleeper
 
-        self._sleeper = self._sleeper or Sleeper(self._model.model, self._adamw.tensors)
+        self._sleeper = self._sleeper or Sleeper(self._model.model, self._adamw.kept)
         self._sleeper.sleep()
 
     def wake(self) -> None:
@@ -363,7 +366,7 @@ class TorchTrainer(Trainer):
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = ((name, whole(p.detach())) for name, p in self._parameters.items())
         if self._packed.lora is not None:
-            masters = self._adamw.tensors()["model"]
+            masters = self._adamw.kept()["model"]
             adapters = {n: whole(masters[n].to(p.device)) for n, p in self._adamw.parameters.items()}
             parameters = merge_lora(parameters, adapters, self._packed.lora)
         yield from parameters
@@ -382,9 +385,8 @@ class TorchTrainer(Trainer):
         sums: dict[str, torch.Tensor] = {}
         # FSDP averages over ranks; the parts of the loss are to be added.
         scale = self._parallel.world_size if self._parallel else 1
-        for i, samples in enumerate(filled_up(micro_batches, num_passes)):
-            if self._parallel is not None:
-                self._parallel.sync_gradients(self._packed, is_last=i + 1 == num_passes)
+        passes = filled_up(micro_batches, num_passes)
+        for samples in self._parallel.syncing(self._packed, passes) if self._parallel else passes:
             scores = self._packed.score(samples, entropy_grad=self._objective.entropy_grad)
             loss, parts = self._partial_loss(scores, samples, totals)
             torch.autograd.backward(loss * scale)

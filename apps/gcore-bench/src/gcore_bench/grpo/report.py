@@ -94,10 +94,13 @@ def _other_s(step: Step) -> float:
     return step["wall_s"] - step["gen_s"] - step["reward_s"] - step["train_s"]
 
 
-def aims(lines: Sequence[Line]) -> list[str]:
-    """Return a line for each contender of ours that has an aim, if verl ran."""
+def aims(workload: Workload, lines: Sequence[Line]) -> list[str]:
+    """Return a line for each contender of ours that has an aim, if the peer of the aim ran."""
     by_name = {line["contender"]: line for line in lines}
     found: list[str] = []
+    if workload.aim_over_trl and by_name.keys() >= {"gcore", "trl"}:
+        speed, least = by_name["trl"]["step_s"] / by_name["gcore"]["step_s"], workload.aim_over_trl
+        found.append(f"gcore / trl: {speed:.2f}x the speed (aim: at least {least:.1f}x, {verdict(speed >= least)})")
     for name, least in _AIM_SPEED.items():
         if by_name.keys() >= {"verl", name}:
             ours, verl = by_name[name], by_name["verl"]
@@ -126,7 +129,7 @@ def table(workload: Workload, summary: Summary) -> Table:
     title = f"{workload.name}: {workload.description}, {workload.samples_per_step} completions a step"
     shown = rows_table(title, rows, columns)
     caption = f"medians of {summary.lines[0]['num_steps']} steps; load of the machine {summary.load:.1f}"
-    shown.caption = "\n".join([caption, *aims(summary.lines)])
+    shown.caption = "\n".join([caption, *aims(workload, summary.lines)])
     shown.rows[len(summary.lines) - 1].end_section = True
     for ours, ratios in summary.speed_ratios.items():
         shown.add_section()

@@ -31,6 +31,8 @@ class Workload:
     """Responses a prompt."""
     trl_micro_batches: int = 1
     """Micro-batches into which TRL divides a step: the number that was fastest for it. gcore packs by tokens."""
+    aim_over_trl: float = 0.0
+    """Least speed of gcore over TRL's; 0: none is set."""
 
     @property
     def samples_per_step(self) -> int:
@@ -67,6 +69,7 @@ WORKLOADS = {
             reward="",
             max_response_length=6,
             steps=30,
+            aim_over_trl=3.3,
         ),
         Workload(
             name="long",

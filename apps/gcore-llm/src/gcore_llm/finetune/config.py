@@ -8,13 +8,15 @@ import tyro
 from gcore_llm.config import TaskConfig
 from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least
 from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig, ScheduleConfig, check_one_source
-from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, RewardModelConfig
+from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Checked, section="optim"):
     """AdamW, and a rate that warms up and then stays or decays to the run's end."""
 
+    name: OptimizerName = "adamw"
+    """adamw_8bit: its two moments in 8 bits each, which is 2 bytes a parameter instead of 8; needs bitsandbytes."""
     lr: float = 1e-5
     """Learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -96,6 +96,7 @@ def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
         "turns": "rollout.colocated auto with trainer.schedule sync",
         "gradient checkpointing": "actor.enable_gradient_checkpointing true",
         "small micro-batches": f"actor.ppo_max_token_len {plan.longest_sequence}",
+        "8-bit moments": "actor.optim.name adamw_8bit",
         "optimizer offload": "actor.offload optimizer",
         "full offload": "actor.offload all",
         "LoRA": "actor.lora_rank 16",
@@ -212,8 +213,10 @@ def _layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
 
 def _state(config: TrainConfig, policy: ModelShape) -> TrainingState:
     actor = config.actor
+    optimizers = [actor.optim, *[config.critic.optim] * config.algorithm.estimator.needs_critic]
     return TrainingState(
         offload=actor.offload,
+        moments="8bit" if all(own.name == "adamw_8bit" for own in optimizers) else "float32",
         adapter_parameters=policy.adapter_parameters(actor.lora_rank) if actor.lora_rank else 0,
         checkpointed_share=actor.checkpointed_layers,
         activation_offload=actor.activation_offload,

@@ -148,10 +148,13 @@ def _from_rows(rows: list[tuple[float, ...]]) -> TrainingLayouts:
 
 MASTER_BYTES = 4
 """Bytes of a float32 number: a master weight, a gradient, and each of AdamW's two moments."""
+_BLOCK = 256
+"""Values of an 8-bit moment that share a scale."""
 _LOGITS_COPIES = 2
 """Float32 arrays of a chunk's logits that are alive at once, besides one in the compute precision."""
 
 Offload = Literal["none", "optimizer", "all"]
+Moments = Literal["float32", "8bit"]
 
 Bytes = Mapping[str, Floats]
 """Bytes of a device by part."""
@@ -164,6 +167,9 @@ class TrainingState(Checked):
     offload: Offload = "none"
     """States held in the host's memory: optimizer, the master weights and moments; all, also weights and gradients of
     the models that are not at work, so that the device has those of one model at a time, in training its own."""
+    moments: Moments = "float32"
+    """AdamW's two moments; 8bit: a byte each, and a float32 scale for every 256 of them, 2.03 bytes a parameter in
+    place of 8 (Dettmers et al. 2022, arXiv 2110.02861)."""
     adapter_parameters: Amount = 0
     """Trained parameters of the policy with LoRA, where all others are frozen and have neither gradients nor moments;
     0: all are trained. A critic trains all of its own."""
@@ -173,6 +179,11 @@ class TrainingState(Checked):
     """Inputs of checkpointed layers wait in the host's memory; two are on the device at a time."""
     max_logits: Positive = 1 << 28
     """Most logits of a chunk of the head: the trainer's budget on a GPU; on a CPU it is 2^24."""
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of a parameter's two moments."""
+        return 2 * (1 + MASTER_BYTES / _BLOCK) if self.moments == "8bit" else 2 * MASTER_BYTES
 
 
 DEFAULT_STATE = TrainingState()
@@ -187,7 +198,7 @@ def training_memory(
     c bytes of a number in the compute precision:
 
     - weights c P, gradients 4 P (they are summed in float32), and the optimizer's 8 P of moments with 4 P of float32
-      master weights where c is 2: 16 P in float32, 18 P in bfloat16;
+      master weights where c is 2: 16 P in float32, 18 P in bfloat16; with 8-bit moments 10 P and 12 P;
     - torch (ZeRO-3, Rajbhandari et al. 2019, arXiv 1910.02054, section 5; FSDP2) has 1 / s of all of these, and of what
       is gathered two layers, the embedding and the head, and one's gradients in float32;
     - megatron (ZeRO-1, section 5.1; its distributed optimizer) has 1 / s of the optimizer's;
@@ -209,7 +220,7 @@ def training_memory(
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)
     # Where products are in float32, weights are their own masters.
-    optimizer_bytes = 2 * MASTER_BYTES + (MASTER_BYTES if compute_bytes != MASTER_BYTES else 0)
+    optimizer_bytes = state.moment_bytes + (MASTER_BYTES if compute_bytes != MASTER_BYTES else 0)
     optimizer = np.zeros(len(layouts))
     weights, gradients = list[Floats](), list[Floats]()
     gathered: list[Floats] = []

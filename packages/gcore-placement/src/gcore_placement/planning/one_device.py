@@ -10,6 +10,7 @@ from gcore_placement.cluster import Cluster, Device, Efficiency
 from gcore_placement.forecast import EngineStage, Job
 from gcore_placement.planning.layouts import (
     DEFAULT_STATE,
+    MASTER_BYTES,
     TrainingLayout,
     TrainingLayouts,
     TrainingState,
@@ -214,8 +215,8 @@ class _Planner:
         if takes_turns or (offload == "all" and has_others):
             size += whole["weights"] + whole["reference"]
         if offload != "none":
-            # Master weights, a gradient and two moments, all in float32.
-            return size + 4 * whole["gradients"]
+            # Master weights and a gradient in float32, and two moments.
+            return size + (2 + self.state.moment_bytes / MASTER_BYTES) * whole["gradients"]
         return size + (whole["optimizer"] if takes_turns else 0.0)
 
     @property
@@ -289,6 +290,12 @@ def _with_turns(planner: _Planner) -> _Planner:
     return replace(planner, engine=replace(planner.engine, takes_turns=None))
 
 
+def _with_8bit_moments(planner: _Planner) -> _Planner:
+    is_offloaded = planner.state.offload != "none"
+    is_torch = planner.layout.backend == "torch"
+    return planner if is_offloaded or not is_torch else replace(planner, state=replace(planner.state, moments="8bit"))
+
+
 def _with_optimizer_offload(planner: _Planner) -> _Planner:
     has_less = planner.state.offload == "all"
     return planner if has_less else replace(planner, state=replace(planner.state, offload="optimizer"))
@@ -312,10 +319,11 @@ REMEDIES = {
     "turns": _with_turns,
     "gradient checkpointing": _with_checkpointing,
     "small micro-batches": _with_small_micro_batches,
+    "8-bit moments": _with_8bit_moments,
     "optimizer offload": _with_optimizer_offload,
     "full offload": _with_offload,
     "LoRA": _with_lora,
 }
 """Changes that save memory, by name, those that cost least first: turns of trainer and engine; gradient checkpointing;
-micro-batches of one longest sequence; optimizer states in the host's memory, then all but those of the model at work;
-LoRA of rank 16 in place of training all parameters."""
+micro-batches of one longest sequence; AdamW's moments in 8 bits; optimizer states in the host's memory, then all but
+those of the model at work; LoRA of rank 16 in place of training all parameters."""

@@ -79,7 +79,7 @@ class DiffusionTrainer(BaseTrainer):
         parameters = denoiser.trained_parameters()
         if not parameters:
             raise ConfigError("the model has no parameters to train")
-        self._adamw = AdamW(parameters, optimizer)
+        self._adamw = _adamw(parameters, optimizer)
         replicas = Replicas(parallel.replicas if parallel else None)
         super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
         self._models = Models(policy=denoiser, old=old, reference=reference)
@@ -167,6 +167,14 @@ class DiffusionTrainer(BaseTrainer):
             old = self._models.old.parameters()
             groups["old"] = {name: old[name].detach() for name in self._adamw.parameters}
         return groups
+
+
+def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> AdamW:
+    if config.name == "adamw":
+        return AdamW(parameters, config)
+    from gcore_trainer.torch.optimizer import make_adamw
+
+    return make_adamw(parameters, config, offload=False)
 
 
 @torch.no_grad()

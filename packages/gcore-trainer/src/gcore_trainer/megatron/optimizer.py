@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import StateError
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.pieces import Piece
@@ -57,6 +57,7 @@ class DistributedAdamW(AdamW):
         device: torch.device,
     ) -> None:
         self._grad_clip = config.grad_clip
+        require("name", config.name, config.name == "adamw", "'adamw' for the megatron backend, or the torch backend")
         self._chunks = chunks
         self._pieces = pieces
         self._device = device

@@ -1,13 +1,29 @@
-"""AdamW with float32 master copies of parameters of fewer bits, whose states may be in host memory."""
+"""AdamW with float32 master copies of parameters of fewer bits, and states in host memory or in 8 bits."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.errors import ConfigError, MissingExtraError
 from gcore_trainer.torch.host_memory import Arena, local, piece_bytes
 from gcore_trainer.trainer import AdamW
+
+BLOCK = 256
+"""Values of a quantised moment that share a scale: fixed in the kernels of bitsandbytes."""
+_SMALLEST = 4096
+"""Values from which a parameter has 8-bit moments, as by default in bitsandbytes: norms and biases do not."""
+_PIECE = 1 << 26
+"""Most values of a call: the kernels count them in 32 bits, and on CPU they make float32 copies."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make_adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, offload: bool) -> AdamW:
+    """Return the optimizer of a name, with masters; errors are those of its class."""
+    kind = MasterAdamW if config.name == "adamw" else AdamW8bit
+    return kind(parameters, config, offload=offload)
 
 
 class MasterAdamW(AdamW):
@@ -62,8 +78,11 @@ class MasterAdamW(AdamW):
                 _gradient(master).copy_(_gradient(parameter), non_blocking=True)
             if (device := next(iter(self.parameters.values())).device).type == "cuda":
                 torch.cuda.synchronize(device)
-        super()._step(lr)
+        self._update_masters(lr)
         self._round()
+
+    def _update_masters(self, lr: float) -> None:
+        super()._step(lr)
 
     def _pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """Return the parameters that are not their own masters, and these."""
@@ -82,18 +101,189 @@ class MasterAdamW(AdamW):
     @torch.no_grad()
     def _move_to_host(self, device: torch.device) -> None:
         """Move masters, moments and the masters' gradients into one block of host memory."""
-        moments = self._optimizer.state
-        states = [
-            local(tensor)
-            for master in self._masters.values()
-            for tensor in (master, moments[master]["exp_avg"], moments[master]["exp_avg_sq"], master.grad)
-            if tensor is not None
-        ]
+        # Not the model's, which are views of the masters.
+        moments = [tensor for group, own in self.kept().items() if group != "model" for tensor in own.values()]
+        states = [local(tensor) for tensor in (*self._masters.values(), *moments)]
+        states += [_gradient(master) for master in self._masters.values()]
         arena = Arena(sum(piece_bytes(own.nbytes) for own in states), device)
         for own in states:
             piece = arena.take(own.shape, own.dtype)
             piece.copy_(own)
             own.set_(piece.untyped_storage(), piece.storage_offset(), piece.shape, piece.stride())
+
+
+class AdamW8bit(MasterAdamW):
+    """AdamW whose moments are quantised to 8 bits by blocks (Dettmers et al. 2022, arXiv 2110.02861, section 2).
+
+    The update is that of bitsandbytes, in float32; between updates a moment is a byte, and 256 of them share a float32
+    scale. Moments take 2 + 8 / 256 bytes a parameter instead of 8: a bfloat16 parameter 12.03 bytes in all instead of
+    18, a float32 one 10.03 instead of 16. On ranks, each quantises its own shards. Tensors and shards of fewer than
+    4,096 values keep exact moments.
+
+    `tensors` computes float32 moments in host memory, 8 bytes a parameter while they are used. Loaded on ranks with the
+    same shards, they give the same bytes, and scales within a float32 rounding error of the saved ones; on others they
+    are quantised again. States of plain AdamW load, and the other way round.
+
+    With offload, the update on the CPU makes float32 copies of one parameter's moments at a time.
+
+    Raises:
+        ConfigError: a parameter is not float32, bfloat16 or float16.
+        MissingExtraError: bitsandbytes is not installed.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, offload: bool = False
+    ) -> None:
+        self._functional = _bitsandbytes()
+        self._config = config
+        self._num_updates = 0
+        self._blocks: dict[str, dict[str, _Blocks]] = {}
+        super().__init__(parameters, config, offload=offload)
+
+    @property
+    def num_updates(self) -> int:
+        return self._num_updates
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {"model": {name: p.detach() for name, p in self._masters.items()}}
+        for key in _MOMENTS:
+            found[key] = {name: self._moment(name, key) for name in self._masters}
+        return found
+
+    def kept(self) -> dict[str, dict[str, Any]]:
+        exact = {
+            f"{key} {name}": self._optimizer.state[master][key]
+            for name, master in self._masters.items()
+            for key in _MOMENTS
+            if name not in self._blocks
+        }
+        blocks = [(f"{key} {name}", own) for name, both in self._blocks.items() for key, own in both.items()]
+        return {
+            "model": {name: p.detach() for name, p in self._masters.items()},
+            "exact": exact,
+            "values": {name: own.values for name, own in blocks},
+            "scales": {name: own.scales for name, own in blocks},
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._num_updates = int(state["optimizer_step"])
+        for name, master in self._masters.items():
+            master.copy_(state["model"][name])
+            for key in _MOMENTS:
+                if name in self._blocks:
+                    self._blocks[name][key].quantize(local(state[key][name]))
+                else:
+                    self._optimizer.state[master][key].copy_(state[key][name])
+        for moments in self._optimizer.state.values():
+            moments["step"].fill_(float(self._num_updates))
+        self._round()
+
+    def _with_exact_moments(self) -> list[torch.nn.Parameter]:
+        exact: list[torch.nn.Parameter] = []
+        codes: dict[tuple[torch.device, bool], torch.Tensor] = {}
+        for name, master in self._masters.items():
+            if master.dtype != torch.float32:
+                raise ConfigError(
+                    f"name is {self._config.name!r}; expected 'adamw' for parameters of {master.dtype}, as {name} is"
+                )
+            own = local(master)
+            if own.numel() < _SMALLEST or not own.is_contiguous():
+                exact.append(master)
+                continue
+            for is_signed in (True, False):
+                if (own.device, is_signed) not in codes:
+                    code = self._functional.create_dynamic_map(signed=is_signed)
+                    codes[own.device, is_signed] = code.to(own.device)
+            self._blocks[name] = {
+                key: _Blocks(self._functional, own, codes[own.device, key == "exp_avg"]) for key in _MOMENTS
+            }
+        return exact
+
+    def _update_masters(self, lr: float) -> None:
+        super()._update_masters(lr)
+        self._num_updates += 1
+        (beta1, beta2), config = self._config.betas, self._config
+        for name, both in self._blocks.items():
+            master = self._masters[name]
+            first, second = (both[key].pieces() for key in _MOMENTS)
+            weights, gradients = (local(t).detach().view(-1).split(_PIECE) for t in (master, _gradient(master)))
+            for weight, gradient, one, two in zip(weights, gradients, first, second, strict=True):
+                self._functional.optimizer_update_8bit_blockwise(
+                    "adam",
+                    gradient,
+                    weight,
+                    one[0],
+                    two[0],
+                    beta1,
+                    beta2,
+                    0.0,
+                    0.0,
+                    config.eps,
+                    self._num_updates,
+                    lr,
+                    both["exp_avg"].code,
+                    both["exp_avg_sq"].code,
+                    one[1],
+                    two[1],
+                    config.weight_decay,
+                )
+
+    @torch.no_grad()
+    def _moment(self, name: str, key: str) -> torch.Tensor:
+        """Return a moment in float32: the live one where it is exact, else a copy in host memory."""
+        master = self._masters[name]
+        if name not in self._blocks:
+            return self._optimizer.state[master][key]
+        copy = torch.empty_like(master.detach(), device="cpu")
+        self._blocks[name][key].dequantize(local(copy))
+        return copy
+
+
+class _Blocks:
+    """One moment of one parameter's shard: a byte for each value, and a scale for each block of them."""
+
+    def __init__(self, functional: Any, like: torch.Tensor, code: torch.Tensor) -> None:
+        self._functional = functional
+        self.code = code
+        """The 256 numbers, ascending, that bytes stand for, to be multiplied by a scale."""
+        self.values = torch.zeros(like.numel(), dtype=torch.uint8, device=like.device)
+        self.scales = torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32, device=like.device)
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield views of values and scales, as many values as a kernel may be called with."""
+        return zip(self.values.split(_PIECE), self.scales.split(_PIECE // BLOCK), strict=True)
+
+    def dequantize(self, out: torch.Tensor) -> None:
+        """Write the moment to a contiguous float32 tensor."""
+        for (values, scales), own in zip(self.pieces(), out.view(-1).split(_PIECE), strict=True):
+            own.copy_(self._functional.dequantize_blockwise(values, absmax=scales, code=self.code, blocksize=BLOCK))
+
+    def quantize(self, given: torch.Tensor) -> None:
+        """Take over a moment; one that `dequantize` wrote gives the values that it was computed from.
+
+        A scale is what the largest or the smallest number of the code is multiplied by, and not the largest magnitude,
+        as in the kernels: the codes of signed numbers start at -0.993 and end at 1.
+        """
+        middle = (self.code[1:] + self.code[:-1]) / 2
+        for (values, scales), own in zip(self.pieces(), given.reshape(-1).split(_PIECE), strict=True):
+            filled_up = torch.nn.functional.pad(own.to(values.device, torch.float32), (0, -own.numel() % BLOCK))
+            rows = filled_up.view(-1, BLOCK)
+            largest = rows.amax(1)
+            scales.copy_(torch.maximum(largest, rows.amin(1) / self.code[0]) if self.code[0] < 0 else largest)
+            shares = rows / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+            values.copy_(torch.bucketize(shares, middle, out_int32=True).view(-1)[: values.numel()])
+
+
+def _bitsandbytes() -> Any:
+    """Import the kernels of bitsandbytes; raise `MissingExtraError` if it is not installed."""
+    # It looks for a package of kernels for 4-bit weights, which are not used here, and logs that there is none.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
+    try:
+        from bitsandbytes import functional
+    except ImportError:
+        raise MissingExtraError("bitsandbytes", "8bit", "name is 'adamw_8bit'") from None
+    return functional
 
 
 def _master(parameter: torch.nn.Parameter, *, is_copy: bool) -> torch.nn.Parameter:

@@ -231,11 +231,12 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """Return AdamW of the trained parameters, with masters where they are of fewer bits than float32."""
         self.load_weights()
         trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
-        if not offload and all(p.dtype in (torch.float32, torch.float64) for p in trained.values()):
+        is_wide = all(p.dtype in (torch.float32, torch.float64) for p in trained.values())
+        if is_wide and not offload and config.name == "adamw":
             return AdamW(trained, config)
-        from gcore_trainer.torch.optimizer import MasterAdamW
+        from gcore_trainer.torch.optimizer import make_adamw
 
-        return MasterAdamW(trained, config, offload=offload)
+        return make_adamw(trained, config, offload=offload)
 
     def save_pretrained(self, path: str | Path, weights: dict[str, torch.Tensor] | None) -> None:
         """Write a Hugging Face folder of whole tensors; None: the model's own."""

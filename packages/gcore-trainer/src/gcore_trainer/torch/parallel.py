@@ -1,6 +1,6 @@
 """The ranks of a torch trainer: FSDP2 over all of them, samples over replicas, tokens within a replica."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from gcore_trainer.config import ParallelConfig
 from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.errors import ConfigError
+from gcore_trainer.sample import MicroBatch
 from gcore_trainer.torch.packed_model import PackedTransformer
 
 _SHARE_OF_GRADIENTS = 0.05
@@ -73,12 +74,16 @@ class TorchParallel:
         shard_modules([*packed.layers(), packed.root], self.mesh)
         packed.load_weights()
 
-    def sync_gradients(self, packed: PackedTransformer[Any], *, is_last: bool) -> None:
-        """Choose whether the next backward pass reduces and scatters gradients: the last one of an update does."""
-        if self.gradient_sync == "micro_batch" or not isinstance(packed.root, FSDPModule):
-            return
-        if self.gradient_sync == "update" or fits_whole(packed.model.parameters()):
-            packed.root.set_requires_gradient_sync(is_last)
+    def syncing(self, packed: PackedTransformer[Any], passes: Iterable[MicroBatch]) -> Generator[MicroBatch]:
+        """Yield an update's micro-batches; their backward passes exchange gradients as ``gradient_sync`` says."""
+        waits = self.gradient_sync == "update"
+        if self.gradient_sync == "auto":
+            waits = fits_whole(packed.model.parameters())
+        micro_batches = list(passes)
+        for i, samples in enumerate(micro_batches):
+            if waits and isinstance(packed.root, FSDPModule):
+                packed.root.set_requires_gradient_sync(i + 1 == len(micro_batches))
+            yield samples
 
 
 def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:

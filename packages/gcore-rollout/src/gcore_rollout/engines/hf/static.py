@@ -127,15 +127,16 @@ class _Drawn:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self.tokens = torch.zeros((NUM_STEPS + 1, max_num_seqs), dtype=torch.int64, device=device)
         self.log_probs = torch.zeros((NUM_STEPS + 1, max_num_seqs), device=device)
+        self._is_cuda = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         self._host: list[torch.Tensor] = []
 
     def copied(self, num_steps: int, batch: int) -> Callable[[], tuple[NDArray[np.int64], NDArray[np.float32]]]:
         """Start the copy to the host, next to what the device does afterwards; return what waits for it."""
-        drawn, is_cuda = (self.tokens, self.log_probs), self.tokens.is_cuda
+        drawn = (self.tokens, self.log_probs)
         if not self._host:
-            self._host = [torch.zeros(t.shape, dtype=t.dtype, pin_memory=is_cuda) for t in drawn]
-            self._stream = torch.cuda.Stream(self.tokens.device) if is_cuda else None
+            self._host = [torch.zeros(t.shape, dtype=t.dtype, pin_memory=self._is_cuda) for t in drawn]
+            self._stream = torch.cuda.Stream(self.tokens.device) if self._is_cuda else None
         # Whole rows: a copy of a part would need memory for the part.
         pairs = [(h[: num_steps + 1], d[: num_steps + 1]) for h, d in zip(self._host, drawn, strict=True)]
         end = None
