@@ -31,6 +31,9 @@ _ASLEEP: Mapping[str, tuple[str, ...]] = {
     "sync": ("judge",),
 }
 """Roles that are not on the GPU at a stage, where trainer and engines take turns."""
+_HELD = ("weights", "gradients", "optimizer")
+"""Items that are on the GPU while weights pass to the engine."""
+_CHECKPOINTED = "gradient checkpointing is on (actor.enable_gradient_checkpointing auto): the run fits with it alone"
 _STAND_IN = "H100"
 """Device that a dry run plans for on a machine without a GPU."""
 
@@ -90,9 +93,9 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     if not config.model or not _shares_gpu(config):
         return config
     device = _present_device(config.device)
-    config, plan = _fitted(config, model, device)
+    before, (config, plan) = config, _fitted(config, model, device)
     check_fits(model, plan, device)
-    for line in summary(plan, device):
+    for line in [*summary(plan, device), *([] if config is before else [_CHECKPOINTED])]:
         say(line)
     rollout = config.rollout
     rollout = replace(rollout, colocated=plan.takes_turns)
@@ -123,8 +126,7 @@ def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
     stage = plan.fullest
     shares = "; ".join(
         f"{role}: " + ", ".join(f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20)
-        for role, items in plan.roles.items()
-        if not plan.takes_turns or role not in _ASLEEP[stage]
+        for role, items in _present(plan, stage).items()
     )
     settings = {
         "turns": "rollout.colocated auto with trainer.schedule sync",
@@ -149,6 +151,18 @@ def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
         f"{plan.peaks[stage] / _GB:.1f} GB; expected at most {plan.usable_bytes / _GB:.1f} of the "
         f"{plan.device_bytes / _GB:.1f} GB of {device.name} (GB: {shares}); {advice}"
     )
+
+
+def _present(plan: DevicePlan, stage: str) -> Mapping[str, Mapping[str, float]]:
+    """Return what is in memory at a stage, as far as the plan has it by item."""
+    if not plan.takes_turns:
+        return plan.roles
+    found = {role: items for role, items in plan.roles.items() if role not in _ASLEEP[stage]}
+    if stage != "sync":
+        return found
+    found = {role: {name: items[name] for name in _HELD if name in items} for role, items in found.items()}
+    rest = plan.peaks["sync"] - sum(sum(items.values()) for items in found.values())
+    return {**found, "new weights": {"on their way": rest}}
 
 
 def summary(plan: DevicePlan, device: Device) -> list[str]:
@@ -183,8 +197,11 @@ def dry_run(config: TrainConfig) -> None:
     if config.dtype == "auto":
         # As the run will have it on that GPU, whatever this machine has.
         config = replace(config, dtype="bfloat16")
-    config, plan = _fitted(config, model, device)
+    before, (config, plan) = config, _fitted(config, model, device)
     _print_tables(config, plan, device)
+    if config is not before:
+        print(_CHECKPOINTED)
+    print("fits" if plan.fits else "does not fit", flush=True)
     check_fits(model, plan, device)
 
 
@@ -217,7 +234,6 @@ def _print_tables(config: TrainConfig, plan: DevicePlan, device: Device) -> None
     print_table("peak of each stage", ["stage", "in memory", "bytes", "of the GPU"], [peaks])
     for line in summary(plan, device):
         print(line)
-    print("fits" if plan.fits else "does not fit", flush=True)
 
 
 def _gpus(count: int) -> str:
