@@ -52,6 +52,18 @@ def test_a_run_in_bfloat16(cli: Cli, own_args: list[str]) -> None:
     assert all(abs(row["training/rollout_k3_kl"]) < 0.05 for row in rows if "training/rollout_k3_kl" in row)
 
 
+@pytest.mark.slow
+def test_a_run_with_8_bit_moments_and_compiled_layers_resumes(cli: Cli, own_args: list[str]) -> None:
+    options = ["--actor.optim.name", "adamw_8bit", "--actor.compile", "--trainer.save-freq", "1", "--name", "small"]
+    # Not `ok`: where a CUDA toolkit is installed without a GPU, Inductor says so on stderr.
+    for args in (own_args, option_set(own_args, "--trainer.total-training-steps", "3")):
+        finished = cli(*args, *options)
+        assert finished.code == 0, finished
+    rows = step_rows(cli.cwd / "runs/small")
+    assert len(rows) == 3
+    assert all(abs(row["training/rollout_k3_kl"]) < 1e-4 for row in rows if "training/rollout_k3_kl" in row)
+
+
 def test_the_data_type_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(TrainConfig(device="cpu")).dtype == "float32"
     assert resolve(TrainConfig(device="cpu", dtype="bfloat16")).dtype == "bfloat16"
