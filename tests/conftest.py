@@ -1,5 +1,6 @@
 import gc
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,9 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Of the processes that tests start, and of this one, which has started without it.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
-gc.set_threshold(10_000, 50, 100)
+_STARTUP = Path(__file__).parent / "startup"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
+runpy.run_path(str(_STARTUP / "sitecustomize.py"))
 
 LONGEST_FIRST = (
     "apps/golden/test_golden.py",

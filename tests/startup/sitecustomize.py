@@ -1,9 +1,35 @@
-"""Python runs this file at its start in every process of the tests, because `tests/conftest.py` puts it on PYTHONPATH.
-
-Importing torch and transformers makes a million objects, none of which is garbage. With Python's own thresholds the
-collector walks through them again and again, which is a quarter of such a process's start.
-"""
+"""Python runs this file at the start of every process of the tests: `tests/conftest.py` puts it on PYTHONPATH."""
 
 import gc
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import FrameType
 
+# Importing torch and transformers makes a million objects, none of which is garbage. With Python's own thresholds the
+# collector walks through them again and again, which is a quarter of such a process's start.
 gc.set_threshold(10_000, 50, 100)
+
+_find_spec = importlib.util.find_spec
+
+
+def _find_without_bitsandbytes(name: str, package: str | None = None) -> ModuleSpec | None:
+    """Do not find bitsandbytes, which libraries use where they find it; an import does not come here."""
+    return None if name == "bitsandbytes" else _find_spec(name, package)
+
+
+class _NotForPeft:
+    """Lets peft, and so diffusers, do without bitsandbytes, whose import takes 3 CPU seconds."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name != "bitsandbytes":
+            return
+        caller: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # who imports is said nowhere else
+        while caller is not None and caller.f_code.co_filename.startswith("<frozen importlib"):
+            caller = caller.f_back
+        if caller is not None and caller.f_globals.get("__name__", "").startswith("peft"):
+            raise ModuleNotFoundError(name)
+
+
+importlib.util.find_spec = _find_without_bitsandbytes
+sys.meta_path.insert(0, _NotForPeft())  # pyright: ignore[reportArgumentType]  # a finder needs no more
