@@ -194,6 +194,11 @@ class TrainerConfig(BaseTrainerConfig):
         except ConfigError as error:
             raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
         plain = MegatronConfig()
+        try:
+            if self.megatron != plain:
+                self.megatron.check()
+        except ConfigError as error:
+            raise UserError(f"trainer.megatron.{error}") from None
         for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
             value, default = (getattr(config, own.name) for config in (self.megatron, plain))
             self.require(

@@ -1,31 +1,29 @@
 """Settings of the Megatron-Core backend; to read them it need not be installed."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from gcore_trainer.config import Bound, Checked, ParallelConfig
-
-_BUCKET = Bound(lambda v: v is None or v >= 1, "1 or more, or none")
+from gcore_trainer.config import Checked, Count, ParallelConfig, require
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig(Checked):
-    """How Megatron-Core computes; none of it changes what is computed."""
+    """Settings of how Megatron-Core computes, none of which changes what is computed."""
 
     recompute_granularity: Literal["auto", "none", "selective", "full"] = "auto"
-    """What the backward pass computes again: nothing (none), MLPs and experts (selective), or whole layers (full);
+    """The backward pass computes again nothing (none), MLPs and experts (selective), or whole layers (full);
     auto: full on CUDA for models of a billion parameters, else none."""
     overlap_grad_reduce: bool = False
     """Add up the replicas' gradients during the backward pass, bucket by bucket, instead of after it."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward pass instead of before it; needs overlap_grad_reduce."""
-    bucket_size: Annotated[int | None, _BUCKET] = None
-    """Parameters of a bucket with overlap_grad_reduce; none: 40 million, or a million for each replica where more."""
+    bucket_size: Count = 40_000_000
+    """Parameters of a bucket, with overlap_grad_reduce."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        needs = Bound(lambda v: not v or self.overlap_grad_reduce, "false without overlap_grad_reduce")
-        needs.require("overlap_param_gather", self.overlap_param_gather)
+    def check(self) -> None:
+        """Raise `ConfigError` for settings that do not go together."""
+        holds = self.overlap_grad_reduce or not self.overlap_param_gather
+        require("overlap_param_gather", self.overlap_param_gather, holds, "false without overlap_grad_reduce")
 
     @staticmethod
     def environment(parallel: ParallelConfig, device_type: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What of Megatron-Core a trainer uses, from its settings, the device and what is installed."""
+"""Settings of Megatron-Core that follow from a trainer's own and from its device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +22,7 @@ def recompute_options(config: MegatronConfig, *, device_type: str, num_parameter
 
 def data_parallel_options(config: MegatronConfig) -> dict[str, Any]:
     """Return settings of Megatron-Core's ``DistributedDataParallelConfig``."""
+    config.check()
     return {
         "use_distributed_optimizer": True,
         "grad_reduce_in_fp32": True,
