@@ -190,6 +190,24 @@ def test_turns_give_all_memory_to_one_role_at_a_time() -> None:
     assert_allclose(plan.host_bytes, trainer["weights"] + 16 * trainer["weights"] / 2 + engine["weights"])
 
 
+def test_weights_that_are_copied_whole() -> None:
+    """By turns a tensor at a time, unless the engine is in a process of its own or takes merged weights at once."""
+    adapters = ModelShape.from_config(QWEN_7B).adapter_parameters(16)
+    cases: list[tuple[Any, bool, bool]] = [
+        ("none", False, False),
+        ("none", True, False),
+        ("merged", False, False),
+        ("merged", True, True),
+        ("all", False, True),
+    ]
+    for copies, has_adapters, is_whole in cases:
+        state = TrainingState(offload="optimizer", adapter_parameters=adapters * has_adapters)
+        plan = plan_of(QWEN_7B, state=state, engine=EngineSettings(takes_turns=True, copies_weights=copies))
+        trainer, weights = plan.roles["trainer"], plan.roles["policy engine"]["weights"]
+        passing = weights if is_whole else 2 * 152064 * 3584
+        assert_allclose(plan.peaks["sync"], trainer["weights"] + trainer["gradients"] + weights + passing)
+
+
 def test_other_roles_are_counted() -> None:
     job = job_of(
         QWEN_HALF_B,

@@ -61,9 +61,9 @@ def faulty(engine_class: type[Any], model: Path, fault: str) -> type[Any]:
             else:
                 await super().update_weights(new.items(), version=version)
 
-        def _checked_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Any:
-            own, new = super()._checked_weights(weights, version)
-            return own, {name: t for name, t in new.items() if not (self._drops and name == TENSOR)}
+        def _checked_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, at_once: bool) -> Any:
+            own, new = super()._checked_weights(weights, version, at_once=at_once)
+            return own, ((name, tensor) for name, tensor in new if not (self._drops and name == TENSOR))
 
         update_weights_in_place = None
 

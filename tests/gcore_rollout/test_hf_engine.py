@@ -1,5 +1,7 @@
 """What the `hf` engine promises beyond the rest: a request's result does not depend on what else is in the batch."""
 
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from gcore_rollout import HFEngine, RepetitionDetection, Request, RequestError, UnsupportedModelError
+from gcore_rollout import HFEngine, RepetitionDetection, Request, RequestError, RolloutError, UnsupportedModelError
 from gcore_rollout.engines.hf import decoding, plain_attention
 from gcore_rollout.engines.repetition import extend_runs, is_repetitive, runs_at_end
 
@@ -301,3 +303,37 @@ async def test_longrope_is_computed_up_to_the_length_at_which_its_factors_change
         UnsupportedModelError, match=r"^max_model_len is 33; expected at most 32 for rope_type 'longrope'"
     ):
         HFEngine.from_pretrained(tmp_path, max_model_len=33)
+
+
+async def test_weights_that_replace_dropped_ones_are_taken_one_by_one(tied: TinyModel) -> None:
+    """No more than one is in memory besides the engine's own; what fails half-way is followed by another update."""
+    engine = HFEngine.from_pretrained(tied.path)
+    alive = weakref.WeakSet[torch.Tensor]()
+    most: list[int] = []
+
+    def made(names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            copy = tied.new.state_dict().get(name, torch.zeros(3)).clone()
+            alive.add(copy)
+            most.append(len(alive))
+            yield name, copy
+            del copy
+
+    names = [name for name in tied.new.state_dict() if name != "lm_head.weight"]
+    await engine.update_weights(made(names), version=1)
+    assert max(most) == len(names), "the old weights stay until all are checked"
+    await engine.sleep(keep_weights=False)
+    await engine.wake(cache=False)
+    for wrong, message in ((names[:4], "missing names"), ([*names[:4], "model.unknown"], "'model.unknown'")):
+        with pytest.raises(ValueError, match=message):
+            await engine.update_weights(made(wrong), version=2)
+        with pytest.raises(RolloutError, match="weights were dropped"):
+            await engine.wake()
+        assert engine.weight_version == 1
+    most.clear()
+    await engine.update_weights(made(names), version=2)
+    assert max(most) <= 2
+    await engine.wake()
+    request = make_request("r", 9, n=2)
+    assert max(errors(tied.new, [request], await collect(engine, request))) < 1e-5
+    await engine.close()

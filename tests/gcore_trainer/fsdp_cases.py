@@ -1,5 +1,6 @@
 """What the ranks do in `test_fsdp.py`: `TorchTrainer` sharded by FSDP2 over the first ranks."""
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -24,9 +25,12 @@ from gcore_trainer import (
     ParallelConfig,
     TorchParallel,
     TorchTrainer,
+    compile_layers,
 )
 from gcore_trainer.torch import optimizer as optimizers
+from gcore_trainer.torch.activations import offload_activations
 from gcore_trainer.torch.host_memory import local
+from gcore_trainer.trainer import whole
 
 PRELOADED = (
     torch._dynamo,
@@ -83,6 +87,24 @@ def record_and_train(
     return [experts for batch in found for _, experts in batch], [trainer.train_step(batch) for batch in others]
 
 
+def train_compiled(
+    rank: Rank,
+    path: str,
+    objective: Objective[Any],
+    optimizer: OptimizerConfig,
+    steps: list[list[list[MicroBatch]]],
+) -> list[dict[str, float]]:
+    """Metrics of each step of a model with compiled and checkpointed layers."""
+    packed = PackedModel.from_pretrained(path, gradient_checkpointing=True)
+    with warnings.catch_warnings():
+        # Dynamo looks at the gradients of all tensors.
+        warnings.simplefilter("ignore")
+        compile_layers(packed, backend="aot_eager")
+        parallel = TorchParallel.join(ParallelConfig())
+        trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)
+        return [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
+
+
 def train_with_naps(
     rank: Rank,
     path: str,
@@ -112,3 +134,41 @@ def train_with_naps(
         # It writes what it reads, also where a state's tensors are copies.
         trainer.load_state(trainer.state())
     return metrics, dict(trainer.export_weights()), held
+
+
+def gradients_of(
+    rank: Rank,
+    path: str,
+    objective: Objective[Any],
+    parallel: ParallelConfig,
+    steps: list[list[list[MicroBatch]]],
+    options: dict[str, Any],
+) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """The whole gradient of each step without an update, and how often it was reduced and scattered."""
+    packed = PackedModel.from_pretrained(path, sharded=True, **options)
+    if options.get("activation_offload"):
+        # Those of a tiny model are small.
+        del packed.root.forward
+        offload_activations(packed.root, smallest_bytes=0)
+    frozen = OptimizerConfig(lr=1e-12, weight_decay=0.0, grad_clip=1e9)
+    trainer = TorchTrainer(packed, optimizer=frozen, objective=objective, parallel=TorchParallel.join(parallel))
+    found: list[tuple[dict[str, torch.Tensor], int]] = []
+    # The name that FSDP calls it by, in torch 2.13 and before.
+    name = next(n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(torch.distributed, n))
+    reduce_scatter = getattr(torch.distributed, name)
+    for replicas in steps:
+        count = 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return reduce_scatter(*args, **kwargs)
+
+        setattr(torch.distributed, name, counted)
+        try:
+            trainer.train_step(replicas[trainer.data_parallel_rank])
+        finally:
+            setattr(torch.distributed, name, reduce_scatter)
+        gradients = {n: p.grad for n, p in packed.named_parameters().items() if p.grad is not None}
+        found.append(({n: whole(g).clone() for n, g in gradients.items()}, count))
+    return found

@@ -3,16 +3,19 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from rank_pool import RankServer
+from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer_oracles import SIZES, Group, make_samples, off_policy, save_model, split
 from transformers import Qwen2Config
 
 from gcore_trainer import (
+    LoRAConfig,
     MicroBatch,
     Objective,
     OptimizerConfig,
@@ -26,6 +29,7 @@ from gcore_trainer import (
     ValueLossConfig,
     ValueObjective,
 )
+from gcore_trainer.torch.parallel import fits_whole
 
 pytestmark = pytest.mark.slow
 
@@ -133,6 +137,17 @@ def test_shards_sleep_and_are_offloaded(rank_server: RankServer, qwen2: Path, na
             assert own["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=0.05)
 
 
+def test_compiled_layers_are_sharded(rank_server: RankServer, qwen2: Path) -> None:
+    objective = PolicyObjective(PolicyLossConfig())
+    steps = steps_of(qwen2, 3)
+    expected, _ = train_alone(qwen2, objective, OPTIMIZER, steps)
+    parts = [dealt(samples, 2, seed=i) for i, samples in enumerate(steps)]
+    arguments = (str(qwen2), objective, OPTIMIZER, parts)
+    for metrics in rank_server.shared(2).run("train_compiled", *arguments, size=2):
+        for own, alone in zip(metrics, expected, strict=True):
+            assert without_tokens(own) == pytest.approx(without_tokens(alone), rel=1e-4, abs=1e-6)
+
+
 def test_gradient_checkpointing_changes_nothing(qwen2: Path) -> None:
     objective = PolicyObjective(PolicyLossConfig())
     steps = steps_of(qwen2, 2)
@@ -162,6 +177,66 @@ def test_a_critic_is_sharded_too(rank_server: RankServer, llama: Path) -> None:
             edge = {"critic/vf_clipfrac": 0.0}
             assert without_tokens(own) | edge == pytest.approx(without_tokens(one) | edge, rel=1e-4, abs=1e-6)
     assert any(v.any() for v in values)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"compute_dtype": torch.bfloat16}, {"lora": LoRAConfig(rank=4)}], ids=["float32", "bf16", "lora"]
+)
+def test_gradients_are_reduced_once_an_update(rank_server: RankServer, qwen2: Path, options: dict[str, Any]) -> None:
+    """In each of three micro-batches, or in the last one, of which one rank has two only: the same gradients."""
+    objective = PolicyObjective(PolicyLossConfig())
+    steps: list[list[list[MicroBatch]]] = []
+    for samples in steps_of(qwen2, 2):
+        half = len(samples) // 2
+        first, second = samples[:half], samples[half:]
+        steps.append([[first[:1], first[1:3], first[3:]], [second[:2], second[2:]]])
+
+    def gradients(gradient_sync: Any) -> list[Any]:
+        parallel = ParallelConfig(gradient_sync=gradient_sync)
+        return rank_server.shared(2).run("gradients_of", str(qwen2), objective, parallel, steps, options, size=2)
+
+    often, once = gradients("micro_batch"), gradients("update")
+    # Of an "auto" on CPU there is one memory for all ranks.
+    assert gradients("auto")[0][0][1] == often[0][0][1]
+    # Two layers and the rest of the model; of the rest, adapters train nothing.
+    num_groups = 2 if "lora" in options else 3
+    is_rounded = "compute_dtype" in options
+    for own, expected in zip(once, often, strict=True):
+        for (found, count), (wanted, wanted_count) in zip(own, expected, strict=True):
+            assert (count, wanted_count) == (num_groups, 3 * num_groups)
+            assert any(g.any() for g in wanted.values())
+            for name, gradient in found.items():
+                # FSDP rounds what it has reduced in float32 to the parameter's type: once, or three times.
+                tolerance = 2**-7 * wanted[name].abs().max().item() if is_rounded else 1e-6
+                torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_activations_in_host_memory_change_no_gradient_of_ranks(
+    rank_server: RankServer, qwen2: Path, gradient_checkpointing: bool
+) -> None:
+    objective = PolicyObjective(PolicyLossConfig())
+    steps = [dealt(samples, 2, seed=1) for samples in steps_of(qwen2, 2)]
+    options: dict[str, Any] = {"gradient_checkpointing": gradient_checkpointing}
+    expected, found = (
+        rank_server.shared(2).run(
+            "gradients_of", str(qwen2), objective, ParallelConfig(), steps, options | {"activation_offload": o}, size=2
+        )
+        for o in (False, True)
+    )
+    for own, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close([g for g, _ in own], [g for g, _ in wanted], rtol=0, atol=0)
+
+
+def test_small_gradients_wait_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80e9))
+    with FakeTensorMode():
+        for billions, device, expected in ((0.5, "cuda", True), (1.5, "cuda", False), (0.5, "cpu", False)):
+            shape = (int(billions * 1e6), 1000)
+            parameter = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=device))
+            assert fits_whole([parameter]) is expected
+            parameter.requires_grad_(False)
+            assert not fits_whole([parameter])
 
 
 @pytest.mark.parametrize(

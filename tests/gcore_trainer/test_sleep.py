@@ -1,5 +1,6 @@
 """Trainers that give the device's memory back for a while, and continue to the bit."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,43 @@ def test_an_arena_gives_aligned_pieces() -> None:
     assert pieces[1].data_ptr() - pieces[0].data_ptr() == 64
     arena.reset()
     assert arena.take((3,), torch.bfloat16).data_ptr() == pieces[0].data_ptr()
+
+
+class FakeCudart:
+    """The two functions of the CUDA runtime that pin pages; ``error`` is what the first returns."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        assert flags == 0
+        if not self.error:
+            self.pinned[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802 - CUDA's name
+        del self.pinned[address]
+
+
+def test_pages_for_a_gpu_are_pinned_until_no_tensor_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    arena = Arena(10_000, torch.device("cuda"))
+    piece = arena.take((5,), torch.float32)
+    assert cudart.pinned == {piece.data_ptr(): 10_000}
+    del arena
+    piece.fill_(1.0)
+    assert cudart.pinned, "a tensor is left"
+    del piece
+    gc.collect()
+    assert not cudart.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(error=2))
+    with pytest.raises(TrainerError, match=r"cannot pin 3\.0 GiB of host memory \(cudaHostRegister: error 2\)"):
+        Arena(3 << 30, torch.device("cuda"))
 
 
 def test_storages_of_cuda_tensors_can_be_freed() -> None:

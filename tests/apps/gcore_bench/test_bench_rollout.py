@@ -20,7 +20,7 @@ from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Rounds, Run, paired_ratio, summarise
 from gcore_bench.rollout import generation, sandbox_calls
 from gcore_bench.rollout.options import RolloutOptions
-from gcore_bench.rollout.report import ratios, tables
+from gcore_bench.rollout.report import aims, ratios, tables
 from gcore_bench.rollout.sync import StepClock, Way, busy_figures
 from gcore_bench.rollout.workload import (
     make_requests,
@@ -75,6 +75,17 @@ def test_clocks_of_one_file_are_one(tmp_path: Path) -> None:
     assert before_s <= first_s <= start_s <= end_s <= second_s <= time.perf_counter()
     reader.reset()
     assert writer.num_passes == 0
+
+
+def test_the_decode_mode_that_is_chosen_has_an_aim() -> None:
+    def runs(speed: float) -> list[Run]:
+        rows = {"gcore-hf": speed, "gcore-hf-dynamic": 100.0}
+        return [run("generation", name, number, tokens_per_s=of) for number in range(3) for name, of in rows.items()]
+
+    for speed, verdict in ((98.0, "0.98 (met)"), (90.0, "0.90 (not met)")):
+        [line] = aims("generation", runs(speed))
+        assert line.endswith(f"at least 0.97 times as fast: {verdict}")
+    assert aims("generation", runs(1.0)[:1]) == aims("sync", runs(1.0)) == []
 
 
 def test_ratios_are_of_figures_of_the_same_round() -> None:

@@ -10,6 +10,7 @@ from gcore_ckpt import Checkpointer, load
 from gcore_placement import Ledger, read_spans
 from gcore_runs import count_parameters
 
+CHECKPOINTED = "gradient checkpointing is on (actor.enable_gradient_checkpointing auto): the run fits with it alone"
 JUDGE = ["--reward-model.kind", "judge", "--reward-model.judge.max-response-length", "4"]
 UNREADABLE = ["--reward-model.judge.unparsable-score", "0"]
 ALL_MODELS = [
@@ -174,9 +175,29 @@ def test_a_dry_run_says_what_would_fit(cli: Cli, tiny: Path) -> None:
     assert finished.out.splitlines()[-1] == "does not fit"
     error = finished.err
     assert f"gcore-llm: error: model is {str(tiny)!r} (0.00 B parameters), whose stage 'train' needs" in error
-    assert "expected at most 2.0 of the 2.2 GB of a GPU of 2.2 GB (GB: policy engine: " in error
+    assert "expected at most 2.0 of the 2.2 GB of a GPU of 2.2 GB (GB: trainer: " in error, (
+        "by turns, the engine is asleep"
+    )
     assert "these would fit: " in error
     assert "actor.ppo_max_token_len 1536 (" in error
+
+
+def test_a_dry_run_is_of_the_device_that_it_plans_for(cli: Cli, tiny: Path) -> None:
+    """Not of this machine: bfloat16, and gradient checkpointing where the run fits with it alone."""
+    out = dry_run(cli, tiny, "--dry-run-device", "24")
+    assert f"{tiny} in bfloat16 on a GPU of 24 GB" in " ".join(out.split())
+    assert f"{2 * count_parameters(tiny):,}" in out
+    tight = ["--dry-run-device", "2.2", "--actor.ppo-max-token-len", "400000"]
+    lines = dry_run(cli, tiny, *tight).splitlines()
+    assert lines[-2:] == [CHECKPOINTED, "fits"]
+    assert CHECKPOINTED not in out
+    finished = cli("train", "--model", str(tiny), "--dry-run", *tight, "--actor.enable-gradient-checkpointing", "false")
+    assert finished.code == 2
+    assert "actor.enable_gradient_checkpointing true" in finished.err
+    # Weights for an engine in a process of its own are copied once more.
+    counts = ("--rollout.num-processes", "0"), ("--rollout.num-processes", "1")
+    peaks = [dry_run(cli, tiny, "--dry-run-device", "24", *count) for count in counts]
+    assert peaks[0] != peaks[1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import torch
 from command_line import Cli, option_set, step_rows
 
 from gcore_ckpt import Checkpointer
-from gcore_llm.config import ActorConfig, AlgorithmConfig, KLControlConfig, TrainConfig
+from gcore_llm.config import AlgorithmConfig, KLControlConfig, TrainConfig
+from gcore_llm.learning.config import ActorConfig
 from gcore_llm.learning.device_plan import plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
 from gcore_placement import Device
@@ -49,6 +50,18 @@ def test_a_run_in_bfloat16(cli: Cli, own_args: list[str]) -> None:
     rows = step_rows(cli.cwd / "runs/rounded")
     assert rows
     assert all(abs(row["training/rollout_k3_kl"]) < 0.05 for row in rows if "training/rollout_k3_kl" in row)
+
+
+@pytest.mark.slow
+def test_a_run_with_8_bit_moments_and_compiled_layers_resumes(cli: Cli, own_args: list[str]) -> None:
+    options = ["--actor.optim.name", "adamw_8bit", "--actor.compile", "--trainer.save-freq", "1", "--name", "small"]
+    # Not `ok`: where a CUDA toolkit is installed without a GPU, Inductor says so on stderr.
+    for args in (own_args, option_set(own_args, "--trainer.total-training-steps", "3")):
+        finished = cli(*args, *options)
+        assert finished.code == 0, finished
+    rows = step_rows(cli.cwd / "runs/small")
+    assert len(rows) == 3
+    assert all(abs(row["training/rollout_k3_kl"]) < 1e-4 for row in rows if "training/rollout_k3_kl" in row)
 
 
 def test_the_data_type_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +101,7 @@ def test_a_resumed_run_keeps_its_data_type(
     [
         ({"offload": "all"}, "actor.offload is 'all'; expected none with trainer.backend 'megatron'"),
         ({"activation_offload": True}, "actor.activation_offload is true; expected false with"),
+        ({"compile": True}, "actor.compile is true; expected false with trainer.backend 'megatron'"),
         ({"optim": OptimizerConfig(name="adamw_8bit")}, "actor.optim.name is 'adamw_8bit'; expected 'adamw' with"),
         ({"checkpointed_layers": 0.5}, r"actor.checkpointed_layers is 0.5; expected 1.0 with"),
     ],
@@ -119,6 +133,27 @@ def test_a_run_with_8_bit_moments_is_saved_and_loaded(tiny: Path, tmp_path: Path
         assert other["actor/grad_norm"] == pytest.approx(metrics[0]["actor/grad_norm"], rel=1e-5)
     for worker in workers[1:]:
         worker.close()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at all tensors
+def test_a_run_with_compiled_layers_is_the_same_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without a C++ compiler graphs run operation by operation, which takes less time here.
+    monkeypatch.setattr(shutil, "which", lambda *_: None)
+    found: list[dict[str, float]] = []
+    for is_compiled in (False, True):
+        actor = ActorConfig(optim=OptimizerConfig(lr=1e-3), compile=is_compiled)
+        config = TrainConfig(device="cpu", dtype="float32", algorithm=ALGORITHM, actor=actor)
+        worker = LLMTrainerWorker(config, tiny, tmp_path / str(is_compiled))
+        scores = {role: worker.score(role, BATCH, with_routing=False)[0][0][0] for role in ("reference", "critic")}
+        found.append(scores | worker.train_step("actor", BATCH))
+        worker.close()
+    names = ("reference", "critic", "actor/pg_loss", "actor/grad_norm", "actor/entropy")
+    plain, other = ([own[name] for name in names] for own in found)
+    assert other == pytest.approx(plain, rel=1e-5, abs=1e-6)
+    with pytest.raises(UserError, match=r"actor.compile is true; expected false with actor.activation_offload"):
+        TrainConfig(actor=ActorConfig(compile=True, activation_offload=True))
 
 
 def test_a_plan_knows_the_bytes_of_moments(tiny: Path) -> None:

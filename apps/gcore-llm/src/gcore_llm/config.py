@@ -351,12 +351,15 @@ class TrainConfig(BaseRLConfig):
     def _check_memory_settings(self) -> None:
         """Raise `UserError` for settings of the torch backend's memory with another one."""
         is_torch, torch_alone = self.trainer.backend == "torch", f"with trainer.backend {self.trainer.backend!r}"
-        for name, plain in (("checkpointed_layers", 1.0), ("offload", "none"), ("activation_offload", False)):
+        plain_values = {"checkpointed_layers": 1.0, "offload": "none", "activation_offload": False, "compile": False}
+        for name, plain in plain_values.items():
             holds = is_torch or getattr(self.actor, name) == plain
             self.require(f"actor.{name}", holds, f"{str(plain).lower()} {torch_alone}")
         for role in ("actor", "critic"):
             holds = is_torch or getattr(self, role).optim.name == "adamw"
             self.require(f"{role}.optim.name", holds, f"'adamw' {torch_alone}")
+        offloads = self.actor.compile and self.actor.activation_offload
+        self.require("actor.compile", not offloads, "false with actor.activation_offload, whose hooks are not compiled")
 
     def _check_images(self) -> None:
         trainer, num_cp = self.trainer, self.trainer.parallel.context_parallel_size

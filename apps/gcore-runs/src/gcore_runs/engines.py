@@ -1,5 +1,6 @@
 """Engines of the policy and of a judge: their settings, and what is recorded and checked of them in a run."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,9 @@ from gcore_runs import Bound, Checked, Count, NonNegative, UserError, at_least, 
 if TYPE_CHECKING:
     from gcore_controller import DeviceTimers
     from gcore_rollout import Engine, RequestT, SampleT, WeightRecord
+    from gcore_runs.settings.run_config import BaseRunConfig
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,3 +263,17 @@ class Instrumentation:
 
 
 NO_INSTRUMENTATION = Instrumentation()
+
+
+def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:
+    """Return the environment's variables that set up torch's CUDA allocator in a run's processes.
+
+    Rows differ in length, and blocks of fixed sizes would leave memory between them unused: segments that grow leave
+    less. A user's own settings stay; and vLLM's sleep mode refuses such segments, wherever it may be used.
+    """
+    rollout: Any = getattr(config, "rollout", None)
+    options = rollout.kind.own_options if isinstance(rollout, PolicyEngineConfig) and rollout.colocated else ()
+    is_set = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)
+    if is_set or "enable_sleep_mode" in options or not config.device.startswith("cuda"):
+        return {}
+    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -1,5 +1,6 @@
 """The models in training on one rank, as far as apps have them alike: checkpoints, weights, and the start of ranks."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from gcore_ckpt import Checkpointer, CheckpointError, Shard, Shards
 from gcore_controller import State, TrainerSpec
+from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, logs_of
 from gcore_runs.settings.run_config import BaseRLConfig
@@ -36,6 +38,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     def __init__(self, config: BaseRLConfig, model: Path, checkpoints: Path) -> None:
         del model
+        # A rank on Ray has an environment of its own.
+        os.environ.update(allocator_variables(config))
         self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
 
     @property

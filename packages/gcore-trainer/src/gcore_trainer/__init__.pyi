@@ -118,6 +118,7 @@ from .sample import (
     pack as pack,
 )
 from .torch.activations import LARGE_MODEL as LARGE_MODEL
+from .torch.compiled import compile_layers as compile_layers
 from .torch.frozen_model import FrozenModel as FrozenModel
 from .torch.packed_model import PackedModel as PackedModel
 from .torch.parallel import TorchParallel as TorchParallel

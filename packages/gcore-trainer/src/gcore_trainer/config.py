@@ -358,6 +358,9 @@ class ParallelConfig(Checked):
     """Ranks that divide the experts of a mixture of experts (megatron)."""
     sequence_parallel: bool = False
     """Divide the tokens outside attention and MLP over the tensor-parallel ranks (megatron)."""
+    gradient_sync: Literal["auto", "update", "micro_batch"] = "auto"
+    """When ranks exchange gradients (torch). update: in its last micro-batch, and until then each rank has all of them,
+    in float32. micro_batch: in each one. auto: update where that takes at most 5 % of a GPU's memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,7 @@
 """Low-rank adapters instead of full fine-tuning: W + (alpha / rank) B A; B and A learn (arXiv 2106.09685)."""
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -24,6 +25,8 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
         ConfigError: the model has no such layers, or they are not linear ones.
         MissingExtraError: peft is not installed.
     """
+    # peft imports bitsandbytes, which logs that a package of kernels for 4-bit weights is missing.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
     try:
         import peft
         from peft.tuners.tuners_utils import BaseTunerLayer

@@ -385,7 +385,8 @@ class TorchTrainer(Trainer):
         sums: dict[str, torch.Tensor] = {}
         # FSDP averages over ranks; the parts of the loss are to be added.
         scale = self._parallel.world_size if self._parallel else 1
-        for samples in filled_up(micro_batches, num_passes):
+        passes = filled_up(micro_batches, num_passes)
+        for samples in self._parallel.syncing(self._packed, passes) if self._parallel else passes:
             scores = self._packed.score(samples, entropy_grad=self._objective.entropy_grad)
             loss, parts = self._partial_loss(scores, samples, totals)
             torch.autograd.backward(loss * scale)

@@ -12,7 +12,7 @@ from gcore_bench.harness.report import Rounds, Session, summarise
 from gcore_bench.rollout import generation, sandbox_calls, sync, sync_forms
 from gcore_bench.rollout.engines import ENVIRONMENT
 from gcore_bench.rollout.options import RolloutOptions
-from gcore_bench.rollout.report import notes, ratios, tables
+from gcore_bench.rollout.report import aims, notes, ratios, tables
 from gcore_bench.rollout.workload import SYNC_MAX_LENGTH, generation_shape, max_length, sync_shape
 
 _PARTS = {"generation": generation, "sync": sync, "forms": sync_forms, "sandbox": sandbox_calls}
@@ -39,5 +39,6 @@ def run(options: RolloutOptions, console: Console) -> None:
             rounds = Rounds(part, options.rounds, say=session.say)
             asyncio.run(_PARTS[part].measure(options, folder, rounds))
             summary, found = summarise(part, rounds.runs), ratios(part, rounds.runs)
-            figures: dict[str, Any] = {"summary": asdict(summary), "ratios": found, "runs": rounds.runs}
-            session.add(part, tables=tables(summary, found, options), **figures)
+            lines = aims(part, rounds.runs)
+            figures: dict[str, Any] = {"summary": asdict(summary), "ratios": found, "runs": rounds.runs, "aims": lines}
+            session.add(part, tables=tables(summary, found, options), lines=lines, **figures)

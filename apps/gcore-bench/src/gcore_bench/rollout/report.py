@@ -6,11 +6,14 @@ from typing import Any
 
 from rich.table import Table
 
-from gcore_bench.harness.report import Cell, Run, Summary, figure, paired_ratio, ratio, rows_table
+from gcore_bench.harness.report import Cell, Run, Summary, figure, paired_ratio, ratio, rows_table, verdict
 from gcore_bench.rollout.generation import BASES
 from gcore_bench.rollout.options import RolloutOptions
 from gcore_bench.rollout.sandbox_calls import BARE
 from gcore_bench.rollout.sync import MEMCPY
+
+_ALIKE = 0.97
+"""Least speed over the base that counts as no slower."""
 
 _OVER = {
     "generation": {"tokens_per_s": "tokens_per_s", "cpu_s": "cpu_s"},
@@ -30,6 +33,17 @@ def ratios(part: str, runs: Sequence[Run]) -> dict[str, dict[str, float]]:
             over = {name: paired_ratio(runs, row, base, name, base_metric=of) for name, of in _OVER[part].items()}
             found[row] = {name: value for name, value in over.items() if value is not None}
     return found
+
+
+def aims(part: str, runs: Sequence[Run]) -> list[str]:
+    """Return whether `HFEngine` by itself is as fast on CPU as with dynamic shapes, its only ones before 0.8.0."""
+    speed = paired_ratio(runs, "gcore-hf", "gcore-hf-dynamic", "tokens_per_s") if part == "generation" else None
+    if speed is None:
+        return []
+    return [
+        f"aim: gcore-hf, which chooses its decode mode, is on a tiny model on CPU within 3 % of gcore-hf-dynamic, at "
+        f"least {_ALIKE} times as fast: {speed:.2f} ({verdict(speed >= _ALIKE)})"
+    ]
 
 
 def tables(summary: Summary, ratios: Mapping[str, Mapping[str, float]], options: RolloutOptions) -> list[Table]:

@@ -23,6 +23,9 @@ class ActorConfig(BaseActorConfig):
     activation_offload: bool = False
     """Keep activations for the backward pass in host memory: with gradient checkpointing, the layers' inputs; for
     torch."""
+    compile: bool = False
+    """Compile the layers of all models in training (torch.compile), which takes a minute or more at the start, once for
+    rows of all lengths; for torch, dense models, and without activation_offload."""
     router_replay: Literal["disabled", "R2"] = "disabled"
     """R2: in a mixture of experts, the updates of a step send tokens through the experts that they passed through when
     the old log-probs were computed, so that ratios do not jump where a router is near a tie."""

@@ -1,8 +1,9 @@
 """The memory of the GPU that trainer, engine and reward models of a run share: planned, said, and refused if short."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.forecast import planner_job
@@ -22,6 +23,17 @@ from gcore_runs.simulation.forecast import model_shape
 from gcore_trainer import LARGE_MODEL
 
 _GB = 1e9
+_LARGE_DEVICE_BYTES = 70 * 2**30
+_ASLEEP: Mapping[str, tuple[str, ...]] = {
+    "generate": ("trainer", "critic", "reference"),
+    "prepare": ("policy engine", "judge"),
+    "train": ("policy engine", "judge"),
+    "sync": ("judge",),
+}
+"""Roles that are not on the GPU at a stage, where trainer and engines take turns."""
+_HELD = ("weights", "gradients", "optimizer")
+"""Items that are on the GPU while weights pass to the engine."""
+_CHECKPOINTED = "gradient checkpointing is on (actor.enable_gradient_checkpointing auto): the run fits with it alone"
 _STAND_IN = "H100"
 """Device that a dry run plans for on a machine without a GPU."""
 
@@ -39,10 +51,34 @@ def plan_memory(config: TrainConfig, model: Path, device: Device) -> DevicePlan:
     is_auto = rollout.colocated == "auto" and config.trainer.schedule == "sync" and config.trainer.backend == "torch"
     engine = EngineSettings(
         max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),
+        copies_weights=_copied(config),
         takes_turns=None if is_auto else rollout.colocated is True,
     )
     layout, state = _layout(config, job.policy), _state(config, job.policy)
     return plan_one_device(job, layout, engine, device, state=state, others=others)
+
+
+def _batched_tokens(config: TrainConfig, device: Device) -> int:
+    """Return the most tokens of a pass of the engine where they are not set: vLLM's of a GPU, and those of `hf`."""
+    return 16_384 if config.rollout.engine == "hf" or device.memory_bytes >= _LARGE_DEVICE_BYTES else 8192
+
+
+def _copied(config: TrainConfig) -> Literal["none", "merged", "all"]:
+    """Return which new weights are whole on the GPU once more; from several ranks they come by the host."""
+    if config.trainer.num_processes > 1:
+        return "none"
+    return "all" if config.rollout.num_processes else "merged" if config.rollout.engine == "vllm" else "none"
+
+
+def _fitted(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfig, DevicePlan]:
+    """Plan a run; gradient checkpointing that is auto is on, too, where a run fits only with it."""
+    plan, actor = plan_memory(config, model, device), config.actor
+    if plan.fits or actor.enable_gradient_checkpointing != "auto":
+        return config, plan
+    checkpointed = replace(config, actor=replace(actor, enable_gradient_checkpointing=True))
+    other = plan_memory(checkpointed, model, device)
+    return (checkpointed, other) if other.fits else (config, plan)
 
 
 def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
@@ -57,9 +93,9 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     if not config.model or not _shares_gpu(config):
         return config
     device = _present_device(config.device)
-    plan = plan_memory(config, model, device)
+    before, (config, plan) = config, _fitted(config, model, device)
     check_fits(model, plan, device)
-    for line in summary(plan, device):
+    for line in [*summary(plan, device), *([] if config is before else [_CHECKPOINTED])]:
         say(line)
     rollout = config.rollout
     rollout = replace(rollout, colocated=plan.takes_turns)
@@ -90,7 +126,7 @@ def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
     stage = plan.fullest
     shares = "; ".join(
         f"{role}: " + ", ".join(f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20)
-        for role, items in plan.roles.items()
+        for role, items in _present(plan, stage).items()
     )
     settings = {
         "turns": "rollout.colocated auto with trainer.schedule sync",
@@ -105,12 +141,28 @@ def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
         f"{' and '.join(settings[name] for name in remedy.names)} ({remedy.peak_bytes / _GB:.1f} GB)"
         for remedy in plan.remedies
     ]
-    advice = f"these would fit: {'; '.join(fitting)}" if fitting else "no setting makes it fit; more GPUs would"
+    advice = (
+        f"these would fit: {'; '.join(fitting)}"
+        if fitting
+        else "no setting makes it fit; a larger GPU or a smaller model would"
+    )
     raise UserError(
         f"model is {str(model)!r} ({count_parameters(model) / _GB:.2f} B parameters), whose stage {stage!r} needs "
         f"{plan.peaks[stage] / _GB:.1f} GB; expected at most {plan.usable_bytes / _GB:.1f} of the "
         f"{plan.device_bytes / _GB:.1f} GB of {device.name} (GB: {shares}); {advice}"
     )
+
+
+def _present(plan: DevicePlan, stage: str) -> Mapping[str, Mapping[str, float]]:
+    """Return what is in memory at a stage, as far as the plan has it by item."""
+    if not plan.takes_turns:
+        return plan.roles
+    found = {role: items for role, items in plan.roles.items() if role not in _ASLEEP[stage]}
+    if stage != "sync":
+        return found
+    found = {role: {name: items[name] for name in _HELD if name in items} for role, items in found.items()}
+    rest = plan.peaks["sync"] - sum(sum(items.values()) for items in found.values())
+    return {**found, "new weights": {"on their way": rest}}
 
 
 def summary(plan: DevicePlan, device: Device) -> list[str]:
@@ -121,7 +173,8 @@ def summary(plan: DevicePlan, device: Device) -> list[str]:
         f"memory of {device.name}, {plan.usable_bytes / _GB:.1f} of {plan.device_bytes / _GB:.1f} GB to plan with: "
         f"{shares}; trainer and engine {how}",
         f"the engine may use {plan.gpu_memory_utilization:.0%} of the memory: keys and values of {plan.kv_tokens:,} "
-        f"tokens, of the longest sequences {plan.kv_tokens // plan.longest_sequence:,}",
+        f"tokens, {plan.kv_tokens // plan.longest_sequence:,} of the longest sequences ({plan.longest_sequence:,})",
+        *([f"in the host's memory: {plan.host_bytes / _GB:.1f} GB"] if plan.host_bytes >= _GB / 20 else []),
     ]
 
 
@@ -141,8 +194,14 @@ def dry_run(config: TrainConfig) -> None:
     model = Path(config.model)
     check_model(model)
     device = _asked_device(config)
-    plan = plan_memory(config, model, device)
+    if config.dtype == "auto":
+        # As the run will have it on that GPU, whatever this machine has.
+        config = replace(config, dtype="bfloat16")
+    before, (config, plan) = config, _fitted(config, model, device)
     _print_tables(config, plan, device)
+    if config is not before:
+        print(_CHECKPOINTED)
+    print("fits" if plan.fits else "does not fit", flush=True)
     check_fits(model, plan, device)
 
 
@@ -161,7 +220,7 @@ def _print_tables(config: TrainConfig, plan: DevicePlan, device: Device) -> None
         rows = rows or [["", "", "no more than the trainer, in its place", "0"]]
         rows[0][:2] = role, where.get(role, trained)
         sections.append(rows)
-    print_table(f"{config.model} on {device.name}", ["role", "where", "item", "bytes"], sections)
+    print_table(f"{config.model} in {config.dtype} on {device.name}", ["role", "where", "item", "bytes"], sections)
     turns = {"generate": "engines", "prepare": "trainer", "train": "trainer", "sync": "trainer and engine's weights"}
     peaks = [
         [
@@ -175,9 +234,6 @@ def _print_tables(config: TrainConfig, plan: DevicePlan, device: Device) -> None
     print_table("peak of each stage", ["stage", "in memory", "bytes", "of the GPU"], [peaks])
     for line in summary(plan, device):
         print(line)
-    if plan.host_bytes:
-        print(f"in the host's memory: {plan.host_bytes:,.0f} bytes")
-    print("fits" if plan.fits else "does not fit", flush=True)
 
 
 def _gpus(count: int) -> str:

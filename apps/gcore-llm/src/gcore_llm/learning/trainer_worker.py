@@ -165,6 +165,8 @@ def _build(
         packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=temperature, lora=lora, **options)
     else:
         packed = gcore_trainer.PackedValueModel.from_pretrained(model, **options)
+    if actor.compile:
+        gcore_trainer.compile_layers(packed)
     offload = actor.offload != "none"
     return gcore_trainer.TorchTrainer(
         packed, optimizer=optimizer, objective=objective, parallel=parallel, offload=offload
@@ -176,4 +178,6 @@ def _build_reference(
 ) -> "gcore_trainer.FrozenModel":
     options = _model_options(config, parallel)
     packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **options)
+    if config.actor.compile:
+        gcore_trainer.compile_layers(packed)
     return gcore_trainer.FrozenModel(packed, parallel=parallel)

@@ -1,6 +1,7 @@
 """The frame of every training: open the run, resume it, take interruptions and losses, export, report and return."""
 
 import asyncio
+import os
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
@@ -22,6 +23,7 @@ from gcore_controller import (
     VirtualTimeLoop,
     share_trainer,
 )
+from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
 from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal, interrupted_by
@@ -87,6 +89,9 @@ class Supervisor:
     def __enter__(self) -> Self:
         trainer = self._config.trainer
         with ExitStack() as stack:
+            # torch reads them with its first use of CUDA's memory, and so does each process that this one starts.
+            os.environ.update(variables := allocator_variables(self._config))
+            stack.callback(lambda: [os.environ.pop(name, None) for name in variables])
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 # The runner's own handler, which replaces Python's default one and no other, waits until its task
                 # awaits something: a loading model or a blocking reward may do that late, or never.

@@ -38,6 +38,9 @@ class EngineSettings(Checked):
     """Most tokens of a pass."""
     reserve_bytes: Amount = 1.5e9
     """Bytes of CUDA graphs and of the libraries' own, for each engine."""
+    copies_weights: Literal["none", "merged", "all"] = "none"
+    """New weights that are whole on the device once more while the engine takes them over: merged, those that adapters
+    are merged into, for an engine that takes all at once; all, for one in a process of its own."""
     takes_turns: bool | None = None
     """Whether the trainer leaves the device while the engines work, and these while the trainer does; None: if not all
     fits side by side."""
@@ -50,7 +53,7 @@ class Remedy:
     names: Sequence[str]
     """Names of the changes, of `REMEDIES`; all of them are needed."""
     peak_bytes: float
-    """Bytes at the fullest stage, with the fewest keys and values that the engines can work with."""
+    """Bytes at the fullest stage, with the keys and values for which there is memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +179,12 @@ class _Planner:
         together = others if takes_turns else others + train
         policy, judge = self._engines(usable - together)
         engines = sum(policy.values()) + sum(judge.values())
-        # Weights pass from one to the other a tensor at a time.
-        bucket = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
+        # Weights pass from one to the other a tensor at a time, the largest of which is the embedding, or all at once.
+        copied, has_adapters = self.engine.copies_weights, bool(self.state.adapter_parameters)
+        # An engine that keeps its old weights until it has seen all new ones takes those all at once.
+        is_whole = copied == "all" or (has_adapters and (copied == "merged" or not takes_turns))
+        embedding = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
+        bucket = policy["weights"] if is_whole else embedding
         awake = 0.0 if takes_turns else engines
         peaks: dict[PlanStage, float] = {
             "generate": others + engines + (0.0 if takes_turns else resident),

@@ -6,11 +6,11 @@ This module does not import torch.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -370,3 +370,24 @@ def check_weights(
     for name, tensor in new.items():
         if name in shapes and tuple(tensor.shape) != shapes[name]:
             raise ValueError(f"shape of weight {name!r} is {tuple(tensor.shape)}; expected {shapes[name]}")
+
+
+def checked_weights(
+    own: "Mapping[str, torch.Tensor]", weights: "Iterable[tuple[str, torch.Tensor]]", *, at_once: bool
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield weights that match the engine's own, by `check_weights`; of tied tensors any one will do.
+
+    Args:
+        at_once: check all before the first is yielded, so that all are in memory together; otherwise one by one.
+    """
+    shapes, new = {name: tuple(tensor.shape) for name, tensor in own.items()}, dict[str, Any]()
+    for name, tensor in weights:
+        new[name] = tensor if at_once else None
+        if not at_once:
+            check_weights({n: shapes[n] for n in shapes.keys() & {name}}, {name: tensor}, optional=frozenset())
+            yield name, tensor
+    pointers = {own[name].data_ptr() for name in new.keys() & own.keys()}
+    tied = frozenset(name for name, tensor in own.items() if name not in new and tensor.data_ptr() in pointers)
+    held = {name: tensor for name, tensor in new.items() if tensor is not None}
+    check_weights({n: shape for n, shape in shapes.items() if at_once or n not in new}, held, optional=tied)
+    yield from held.items()

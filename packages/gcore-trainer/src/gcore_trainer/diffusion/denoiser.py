@@ -53,7 +53,7 @@ class Denoiser:
         self.device: torch.device = next(model.parameters()).device
         self._latents, *others = inspect.signature(model.forward).parameters
         self._timesteps = "timesteps" if "timesteps" in others else "timestep"
-        if is_checkpointed(gradient_checkpointing, model):
+        if is_checkpointed(gradient_checkpointing, model, self.device):
             model.enable_gradient_checkpointing()
         if lora is not None:
             add_lora(model, lora)

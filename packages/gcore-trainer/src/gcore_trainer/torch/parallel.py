@@ -1,18 +1,22 @@
 """The ranks of a torch trainer: FSDP2 over all of them, samples over replicas, tokens within a replica."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gcore_trainer.config import ParallelConfig
 from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.errors import ConfigError
+from gcore_trainer.sample import MicroBatch
 from gcore_trainer.torch.packed_model import PackedTransformer
+
+_SHARE_OF_GRADIENTS = 0.05
+"""Share of a GPU's memory for gradients that wait for an update's last micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,6 +29,8 @@ class TorchParallel:
     """One rank of each replica."""
     context: ContextParallel
     """The ranks that divide this one's rows."""
+    gradient_sync: Literal["auto", "update", "micro_batch"] = "micro_batch"
+    """When gradients are reduced and scattered; see `ParallelConfig`."""
 
     @classmethod
     def join(cls, config: ParallelConfig, *, device_type: str = "cpu") -> Self:
@@ -42,6 +48,7 @@ class TorchParallel:
             mesh=init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",)),
             replicas=grid["dp"].get_group(),
             context=make_context_parallel(cp_groups, config.ulysses_sequence_parallel_size),
+            gradient_sync=config.gradient_sync,
         )
 
     @property
@@ -67,6 +74,17 @@ class TorchParallel:
         shard_modules([*packed.layers(), packed.root], self.mesh)
         packed.load_weights()
 
+    def syncing(self, packed: PackedTransformer[Any], passes: Iterable[MicroBatch]) -> Generator[MicroBatch]:
+        """Yield an update's micro-batches; their backward passes exchange gradients as ``gradient_sync`` says."""
+        waits = self.gradient_sync == "update"
+        if self.gradient_sync == "auto":
+            waits = fits_whole(packed.model.parameters())
+        micro_batches = list(passes)
+        for i, samples in enumerate(micro_batches):
+            if waits and isinstance(packed.root, FSDPModule):
+                packed.root.set_requires_gradient_sync(i + 1 == len(micro_batches))
+            yield samples
+
 
 def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
     """Shard modules, the outer ones last; ``dtype`` is that of their passes, None: that of the parameters.
@@ -77,3 +95,12 @@ def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if wide else torch.float32)
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def fits_whole(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Return whether float32 gradients of whole parameters take at most 5 % of the memory of their GPU."""
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained or trained[0].device.type != "cuda":
+        return False
+    memory = torch.cuda.get_device_properties(trained[0].device).total_memory
+    return 4 * sum(p.numel() for p in trained) <= _SHARE_OF_GRADIENTS * memory

@@ -3,7 +3,7 @@
 It runs the vision-language models of `VISION_MODELS`. Shapes as in `decoding`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Self
@@ -22,7 +22,7 @@ from gcore_rollout.engines.queueing import (
     InProcessEngine,
     Sample,
     SampleFilter,
-    check_weights,
+    checked_weights,
     sample_seeds,
     uniforms,
 )
@@ -187,9 +187,13 @@ class HFEngine(InProcessEngine):
         return MemoryPlan(num_slots=self._max_num_seqs, slot_length=length, bytes_per_token=self._cache.bytes_per_token)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights; unknown or missing names and wrong shapes are refused before any copy."""
-        own, new = self._checked_weights(weights, version)
-        for name, tensor in new.items():
+        """Replace the weights; unknown or missing names and wrong shapes are refused before any copy.
+
+        Where `sleep` has dropped the old ones, tensors are copied as they come, so that the new ones need not be in
+        memory together.
+        """
+        own, new = self._checked_weights(weights, version, at_once=self._has_weights)
+        for name, tensor in new:
             if self._is_borrowing:
                 own[name].data = torch.empty_like(own[name])
             own[name].data.copy_(tensor, non_blocking=True)
@@ -202,7 +206,8 @@ class HFEngine(InProcessEngine):
         Returns:
             Whether the tensors are in use from now on: they must not change until the next update is done.
         """
-        own, new = self._checked_weights(weights, version)
+        own, checked = self._checked_weights(weights, version, at_once=True)
+        new = dict(checked)
         if any((t.device, t.dtype) != (own[name].device, own[name].dtype) for name, t in new.items()):
             await self.update_weights(new.items(), version=version)
             return False
@@ -219,16 +224,11 @@ class HFEngine(InProcessEngine):
         return HeldWeights(version=self._version, tensors=tensors)
 
     def _checked_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, at_once: bool
+    ) -> tuple[dict[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
         self._check_update(version)
         own = self._own_weights()
-        new = dict(weights)
-        # Tied parameters are one tensor under several names, any one of which will do.
-        given = {own[name].data_ptr() for name in new.keys() & own.keys()}
-        tied = frozenset(name for name, tensor in own.items() if name not in new and tensor.data_ptr() in given)
-        check_weights({name: tuple(tensor.shape) for name, tensor in own.items()}, new, optional=tied)
-        return own, new
+        return own, checked_weights(own, weights, at_once=at_once)
 
     async def close(self) -> None:
         self._stop()

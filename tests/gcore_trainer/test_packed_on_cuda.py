@@ -1,0 +1,98 @@
+"""Whole passes of packed models on CUDA, by fake tensors: kernels, types and arguments are checked as there."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from gcore_trainer import PackedModel, Sample
+from gcore_trainer.packing.row import describe_mask
+from gcore_trainer.torch import activations
+from gcore_trainer.torch.packed_model import ATTENTION_NAME, register
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+}
+
+
+class Operations(TorchDispatchMode):
+    """Records the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def describe_real_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Describe a mask as training does; it has no values, and a fake tensor has no subclasses."""
+    with unset_fake_temporarily():
+        return describe_mask(*args, **(kwargs | {"device": "cpu"}))
+
+
+def group(prompt_length: int, *lengths: int) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 128, prompt_length)
+    return [Sample(prompt_ids=prompt, response_ids=rng.integers(0, 128, length)) for length in lengths]
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "activation_offload": True}], ids=str)
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, Gemma3TextConfig])
+def test_a_pass_is_flash_attention_and_waits_for_nothing(
+    config: type[PreTrainedConfig], options: dict[str, Any], share_prefix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register()
+    windows: dict[str, Any] = {"sliding_window": 100} if config is Gemma3TextConfig else {}
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            config(**SIZES, **windows), dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+        )
+    # It compares values, of which fake tensors have none.
+    monkeypatch.setattr(PackedModel, "_probe", lambda *_: None)
+    monkeypatch.setitem(vars(AttentionMaskInterface)["_global_mapping"], ATTENTION_NAME, describe_real_mask)
+    # The widest of these tiny activations are large enough.
+    offload = partial(activations.offload_activations, smallest_bytes=1 << 16)
+    monkeypatch.setattr(activations, "offload_activations", offload)
+    monkeypatch.setattr(activations, "_address", lambda tensor: tensor.untyped_storage()._cdata)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            for name, own in module._parameters.items():
+                if own is not None:
+                    fake = torch.empty(own.shape, dtype=own.dtype, device="cuda")
+                    module._parameters[name] = torch.nn.Parameter(fake)
+            for name, own in module._buffers.items():
+                module._buffers[name] = None if own is None else torch.empty(own.shape, dtype=own.dtype, device="cuda")
+        packed = PackedModel(model, share_prefix=share_prefix, **options)
+        with Operations() as operations:
+            scores = packed.score([*group(300, 700, 20), *group(40, 130, 5)])
+        assert scores.log_probs.device.type == "cuda"
+        assert scores.log_probs.dtype == scores.entropies.dtype == torch.float32
+        assert list(scores.log_probs.shape) == [855]
+    assert {"_local_scalar_dense", "nonzero"}.isdisjoint(operations.names)
+    assert not any("scaled_dot_product" in name for name in operations.names)
+    assert ("empty_like" in operations.names) == ("activation_offload" in options), "pinned memory of the host"
+    calls = operations.names.count("_flash_attention_forward")
+    assert calls >= 4 if share_prefix else calls == 2
