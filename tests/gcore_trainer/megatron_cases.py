@@ -12,6 +12,7 @@ from rank import Rank
 
 from gcore_trainer import (
     BatchTotals,
+    MegatronConfig,
     MegatronTrainer,
     MicroBatch,
     Objective,
@@ -76,6 +77,21 @@ def megatron_trains(
     return metrics, _exported(rank, trainer), _boxes(trainer)
 
 
+def megatron_trains_and_scores(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], steps: Steps
+) -> tuple[list[dict[str, float]], NDArray[np.float32], Tensors]:
+    """Metrics of every step, log-probs after every other one, and exported weights on rank 0."""
+    trainer = _trainer(path, layout, options)
+    metrics: list[dict[str, float]] = []
+    scores: list[NDArray[np.float32]] = []
+    for step, replicas in enumerate(steps):
+        own = replicas[trainer.data_parallel_rank]
+        metrics.append(trainer.train_step(own))
+        if step % 2:
+            scores += [values for batch in trainer.log_probs(own) for values in batch]
+    return metrics, np.concatenate(scores), _exported(rank, trainer)
+
+
 def megatron_resumes(
     rank: Rank,
     path: str,
@@ -126,7 +142,10 @@ def _trainer(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronT
 
 def _made(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronTrainer:
     defaults: dict[str, Any] = {"optimizer": OptimizerConfig(), "objective": PolicyObjective(PolicyLossConfig())}
-    return MegatronTrainer(path, parallel=ParallelConfig(**layout), **(defaults | dict(options)))
+    options = defaults | dict(options)
+    if options.pop("recompute", False):
+        options["megatron"] = MegatronConfig(recompute_granularity="full")
+    return MegatronTrainer(path, parallel=ParallelConfig(**layout), **options)
 
 
 def _exported(rank: Rank, trainer: MegatronTrainer) -> Tensors:

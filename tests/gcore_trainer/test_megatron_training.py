@@ -29,7 +29,7 @@ from rank_pool import RankServer
 from trainer_oracles import make_samples
 from transformers import AutoModelForCausalLM
 
-from gcore_trainer import OptimizerConfig, PolicyObjective, SFTObjective
+from gcore_trainer import MegatronConfig, OptimizerConfig, PolicyObjective, SFTObjective
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +78,52 @@ def test_ten_steps_are_those_of_plain_adamw(
         assert all(m["actor/grad_norm"] > OPTIMIZER.grad_clip for m in metrics)
         assert metrics[0]["actor/lr"] == pytest.approx(OPTIMIZER.lr / 3)
     assert largest_difference(results[0][1], expected.tensors[-1]["model"]) < 1e-4
+
+
+OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+BUCKETS: dict[str, Any] = OVERLAP | {"bucket_size": 5_000}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "settings"),
+    [
+        ("qwen3", {}, {"overlap_grad_reduce": True}),
+        ("qwen3", {}, OVERLAP),
+        ("qwen3", {}, BUCKETS),
+        ("qwen3_moe", {}, OVERLAP),
+        ("qwen3_moe", {}, BUCKETS),
+        ("qwen2", {PP: 2}, OVERLAP),
+        ("qwen3", {TP: 2}, {"recompute_granularity": "selective"}),
+        ("qwen3_moe", {}, {"recompute_granularity": "selective"}),
+        ("qwen3_moe", {EP: 2}, OVERLAP | {"recompute_granularity": "full"}),
+    ],
+    ids=str,
+)
+def test_settings_of_megatron_change_no_step(
+    rank_server: RankServer, root: Path, name: str, layout: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Each rank computes log-probs between updates, too: by parameters that were gathered in time.
+
+    Of several buckets ranks have other parts, and add up squares in another order: norms, by which gradients are
+    clipped, differ by 1e-7 from the first step on, and by more after ten steps.
+    """
+    tolerance = 1e-5 if "bucket_size" in settings else 1e-6
+    path = save_megatron_model(name, root)
+    replicas = data_parallel_size(2, layout)
+    steps = [uneven(samples, replicas, seed=i) for i, samples in enumerate(plain(path).samples)]
+    results: list[Any] = []
+    for own in ({}, settings):
+        options = OPTIONS | {"megatron": MegatronConfig(**own)}
+        results.append(
+            rank_server.shared(2).run("megatron_trains_and_scores", str(path), layout, options, steps, size=2)
+        )
+    for (expected, expected_scores, weights), (actual, scores, actual_weights) in zip(*results, strict=True):
+        for one, other in zip(expected, actual, strict=True):
+            assert other == pytest.approx(one, rel=tolerance, abs=tolerance)
+        assert actual[0] == pytest.approx(expected[0], rel=1e-6, abs=1e-6)
+        np.testing.assert_allclose(scores, expected_scores, rtol=tolerance, atol=tolerance)
+        if weights:
+            assert largest_difference(actual_weights, weights) < 1e-6
 
 
 def test_bfloat16_learns(rank_server: RankServer, root: Path) -> None:

@@ -49,6 +49,10 @@ def write(cli: Cli, name: str, text: str) -> str:
         ),
         (["--trainer.parallel.tensor-model-parallel-size", "2"], "is 2; expected 1 for the torch backend"),
         (["--trainer.parallel.ulysses-sequence-parallel-size", "2"], "ulysses_sequence_parallel_size is 2"),
+        (
+            ["--trainer.megatron.overlap-grad-reduce", "True"],
+            "trainer.megatron.overlap_grad_reduce is true; expected false with trainer.backend 'torch'",
+        ),
         (["--algorithm.kl-ctrl.kl-coef", "0.1"], "or gae or reinforce_plus_plus"),
         (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5; expected a number in [0, 1]"),
         (

@@ -1,7 +1,7 @@
 """Every setting of `gcore-llm train`, under verl's name where verl has it."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
@@ -29,6 +29,7 @@ from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
     KLControlConfig as KLControlConfig,
+    MegatronConfig,
     OverlongConfig as OverlongConfig,
     ParallelConfig,
     RolloutCorrectionConfig,
@@ -178,6 +179,7 @@ class TrainerConfig(BaseTrainerConfig):
     num_processes: Count = 1
     """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
     by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
@@ -191,6 +193,19 @@ class TrainerConfig(BaseTrainerConfig):
             self.parallel.data_parallel_size(self.num_processes)
         except ConfigError as error:
             raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
+        plain = MegatronConfig()
+        try:
+            if self.megatron != plain:
+                self.megatron.check()
+        except ConfigError as error:
+            raise UserError(f"trainer.megatron.{error}") from None
+        for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
+            value, default = (getattr(config, own.name) for config in (self.megatron, plain))
+            self.require(
+                f"megatron.{own.name}",
+                value == default,
+                f"{str(default).lower()} with trainer.backend {self.backend!r}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +216,7 @@ class TrainConfig(BaseRLConfig):
         *BaseRLConfig.may_change,
         "trainer.backend",
         "trainer.parallel",
+        "trainer.megatron",
         "rollout.urls",
         "rollout.weights_dir",
         "reward_model.judge.num_processes",

@@ -80,6 +80,7 @@ from .errors import (
 )
 from .lora import merge_lora as merge_lora
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
+from .megatron_config import MegatronConfig as MegatronConfig
 from .objectives.policy import (
     BatchTotals as BatchTotals,
     Objective as Objective,

@@ -256,6 +256,8 @@ def _layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
     trainer, parallel, setting = config.trainer, config.trainer.parallel, config.actor.enable_gradient_checkpointing
     is_checkpointed = policy.num_parameters >= LARGE_MODEL if setting == "auto" else setting
     is_megatron = trainer.backend == "megatron"
+    if is_megatron and trainer.megatron.recompute_granularity != "auto":
+        is_checkpointed = trainer.megatron.recompute_granularity == "full"
     return TrainingLayout(
         backend=trainer.backend,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size if is_megatron else 1,

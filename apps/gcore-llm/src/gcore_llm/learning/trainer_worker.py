@@ -1,5 +1,6 @@
 """The models in training on one rank: the policy, and the critic and reference where the algorithm has them."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -90,6 +91,10 @@ def start_trainer(config: TrainConfig, model: Path, checkpoints: Path) -> Shared
 
 
 def _join(config: TrainConfig) -> "gcore_trainer.TorchParallel":
+    if config.trainer.backend == "megatron":
+        needed = config.trainer.megatron.environment(config.trainer.parallel, config.device.split(":")[0])
+        for name, value in needed.items():
+            os.environ.setdefault(name, value)
     # The reference does not run on Megatron; there it is sharded over all ranks.
     parallel = gcore_trainer.ParallelConfig() if config.trainer.backend == "megatron" else config.trainer.parallel
     return gcore_trainer.TorchParallel.join(parallel, device_type=config.device.split(":")[0])
@@ -119,6 +124,13 @@ def _is_checkpointed(config: TrainConfig) -> "bool | Literal['auto']":
     return setting if config.device != "cpu" or setting != "auto" else False
 
 
+def _megatron(config: TrainConfig) -> "gcore_trainer.MegatronConfig":
+    own, setting = config.trainer.megatron, _is_checkpointed(config)
+    if own.recompute_granularity != "auto" or setting == "auto":
+        return own
+    return replace(own, recompute_granularity="full" if setting else "none")
+
+
 def _build(
     config: TrainConfig, role: Literal["actor", "critic"], model: Path, parallel: "gcore_trainer.TorchParallel | None"
 ) -> "gcore_trainer.Trainer":
@@ -143,7 +155,7 @@ def _build(
             objective=objective,
             dtype=getattr(torch, config.dtype),
             share_prefix=actor.share_prefix,
-            recompute=_is_checkpointed(config) is True,
+            megatron=_megatron(config),
             device=torch.device(config.device),
             temperature=temperature,
             lora=lora,

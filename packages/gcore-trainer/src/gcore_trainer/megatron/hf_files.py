@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -76,6 +77,15 @@ def load_weights(folder: Path, pieces: Mapping[torch.nn.Parameter, Sequence[Piec
         raise UnsupportedModelError(
             f"{folder} has tensors {', '.join(unknown)}, which the Megatron backend does not convert"
         )
+
+
+def num_parameters(folder: Path) -> int:
+    """Return the number of entries of all tensors in a folder, of whose files only the headers are read."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as opened:
+            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 - no mapping
+    return total
 
 
 def write_folder(

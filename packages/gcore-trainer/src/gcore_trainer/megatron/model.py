@@ -1,5 +1,6 @@
 """Megatron-Core's GPT of an `Architecture`, whose last stage ends before the head."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -81,9 +82,9 @@ class RowRotary(torch.nn.Module):
 
 
 def transformer_config(
-    architecture: Architecture, parallel: ParallelConfig, *, dtype: torch.dtype, recompute: bool
+    architecture: Architecture, parallel: ParallelConfig, features: Mapping[str, Any], *, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Describe the model and its layout for Megatron-Core."""
+    """Describe the model and its layout for Megatron-Core, with further settings of it in ``features``."""
     hf = architecture.hf_config
     others: dict[str, Any] = {}
     if architecture.num_experts:
@@ -97,8 +98,6 @@ def transformer_config(
             "moe_router_dtype": "fp32",
             "moe_grouped_gemm": False,
         }
-    if recompute:
-        others |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=hf.hidden_size,
@@ -138,6 +137,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         **others,
+        **features,
     )
 
 

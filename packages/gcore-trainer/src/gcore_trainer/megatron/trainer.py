@@ -22,11 +22,13 @@ from gcore_trainer.lora import merge_lora
 from gcore_trainer.megatron.adapters import add_adapters, check_targets, target_layers
 from gcore_trainer.megatron.architecture import Architecture, join_groups
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.hf_files import load_weights, write_folder
+from gcore_trainer.megatron.features import data_parallel_options, recompute_options
+from gcore_trainer.megatron.hf_files import load_weights, num_parameters, write_folder
 from gcore_trainer.megatron.model import make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
 from gcore_trainer.megatron.pieces import gather_weights, pieces_of
 from gcore_trainer.megatron.routing import LayerRouters
+from gcore_trainer.megatron_config import MegatronConfig
 from gcore_trainer.objectives.policy import BatchTotals, Objective, TokenScores, add_sums, named_scores
 from gcore_trainer.packing.head import VocabShard, token_scores
 from gcore_trainer.packing.router_replay import Routing
@@ -51,7 +53,7 @@ class MegatronTrainer(Trainer):
             sequence classifier, or zeros where the folder is a causal LM's.
         temperature: divides the logits, as it did at generation.
         dtype: of parameters and activations, float32 or bfloat16; the optimizer's originals are float32.
-        recompute: keep only each layer's input for the backward pass, and compute the rest again.
+        megatron: how Megatron-Core computes; None: its defaults.
         share_prefix: compute equal prompts of a micro-batch once; a ring of context parallel ranks does not.
         lora: train adapters of a causal LM's attention and dense MLP, and nothing else; None: all parameters.
         device: None: the current CUDA device, or the CPU where there is none.
@@ -70,7 +72,7 @@ class MegatronTrainer(Trainer):
         objective: Objective[Any],
         temperature: float = 1.0,
         dtype: torch.dtype = torch.float32,
-        recompute: bool = False,
+        megatron: MegatronConfig | None = None,
         share_prefix: bool = True,
         lora: LoRAConfig | None = None,
         device: torch.device | None = None,
@@ -93,21 +95,28 @@ class MegatronTrainer(Trainer):
         self._architecture = architecture
         self._temperature = temperature
         self._parallel = parallel
+        self._megatron = megatron = megatron or MegatronConfig()
         self._gather = partial(gather_weights, dtype=dtype, device=device)
         self._lora = lora
         self._has_value_head = objective.scores == "values"
         with megatron_runtime(self._device):
             cp = join_groups(parallel, self._device)
             replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=False)
-            config = transformer_config(architecture, parallel, dtype=dtype, recompute=recompute)
+            features = recompute_options(
+                megatron, device_type=device.type, num_parameters=partial(num_parameters, self._path)
+            )
+            config = transformer_config(architecture, parallel, features, dtype=dtype)
             config.finalize_model_grads_func = finalize_model_grads
             stages = make_chunks(architecture, parallel, config, has_value_head=self._has_value_head)
             self._pieces = self._trained = pieces_of(architecture, parallel, stages)
             load_weights(self._path, self._pieces)
             if lora is not None:
                 self._trained = add_adapters(stages, self._pieces, targets, lora)
-            settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+            settings = DistributedDataParallelConfig(**data_parallel_options(megatron))
             self._chunks = [DistributedDataParallel(config, settings, stage.to(device)) for stage in stages]
+            if megatron.overlap_grad_reduce:
+                no_sync: Any = [chunk.no_sync for chunk in self._chunks]
+                config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             adamw = DistributedAdamW(optimizer, self._chunks, self._trained, dtype=dtype, device=device)
             super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(replicas))
             self._routers = LayerRouters(architecture, parallel, stages)
@@ -122,6 +131,11 @@ class MegatronTrainer(Trainer):
         )
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._megatron.overlap_param_gather:
+            # No forward pass may have gathered what the last update changed.
+            with megatron_runtime(self._device):
+                for chunk in self._chunks:
+                    chunk.start_param_sync(force_sync=True)
         weights = self._gather(self._pieces)
         if self._lora is not None:
             weights = merge_lora(weights, dict(self._gather(self._trained)), self._lora)
@@ -182,6 +196,9 @@ class MegatronTrainer(Trainer):
         weight_VD = (
             chunk.shared_embedding_or_output_weight() if self._architecture.is_tied else chunk.output_layer.weight
         )
+        if self._megatron.overlap_param_gather and weight_VD in (groups := self._chunks[-1].param_to_bucket_group):
+            # Megatron-Core waits for parameters in the forward pass of their module, and the head's is not called.
+            groups[weight_VD].finish_param_sync()
         tp_group: Any = parallel_state.get_tensor_model_parallel_group()
         scores = token_scores(
             hidden_nD,

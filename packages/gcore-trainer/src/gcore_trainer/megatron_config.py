@@ -1,0 +1,36 @@
+"""Settings of the Megatron-Core backend; to read them it need not be installed."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gcore_trainer.config import Checked, Count, ParallelConfig, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig(Checked):
+    """Settings of how Megatron-Core computes, none of which changes what is computed."""
+
+    recompute_granularity: Literal["auto", "none", "selective", "full"] = "auto"
+    """The backward pass computes again nothing (none), MLPs and experts (selective), or whole layers (full);
+    auto: full on CUDA for models of a billion parameters, else none."""
+    overlap_grad_reduce: bool = False
+    """Add up the replicas' gradients during the backward pass, bucket by bucket, instead of after it."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward pass instead of before it; needs overlap_grad_reduce."""
+    bucket_size: Count = 40_000_000
+    """Parameters of a bucket, with overlap_grad_reduce."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for settings that do not go together."""
+        holds = self.overlap_grad_reduce or not self.overlap_param_gather
+        require("overlap_param_gather", self.overlap_param_gather, holds, "false without overlap_grad_reduce")
+
+    @staticmethod
+    def environment(parallel: ParallelConfig, device_type: str) -> dict[str, str]:
+        """Variables that a rank needs before its process uses the device.
+
+        With tensor parallelism, communication runs next to matrix products, in an order that CUDA keeps if it has
+        one queue.
+        """
+        is_needed = device_type == "cuda" and parallel.tensor_model_parallel_size > 1
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_needed else {}
