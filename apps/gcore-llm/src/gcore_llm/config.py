@@ -335,7 +335,8 @@ class TrainConfig(BaseRLConfig):
     def _check_memory_settings(self) -> None:
         """Raise `UserError` for settings of the torch backend's memory with another one."""
         is_torch, torch_alone = self.trainer.backend == "torch", f"with trainer.backend {self.trainer.backend!r}"
-        for name, plain in (("checkpointed_layers", 1.0), ("offload", "none"), ("activation_offload", False)):
+        plain_values = {"checkpointed_layers": 1.0, "offload": "none", "activation_offload": False, "fused_head": False}
+        for name, plain in plain_values.items():
             holds = is_torch or getattr(self.actor, name) == plain
             self.require(f"actor.{name}", holds, f"{str(plain).lower()} {torch_alone}")
         for role in ("actor", "critic"):

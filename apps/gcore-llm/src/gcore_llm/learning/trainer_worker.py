@@ -150,7 +150,9 @@ def _build(
         )
     options = _model_options(config, parallel)
     if is_actor:
-        packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=temperature, lora=lora, **options)
+        packed = gcore_trainer.PackedModel.from_pretrained(
+            model, temperature=temperature, lora=lora, fused_head=actor.fused_head, **options
+        )
     else:
         packed = gcore_trainer.PackedValueModel.from_pretrained(model, **options)
     offload = actor.offload != "none"
@@ -163,5 +165,7 @@ def _build_reference(
     config: TrainConfig, model: Path, parallel: "gcore_trainer.TorchParallel | None"
 ) -> "gcore_trainer.FrozenModel":
     options = _model_options(config, parallel)
-    packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **options)
+    packed = gcore_trainer.PackedModel.from_pretrained(
+        model, temperature=config.rollout.temperature, fused_head=config.actor.fused_head, **options
+    )
     return gcore_trainer.FrozenModel(packed, parallel=parallel)
