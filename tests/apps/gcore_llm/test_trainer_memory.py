@@ -103,6 +103,7 @@ def test_a_resumed_run_keeps_its_data_type(
         ({"activation_offload": True}, "actor.activation_offload is true; expected false with"),
         ({"compile": True}, "actor.compile is true; expected false with trainer.backend 'megatron'"),
         ({"optim": OptimizerConfig(name="adamw_8bit")}, "actor.optim.name is 'adamw_8bit'; expected 'adamw' with"),
+        ({"fused_head": True}, "actor.fused_head is true; expected false with"),
         ({"checkpointed_layers": 0.5}, r"actor.checkpointed_layers is 0.5; expected 1.0 with"),
     ],
 )

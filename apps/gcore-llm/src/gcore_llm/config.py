@@ -351,7 +351,8 @@ class TrainConfig(BaseRLConfig):
     def _check_memory_settings(self) -> None:
         """Raise `UserError` for settings of the torch backend's memory with another one."""
         is_torch, torch_alone = self.trainer.backend == "torch", f"with trainer.backend {self.trainer.backend!r}"
-        plain_values = {"checkpointed_layers": 1.0, "offload": "none", "activation_offload": False, "compile": False}
+        plain_values: dict[str, Any] = {"checkpointed_layers": 1.0, "offload": "none"}
+        plain_values |= dict.fromkeys(("activation_offload", "compile", "fused_head"), False)
         for name, plain in plain_values.items():
             holds = is_torch or getattr(self.actor, name) == plain
             self.require(f"actor.{name}", holds, f"{str(plain).lower()} {torch_alone}")

@@ -162,7 +162,9 @@ def _build(
         )
     options = _model_options(config, parallel)
     if is_actor:
-        packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=temperature, lora=lora, **options)
+        packed = gcore_trainer.PackedModel.from_pretrained(
+            model, temperature=temperature, lora=lora, fused_head=actor.fused_head, **options
+        )
     else:
         packed = gcore_trainer.PackedValueModel.from_pretrained(model, **options)
     if actor.compile:
@@ -177,7 +179,9 @@ def _build_reference(
     config: TrainConfig, model: Path, parallel: "gcore_trainer.TorchParallel | None"
 ) -> "gcore_trainer.FrozenModel":
     options = _model_options(config, parallel)
-    packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **options)
+    packed = gcore_trainer.PackedModel.from_pretrained(
+        model, temperature=config.rollout.temperature, fused_head=config.actor.fused_head, **options
+    )
     if config.actor.compile:
         gcore_trainer.compile_layers(packed)
     return gcore_trainer.FrozenModel(packed, parallel=parallel)

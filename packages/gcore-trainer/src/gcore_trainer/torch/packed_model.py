@@ -19,7 +19,7 @@ from gcore_trainer.config import ABOVE_ZERO, LoRAConfig, OptimizerConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.lora import add_lora
-from gcore_trainer.objectives.policy import ScoresT, TokenScores, named_scores
+from gcore_trainer.objectives.policy import ScoresT, TokenScores
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.head import token_scores
 from gcore_trainer.packing.linear_attention import mix_by_sequence
@@ -269,6 +269,10 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         Raises:
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
+        found: Any = self._pass(samples, entropy_grad, routing)
+        return TokenScores(log_probs=found[0], entropies=found[1]) if self.scores == "tokens" else found[0]
+
+    def _pass(self, samples: MicroBatch, entropy_grad: bool | None, routing: Routing | None) -> Sequence[torch.Tensor]:
         [row] = make_rows(
             [samples],
             cp=self.context,
@@ -287,20 +291,23 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         if routing is not None:
             chosen = [router.recorded.pop() for router in self._routers if router.recorded]
             routing.append(row.of_samples(torch.stack(chosen, dim=1)))
-        found: Any = TokenScores(log_probs=scores[0], entropies=scores[1]) if self.scores == "tokens" else scores[0]
-        return found
+        return scores
 
     @abstractmethod
-    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
-        """Compute the head's part of a forward pass, [n] each; FSDP finds tensors in a tuple, not in a dataclass."""
+    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool | None) -> tuple[torch.Tensor, ...]:
+        """Compute the head's part of a forward pass, [n] each; FSDP finds tensors in a tuple, not in a dataclass.
+
+        Args:
+            entropy_grad: None: no gradient follows, and the first tensor alone is used.
+        """
 
     @torch.no_grad()
     def predict(
         self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None, routing: Routing | None = None
     ) -> list[NDArray[np.float32]]:
         """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
-        scores = (self.score(samples, routing=routing) for samples in filled_up(micro_batches, num_passes or 0))
-        return [named_scores(own).float().cpu().numpy() for own in scores][: len(micro_batches)]
+        scores = (self._pass(samples, None, routing)[0] for samples in filled_up(micro_batches, num_passes or 0))
+        return [own.float().cpu().numpy() for own in scores][: len(micro_batches)]
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
         """Impose a routing until the next pass, because a backward pass may compute layers again."""
@@ -345,17 +352,24 @@ class PackedModel(PackedTransformer[TokenScores]):
 
     Args:
         temperature: divides the logits, as it did at generation.
+        fused_head: compute log-probabilities of passes without gradient by `packing.fused_head`; on CUDA.
     """
 
     scores = "tokens"
     auto_class = AutoModelForCausalLM
     vision_class = AutoModelForImageTextToText
 
-    def __init__(self, model: Any, *, temperature: float = 1.0, **options: Any) -> None:
+    def __init__(self, model: Any, *, temperature: float = 1.0, fused_head: bool = False, **options: Any) -> None:
         ABOVE_ZERO.require("temperature", temperature)
-        self._logit_scale, self._softcap = loading.logit_changes(model.config.get_text_config())
+        scale, softcap = self._logit_scale, self._softcap = loading.logit_changes(model.config.get_text_config())
         self.temperature = temperature
+        self._fused: Any = None
         super().__init__(model, **options)
+        if fused_head:
+            from gcore_trainer.packing.fused_head import FusedHead
+
+            settings = {"temperature": temperature, "logit_scale": scale, "softcap": softcap}
+            self._fused = FusedHead.of(model, options.get("weights") or model, dtype=self.compute_dtype, **settings)
 
     def alone(self, sample: Sample) -> torch.Tensor:
         input_ids, target_ids = loading.input_and_target_ids(sample, self.model.device)
@@ -366,8 +380,10 @@ class PackedModel(PackedTransformer[TokenScores]):
         """Compute log-probabilities [R] of each sample's response, without gradient."""
         return by_sample(self.predict(micro_batches), micro_batches)
 
-    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool | None) -> tuple[torch.Tensor, ...]:
         head: Any = self.model.get_output_embeddings()
+        if self._fused is not None and entropy_grad is None:
+            return (self._fused.log_probs(hidden_nD, head.weight, row.target_ids),)
         scores = token_scores(
             hidden_nD,
             head.weight,
@@ -376,6 +392,6 @@ class PackedModel(PackedTransformer[TokenScores]):
             temperature=self.temperature,
             logit_scale=self._logit_scale,
             softcap=self._softcap,
-            entropy_grad=entropy_grad,
+            entropy_grad=bool(entropy_grad),
         )
         return scores.log_probs, scores.entropies

@@ -72,6 +72,6 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
         """Compute values [R] of the states before each sample's response tokens, without gradient."""
         return by_sample(self.predict(micro_batches), micro_batches)
 
-    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool | None) -> tuple[torch.Tensor, ...]:
         del row, entropy_grad
         return (self.model.score(hidden_nD).sum(-1),)
