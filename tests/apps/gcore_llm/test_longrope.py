@@ -74,7 +74,7 @@ def phi3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engines_are_made_for_the_length_of_the_run(phi3: Path) -> None:
     lengths = DataConfig(max_prompt_length=12, max_response_length=20)
     config = TrainConfig(model=str(phi3), device="cpu", dtype="float32", data=lengths)
-    assert _model_options(config)["max_length"] == ORIGINAL
+    assert _model_options(config, None)["max_length"] == ORIGINAL
     engine_factory(config.rollout, config, phi3, eos_token_ids=[1])()
     longer = replace(config, data=replace(config.data, max_response_length=21))
     with pytest.raises(UnsupportedModelError, match="max_model_len is 33; expected at most 32"):

@@ -30,6 +30,7 @@ from .engines.protocol import (
     RequestT as RequestT,
     SampleT as SampleT,
     SamplingParams as SamplingParams,
+    check_weights as check_weights,
 )
 from .engines.queueing import Call as Call, sample_seeds as sample_seeds
 from .engines.registry import (
@@ -191,7 +192,6 @@ from .weight_sync.checked import (
     WeightRecord as WeightRecord,
     WrappedEngine as WrappedEngine,
     all_digests as all_digests,
-    check_weights as check_weights,
 )
 from .weight_sync.shared_weights import (
     SharedCudaWeights as SharedCudaWeights,

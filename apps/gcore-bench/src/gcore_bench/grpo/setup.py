@@ -9,8 +9,8 @@ from typing import Any
 
 from gcore_bench.grpo.measure import Step
 from gcore_bench.grpo.workload import PROMPT_LENGTH, Task
+from gcore_llm import ActorConfig
 from gcore_llm.config import (
-    ActorConfig,
     AlgorithmConfig,
     DataConfig,
     RolloutConfig,

@@ -7,6 +7,7 @@ Passes with a gradient, and those that need entropies, are `token_scores`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from math import frexp
 from typing import Any, Self
 
@@ -94,10 +95,9 @@ _ROWS = 4096
 
 def _library() -> LogSumExp:
     try:
-        from cut_cross_entropy.cce_lse_forward import cce_lse_forward_kernel
+        return import_module("cut_cross_entropy.cce_lse_forward").cce_lse_forward_kernel
     except ImportError:
         raise MissingExtraError("cut_cross_entropy", "fused", "fused_head is true") from None
-    return cce_lse_forward_kernel
 
 
 def _dots(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, targets_C: torch.Tensor) -> torch.Tensor:

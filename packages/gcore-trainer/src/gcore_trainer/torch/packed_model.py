@@ -269,8 +269,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         Raises:
             UnsupportedModelError: the model has layers that did not call packed attention.
         """
-        found: Any = self._pass(samples, entropy_grad, routing)
-        return TokenScores(log_probs=found[0], entropies=found[1]) if self.scores == "tokens" else found[0]
+        parts = self._pass(samples, entropy_grad, routing)
+        found: Any = TokenScores(log_probs=parts[0], entropies=parts[1]) if self.scores == "tokens" else parts[0]
+        return found
 
     def _pass(self, samples: MicroBatch, entropy_grad: bool | None, routing: Routing | None) -> Sequence[torch.Tensor]:
         [row] = make_rows(
