@@ -32,7 +32,8 @@ class MasterAdamW(AdamW):
     An update may be far below the resolution of bfloat16 (2^-8 of the parameter): masters sum such updates up.
     Gradients of all micro-batches are added in float32, too, by autograd (`torch.Tensor.grad_dtype`). On ranks FSDP
     adds up in float32, and rounds the sum to the parameter's type each time that ranks exchange gradients: once an
-    update or in every micro-batch (`ParallelConfig.gradient_sync`). A trained bfloat16 parameter takes, of this rank's shards,
+    update or in every micro-batch (`ParallelConfig.gradient_sync`). A trained bfloat16 parameter takes, of this rank's
+    shards,
 
     - without offload 18 bytes on the device: the parameter (2), its gradient (4), master (4) and moments (8);
     - with offload 6 on the device, parameter and gradient, and 16 in host memory, where the gradient is copied to.
