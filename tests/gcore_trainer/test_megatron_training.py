@@ -56,6 +56,8 @@ def plain(path: Path) -> Plain:
         ("qwen3", 4, {TP: 2, PP: 2, VPP: 2, SP: True}, False),
         ("qwen3_moe", 4, {TP: 2, EP: 4, SP: True}, False),
         ("llama", 4, {CP: 2}, False),
+        # Interleaved stages with replicas and tied embeddings.
+        ("qwen3_tied", 4, {PP: 2, VPP: 2}, False),
         # More ranks than key-value heads.
         ("qwen3", 4, {TP: 4, SP: True}, True),
         ("qwen2", 4, {TP: 4}, False),
