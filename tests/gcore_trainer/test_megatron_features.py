@@ -1,13 +1,23 @@
 """What a trainer of Megatron-Core uses on which device, and settings that are refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from megatron_oracles import save_megatron_model
 from transformers import AutoModelForCausalLM
 
-from gcore_trainer import LARGE_MODEL, ConfigError, MegatronConfig, ParallelConfig
+from gcore_trainer import (
+    LARGE_MODEL,
+    ConfigError,
+    LoRAConfig,
+    MegatronConfig,
+    MegatronTrainer,
+    OptimizerConfig,
+    ParallelConfig,
+    SFTObjective,
+)
 from gcore_trainer.megatron.features import recompute_options
 from gcore_trainer.megatron.hf_files import num_parameters
 
@@ -50,3 +60,14 @@ def test_refused_settings() -> None:
         MegatronConfig(bucket_size=0)
     with pytest.raises(ConfigError, match="recompute_granularity is 'some'; expected one of auto, none, selective"):
         MegatronConfig(recompute_granularity="some")  # pyright: ignore[reportArgumentType]
+
+
+def test_adapters_are_not_gathered_late() -> None:
+    late = MegatronConfig(overlap_grad_reduce=True, overlap_param_gather=True)
+    options: dict[str, Any] = {
+        "parallel": ParallelConfig(),
+        "optimizer": OptimizerConfig(),
+        "objective": SFTObjective(),
+    }
+    with pytest.raises(ConfigError, match="overlap_param_gather is True with lora; expected false"):
+        MegatronTrainer("model", **options, megatron=late, lora=LoRAConfig())

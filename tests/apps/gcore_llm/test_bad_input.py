@@ -53,6 +53,13 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--trainer.megatron.overlap-grad-reduce", "True"],
             "trainer.megatron.overlap_grad_reduce is true; expected false with trainer.backend 'torch'",
         ),
+        (
+            [
+                *("--trainer.backend", "megatron", "--actor.lora-rank", "4"),
+                *("--trainer.megatron.overlap-grad-reduce", "True", "--trainer.megatron.overlap-param-gather", "True"),
+            ],
+            "trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank",
+        ),
         (["--algorithm.kl-ctrl.kl-coef", "0.1"], "or gae or reinforce_plus_plus"),
         (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5; expected a number in [0, 1]"),
         (

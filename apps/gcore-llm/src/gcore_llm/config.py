@@ -289,6 +289,8 @@ class TrainConfig(BaseRLConfig):
         ):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
         self._check_memory_settings()
+        gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
+        self.require("trainer.megatron.overlap_param_gather", not gathers_late, "false with actor.lora_rank")
         can_be_on_ray = self.runtime != "ray" or not rollout.is_on_servers
         self.require("rollout.engine", can_be_on_ray, "hf or vllm with runtime 'ray'")
         can_record = rollout.decode_mode != "cuda_graphs" or self.device != "cpu"

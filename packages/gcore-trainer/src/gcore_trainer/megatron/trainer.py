@@ -80,6 +80,11 @@ class MegatronTrainer(Trainer):
         ABOVE_ZERO.require("temperature", temperature)
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
+        if lora is not None and megatron is not None and megatron.overlap_param_gather:
+            raise ConfigError(
+                "overlap_param_gather is True with lora; expected false, because Megatron-Core gathers parameters when "
+                "their module is called, and adapters have none of their own"
+            )
         if lora is not None and objective.scores == "values":
             raise ConfigError(
                 f"lora is {lora}; expected None for objective {type(objective).__name__}, which reads values"
