@@ -137,7 +137,7 @@ def test_a_rank_needs_its_shards_and_little_more(rank_server: RankServer, tmp_pa
     del model
     peaks = {s: rank_server.shared(2).run("peak_bytes", str(tmp_path), s, size=2) for s in (True, False)}
     assert max(peaks[True]) < 0.75 * size_bytes
-    assert min(peaks[False]) > size_bytes
+    assert min(peaks[False]) > 0.9 * size_bytes
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5_text"])
