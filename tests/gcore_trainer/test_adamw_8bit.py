@@ -20,6 +20,7 @@ from gcore_trainer import (
     Sample,
     SFTObjective,
     TorchTrainer,
+    check_extras,
 )
 from gcore_trainer.torch import optimizer as optimizers
 from gcore_trainer.torch.optimizer import AdamW8bit, make_adamw
@@ -192,3 +193,6 @@ def test_a_missing_library_is_named_with_the_setting(monkeypatch: pytest.MonkeyP
     parameter = torch.nn.Parameter(torch.zeros(80, 80))
     with pytest.raises(MissingExtraError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"):
         make_adamw({"weight": parameter}, CONFIG, offload=False)
+    with pytest.raises(MissingExtraError, match=r"name is 'adamw_8bit', and .*pip install 'gcore-trainer\[8bit\]'"):
+        check_extras(optimizer_names=["adamw", "adamw_8bit"])
+    check_extras(optimizer_names=["adamw"])

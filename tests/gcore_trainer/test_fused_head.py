@@ -111,7 +111,7 @@ def test_predictions_use_the_kernel_and_scores_do_not(qwen2: Path, monkeypatch: 
         calls.append(len(given["e"]))
         return plain_kernel(**given)
 
-    monkeypatch.setattr(fused_head, "_library", lambda: counted)
+    monkeypatch.setattr(fused_head, "fused_kernel", lambda: counted)
     monkeypatch.setattr(FusedHead, "of", lambda _model, _placed, **settings: FusedHead(**settings))
     fused = PackedModel.from_pretrained(qwen2, fused_head=True)
     found = fused.log_probs([SAMPLES])

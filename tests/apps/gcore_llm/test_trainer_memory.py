@@ -1,6 +1,7 @@
 """Settings of the trainer's memory: the same run in less of it."""
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import permutations
@@ -17,11 +18,12 @@ from gcore_llm.config import AlgorithmConfig, KLControlConfig, TrainConfig
 from gcore_llm.learning.config import ActorConfig
 from gcore_llm.learning.device_plan import plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
+from gcore_llm.training import train
 from gcore_placement import Device
 from gcore_runs import UserError, resolve
 from gcore_runs.run_folder import open_run
 from gcore_runs.settings.parsing import to_toml
-from gcore_trainer import OptimizerConfig, Sample, TrainerError
+from gcore_trainer import MissingExtraError, OptimizerConfig, Sample, TrainerError
 
 SAVING = [
     *("--actor.offload", "all", "--actor.activation-offload", "true"),
@@ -257,3 +259,21 @@ def test_the_memory_law_follows_full_offload(worker: LLMTrainerWorker, tiny: Pat
     worker.score("reference", BATCH, with_routing=False)
     assert held_bytes(worker, "reference") == trainer["weights"]
     assert held_bytes(worker, "actor") == held_bytes(worker, "critic") == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "actor", "message"),
+    [
+        ("bitsandbytes", ActorConfig(optim=OptimizerConfig(name="adamw_8bit")), "name is 'adamw_8bit', and"),
+        ("cut_cross_entropy", ActorConfig(fused_head=True), "fused_head is true, and"),
+    ],
+)
+def test_a_missing_library_is_refused_before_anything_is_loaded(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, module: str, actor: ActorConfig, message: str
+) -> None:
+    """Before the files with the prompts and the reward, too: there are none."""
+    monkeypatch.setitem(sys.modules, module, None)
+    config = TrainConfig(model=str(tiny), device="cpu", dtype="float32", reward="no.py:reward", actor=actor)
+    config = replace(config, data=replace(config.data, train_files=("no.jsonl",)))
+    with pytest.raises(MissingExtraError, match=rf"{message} '{module}' is not installed: pip install 'gcore-trainer"):
+        train(config)

@@ -46,3 +46,17 @@ def test_they_are_in_the_environment_during_a_run() -> None:
     with Supervisor(config, app="gcore-llm"):
         assert {n: os.environ[n] for n in EXPANDABLE} == EXPANDABLE
     assert not EXPANDABLE.keys() & os.environ.keys()
+
+
+def test_engines_on_ray_set_it_in_their_own_process() -> None:
+    """Before the engine is made, in the environment of its actor."""
+    pytest.importorskip("ray", reason="pip install 'gcore-runs[ray]'")
+    from gcore_runs.on_ray import _with_allocator  # pyright: ignore[reportPrivateUsage]  # actors alone call it
+
+    seen: list[str | None] = []
+    make: Any = lambda: seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))  # noqa: E731 - an engine that looks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+        _with_allocator(TrainConfig(device="cpu"), make)
+        _with_allocator(TrainConfig(device="cuda"), make)
+    assert seen == ["", EXPANDABLE["PYTORCH_CUDA_ALLOC_CONF"]]

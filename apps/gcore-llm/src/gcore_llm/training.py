@@ -10,7 +10,7 @@ from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.preparation import sample_flops, workload_of
-from gcore_llm.learning.trainer_worker import ray_trainer_spec, start_trainer
+from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import (
     Problem,
@@ -60,6 +60,9 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
 
         return train_simulated(config, display)
     config.check_inputs()
+    if config.runtime == "inline":
+        # On Ray the ranks do so: this machine may have no libraries for training.
+        check_libraries(config)
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         say, devices = supervisor.display.say, DeviceTimers()
         tokenizer = _checked_tokenizer(config)

@@ -53,7 +53,7 @@ from gcore_rollout import (
     start_engine_actor,
 )
 from gcore_runs import BaseRLConfig, PlacementConfig, RunJob, UserError, log_to, logged, logs_of
-from gcore_runs.engines import Instrumentation
+from gcore_runs.engines import Instrumentation, allocator_variables
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
@@ -148,7 +148,7 @@ async def start_ray_backend(
         factories["judge"] = judge
 
     def factory(role: ActorRole, config: ConfigT, number: int) -> EngineFactory:
-        return partial(logged, logs, role, number, factories[role](config))
+        return partial(logged, logs, role, number, partial(_with_allocator, config, factories[role](config)))
 
     engines = RoleActors(
         list(factories), factory, start=start_engine_actor, end=end_engine_actor, connect=RayEngine[Any, Any].connect
@@ -164,6 +164,12 @@ async def start_ray_backend(
         announce=announce,
     )
     return await backend.start()
+
+
+def _with_allocator(config: BaseRLConfig, make: EngineFactory) -> Engine[Any, Any]:
+    """Make an engine in an actor, whose environment is its own, after torch's CUDA allocator is set up there."""
+    os.environ.update(allocator_variables(config))
+    return make()
 
 
 async def _run_controller(job: Any, run_controller: RunController[Any], logs: Path, ctx: Context[Handles]) -> None:

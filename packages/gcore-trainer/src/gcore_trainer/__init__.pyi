@@ -78,6 +78,7 @@ from .errors import (
     TrainerError as TrainerError,
     UnsupportedModelError as UnsupportedModelError,
 )
+from .extras import check_extras as check_extras
 from .lora import merge_lora as merge_lora
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
 from .megatron_config import MegatronConfig as MegatronConfig

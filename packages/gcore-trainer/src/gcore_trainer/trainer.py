@@ -154,7 +154,6 @@ class BaseTrainer:
         total: dict[str, float] = {}
         for part in self._replicas.gather(sums):
             add_sums(total, part)
-        metrics = self._objective.metrics(total)
         lr = learning_rate(self._config, self.step)
         grad_norm, limit = self._optimizer.update(lr), self._config.max_nonfinite_steps
         self._nonfinite_steps = 0 if np.isfinite(grad_norm) else self._nonfinite_steps + 1
@@ -166,7 +165,7 @@ class BaseTrainer:
                 raise NonFiniteGradientError(f"the gradient norm was {grad_norm} in {times}: try a lower lr")
         self.step += 1
         own = {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/nonfinite_steps": float(self._nonfinite_steps)}
-        return metrics | own
+        return self._objective.metrics(total) | own
 
     def state(self) -> dict[str, Any]:
         """Return all that a resumed trainer needs, under the same names in every backend and layout.
@@ -188,8 +187,7 @@ class BaseTrainer:
         Raises:
             StateError: names or shapes differ; nothing was changed.
         """
-        own = self.state()
-        check_state(state, own)
+        check_state(state, self.state())
         self._optimizer.load(state)
         for group, tensors in self._averages().items():
             for name, tensor in tensors.items():
@@ -356,12 +354,14 @@ class TorchTrainer(Trainer):
 
     @property
     def _packed(self) -> Any:
-        if self._sleeper is not None and self._sleeper.is_asleep:
-            raise TrainerError("the trainer is asleep, and its tensors hold nothing; expected a call of wake() before")
+        if self._sleeper is not None:
+            self._sleeper.check_awake()
         return self._model
 
     def state(self) -> dict[str, Any]:
-        return super().state() if self._adamw.is_offloaded or self._packed else {}
+        if self._sleeper is not None and not self._adamw.is_offloaded:
+            self._sleeper.check_awake()
+        return super().state()
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = ((name, whole(p.detach())) for name, p in self._parameters.items())

@@ -34,6 +34,7 @@ from gcore_trainer import (
     SFTObjective,
     TokenScores,
     TorchTrainer,
+    check_extras,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Resul
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
     config = resolve(config)
+    if config.optim.name != "adamw":
+        check_extras(optimizer_names=[config.optim.name])
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         tokenizer, encoder = _tokenizer(config)
         rows = task_rows(config) if config.task.name else None

@@ -30,6 +30,13 @@ def needs_old_log_probs(config: TrainConfig) -> bool:
     return config.algorithm.rollout_correction.is_active or bool(config.algorithm.kl_ctrl.kl_coef)
 
 
+def check_libraries(config: TrainConfig) -> None:
+    """Raise `gcore_trainer.MissingExtraError` if an optional library that training needs is not installed."""
+    names = {config.actor.optim.name, *[config.critic.optim.name] * has_critic(config)}
+    if "adamw_8bit" in names or config.actor.fused_head:
+        gcore_trainer.check_extras(optimizer_names=names, fused_head=config.actor.fused_head)
+
+
 class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
     """The language models in training: all of them, or this rank's shards of them.
 
@@ -38,6 +45,7 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
     """
 
     def __init__(self, config: TrainConfig, model: Path, checkpoints: Path) -> None:
+        check_libraries(config)
         super().__init__(config, model, checkpoints)
         self._device = config.device
         self.engine_dtype = config.dtype

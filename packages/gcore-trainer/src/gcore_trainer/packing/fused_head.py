@@ -58,7 +58,7 @@ class FusedHead:
         if self.has_bias:
             raise ConfigError("fused_head is true, and the model's head has a bias; expected false, or one without")
         if self.kernel is None:
-            object.__setattr__(self, "kernel", _library())
+            object.__setattr__(self, "kernel", fused_kernel())
 
     @classmethod
     def of(cls, model: Any, placed: Any, **settings: Any) -> Self:
@@ -93,7 +93,8 @@ _ROWS = 4096
 """Targets whose rows of the head are in memory at a time."""
 
 
-def _library() -> LogSumExp:
+def fused_kernel() -> LogSumExp:
+    """Import the library's kernel; raise `MissingExtraError` if it is not installed."""
     try:
         return import_module("cut_cross_entropy.cce_lse_forward").cce_lse_forward_kernel
     except ImportError:

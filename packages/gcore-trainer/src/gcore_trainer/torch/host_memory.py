@@ -101,6 +101,11 @@ class Sleeper:
         self.is_asleep = False
         """Whether the tensors hold nothing."""
 
+    def check_awake(self) -> None:
+        """Raise `TrainerError` if the tensors hold nothing."""
+        if self.is_asleep:
+            raise TrainerError("the trainer is asleep, and its tensors hold nothing; expected a call of wake() before")
+
     @torch.no_grad()
     def sleep(self) -> None:
         """Move the tensors to host memory, which is kept for the next time."""

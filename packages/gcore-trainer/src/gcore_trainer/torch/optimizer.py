@@ -136,7 +136,7 @@ class AdamW8bit(MasterAdamW):
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, offload: bool = False
     ) -> None:
-        self._functional = _bitsandbytes()
+        self._functional = quantised_kernels()
         self._config = config
         self._num_updates = 0
         self._blocks: dict[str, dict[str, _Blocks]] = {}
@@ -277,7 +277,7 @@ class _Blocks:
             values.copy_(torch.bucketize(shares, middle, out_int32=True).view(-1)[: values.numel()])
 
 
-def _bitsandbytes() -> Any:
+def quantised_kernels() -> Any:
     """Import the kernels of bitsandbytes; raise `MissingExtraError` if it is not installed."""
     # It looks for a package of kernels for 4-bit weights, which are not used here, and logs that there is none.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)

@@ -1,0 +1,23 @@
+"""A check for the optional libraries that settings need, before a model is loaded."""
+
+from collections.abc import Iterable
+
+
+def check_extras(*, optimizer_names: Iterable[str] = (), fused_head: bool = False) -> None:
+    """Import the optional libraries of these settings, as the trainers do after they have loaded their models.
+
+    Args:
+        optimizer_names: `OptimizerConfig.name` of each model in training.
+        fused_head: of `PackedModel`.
+
+    Raises:
+        MissingExtraError: one is not installed.
+    """
+    if "adamw_8bit" in optimizer_names:
+        from gcore_trainer.torch.optimizer import quantised_kernels
+
+        quantised_kernels()
+    if fused_head:
+        from gcore_trainer.packing.fused_head import fused_kernel
+
+        fused_kernel()
