@@ -131,8 +131,21 @@ async def start_engine(
         settings.num_processes,
         num_threads=max(1, config.threads // (max(1, config.rollout.num_processes) + judges)),
         preload=settings.kind.preload,
-        gpus=visible_gpus(config.device) if settings.num_processes else (),
+        gpus=_gpus(settings, config),
     )
+
+
+def _gpus(settings: EngineConfig, config: TrainConfig) -> list[str]:
+    """Return the GPU of each process of an engine; none for one that has no processes, or is on no GPU."""
+    if not settings.num_processes or not (gpus := visible_gpus(config.device)):
+        return []
+    from gcore_llm.learning.device_places import engine_gpus, training_gpus
+
+    # The judge's come after the policy's.
+    first = 0 if settings is config.rollout else config.rollout.num_processes
+    training, takes_turns = training_gpus(config, len(gpus)), config.rollout.colocated is True
+    places = engine_gpus(len(gpus), settings.num_processes, training, takes_turns=takes_turns, first=first)
+    return [gpus[place] for place in places]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.forecast import planner_job
+from gcore_llm.learning.device_places import engine_gpus, training_gpus
 from gcore_llm.learning.preparation import workload_of
 from gcore_placement import (
     Device,
@@ -107,16 +108,15 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
 
 
 def _shares_gpu(config: TrainConfig) -> bool:
-    """Return whether an engine is on a GPU of the trainer: processes have GPUs by their number, from 0 on."""
+    """Return whether an engine of the policy is on a GPU of the trainer."""
     import torch
 
     if config.runtime != "inline" or config.rollout.is_on_servers or not config.device.startswith("cuda"):
         return False
-    own, count = torch.device(config.device).index or 0, torch.cuda.device_count()
-    is_in_process = config.trainer.num_processes == 1 and config.trainer.backend == "torch"
-    ranks = {own} if is_in_process else {rank % count for rank in range(config.trainer.num_processes)}
-    engines = {number % count for number in range(config.rollout.num_processes)} or {own}
-    return not ranks.isdisjoint(engines)
+    count = torch.cuda.device_count()
+    ranks, rollout = training_gpus(config, count), config.rollout
+    engines = engine_gpus(count, rollout.num_processes, ranks, takes_turns=rollout.colocated is True)
+    return not ranks.isdisjoint(engines or [torch.device(config.device).index or 0])
 
 
 def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:

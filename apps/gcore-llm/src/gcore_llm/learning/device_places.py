@@ -1,0 +1,32 @@
+"""Which GPUs of this machine training ranks have, and which are left to processes of engines."""
+
+from collections.abc import Collection, Sequence
+
+from gcore_llm.config import TrainConfig
+
+
+def training_gpus(config: TrainConfig, count: int) -> set[int]:
+    """Return the numbers of the GPUs, of ``count``, that the models in training are on."""
+    trainer = config.trainer
+    if trainer.num_processes == 1 and trainer.backend == "torch":
+        _, _, number = config.device.partition(":")
+        return {int(number or 0)}
+    return {rank % count for rank in range(trainer.num_processes)}
+
+
+def engine_gpus(
+    count: int, num_engines: int, training: Collection[int], *, takes_turns: bool = False, first: int = 0
+) -> list[int]:
+    """Return the number of the GPU of each of ``num_engines`` processes, of ``count``.
+
+    Processes have GPUs without a training rank as long as there are any, and then those with one; with turns they have
+    those with a rank first.
+
+    Args:
+        training: numbers of the GPUs with training ranks.
+        first: processes of other engines that were placed before by the same rule.
+    """
+    busy = sorted(training)
+    free = [number for number in range(count) if number not in training]
+    order: Sequence[int] = [*busy, *free] if takes_turns else [*free, *busy]
+    return [order[(first + place) % count] for place in range(num_engines)]
