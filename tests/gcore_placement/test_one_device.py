@@ -239,6 +239,29 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert plan_of(QWEN_HALF_B).fits
 
 
+def test_gradients_that_are_exchanged_once_an_update() -> None:
+    """Each of two ranks has all gradients in float32 while it trains, unless it makes one micro-batch."""
+    layout = replace(LAYOUT, data_parallel_size=2)
+    waiting = TrainingState(gradient_sync="update")
+    for model, own, ranks, count in (
+        (QWEN_HALF_B, waiting, layout, ModelShape.from_config(QWEN_HALF_B).num_parameters),
+        (QWEN_HALF_B, waiting, replace(layout, ppo_max_token_len=10**9), 0),
+        (QWEN_HALF_B, waiting, LAYOUT, 0),
+        (QWEN_HALF_B, TrainingState(), layout, 0),
+        (QWEN_7B, replace(waiting, adapter_parameters=10_000_000), layout, 10_000_000),
+    ):
+        plan = plan_of(model, layout=ranks, state=own)
+        assert_allclose(plan.roles["trainer"]["unsynced gradients"], 4 * count, rtol=1e-6)
+        assert_allclose(plan.peaks["train"], sum(plan.roles["trainer"].values()) + _engines_awake(plan))
+    short = plan_of(QWEN_7B, layout=replace(LAYOUT, data_parallel_size=4), state=waiting)
+    assert not short.fits
+    assert ("frequent gradient exchange",) in {remedy.names for remedy in short.remedies}
+
+
+def _engines_awake(plan: DevicePlan) -> float:
+    return 0.0 if plan.takes_turns else plan.share("policy engine")
+
+
 def test_remedies_that_are_needed_together() -> None:
     """Activations alone are too many, and so are the states: no single change is enough."""
     layout = replace(LAYOUT, gradient_checkpointing=False, ppo_max_token_len=200_000)

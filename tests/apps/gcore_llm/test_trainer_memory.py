@@ -20,7 +20,7 @@ from gcore_llm.learning.device_plan import plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
 from gcore_llm.training import train
 from gcore_placement import Device
-from gcore_runs import UserError, resolve
+from gcore_runs import UserError, count_parameters, resolve
 from gcore_runs.run_folder import open_run
 from gcore_runs.settings.parsing import to_toml
 from gcore_trainer import MissingExtraError, OptimizerConfig, Sample, TrainerError
@@ -277,3 +277,15 @@ def test_a_missing_library_is_refused_before_anything_is_loaded(
     config = replace(config, data=replace(config.data, train_files=("no.jsonl",)))
     with pytest.raises(MissingExtraError, match=rf"{message} '{module}' is not installed: pip install 'gcore-trainer"):
         train(config)
+
+
+@pytest.mark.parametrize(
+    ("sync", "gigabytes", "waits"),
+    [("update", 1e-3, True), ("auto", 80, True), ("auto", 1e-3, False), ("micro_batch", 80, False)],
+)
+def test_the_plan_counts_gradients_that_wait(tiny: Path, sync: Any, gigabytes: float, waits: bool) -> None:
+    config = TrainConfig(model=str(tiny), dtype="float32", actor=ActorConfig(ppo_max_token_len=1536))
+    parallel = replace(config.trainer.parallel, gradient_sync=sync)
+    config = replace(config, trainer=replace(config.trainer, num_processes=2, parallel=parallel))
+    found = plan_memory(config, tiny, Device.of_memory("a GPU", gigabytes * 1e9)).roles["trainer"]["unsynced gradients"]
+    assert found == waits * 4 * count_parameters(tiny)

@@ -21,7 +21,7 @@ from gcore_placement import (
 )
 from gcore_runs import UserError, check_model, count_parameters, print_table
 from gcore_runs.simulation.forecast import model_shape
-from gcore_trainer import LARGE_MODEL
+from gcore_trainer import LARGE_MODEL, SHARE_OF_GRADIENTS
 
 _GB = 1e9
 _LARGE_DEVICE_BYTES = 70 * 2**30
@@ -56,7 +56,7 @@ def plan_memory(config: TrainConfig, model: Path, device: Device) -> DevicePlan:
         copies_weights=_copied(config),
         takes_turns=None if is_auto else rollout.colocated is True,
     )
-    layout, state = _layout(config, job.policy), _state(config, job.policy)
+    layout, state = _layout(config, job.policy), _state(config, job.policy, device)
     return plan_one_device(job, layout, engine, device, state=state, others=others)
 
 
@@ -132,6 +132,7 @@ def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
         "turns": "rollout.colocated auto with trainer.schedule sync",
         "gradient checkpointing": "actor.enable_gradient_checkpointing true",
         "small micro-batches": f"actor.ppo_max_token_len {plan.longest_sequence}",
+        "frequent gradient exchange": "trainer.parallel.gradient_sync micro_batch",
         "8-bit moments": "actor.optim.name adamw_8bit",
         "optimizer offload": "actor.offload optimizer",
         "full offload": "actor.offload all",
@@ -269,15 +270,19 @@ def _layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
     )
 
 
-def _state(config: TrainConfig, policy: ModelShape) -> TrainingState:
-    actor = config.actor
+def _state(config: TrainConfig, policy: ModelShape, device: Device) -> TrainingState:
+    actor, sync = config.actor, config.trainer.parallel.gradient_sync
+    adapters = policy.adapter_parameters(actor.lora_rank) if actor.lora_rank else 0
+    # float32 gradients of all that is trained.
+    is_small = 4 * (adapters or policy.num_parameters) <= SHARE_OF_GRADIENTS * device.memory_bytes
     optimizers = [actor.optim, *[config.critic.optim] * config.algorithm.estimator.needs_critic]
     return TrainingState(
         offload=actor.offload,
         moments="8bit" if all(own.name == "adamw_8bit" for own in optimizers) else "float32",
-        adapter_parameters=policy.adapter_parameters(actor.lora_rank) if actor.lora_rank else 0,
+        adapter_parameters=adapters,
         checkpointed_share=actor.checkpointed_layers,
         activation_offload=actor.activation_offload,
+        gradient_sync="update" if sync == "update" or (sync == "auto" and is_small) else "micro_batch",
     )
 
 

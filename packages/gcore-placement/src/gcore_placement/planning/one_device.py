@@ -293,6 +293,10 @@ def _with_small_micro_batches(planner: _Planner) -> _Planner:
     return replace(planner, layout=replace(planner.layout, ppo_max_token_len=fewest))
 
 
+def _with_frequent_sync(planner: _Planner) -> _Planner:
+    return replace(planner, state=replace(planner.state, gradient_sync="micro_batch"))
+
+
 def _with_turns(planner: _Planner) -> _Planner:
     return replace(planner, engine=replace(planner.engine, takes_turns=None))
 
@@ -326,11 +330,13 @@ REMEDIES = {
     "turns": _with_turns,
     "gradient checkpointing": _with_checkpointing,
     "small micro-batches": _with_small_micro_batches,
+    "frequent gradient exchange": _with_frequent_sync,
     "8-bit moments": _with_8bit_moments,
     "optimizer offload": _with_optimizer_offload,
     "full offload": _with_offload,
     "LoRA": _with_lora,
 }
 """Changes that save memory, by name, those that cost least first: turns of trainer and engine; gradient checkpointing;
-micro-batches of one longest sequence; AdamW's moments in 8 bits; optimizer states in the host's memory, then all but
-those of the model at work; LoRA of rank 16 in place of training all parameters."""
+micro-batches of one longest sequence; gradients that ranks exchange in each of them; AdamW's moments in 8 bits;
+optimizer states in the host's memory, then all but those of the model at work; LoRA of rank 16 in place of training all
+parameters."""

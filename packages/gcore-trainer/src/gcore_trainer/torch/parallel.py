@@ -15,7 +15,7 @@ from gcore_trainer.errors import ConfigError
 from gcore_trainer.sample import MicroBatch
 from gcore_trainer.torch.packed_model import PackedTransformer
 
-_SHARE_OF_GRADIENTS = 0.05
+SHARE_OF_GRADIENTS = 0.05
 """Share of a GPU's memory for gradients that wait for an update's last micro-batch."""
 
 
@@ -103,4 +103,4 @@ def fits_whole(parameters: Iterable[torch.nn.Parameter]) -> bool:
     if not trained or trained[0].device.type != "cuda":
         return False
     memory = torch.cuda.get_device_properties(trained[0].device).total_memory
-    return 4 * sum(p.numel() for p in trained) <= _SHARE_OF_GRADIENTS * memory
+    return 4 * sum(p.numel() for p in trained) <= SHARE_OF_GRADIENTS * memory
