@@ -117,12 +117,12 @@ def test_offload() -> None:
         for name, plan in plans.items()
     }
     assert_allclose(list(state.values()), [18 * count, 6 * count, 6 * count], rtol=1e-6)
-    assert_allclose([plan.host_bytes for plan in plans.values()], [0, 16 * count, 16 * count], rtol=1e-6)
+    assert_allclose([plan.host["optimizer states"] for plan in plans.values()], [0, 16 * count, 16 * count], rtol=1e-6)
     # With a critic and a reference, one of the three is on the device at a time.
     others = {"critic": ModelShape.from_config(QWEN_7B), "reference": True}
     every = plan_of(QWEN_7B, state=TrainingState(offload="all"), engine=EngineSettings(takes_turns=False), **others)
     assert_allclose(every.peaks["train"], plans["all"].peaks["train"])
-    assert_allclose(every.host_bytes, (16 * 2 + 2 * 3) * count, rtol=1e-6)
+    assert_allclose([every.host[n] for n in ("optimizer states", "models")], [16 * 2 * count, 2 * 3 * count], rtol=1e-6)
 
 
 def test_moments_in_8_bits() -> None:
@@ -134,7 +134,7 @@ def test_moments_in_8_bits() -> None:
     assert_allclose(plan_of(QWEN_HALF_B, state=state, compute_bytes=4).roles["trainer"]["optimizer"], 2.03125 * count)
     engine = EngineSettings(takes_turns=False)
     offloaded = plan_of(QWEN_HALF_B, state=replace(state, offload="optimizer"), engine=engine)
-    assert_allclose(offloaded.host_bytes, (4 + 4 + 2.03125) * count)
+    assert_allclose(offloaded.host["optimizer states"], (4 + 4 + 2.03125) * count)
     turns = EngineSettings(takes_turns=True)
     exact, small = (plan_of(QWEN_HALF_B, state=s, engine=turns).peaks["train"] for s in (TrainingState(), state))
     device = Device.of_memory("a GPU", (exact + small) / 2 / 0.92)
@@ -161,7 +161,9 @@ def test_activations_by_layer() -> None:
 
 def test_a_small_model_is_side_by_side() -> None:
     plan = plan_of(QWEN_HALF_B)
-    assert (plan.fits, plan.takes_turns, plan.host_bytes) == (True, False, 0)
+    assert (plan.fits, plan.takes_turns) == (True, False)
+    checkpoint = plan.host["checkpoint"]
+    assert plan.host_bytes == checkpoint == pytest.approx(12 * ModelShape.from_config(QWEN_HALF_B).num_parameters)
     assert plan.kv_tokens == 256 * 1536
     engine = plan.roles["policy engine"]
     assert engine["keys and values"] == plan.kv_cache_bytes == plan.kv_tokens * 2 * 2 * 24 * 128
@@ -187,7 +189,10 @@ def test_turns_give_all_memory_to_one_role_at_a_time() -> None:
     resident = trainer["weights"] + trainer["gradients"]
     assert_allclose(plan.peaks["sync"], resident + engine["weights"] + bucket)
     assert trainer["optimizer"] == 0
-    assert_allclose(plan.host_bytes, trainer["weights"] + 16 * trainer["weights"] / 2 + engine["weights"])
+    count = trainer["weights"] / 2
+    expected = {"optimizer states": 16 * count, "models": 2 * count, "engines": engine["weights"]}
+    assert plan.host == pytest.approx({**expected, "activations": 0, "checkpoint": 12 * count})
+    assert plan.host_bytes == pytest.approx(sum(plan.host.values()))
 
 
 def test_weights_that_are_copied_whole() -> None:

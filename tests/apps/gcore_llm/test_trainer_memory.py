@@ -16,7 +16,7 @@ from command_line import Cli, option_set, step_rows
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import AlgorithmConfig, KLControlConfig, TrainConfig
 from gcore_llm.learning.config import ActorConfig
-from gcore_llm.learning.device_plan import plan_memory
+from gcore_llm.learning.device_plan import available_host_bytes, check_host_fits, plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
 from gcore_llm.training import train
 from gcore_placement import Device
@@ -289,3 +289,19 @@ def test_the_plan_counts_gradients_that_wait(tiny: Path, sync: Any, gigabytes: f
     config = replace(config, trainer=replace(config.trainer, num_processes=2, parallel=parallel))
     found = plan_memory(config, tiny, Device.of_memory("a GPU", gigabytes * 1e9)).roles["trainer"]["unsynced gradients"]
     assert found == waits * 4 * count_parameters(tiny)
+
+
+def test_a_run_that_needs_too_much_host_memory_is_refused_with_the_numbers(tiny: Path) -> None:
+    config = TrainConfig(model=str(tiny), dtype="bfloat16", actor=ActorConfig(offload="optimizer"))
+    config = replace(config, rollout=replace(config.rollout, colocated=True))
+    config = replace(config, trainer=replace(config.trainer, num_processes=2))
+    plan = plan_memory(config, tiny, Device.named("H100"))
+    count = count_parameters(tiny)
+    # Of both ranks together: states of 16 bytes, weights, and a checkpoint's 12; the engine's weights are there once.
+    needed = (16 + 2 + 12 + 2) * count
+    check_host_fits(config, plan, needed * 1.001)
+    with pytest.raises(UserError, match=r"needs 0\.0 GB of the host's memory; expected at most") as refused:
+        check_host_fits(config, plan, needed * 0.999)
+    for setting in ("actor.offload none", "rollout.colocated false", "actor.lora_rank 16"):
+        assert setting in str(refused.value)
+    assert available_host_bytes() > 1e8

@@ -96,6 +96,7 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     device = _present_device(config.device)
     before, (config, plan) = config, _fitted(config, model, device)
     check_fits(model, plan, device)
+    check_host_fits(config, plan, available_host_bytes())
     for line in [*summary(plan, device), *([] if config is before else [_CHECKPOINTED])]:
         say(line)
     rollout = config.rollout
@@ -175,8 +176,38 @@ def summary(plan: DevicePlan, device: Device) -> list[str]:
         f"{shares}; trainer and engine {how}",
         f"the engine may use {plan.gpu_memory_utilization:.0%} of the memory: keys and values of {plan.kv_tokens:,} "
         f"tokens, {plan.kv_tokens // plan.longest_sequence:,} of the longest sequences ({plan.longest_sequence:,})",
-        *([f"in the host's memory: {plan.host_bytes / _GB:.1f} GB"] if plan.host_bytes >= _GB / 20 else []),
+        f"in the host's memory, for each rank and engine: {plan.host_bytes / _GB:.1f} GB ({_host_items(plan.host)})",
     ]
+
+
+def _host_items(host: Mapping[str, float]) -> str:
+    return ", ".join(f"{item} {size / _GB:.1f}" for item, size in host.items() if size >= _GB / 20) or "less than 0.1"
+
+
+def available_host_bytes() -> float:
+    """Return the memory of this machine that programs can have without swapping."""
+    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
+def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: float) -> None:
+    """Raise `UserError` with the numbers, and what to set, if all ranks and engines need more host memory than that."""
+    ranks, engines = config.trainer.num_processes, max(1, config.rollout.num_processes)
+    host = {item: size * (engines if item == "engines" else ranks) for item, size in plan.host.items()}
+    if (needed := sum(host.values())) <= available_bytes:
+        return
+    less = {
+        "optimizer states": "actor.offload none" if config.actor.offload != "none" else "rollout.colocated false",
+        "models": "rollout.colocated false" if plan.takes_turns else "actor.offload optimizer",
+        "engines": "rollout.colocated false",
+        "activations": "actor.activation_offload false",
+        "checkpoint": "actor.lora_rank 16" if not config.actor.lora_rank else "",
+    }
+    advice = dict.fromkeys(less[item] for item, size in host.items() if size and less[item])
+    raise UserError(
+        f"the run needs {needed / _GB:.1f} GB of the host's memory; expected at most the {available_bytes / _GB:.1f} "
+        f"GB that are available (GB: {_host_items(host)}); less is needed with {' or '.join(advice) or 'a smaller model'}"
+    )
 
 
 def dry_run(config: TrainConfig) -> None:
@@ -185,6 +216,8 @@ def dry_run(config: TrainConfig) -> None:
     Raises:
         UserError: there is no model, or the run does not fit, after the tables are printed.
     """
+    import torch
+
     if not config.model:
         raise UserError("model is not set; expected a local Hugging Face folder with dry_run")
     if config.runtime != "inline" or config.rollout.is_on_servers:
@@ -204,6 +237,9 @@ def dry_run(config: TrainConfig) -> None:
         print(_CHECKPOINTED)
     print("fits" if plan.fits else "does not fit", flush=True)
     check_fits(model, plan, device)
+    if not config.dry_run_device and torch.cuda.is_available():
+        # Otherwise the run will be on another machine.
+        check_host_fits(config, plan, available_host_bytes())
 
 
 def _print_tables(config: TrainConfig, plan: DevicePlan, device: Device) -> None:

@@ -67,8 +67,9 @@ class DevicePlan:
     """Bytes of each item of each role: trainer, reference, critic, policy engine, judge, and others that were given."""
     peaks: Mapping[PlanStage, float]
     """Bytes at the fullest moment of each stage."""
-    host_bytes: float
-    """Bytes in the host's memory: what is offloaded, and by turns what sleeps of the trainer and of the engines."""
+    host: Mapping[str, float]
+    """Bytes in the host's memory by item: optimizer states and activations that are offloaded, models of the trainer
+    and engines that sleep, and the copy that a checkpoint is written from."""
     kv_tokens: int
     """Tokens whose keys and values fit in the policy's engine."""
     judge_kv_tokens: int
@@ -82,6 +83,11 @@ class DevicePlan:
     def fits(self) -> bool:
         """True if no stage needs more than the usable bytes."""
         return max(self.peaks.values()) <= self.usable_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of all items in the host's memory."""
+        return float(sum(self.host.values()))
 
     @property
     def fullest(self) -> PlanStage:
@@ -204,27 +210,34 @@ class _Planner:
             usable_bytes=usable,
             roles=roles | {name: {"weights": size} for name, size in self.others.items()},
             peaks=peaks,
-            host_bytes=self._host_bytes([policy, judge], takes_turns=takes_turns),
+            host=self._host([policy, judge], takes_turns=takes_turns),
             kv_tokens=self._held_tokens("generation", policy),
             judge_kv_tokens=self._held_tokens("reward", judge) if judge else 0,
             takes_turns=takes_turns,
             longest_sequence=job.longest_sequence,
         )
 
-    def _host_bytes(self, engines: Sequence[Mapping[str, float]], *, takes_turns: bool) -> float:
+    def _host(self, engines: Sequence[Mapping[str, float]], *, takes_turns: bool) -> dict[str, float]:
         """Return the bytes in the host's memory: what is offloaded, and what sleeps; gradients are not kept."""
-        job, offload = self.job, self.state.offload
-        whole = self._training_parts(job, replace(self.state, offload="none"))
+        job, offload, layout = self.job, self.state.offload, self.layout
+        whole = self._training_parts(job, replace(self.state, offload="none", activation_offload=False))
         has_others = job.critic is not None or job.reference
-        size = 0.0
-        if takes_turns:
-            size += sum(engine.get("weights", 0.0) for engine in engines)
-        if takes_turns or (offload == "all" and has_others):
-            size += whole["weights"] + whole["reference"]
+        states, models = whole["optimizer"] if takes_turns else 0.0, 0.0
         if offload != "none":
             # Master weights and a gradient in float32, and two moments.
-            return size + (2 + self.state.moment_bytes / MASTER_BYTES) * whole["gradients"]
-        return size + (whole["optimizer"] if takes_turns else 0.0)
+            states = (2 + self.state.moment_bytes / MASTER_BYTES) * whole["gradients"]
+        if takes_turns or (offload == "all" and has_others):
+            models = whole["weights"] + whole["reference"]
+        offloaded = whole["activations"] - self._training_parts(job, self.state)["activations"]
+        # Master weights and two moments in float32, of which each rank has a share.
+        num_shares = 1 if layout.backend == "torch" else layout.data_parallel_size * layout.context_parallel_size
+        return {
+            "optimizer states": states,
+            "models": models,
+            "engines": sum(engine.get("weights", 0.0) for engine in engines) if takes_turns else 0.0,
+            "activations": offloaded,
+            "checkpoint": 3 * whole["gradients"] / num_shares,
+        }
 
     @property
     def _tokens(self) -> float:
