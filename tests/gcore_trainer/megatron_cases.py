@@ -92,6 +92,16 @@ def megatron_trains_and_scores(
     return metrics, np.concatenate(scores), _exported(rank, trainer)
 
 
+def megatron_scores_and_trains(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], steps: Steps
+) -> tuple[NDArray[np.float32], list[dict[str, float]], Tensors, list[Box]]:
+    """Log-probs of the first step's samples before it; then as `megatron_trains`."""
+    trainer = _trainer(path, layout, options)
+    scores = [values for batch in trainer.log_probs(steps[0][trainer.data_parallel_rank]) for values in batch]
+    metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
+    return np.concatenate(scores), metrics, _exported(rank, trainer), _boxes(trainer)
+
+
 def megatron_resumes(
     rank: Rank,
     path: str,

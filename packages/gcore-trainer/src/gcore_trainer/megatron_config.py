@@ -5,6 +5,8 @@ from typing import Literal
 
 from gcore_trainer.config import Checked, Count, ParallelConfig, require
 
+Switch = bool | Literal["auto"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig(Checked):
@@ -19,6 +21,11 @@ class MegatronConfig(Checked):
     """Gather updated parameters during the next forward pass instead of before it; needs overlap_grad_reduce."""
     bucket_size: Count = 40_000_000
     """Parameters of a bucket, with overlap_grad_reduce."""
+    grouped_gemm: Switch = "auto"
+    """Experts of a rank are multiplied by one call of torch's grouped_mm, not one after the other; auto: on CUDA, where
+    their sizes are multiples of 16 bytes. Dense models have none."""
+    bias_activation_fusion: Switch = "auto"
+    """SwiGLU is one compiled kernel forward and one backward; auto: on CUDA."""
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go together."""
