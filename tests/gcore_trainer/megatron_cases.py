@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from megatron_groups import leave_groups
 from numpy.typing import NDArray
 from rank import Rank
+from transformer_engine_stand_in import transformer_engine_stand_in
 
 from gcore_trainer import (
     BatchTotals,
@@ -155,7 +157,8 @@ def _made(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronTrai
     options = defaults | dict(options)
     if options.pop("recompute", False):
         options["megatron"] = MegatronConfig(recompute_granularity="full")
-    return MegatronTrainer(path, parallel=ParallelConfig(**layout), **options)
+    with transformer_engine_stand_in() if options.pop("stand_in", False) else nullcontext():
+        return MegatronTrainer(path, parallel=ParallelConfig(**layout), **options)
 
 
 def _exported(rank: Rank, trainer: MegatronTrainer) -> Tensors:

@@ -54,6 +54,19 @@ def has_grouped_experts(
     return config.grouped_gemm
 
 
+def uses_transformer_engine(config: MegatronConfig, *, device_type: str, is_installed: bool, has_lora: bool) -> bool:
+    """Return whether linear layers are Transformer Engine's; raise `ConfigError` where they are to be and cannot."""
+    setting = config.transformer_engine
+    if setting == "auto":
+        return device_type == "cuda" and is_installed and not has_lora
+    name = "transformer_engine"
+    require(name, setting, device_type == "cuda" or not setting, f"auto or false on {device_type}: it needs CUDA")
+    hint = "auto or false where it is not installed: pip install 'transformer-engine[pytorch]'"
+    require(name, setting, is_installed or not setting, hint)
+    require(name, setting, not (has_lora and setting), "auto or false with lora: adapters are of other layers")
+    return setting
+
+
 def data_parallel_options(config: MegatronConfig) -> dict[str, Any]:
     """Return settings of Megatron-Core's ``DistributedDataParallelConfig``."""
     config.check()

@@ -7,6 +7,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -145,9 +146,14 @@ def make_chunks(
     *,
     has_value_head: bool,
     has_grouped_experts: bool,
+    has_transformer_engine: bool,
 ) -> list[HiddenStatesGPT]:
     """Make this rank's layers, a chunk for each of its virtual stages; all matrices are 0."""
-    layer = _layer_spec(config, has_grouped_experts=has_grouped_experts)
+    layer = _layer_spec(config)
+    if has_grouped_experts:
+        layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    if has_transformer_engine:
+        _use_transformer_engine(layer.submodules, has_experts=architecture.num_experts > 0)
     norm: Any = RMSNorm
     vpp = parallel.virtual_pipeline_model_parallel_size
     tp = parallel.tensor_model_parallel_size
@@ -177,7 +183,7 @@ def make_chunks(
     return chunks
 
 
-def _layer_spec(config: TransformerConfig, *, has_grouped_experts: bool) -> Any:
+def _layer_spec(config: TransformerConfig) -> Any:
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -190,6 +196,19 @@ def _layer_spec(config: TransformerConfig, *, has_grouped_experts: bool) -> Any:
     attention.core_attention = PlanAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if has_grouped_experts:
-        parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     return layer
+
+
+def _use_transformer_engine(parts: Any, *, has_experts: bool) -> None:
+    """Replace linear layers of attention and of a dense MLP, and the norms before them, which are fused with them."""
+    # A module of Megatron-Core that warns where Transformer Engine is missing.
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    provider = TESpecProvider()
+    norm_and_column, row = provider.column_parallel_layer_norm_linear(), provider.row_parallel_linear()
+    attention = parts.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = norm_and_column, row
+    parts.input_layernorm = IdentityOp
+    if not has_experts:
+        parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = norm_and_column, row
+        parts.pre_mlp_layernorm = IdentityOp

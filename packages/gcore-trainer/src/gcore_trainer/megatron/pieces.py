@@ -101,6 +101,9 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         "mlp.linear_fc2": ("mlp.down_proj", ffn),
     }
     module, _, kind = name.rpartition(".")
+    if kind == "layer_norm_weight":
+        # Transformer Engine's layers hold the norm before them.
+        module = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}[module]
     if name == "score.weight":
         return [_box(name, (1, hidden))]
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from gcore_trainer.megatron.features import (
     fusion_options,
     has_grouped_experts,
     recompute_options,
+    uses_transformer_engine,
 )
 from gcore_trainer.megatron.hf_files import load_weights, num_parameters, write_folder
 from gcore_trainer.megatron.model import make_chunks, transformer_config
@@ -85,7 +87,13 @@ class MegatronTrainer(Trainer):
         ABOVE_ZERO.require("temperature", temperature)
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
-        if lora is not None and megatron is not None and megatron.overlap_param_gather:
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        megatron = megatron or MegatronConfig()
+        has_te = uses_transformer_engine(
+            megatron, device_type=device.type, is_installed=HAVE_TE, has_lora=lora is not None
+        )
+        if lora is not None and megatron.overlap_param_gather:
             raise ConfigError(
                 "overlap_param_gather is True with lora; expected false, because Megatron-Core gathers parameters when "
                 "their module is called, and adapters have none of their own"
@@ -98,9 +106,6 @@ class MegatronTrainer(Trainer):
         architecture.check_layout(parallel, dist.get_world_size())
         targets = frozenset[str]() if lora is None else target_layers(architecture, lora)
         check_targets(targets, architecture, parallel)
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-        megatron = megatron or MegatronConfig()
         has_grouped = has_grouped_experts(megatron, architecture, device_type=device.type, dtype=dtype)
         self._device = device
         self._path = Path(path)
@@ -120,7 +125,12 @@ class MegatronTrainer(Trainer):
             config = transformer_config(architecture, parallel, features, dtype=dtype)
             config.finalize_model_grads_func = finalize_model_grads
             stages = make_chunks(
-                architecture, parallel, config, has_value_head=self._has_value_head, has_grouped_experts=has_grouped
+                architecture,
+                parallel,
+                config,
+                has_value_head=self._has_value_head,
+                has_grouped_experts=has_grouped,
+                has_transformer_engine=has_te,
             )
             self._pieces = self._trained = pieces_of(architecture, parallel, stages)
             load_weights(self._path, self._pieces)
