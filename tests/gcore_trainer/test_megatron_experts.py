@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,25 @@ from megatron_oracles import (
     uneven,
 )
 from rank_pool import RankServer
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import grouped_mm, silu
 from trainer_oracles import SIZES, make_samples, routed
 from transformers import Qwen3MoeConfig
 
-from gcore_trainer import ConfigError, LoRAConfig, MegatronConfig, PolicyObjective, Sample, SFTObjective
+from gcore_trainer import (
+    ConfigError,
+    LoRAConfig,
+    MegatronConfig,
+    ParallelConfig,
+    PolicyObjective,
+    Sample,
+    SFTObjective,
+)
 from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.cpu import megatron_runtime
+from gcore_trainer.megatron.experts import GroupedExperts
 from gcore_trainer.megatron.features import fusion_options, has_grouped_experts
+from gcore_trainer.megatron.model import transformer_config
 
 SHAPE = (4, MOE["num_experts"], MOE["num_experts_per_tok"])
 ONE_BY_ONE = MegatronConfig(grouped_gemm=False, bias_activation_fusion=False)
@@ -193,7 +207,18 @@ def test_experts_of_odd_sizes_are_not_grouped() -> None:
         "grouped_gemm is True; expected false for hidden_size 64 and moe_intermediate_size 44, of which one is not a "
         "multiple of 8, as torch.bfloat16 needs"
     )
-    assert has_grouped_experts(MegatronConfig(grouped_gemm=True), architecture, device_type="cpu", dtype=torch.float32)
+    options = {"device_type": "cuda", "dtype": torch.float32}
+    assert has_grouped_experts(MegatronConfig(grouped_gemm=True), architecture, **options)
+    assert not has_grouped_experts(MegatronConfig(), architecture, **options)
+
+
+def test_grouped_products_need_torch_2_10(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    architecture = Architecture(CONFIGS["qwen3_moe"])
+    options: dict[str, Any] = {"device_type": "cuda", "dtype": torch.bfloat16}
+    assert not has_grouped_experts(MegatronConfig(), architecture, **options)
+    with pytest.raises(ConfigError, match=r"grouped_gemm is True; expected auto or false before torch 2\.10"):
+        has_grouped_experts(MegatronConfig(grouped_gemm=True), architecture, **options)
 
 
 def test_swiglu_is_fused_on_cuda() -> None:
@@ -206,3 +231,47 @@ def test_swiglu_is_fused_on_cuda() -> None:
     assert fused == [("auto", "cuda"), (True, "cuda"), (True, "cpu")]
     with pytest.raises(ConfigError, match="grouped_gemm is 'on'; expected one of auto, true, false"):
         MegatronConfig(grouped_gemm="on")  # pyright: ignore[reportArgumentType]
+
+
+def test_passes_of_grouped_experts_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fake tensors, which have shapes, types and devices: a rank with tokens, and one without."""
+    options, dtype = fusion_options(MegatronConfig(), device_type="cuda"), torch.bfloat16
+    with megatron_runtime(torch.device("cuda")):
+        config = transformer_config(Architecture(CONFIGS["qwen3_moe"]), ParallelConfig(), options, dtype=dtype)
+    assert config.bias_activation_fusion
+    monkeypatch.setattr("torch.cuda.current_device", lambda: torch.device("cuda", 0))
+    undivided = SimpleNamespace(expt_tp=SimpleNamespace(size=lambda: 1))
+    # Kernels of torch.compile are not made.
+    with FakeTensorMode(), torch.compiler.set_stance("force_eager"):
+        experts = GroupedExperts(4, config, undivided)
+        assert experts.weight1.device.type == "cuda"
+        for counts in ([3, 0, 4, 1], [0, 0, 0, 0]):
+            tokens_ND = torch.empty(sum(counts), 64, dtype=dtype, device="cuda")
+            output_ND, bias = experts(tokens_ND, torch.tensor(counts), torch.empty(sum(counts), device="cuda"))
+            assert bias is None
+            assert (output_ND.device, output_ND.dtype, output_ND.shape) == (tokens_ND.device, dtype, tokens_ND.shape)
+        # Fake tensors have no backward pass on CUDA; these are its calls for the second product.
+        ends_E = torch.empty(4, dtype=torch.int32, device="cuda")
+        grad_ND, inner_NF = (torch.empty(8, size, dtype=dtype, device="cuda") for size in (64, 48))
+        assert grouped_mm(grad_ND, experts.weight2, offs=ends_E).shape == inner_NF.shape
+        assert grouped_mm(grad_ND.T, inner_NF, offs=ends_E).shape == experts.weight2.shape
+
+
+@pytest.mark.slow
+def test_the_compiled_swiglu_is_the_plain_one() -> None:
+    """Compiled by torch for CPU; ranks of other tests call it without."""
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+    with megatron_runtime(torch.device("cuda")):
+        for num_tokens in (40, 17, 96):
+            inputs = [torch.randn(num_tokens, 96), torch.rand(num_tokens, 1)]
+            both: list[list[torch.Tensor]] = []
+            for is_fused in (True, False):
+                x, probs = (t.clone().requires_grad_() for t in inputs)
+                gate, up = x.chunk(2, dim=-1)
+                output = weighted_bias_swiglu_impl(x, None, probs) if is_fused else silu(gate) * up * probs
+                output.square().sum().backward()
+                assert x.grad is not None
+                assert probs.grad is not None
+                both.append([output.detach(), x.grad, probs.grad])
+            torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)

@@ -30,8 +30,8 @@ class MegatronConfig(Checked):
     bucket_size: Count = 40_000_000
     """Parameters of a bucket, with overlap_grad_reduce."""
     grouped_gemm: Switch = "auto"
-    """Experts of a rank are multiplied by one call of torch's grouped_mm, not one after the other; auto: on CUDA, where
-    their sizes are multiples of 16 bytes. Dense models have none."""
+    """Experts of a rank are multiplied by one call of torch's grouped_mm, not one after the other; auto: on CUDA
+    in bfloat16, where their sizes are multiples of 8. Dense models have none."""
     transformer_engine: Switch = "auto"
     """Linear layers of attention and of dense MLPs, each fused with the norm before it, are Transformer Engine's; auto:
     on CUDA where it is installed, without adapters. Attention itself, experts and other norms are as without it."""

@@ -6,7 +6,7 @@ import torch
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import grouped_mm, silu
+from torch.nn import functional
 
 # E: experts of this rank, N: tokens sent to them, D: hidden size, F: size of an expert.
 ALIGNMENT_BYTES = 16
@@ -41,7 +41,7 @@ class GroupedExperts(torch.nn.Module):
         else:
             gate_NF, up_NF = gate_up.chunk(2, dim=-1)
             # The router's probabilities are float32.
-            inner_NF = (silu(gate_NF) * up_NF * probs_N[:, None]).to(gate_up.dtype)
+            inner_NF = (functional.silu(gate_NF) * up_NF * probs_N[:, None]).to(gate_up.dtype)
         return _multiplied(inner_NF, self.weight2, ends_E), None
 
 
@@ -58,7 +58,7 @@ def _multiplied(inputs_NI: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch
     if not inputs_NI.shape[0]:
         # A rank that no token was sent to: its weights still have gradients, of zeros.
         return inputs_NI @ weight_EOI.sum(0).T
-    output_NO = grouped_mm(inputs_NI, weight_EOI.transpose(1, 2), offs=ends_E)
+    output_NO = functional.grouped_mm(inputs_NI, weight_EOI.transpose(1, 2), offs=ends_E)
     if output_NO.requires_grad:
         # The backward pass takes no other layout.
         output_NO.register_hook(torch.Tensor.contiguous)

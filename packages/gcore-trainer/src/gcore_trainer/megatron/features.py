@@ -46,8 +46,11 @@ def has_grouped_experts(
     sizes = {name: getattr(architecture.hf_config, name) for name in ("hidden_size", "moe_intermediate_size")}
     multiple = ALIGNMENT_BYTES // dtype.itemsize
     fits = all(size % multiple == 0 for size in sizes.values())
+    is_there = hasattr(torch.nn.functional, "grouped_mm")
     if config.grouped_gemm == "auto":
-        return fits and device_type == "cuda"
+        # On CUDA, experts of other types are multiplied one after the other all the same.
+        return fits and is_there and device_type == "cuda" and dtype == torch.bfloat16
+    require("grouped_gemm", config.grouped_gemm, is_there or not config.grouped_gemm, "auto or false before torch 2.10")
     found = " and ".join(f"{name} {size}" for name, size in sizes.items())
     expected = f"false for {found}, of which one is not a multiple of {multiple}, as {dtype} needs"
     require("grouped_gemm", config.grouped_gemm, fits or not config.grouped_gemm, expected)
