@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from megatron_groups import leave_groups
 from numpy.typing import NDArray
 from rank import Rank
+from transformer_engine_stand_in import transformer_engine_stand_in
 
 from gcore_trainer import (
     BatchTotals,
@@ -92,6 +94,16 @@ def megatron_trains_and_scores(
     return metrics, np.concatenate(scores), _exported(rank, trainer)
 
 
+def megatron_scores_and_trains(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], steps: Steps
+) -> tuple[NDArray[np.float32], list[dict[str, float]], Tensors, list[Box]]:
+    """Log-probs of the first step's samples before it; then as `megatron_trains`."""
+    trainer = _trainer(path, layout, options)
+    scores = [values for batch in trainer.log_probs(steps[0][trainer.data_parallel_rank]) for values in batch]
+    metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
+    return np.concatenate(scores), metrics, _exported(rank, trainer), _boxes(trainer)
+
+
 def megatron_resumes(
     rank: Rank,
     path: str,
@@ -145,7 +157,8 @@ def _made(path: str, layout: Layout, options: Mapping[str, Any]) -> MegatronTrai
     options = defaults | dict(options)
     if options.pop("recompute", False):
         options["megatron"] = MegatronConfig(recompute_granularity="full")
-    return MegatronTrainer(path, parallel=ParallelConfig(**layout), **options)
+    with transformer_engine_stand_in() if options.pop("stand_in", False) else nullcontext():
+        return MegatronTrainer(path, parallel=ParallelConfig(**layout), **options)
 
 
 def _exported(rank: Rank, trainer: MegatronTrainer) -> Tensors:

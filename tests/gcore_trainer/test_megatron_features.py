@@ -1,11 +1,12 @@
 """What a trainer of Megatron-Core uses on which device, and settings that are refused."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_oracles import save_megatron_model
+from megatron_oracles import CONFIGS, save_megatron_model
 from transformers import AutoModelForCausalLM
 
 from gcore_trainer import (
@@ -18,8 +19,11 @@ from gcore_trainer import (
     ParallelConfig,
     SFTObjective,
 )
-from gcore_trainer.megatron.features import recompute_options
+from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.cpu import megatron_runtime
+from gcore_trainer.megatron.features import fusion_options, recompute_options
 from gcore_trainer.megatron.hf_files import num_parameters
+from gcore_trainer.megatron.model import transformer_config
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -39,6 +43,21 @@ def test_large_models_compute_layers_again_on_cuda(
 ) -> None:
     config = MegatronConfig(recompute_granularity=granularity)  # pyright: ignore[reportArgumentType]
     assert recompute_options(config, device_type=device, num_parameters=lambda: size) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("granularity", ["auto", "selective"])
+def test_megatron_accepts_what_is_chosen_on_cuda(name: str, granularity: Any) -> None:
+    config, size = MegatronConfig(recompute_granularity=granularity), partial(int, LARGE_MODEL)
+    features = fusion_options(config, device_type="cuda")
+    features |= recompute_options(config, device_type="cuda", num_parameters=size)
+    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    with megatron_runtime(torch.device("cuda")):
+        made = transformer_config(Architecture(CONFIGS[name]), parallel, features, dtype=torch.bfloat16)
+    assert features.items() <= vars(made).items()
+    assert made.bf16
+    assert made.bias_activation_fusion
+    assert made.recompute_granularity == ("full" if granularity == "auto" else granularity)
 
 
 def test_parameters_are_counted_by_the_headers_of_files(tmp_path: Path) -> None:

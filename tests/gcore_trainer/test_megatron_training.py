@@ -94,6 +94,7 @@ BUCKETS: dict[str, Any] = OVERLAP | {"bucket_size": 5_000}
         ("qwen3", {}, BUCKETS),
         ("qwen3_moe", {}, OVERLAP),
         ("qwen3_moe", {}, BUCKETS),
+        ("qwen3_moe", {EP: 2}, BUCKETS | {"grouped_gemm": True, "bias_activation_fusion": True}),
         ("qwen2", {PP: 2}, OVERLAP),
         ("qwen3", {TP: 2}, {"recompute_granularity": "selective"}),
         ("qwen3_moe", {}, {"recompute_granularity": "selective"}),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -17,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from gcore_trainer import PackedModel, Sample
+from gcore_trainer import PackedModel, Sample, compile_layers
 from gcore_trainer.packing.row import describe_mask
 from gcore_trainer.torch import activations
 from gcore_trainer.torch.packed_model import ATTENTION_NAME, register
@@ -58,12 +59,8 @@ def group(prompt_length: int, *lengths: int) -> list[Sample]:
     return [Sample(prompt_ids=prompt, response_ids=rng.integers(0, 128, length)) for length in lengths]
 
 
-@pytest.mark.parametrize("share_prefix", [True, False])
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "activation_offload": True}], ids=str)
-@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, Gemma3TextConfig])
-def test_a_pass_is_flash_attention_and_waits_for_nothing(
-    config: type[PreTrainedConfig], options: dict[str, Any], share_prefix: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fake_model(config: type[PreTrainedConfig], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a model on CUDA without values, for a `FakeTensorMode` that allows inputs with values."""
     register()
     windows: dict[str, Any] = {"sliding_window": 100} if config is Gemma3TextConfig else {}
     with torch.device("meta"):
@@ -73,19 +70,28 @@ def test_a_pass_is_flash_attention_and_waits_for_nothing(
     # It compares values, of which fake tensors have none.
     monkeypatch.setattr(PackedModel, "_probe", lambda *_: None)
     monkeypatch.setitem(vars(AttentionMaskInterface)["_global_mapping"], ATTENTION_NAME, describe_real_mask)
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is not None:
+                fake = torch.empty(own.shape, dtype=own.dtype, device="cuda")
+                module._parameters[name] = torch.nn.Parameter(fake)
+        for name, own in module._buffers.items():
+            module._buffers[name] = None if own is None else torch.empty(own.shape, dtype=own.dtype, device="cuda")
+    return model
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "activation_offload": True}], ids=str)
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, Gemma3TextConfig])
+def test_a_pass_is_flash_attention_and_waits_for_nothing(
+    config: type[PreTrainedConfig], options: dict[str, Any], share_prefix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The widest of these tiny activations are large enough.
     offload = partial(activations.offload_activations, smallest_bytes=1 << 16)
     monkeypatch.setattr(activations, "offload_activations", offload)
     monkeypatch.setattr(activations, "_address", lambda tensor: tensor.untyped_storage()._cdata)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in model.modules():
-            for name, own in module._parameters.items():
-                if own is not None:
-                    fake = torch.empty(own.shape, dtype=own.dtype, device="cuda")
-                    module._parameters[name] = torch.nn.Parameter(fake)
-            for name, own in module._buffers.items():
-                module._buffers[name] = None if own is None else torch.empty(own.shape, dtype=own.dtype, device="cuda")
-        packed = PackedModel(model, share_prefix=share_prefix, **options)
+        packed = PackedModel(fake_model(config, monkeypatch), share_prefix=share_prefix, **options)
         with Operations() as operations:
             scores = packed.score([*group(300, 700, 20), *group(40, 130, 5)])
         assert scores.log_probs.device.type == "cuda"
@@ -96,3 +102,37 @@ def test_a_pass_is_flash_attention_and_waits_for_nothing(
     assert ("empty_like" in operations.names) == ("activation_offload" in options), "pinned memory of the host"
     calls = operations.names.count("_flash_attention_forward")
     assert calls >= 4 if share_prefix else calls == 2
+
+
+# Dynamo looks at the gradient of every tensor, also of those that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("config", "options", "with_gradient"),
+    [
+        (Qwen2Config, {}, True),
+        (Qwen3Config, {"gradient_checkpointing": True}, True),
+        (Gemma3TextConfig, {}, False),
+        (Gemma3TextConfig, {"gradient_checkpointing": True}, True),
+    ],
+)
+def test_compiled_layers_are_the_same_graphs_for_all_rows(
+    config: type[PreTrainedConfig], options: dict[str, Any], with_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more is traced than on a CPU, whose results `test_compiled.py` compares."""
+    torch.compiler.reset()
+    counters.clear()
+    stats = counters["stats"]
+    # A backward pass on CUDA cannot be traced without one.
+    backend = "eager" if with_gradient else "aot_eager"
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(with_gradient):
+        packed = PackedModel(fake_model(config, monkeypatch), **options)
+        compile_layers(packed, backend=backend)
+        first = packed.score([*group(300, 700, 20), *group(40, 130, 5)])
+        num_graphs = stats["unique_graphs"]
+        assert 0 < num_graphs <= 8
+        for row in ([*group(17, 5)], [*group(90, 3, 400, 8)]):
+            scores = packed.score(row)
+            assert scores.log_probs.device.type == "cuda"
+            assert scores.log_probs.requires_grad == first.log_probs.requires_grad == with_gradient
+        assert stats["unique_graphs"] == num_graphs
+    torch.compiler.reset()

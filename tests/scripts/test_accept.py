@@ -41,6 +41,35 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     assert all(f"## {part.number}. {part.name}: " in text for part in PARTS)
 
 
+BAD_PARTS = """
+import sys
+from acceptance import command
+from acceptance.parts import Part
+command.PARTS = (
+    Part(number=1, name="raises", function="training:absent", limit_s=60),
+    Part(number=2, name="too slow", function="training:new_shapes", limit_s=0),
+    Part(number=3, name="exits", function="command:main", limit_s=60),
+    Part(number=4, name="ends", function="training:log_probs", limit_s=60),
+)
+sys.exit(command.main(["--device", "cpu", "--small", "--parts", "1,2,3,4", "--out", sys.argv[1]]))
+"""
+
+
+@pytest.mark.slow
+def test_parts_that_end_badly_do_not_end_the_run(tmp_path: Path) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": str(ACCEPT.parent)}
+    command = [sys.executable, "-c", BAD_PARTS, str(tmp_path)]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    raises, slow, exits, ends = read_results(tmp_path)
+    assert "has no attribute 'absent'" in raises.errors[0]
+    assert raises.errors[0].endswith("the part's process ended with exit code 1")
+    assert slow.errors[0].endswith("ended after 0 s, its limit")
+    assert exits.errors[0].endswith("the part's process ended with exit code 1")
+    assert (ends.status, ends.errors) == ("measured", [])
+    assert ends.figures
+
+
 def test_help_names_every_part() -> None:
     finished = accept("--help")
     assert finished.returncode == 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from acceptance.forked import ForkedPart
 from acceptance.machine import ROOT
 from acceptance.parts import PARTS, Part
 from acceptance.report import Figure, Result, number, read_results, write_result
@@ -175,28 +176,35 @@ def _run(
     lines, log = work / f"{part.number:02}.jsonl", logs / f"{part.number:02}.log"
     lines.touch()
     shapes = "small" if options.small else "full"
-    command = [sys.executable, "-m", "acceptance.trial", part.function, str(lines), options.device, shapes, str(work)]
+    arguments = [part.function, str(lines), options.device, shapes, str(work)]
     begin, error = time.monotonic(), ""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            code = process.wait(limit_s)
-            if code:
-                ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-                error = f"{log.read_text(errors='replace')}\nthe part's process ended with {ending}"
-        except subprocess.TimeoutExpired:
-            error = f"{log.read_text(errors='replace')}\nended after {limit_s:.0f} s, its limit"
-        finally:
-            _end(process)
+    process = (
+        _start(arguments, log, environment) if options.device == "cuda" else ForkedPart(arguments, log, environment)
+    )
+    try:
+        code = process.wait(limit_s)
+        if code:
+            ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+            error = f"{log.read_text(errors='replace')}\nthe part's process ended with {ending}"
+    except subprocess.TimeoutExpired:
+        error = f"{log.read_text(errors='replace')}\nended after {limit_s:.0f} s, its limit"
+    finally:
+        _end(process)
     seconds = time.monotonic() - begin
     written = lines.read_text().splitlines()
     lines.unlink()
     return Result.of_lines(written, number=part.number, name=part.name, error=error, seconds=seconds, machine=machine)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _start(arguments: Sequence[str], log: Path, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "acceptance.trial", *arguments]
+    with log.open("w") as output:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+
+
+def _end(process: "subprocess.Popen[bytes] | ForkedPart") -> None:
     """End a part's process with the processes that it started, which are of its session."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:

@@ -1,8 +1,10 @@
-"""Part 1: the tests of ``tests/gpu``, by pytest in a process of its own."""
+"""Part 1: the tests of ``tests/gpu``."""
 
-import subprocess
-import sys
+import io
 import xml.etree.ElementTree as ElementTree
+from contextlib import redirect_stdout
+
+import pytest
 
 from acceptance.machine import ROOT
 from acceptance.trial import Trial
@@ -22,13 +24,12 @@ def run_tests(trial: Trial) -> None:
     settings.write_text(_SETTINGS)
     chosen = "gpu" if trial.device.startswith("cuda") else "not gpu and not slow"
     options = ["--import-mode=importlib", "-ra", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={results}"]
-    command = [sys.executable, "-m", "pytest", "-c", str(settings), f"--rootdir={ROOT}", *options, "-m", chosen]
-    finished = subprocess.run(
-        [*command, str(ROOT / "tests/gpu")], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    print(finished.stdout, finished.stderr)
+    output = io.StringIO()
+    with redirect_stdout(output):
+        code = pytest.main(["-c", str(settings), f"--rootdir={ROOT}", *options, "-m", chosen, str(ROOT / "tests/gpu")])
+    print(text := output.getvalue())
     if not results.is_file():
-        raise RuntimeError(f"pytest ended with exit code {finished.returncode}: {finished.stdout}{finished.stderr}")
+        raise RuntimeError(f"pytest ended with exit code {code}: {text}")
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     for suite in ElementTree.parse(results).iter("testsuite"):
         for name in counts:
@@ -36,6 +37,6 @@ def run_tests(trial: Trial) -> None:
     trial.count("tests", counts["tests"])
     trial.count("failed", counts["failures"] + counts["errors"], at_most=0)
     trial.count("skipped", counts["skipped"])
-    if finished.returncode:
-        _, _, summary = finished.stdout.rpartition("short test summary info")
-        trial.error(summary or finished.stdout)
+    if code:
+        _, _, summary = text.rpartition("short test summary info")
+        trial.error(summary or text)

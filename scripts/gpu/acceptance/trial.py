@@ -85,13 +85,12 @@ class Trial:
         print(line, flush=True)
 
 
-def main() -> None:
-    """Run the part that the command line names."""
-    function, result, device, shapes, work = sys.argv[1:]
+def run_part(function: str, result: str, device: str, shapes: str, work: str) -> None:
+    """Run the part that the arguments of a command line name."""
     trial = Trial(Path(result), device=device, is_small=shapes == "small", work=Path(work))
     module, _, name = function.partition(":")
     getattr(import_module(f"acceptance.{module}"), name)(trial)
 
 
 if __name__ == "__main__":
-    main()
+    run_part(*sys.argv[1:])

@@ -60,6 +60,10 @@ def write(cli: Cli, name: str, text: str) -> str:
             ],
             "trainer.megatron.overlap_param_gather is true; expected false with actor.lora_rank",
         ),
+        (
+            ["--trainer.backend", "megatron", "--device", "cpu", "--trainer.megatron.transformer-engine", "True"],
+            "trainer.megatron.transformer_engine is true; expected auto or false with device cpu",
+        ),
         (["--algorithm.kl-ctrl.kl-coef", "0.1"], "or gae or reinforce_plus_plus"),
         (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5; expected a number in [0, 1]"),
         (

@@ -291,6 +291,9 @@ class TrainConfig(BaseRLConfig):
         self._check_memory_settings()
         gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
         self.require("trainer.megatron.overlap_param_gather", not gathers_late, "false with actor.lora_rank")
+        has_te = own.megatron.transformer_engine is True
+        for other in ("actor.lora_rank" * (self.actor.lora_rank > 0), "device cpu" * (self.device == "cpu")):
+            self.require("trainer.megatron.transformer_engine", not (has_te and other), f"auto or false with {other}")
         can_be_on_ray = self.runtime != "ray" or not rollout.is_on_servers
         self.require("rollout.engine", can_be_on_ray, "hf or vllm with runtime 'ray'")
         can_record = rollout.decode_mode != "cuda_graphs" or self.device != "cpu"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from gcore_trainer.errors import ConfigError
@@ -120,9 +121,12 @@ def _bounds(kind: Any) -> list[tuple[str, Bound]]:
     for field in fields(kind):
         found += [(field.name, bound) for bound in getattr(field.type, "__metadata__", ())]
         for literal in (own for own in (field.type, *get_args(field.type)) if get_origin(own) is Literal):
-            choices, is_optional = get_args(literal), literal is not field.type
-            accepted = f"one of {', '.join(choices)}{', or none' if is_optional else ''}"
-            found.append((field.name, Bound([*choices, *[None] * is_optional].__contains__, accepted)))
+            names, others = get_args(literal), set(get_args(field.type)) & {bool, NoneType}
+            accepted = (
+                f"one of {', '.join(names)}" + ", true, false" * (bool in others) + ", or none" * (NoneType in others)
+            )
+            choices = [*names, *[True, False] * (bool in others), *[None] * (NoneType in others)]
+            found.append((field.name, Bound(choices.__contains__, accepted)))
     return found
 
 

@@ -203,10 +203,10 @@ def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: floa
         "activations": "actor.activation_offload false",
         "checkpoint": "actor.lora_rank 16" if not config.actor.lora_rank else "",
     }
-    advice = dict.fromkeys(less[item] for item, size in host.items() if size and less[item])
+    advice = " or ".join(dict.fromkeys(less[item] for item, size in host.items() if size and less[item]))
     raise UserError(
-        f"the run needs {needed / _GB:.1f} GB of the host's memory; expected at most the {available_bytes / _GB:.1f} "
-        f"GB that are available (GB: {_host_items(host)}); less is needed with {' or '.join(advice) or 'a smaller model'}"
+        f"the run needs {needed / _GB:.1f} GB of the host's memory; expected at most {available_bytes / _GB:.1f} GB, "
+        f"which are available (GB: {_host_items(host)}); less is needed with {advice or 'a smaller model'}"
     )
 
 

@@ -24,6 +24,8 @@ def megatron_runtime(device: torch.device) -> Generator[None]:
         # Settings and functions that Megatron-Core itself uses are deprecated; a user cannot change them.
         warnings.filterwarnings("ignore", message=".*deprecated", module="megatron")
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        # Of inputs of functions that Megatron-Core hands to torch.compile, by torch itself.
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         # 0.16.1 leaves the name unbound where Transformer Engine is not installed, and its router then fails with a
         # NameError on any device; where the name is None, the router computes with torch.
         router_gemm = getattr(moe_utils, "te_general_gemm", None)

@@ -3,6 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from gcore_trainer.config import require
+from gcore_trainer.megatron.architecture import Architecture
+from gcore_trainer.megatron.experts import ALIGNMENT_BYTES
 from gcore_trainer.megatron_config import MegatronConfig
 from gcore_trainer.torch.activations import LARGE_MODEL
 
@@ -18,6 +23,51 @@ def recompute_options(config: MegatronConfig, *, device_type: str, num_parameter
         # Attention keeps no scores here; what an MLP keeps is most of a layer's.
         return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
     return {}
+
+
+def fusion_options(config: MegatronConfig, *, device_type: str) -> dict[str, Any]:
+    """Return settings of Megatron-Core's ``TransformerConfig``; `MegatronConfig` says why most fusions are off."""
+    setting = config.bias_activation_fusion
+    return {
+        "bias_activation_fusion": device_type == "cuda" if setting == "auto" else setting,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+    }
+
+
+def has_grouped_experts(
+    config: MegatronConfig, architecture: Architecture, *, device_type: str, dtype: torch.dtype
+) -> bool:
+    """Return whether a rank's experts are one parameter; raise `ConfigError` where they are to be and cannot."""
+    if not architecture.num_experts:
+        return False
+    sizes = {name: getattr(architecture.hf_config, name) for name in ("hidden_size", "moe_intermediate_size")}
+    multiple = ALIGNMENT_BYTES // dtype.itemsize
+    fits = all(size % multiple == 0 for size in sizes.values())
+    is_there = hasattr(torch.nn.functional, "grouped_mm")
+    if config.grouped_gemm == "auto":
+        # On CUDA, experts of other types are multiplied one after the other all the same.
+        return fits and is_there and device_type == "cuda" and dtype == torch.bfloat16
+    require("grouped_gemm", config.grouped_gemm, is_there or not config.grouped_gemm, "auto or false before torch 2.10")
+    found = " and ".join(f"{name} {size}" for name, size in sizes.items())
+    expected = f"false for {found}, of which one is not a multiple of {multiple}, as {dtype} needs"
+    require("grouped_gemm", config.grouped_gemm, fits or not config.grouped_gemm, expected)
+    return config.grouped_gemm
+
+
+def uses_transformer_engine(config: MegatronConfig, *, device_type: str, is_installed: bool, has_lora: bool) -> bool:
+    """Return whether linear layers are Transformer Engine's; raise `ConfigError` where they are to be and cannot."""
+    setting = config.transformer_engine
+    if setting == "auto":
+        return device_type == "cuda" and is_installed and not has_lora
+    name = "transformer_engine"
+    require(name, setting, device_type == "cuda" or not setting, f"auto or false on {device_type}: it needs CUDA")
+    hint = "auto or false where it is not installed: pip install 'transformer-engine[pytorch]'"
+    require(name, setting, is_installed or not setting, hint)
+    require(name, setting, not (has_lora and setting), "auto or false with lora: adapters are of other layers")
+    return setting
 
 
 def data_parallel_options(config: MegatronConfig) -> dict[str, Any]:

@@ -7,12 +7,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from gcore_trainer.config import ParallelConfig
 from gcore_trainer.megatron.architecture import Architecture, sizes_of
+from gcore_trainer.megatron.experts import GroupedExperts
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.row import Row
 
@@ -131,28 +134,37 @@ def transformer_config(
         batch_p2p_comm=False,
         # Gradients are sums: the objective's weights have divided by what is to be divided by.
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         **others,
         **features,
     )
 
 
 def make_chunks(
-    architecture: Architecture, parallel: ParallelConfig, config: TransformerConfig, *, has_value_head: bool
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    config: TransformerConfig,
+    *,
+    has_value_head: bool,
+    has_grouped_experts: bool,
+    has_transformer_engine: bool,
 ) -> list[HiddenStatesGPT]:
     """Make this rank's layers, a chunk for each of its virtual stages; all matrices are 0."""
+    layer = _layer_spec(config)
+    if has_grouped_experts:
+        layer.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    if has_transformer_engine:
+        _use_transformer_engine(layer.submodules, has_experts=architecture.num_experts > 0)
+    norm: Any = RMSNorm
     vpp = parallel.virtual_pipeline_model_parallel_size
     tp = parallel.tensor_model_parallel_size
     chunks: list[HiddenStatesGPT] = []
     for stage in range(vpp):
         vp_stage = stage if vpp > 1 else None
+        num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+        block: Any = TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
         chunk = HiddenStatesGPT(
             config,
-            _block_spec(config, vp_stage),
+            block,
             vocab_size=-(-architecture.hf_config.vocab_size // tp) * tp,
             max_sequence_length=architecture.hf_config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -171,7 +183,7 @@ def make_chunks(
     return chunks
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
+def _layer_spec(config: TransformerConfig) -> Any:
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -184,6 +196,19 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     attention.core_attention = PlanAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+    return layer
+
+
+def _use_transformer_engine(parts: Any, *, has_experts: bool) -> None:
+    """Replace linear layers of attention and of a dense MLP, and the norms before them, which are fused with them."""
+    # A module of Megatron-Core that warns where Transformer Engine is missing.
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    provider = TESpecProvider()
+    norm_and_column, row = provider.column_parallel_layer_norm_linear(), provider.row_parallel_linear()
+    attention = parts.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = norm_and_column, row
+    parts.input_layernorm = IdentityOp
+    if not has_experts:
+        parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = norm_and_column, row
+        parts.pre_mlp_layernorm = IdentityOp

@@ -101,6 +101,9 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
         "mlp.linear_fc2": ("mlp.down_proj", ffn),
     }
     module, _, kind = name.rpartition(".")
+    if kind == "layer_norm_weight":
+        # Transformer Engine's layers hold the norm before them.
+        module = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}[module]
     if name == "score.weight":
         return [_box(name, (1, hidden))]
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -138,17 +141,22 @@ def _pieces(architecture: Architecture, parallel: ParallelConfig, name: str, lay
                     pieces.append(_box(hub_name, shape, 0, offset, end - begin, start=begin * math.prod(columns)))
                 first += rows
         return pieces
-    # One expert of a tensor that holds all of a layer's.
-    match = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name)
+    # Each expert is a piece of a tensor that holds all of a layer's; a parameter has one expert, or all of this rank.
+    match = re.fullmatch(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|weight([12]))", name)
     assert match is not None, f"no rule for parameter {name!r}"
+    number, *halves = match.groups()
     ffn = config.moe_intermediate_size
     hub_module, shape = {
-        "linear_fc1": ("gate_up_proj", (2 * ffn, hidden)),
-        "linear_fc2": ("down_proj", (hidden, ffn)),
-    }[match[2]]
+        "1": ("gate_up_proj", (2 * ffn, hidden)),
+        "2": ("down_proj", (hidden, ffn)),
+    }[halves[0] or halves[1]]
     num_local = a.num_experts // parallel.expert_model_parallel_size
-    expert = parallel_state.get_expert_model_parallel_rank() * num_local + int(match[1])
-    return [_box(f"{prefix}mlp.experts.{hub_module}", (a.num_experts, *shape), 0, expert, 1)]
+    first = parallel_state.get_expert_model_parallel_rank() * num_local
+    hub_name, size = f"{prefix}mlp.experts.{hub_module}", math.prod(shape)
+    return [
+        _box(hub_name, (a.num_experts, *shape), 0, first + expert, 1, start=i * size)
+        for i, expert in enumerate(range(num_local) if number is None else [int(number)])
+    ]
 
 
 def _box(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
@@ -22,7 +23,13 @@ from gcore_trainer.lora import merge_lora
 from gcore_trainer.megatron.adapters import add_adapters, check_targets, target_layers
 from gcore_trainer.megatron.architecture import Architecture, join_groups
 from gcore_trainer.megatron.cpu import megatron_runtime
-from gcore_trainer.megatron.features import data_parallel_options, recompute_options
+from gcore_trainer.megatron.features import (
+    data_parallel_options,
+    fusion_options,
+    has_grouped_experts,
+    recompute_options,
+    uses_transformer_engine,
+)
 from gcore_trainer.megatron.hf_files import load_weights, num_parameters, write_folder
 from gcore_trainer.megatron.model import make_chunks, transformer_config
 from gcore_trainer.megatron.optimizer import DistributedAdamW
@@ -80,7 +87,13 @@ class MegatronTrainer(Trainer):
         ABOVE_ZERO.require("temperature", temperature)
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype is {dtype}; expected one of {', '.join(map(str, _DTYPES))}")
-        if lora is not None and megatron is not None and megatron.overlap_param_gather:
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        megatron = megatron or MegatronConfig()
+        has_te = uses_transformer_engine(
+            megatron, device_type=device.type, is_installed=HAVE_TE, has_lora=lora is not None
+        )
+        if lora is not None and megatron.overlap_param_gather:
             raise ConfigError(
                 "overlap_param_gather is True with lora; expected false, because Megatron-Core gathers parameters when "
                 "their module is called, and adapters have none of their own"
@@ -93,26 +106,32 @@ class MegatronTrainer(Trainer):
         architecture.check_layout(parallel, dist.get_world_size())
         targets = frozenset[str]() if lora is None else target_layers(architecture, lora)
         check_targets(targets, architecture, parallel)
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        has_grouped = has_grouped_experts(megatron, architecture, device_type=device.type, dtype=dtype)
         self._device = device
         self._path = Path(path)
         self._architecture = architecture
         self._temperature = temperature
         self._parallel = parallel
-        self._megatron = megatron = megatron or MegatronConfig()
+        self._megatron = megatron
         self._gather = partial(gather_weights, dtype=dtype, device=device)
         self._lora = lora
         self._has_value_head = objective.scores == "values"
         with megatron_runtime(self._device):
             cp = join_groups(parallel, self._device)
             replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=False)
-            features = recompute_options(
+            features = fusion_options(megatron, device_type=device.type) | recompute_options(
                 megatron, device_type=device.type, num_parameters=partial(num_parameters, self._path)
             )
             config = transformer_config(architecture, parallel, features, dtype=dtype)
             config.finalize_model_grads_func = finalize_model_grads
-            stages = make_chunks(architecture, parallel, config, has_value_head=self._has_value_head)
+            stages = make_chunks(
+                architecture,
+                parallel,
+                config,
+                has_value_head=self._has_value_head,
+                has_grouped_experts=has_grouped,
+                has_transformer_engine=has_te,
+            )
             self._pieces = self._trained = pieces_of(architecture, parallel, stages)
             load_weights(self._path, self._pieces)
             if lora is not None:
