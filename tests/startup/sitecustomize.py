@@ -11,11 +11,13 @@ from types import FrameType
 gc.set_threshold(10_000, 50, 100)
 
 _find_spec = importlib.util.find_spec
+_UNSEEN = {"bitsandbytes", "sklearn"}
+"""What libraries import where they find it, for features that are not used here; it takes seconds."""
 
 
-def _find_without_bitsandbytes(name: str, package: str | None = None) -> ModuleSpec | None:
-    """Do not find bitsandbytes, which libraries use where they find it; an import does not come here."""
-    return None if name == "bitsandbytes" else _find_spec(name, package)
+def _find_without_extras(name: str, package: str | None = None) -> ModuleSpec | None:
+    """Find everything but ``_UNSEEN``; an import does not come here."""
+    return None if name in _UNSEEN else _find_spec(name, package)
 
 
 class _NotForPeft:
@@ -31,5 +33,5 @@ class _NotForPeft:
             raise ModuleNotFoundError(name)
 
 
-importlib.util.find_spec = _find_without_bitsandbytes
+importlib.util.find_spec = _find_without_extras
 sys.meta_path.insert(0, _NotForPeft())  # pyright: ignore[reportArgumentType]  # a finder needs no more
