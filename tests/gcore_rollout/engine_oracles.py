@@ -1,7 +1,7 @@
 """Tiny models, and what transformers' own forward says about an engine's completions."""
 
 import asyncio
-import mmap
+import gc
 import pickle
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -108,9 +108,10 @@ async def until_sampled(engine: Engine, num_tokens: int) -> None:
     await until(lambda: engine.stats().completion_tokens >= goal)
 
 
-def resident_bytes() -> int:
-    """Memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+def tensor_bytes() -> int:
+    """Memory of all CPU tensors of this process: unlike what is resident, nothing else in the process changes it."""
+    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 async def until_idle(engine: Engine) -> None:

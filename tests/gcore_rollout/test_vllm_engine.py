@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import gc
+import mmap
 import os
 import random
 import sys
@@ -20,7 +21,6 @@ from engine_oracles import (
     make_request,
     make_tiny_model,
     reference_log_probs,
-    resident_bytes,
     until_sampled,
 )
 
@@ -114,6 +114,10 @@ async def test_kv_computed_again(tied: TinyModel) -> None:
             expected = reference_log_probs(model, request, c.token_ids)
             np.testing.assert_allclose(c.log_probs[mine], expected[mine], atol=1e-5, rtol=0)
     await engine.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 async def test_sleep_frees_keys_and_values(tied: TinyModel) -> None:

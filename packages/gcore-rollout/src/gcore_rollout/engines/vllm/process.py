@@ -190,9 +190,8 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(folder / file, framework="pt") as tensors:
-            # A safetensors file has keys(), but cannot be iterated.
-            # An open file has keys() and cannot be iterated.
-            shapes.update((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+            names = tensors.keys()
+            shapes.update((name, tuple(tensors.get_slice(name).get_shape())) for name in names)
     return shapes
 
 
