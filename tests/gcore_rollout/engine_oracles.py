@@ -110,7 +110,8 @@ async def until_sampled(engine: Engine, num_tokens: int) -> None:
 
 def tensor_bytes() -> int:
     """Memory of all CPU tensors of this process: unlike what is resident, nothing else in the process changes it."""
-    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor and t.device.type == "cpu")
+    tensors = (t for t in gc.get_objects() if type(t) is torch.Tensor and t.layout is torch.strided)
+    storages = [t.untyped_storage() for t in tensors if t.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
