@@ -75,8 +75,13 @@ class SleepingSynthesizer(Synthesizer):
 
 class SleepingTrainer:
     def __init__(self, device: SharedDevice) -> None:
-        self.sleep = lambda: device.sleep("trainer")
-        self.wake = lambda: device.wake("trainer")
+        self._device = device
+
+    async def sleep(self) -> None:
+        self._device.sleep("trainer")
+
+    async def wake(self) -> None:
+        self._device.wake("trainer")
 
 
 @dataclass
@@ -104,7 +109,7 @@ def run(
     logits, metrics, device = np.zeros(NUM_TONES), list[dict[str, float]](), SharedDevice()
     plain = Synthesizer(seconds=0.01)
     engine, judge = (SleepingSynthesizer(seconds=0.01, device=device, name=name) for name in ("engine", "judge"))
-    turns = DeviceTurns(SleepingTrainer(device), engine, [judge], devices=DeviceTimers(), num_ranks=1)
+    turns = DeviceTurns(SleepingTrainer(device), engine, [judge], devices=DeviceTimers(), ranks=[0])
 
     async def record(event: Event) -> None:
         if isinstance(event, Stepped):

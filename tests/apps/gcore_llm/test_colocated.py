@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import Cli, metrics_of, option_set, step_rows
+from command_line import Cli, assert_same_metrics, metrics_of, option_set, read_rows, step_rows
 
 from gcore_ckpt import Checkpointer, load
 from gcore_placement import Ledger, read_spans
@@ -97,6 +97,27 @@ def test_processes_by_turns(cli: Cli, own_args: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["split", "colocated"])
+def test_turns_on_a_cluster(cli: Cli, own_args: list[str], tiny: Path, strategy: str) -> None:
+    """Ranks on the devices of two engines and a judge (split), or of two engines with a judge each, and on one more."""
+    args = [*own_args, *JUDGE, *UNREADABLE, "--reward-model.path", str(tiny), "--trainer.save-freq", "1"]
+    cli.ok(*args, "--name", "alone")
+    sizes = ["--controllers", "2", "--rollout.num-processes", "2", "--trainer.num-processes", "3"]
+    options = ["--runtime", "ray", *sizes, "--placement.strategy", strategy, "--rollout.colocated", "true"]
+    finished = cli(*args, *options, "--name", "turns")
+    assert finished.code == 0, finished
+    assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/alone")
+    rows = read_rows(cli.cwd / "runs/turns/spans.jsonl")
+    places = [f"device {i}" for i in range(3)] if strategy == "split" else ["device 0", "device 1", "trainer 2"]
+    for row in rows:
+        assert sorted(row["devices"]) == places
+        for name, spans in row["devices"].items():
+            stages = {stage for stage, *_ in spans}
+            assert stages >= {"prepare", "train", "sync", "swap"}
+            assert ("gen" in stages or "reward" in stages) == name.startswith("device")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [[], [*ALL_MODELS, "--actor.offload", "all"]], ids=["actor", "all models, one at a time"]
 )
@@ -130,7 +151,7 @@ def test_one_model_at_a_time_by_turns(cli: Cli, own_args: list[str]) -> None:
     [
         (["--trainer.schedule", "async"], "false with trainer.schedule 'async', which samples while it trains"),
         (["--trainer.schedule", "one_step_off"], "false with trainer.schedule 'one_step_off', which samples while it"),
-        (["--runtime", "ray"], "false with runtime 'ray'"),
+        (["--runtime", "sim"], "false with runtime 'sim'"),
         (["--trainer.backend", "megatron"], "false with trainer.backend 'megatron', whose ranks cannot sleep"),
     ],
 )

@@ -1,19 +1,22 @@
 """Predictions of a run's steps, and their corrections."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from command_line import Cli, option_set, step_rows
 
-from gcore_llm.config import TrainConfig
+from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
 from gcore_llm.forecast import run_forecast
+from gcore_llm.reward_config import RewardModelConfig
 from gcore_placement import Correction, PlacementError
 from gcore_placement.quantities import lengths_of
 
 
-def config(tiny: Path, **fields: str) -> TrainConfig:
+def config(tiny: Path, **fields: Any) -> TrainConfig:
     return TrainConfig(model=str(tiny), device="cpu", **fields)  # pyright: ignore[reportArgumentType]
 
 
@@ -48,6 +51,16 @@ def test_measurements_correct_predictions(tiny: Path, tmp_path: Path) -> None:
     assert again.stepped(metrics(100.0, longest=200.0))["forecast/error"] == pytest.approx(0.0, abs=1e-9)
     assert Correction.load(path).factor("training") > 0
     assert again.stepped({"sampling/groups": 0.0}) == {}
+
+
+def test_engines_of_one_device_each(tiny: Path, tmp_path: Path) -> None:
+    """Two of the policy and one of a judge, whose forecast has no engine over two devices."""
+    judge = RewardModelConfig(kind="judge", path=str(tiny))
+    cluster = config(tiny, runtime="ray", reward_model=judge, rollout=RolloutConfig(num_processes=2))
+    for ranks in (1, 3):
+        sized = replace(cluster, trainer=TrainerConfig(num_processes=ranks))
+        found = run_forecast(sized, tiny, tmp_path / "placement.json").stepped(metrics(100.0, longest=200.0))
+        assert found["forecast/stages_s"] > 0
 
 
 def test_drawn_lengths_are_those_of_the_law() -> None:

@@ -274,17 +274,17 @@ class TrainConfig(BaseRLConfig):
         greedy = f"algorithm.adv_estimator {algorithm.adv_estimator!r}" if algorithm.estimator.needs_greedy else ""
         own = self.trainer
         overlapped = f"trainer.schedule {own.schedule!r}" if own.schedule != "sync" else ""
-        apart = f"runtime {self.runtime!r}" if self.runtime != "inline" else ""
+        simulated = "runtime 'sim'" if self.runtime == "sim" else ""
         partial, pairwise, turns = "rollout.partial_rollout", "reward_model.judge.pairwise", "rollout.colocated"
         is_set = {partial: rollout.partial_rollout, pairwise: self.reward_model.is_pairwise}
-        is_set[turns] = rollout.colocated is True
+        is_set[turns] = self.takes_turns
         for name, other, reason in (
             (partial, several_turns, "because an environment cannot wait for the next step"),
             (partial, greedy, "whose greedy responses are of the present weights"),
             (pairwise, several_turns, "because one response to one prompt is compared"),
             (pairwise, greedy, "whose greedy response is in no group"),
             (turns, overlapped, "which samples while it trains"),
-            (turns, apart, "whose roles have devices of their own"),
+            (turns, simulated, "whose roles have devices of their own"),
             (turns, "trainer.backend 'megatron'" * (own.backend == "megatron"), "whose ranks cannot sleep"),
         ):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
@@ -314,6 +314,10 @@ class TrainConfig(BaseRLConfig):
                 f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "
                 "or a reward_model, or an environment that rewards"
             )
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.rollout.colocated is True
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:

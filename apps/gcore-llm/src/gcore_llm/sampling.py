@@ -90,7 +90,7 @@ def engine_factory(
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         own["max_model_len"] = min(config.data.max_length, longest_sequence(model) or config.data.max_length)
         own["speculative_config"] = settings.speculative.as_vllm_takes_it()
-        sleeps = settings.colocated is True and "enable_sleep_mode" in settings.kind.own_options
+        sleeps = config.takes_turns and "enable_sleep_mode" in settings.kind.own_options
         own["own_options"] = settings.engine_options | ({"enable_sleep_mode": True} if sleeps else {})
     # A process of its own has a GPU of its own.
     has_process = settings.num_processes > 0 or config.runtime == "ray"
@@ -143,7 +143,7 @@ def _gpus(settings: EngineConfig, config: TrainConfig) -> list[str]:
 
     # The judge's come after the policy's.
     first = 0 if settings is config.rollout else config.rollout.num_processes
-    training, takes_turns = training_gpus(config, len(gpus)), config.rollout.colocated is True
+    training, takes_turns = training_gpus(config, len(gpus)), config.takes_turns
     places = engine_gpus(len(gpus), settings.num_processes, training, takes_turns=takes_turns, first=first)
     return [gpus[place] for place in places]
 

@@ -164,7 +164,7 @@ async def _start_inline(
     instrumentation: Instrumentation,
 ) -> Backend[Job, TrainConfig]:
     """Load the model in a folder for every role that needs it, in this process."""
-    devices, takes_turns = instrumentation.devices or DeviceTimers(), config.rollout.colocated is True
+    devices, takes_turns = instrumentation.devices or DeviceTimers(), config.takes_turns
     # vLLM sets process-wide state as it starts, so it comes first.
     eos = eos_token_ids(scoring["tokenizer"], model)
     policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
@@ -179,7 +179,7 @@ async def _start_inline(
         raise
     turns = None
     if takes_turns:
-        turns = DeviceTurns(learner, policy, judges, devices=devices, num_ranks=config.trainer.num_processes)
+        turns = DeviceTurns(learner, policy, judges, devices=devices, ranks=range(config.trainer.num_processes))
     roles = SamplingRoles(policy=policy, devices=devices, **scoring)
     return inline_backend(config, shared=roles, roles=Roles, learner=learner, close=policy.close, turns=turns)
 
@@ -226,7 +226,7 @@ async def _run_controller(
             policy=own.policy,
             **_scoring(config, tokenizer, rewards),
             policy_slots=own.num_engines * config.rollout.max_num_seqs,
-            learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of),
+            learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of, sharing=own.sharing),
             devices=own.devices,
             owns_process=True,
         )

@@ -219,8 +219,6 @@ class Instrumentation:
     """Record when the replicas work."""
     logs: Path | None = None
     """Folder of the log files of replicas that are processes of their own."""
-    device: Literal["engine", "judge"] | None = None
-    """The role whose devices the replicas share; None: they have devices of their own."""
     record: "WeightRecord" = field(default_factory=lambda: gcore_rollout.WeightRecord())
     """The weights that the replicas of a policy should have."""
     announce: Callable[[str], None] | None = None
@@ -233,8 +231,7 @@ class Instrumentation:
             engine = gcore_rollout.CheckedEngine(engine, name=name, record=self.record)
         if self.devices is None:
             return engine
-        device = f"{self.device or self.role} {number}"
-        return gcore_rollout.TimedEngine(engine, self.devices, device=device, stage=stage, name=name)
+        return gcore_rollout.TimedEngine(engine, self.devices, stage=stage, name=name)
 
     async def start(
         self,

@@ -76,6 +76,8 @@ class ControllerServices:
     """Engines of the policy."""
     judge: Engine[Any, Any] | None
     devices: DeviceTimers
+    sharing: Sequence[Engine[Any, Any]] = ()
+    """The engines that share devices with training ranks, and take turns with them; the policy's first."""
 
 
 RunController = Callable[[JobT, Context[Handles], ControllerServices, Recorder], Awaitable[None]]
@@ -180,24 +182,26 @@ async def _run_controller(job: Any, run_controller: RunController[Any], logs: Pa
     os.chdir(ctx.roles.folder)
     log_to(logs, "controller", ctx.rank, redirect=True)
     torch.set_num_threads(max(1, config.threads // ctx.world_size))
-    devices = DeviceTimers()
+    devices = DeviceTimers(shared=ctx.roles.shared_devices)
     connected = partial(_connect_engines, devices, Announcer(ctx.report), start_timeout_s=config.ray.timeout_s)
     engines = _own(ctx.roles.engines, ctx.rank, ctx.world_size)
     judges = _own(ctx.roles.judges, ctx.rank, ctx.world_size)
-    in_turns = STRATEGIES[config.placement.strategy].is_time_shared
+    in_turns, takes_turns = STRATEGIES[config.placement.strategy].is_time_shared, config.takes_turns
     async with AsyncExitStack() as to_close:
         judge = None
         if judges:
-            judge = await connected("judge", judges, device="engine" if in_turns else None)
+            judge = await connected("judge", judges)
             to_close.push_async_callback(judge.close)
             if in_turns:
                 await judge.sleep()
         policy = await connected("engine", engines)
         to_close.push_async_callback(policy.close)
         if in_turns and judge is not None:
-            await policy.wake()
-            policy, judge = TimeSharedEngines([policy, judge]).engines
-        own = ControllerServices(policy=policy, judge=judge, devices=devices, num_engines=len(engines))
+            if not takes_turns:
+                await policy.wake()
+            policy, judge = TimeSharedEngines([policy, judge], first_is_awake=not takes_turns).engines
+        sharing = [policy, *filter(None, [judge])] if takes_turns else []
+        own = ControllerServices(policy=policy, judge=judge, devices=devices, num_engines=len(engines), sharing=sharing)
         await run_controller(job, ctx, own, ctx.report)
 
 
@@ -212,11 +216,10 @@ async def _connect_engines(
     role: ActorRole,
     actors: Mapping[int, EngineHandle],
     *,
-    device: Literal["engine"] | None = None,
     start_timeout_s: float,
 ) -> Engine[Any, Any]:
     """Return the engines of some actors as one; it connects again to one that died, after Ray has restarted it."""
-    instrumentation = Instrumentation(role=role, devices=devices, device=device)
+    instrumentation = Instrumentation(role=role, devices=devices)
 
     async def connect(number: int) -> Engine[Any, Any]:
         engine = await RayEngine.connect(actors[number], start_timeout_s=start_timeout_s)
@@ -288,8 +291,8 @@ class LivePlacement:
             self._moved_at_s = None
         if (loads := self._loads(metrics, devices)) is None:
             return
-        policy, reward, stage_s = loads
-        before = self.sizes
+        policy, reward, start_s, end_s = loads
+        before, stage_s = self.sizes, end_s - start_s
         self._dynamic.config = replace(self._dynamic.config, move_s=self._move_s)
         if not before.in_turns:
             self._dynamic.observe(policy, reward)
@@ -297,9 +300,11 @@ class LivePlacement:
             self._choice.switch_s = self._move_s
             num_turns = max(1.0, metrics.get("sampling/waves", 1.0))
             if before.in_turns or self.swap_s is None:
-                # Those of the device that swapped for longest.
-                swaps_s = (sum(s.end_s - s.start_s for s in own if s.stage == "swap") for own in devices.values())
-                self.swap_s = max(swaps_s, default=0.0) / num_turns
+                # Those of the device that swapped for longest. Where engines take turns with ranks, too, they swap
+                # before and after sampling with any placement.
+                is_counted = (lambda s: start_s <= s.start_s < end_s) if before.ranks_in_turns else (lambda _: True)
+                swaps = ([s for s in own if s.stage == "swap" and is_counted(s)] for own in devices.values())
+                self.swap_s = max((sum(s.end_s - s.start_s for s in own) for own in swaps), default=0.0) / num_turns
             strategy = self._choice.observe(policy, reward, stage_s=stage_s, swap_s=self.swap_s * num_turns)
             if before.in_turns and STRATEGIES[strategy].follows_load:
                 best = self._dynamic.best((policy.work_device_s, reward.work_device_s))
@@ -309,8 +314,8 @@ class LivePlacement:
 
     def _loads(
         self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]
-    ) -> tuple[RoleLoad, RoleLoad, float] | None:
-        """Return the load of generation and of rewarding, and the seconds from the first request to the last verdict.
+    ) -> tuple[RoleLoad, RoleLoad, float, float] | None:
+        """Return the load of generation and of rewarding, the time of the first request and that of the last verdict.
 
         None: nothing was generated, or nothing judged.
         """
@@ -336,7 +341,7 @@ class LivePlacement:
             )
             for role in roles
         )
-        return policy, reward, max(finish_s.values())
+        return policy, reward, start_s, start_s + max(finish_s.values())
 
     def _work_s(self, role: Role, busy_s: float, generated: float) -> float:
         """Return the device-seconds of a role's work, as if its engines were as full as they recently were at most."""

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from gcore_controller.collectives.base import Collectives
@@ -79,19 +80,30 @@ class DeviceTimers:
     """Record the stages of the devices, engines and training ranks, that this process sends calls to.
 
     A device is in a stage while a call of that stage is unanswered; with several calls, in the stage of the latest.
+
+    Args:
+        shared: the device of each engine and rank that shares one, by name. The others have devices of their own, and
+            of their names.
     """
 
-    def __init__(self, clock: Clock = time.monotonic, *, wall_clock: Clock = time.time) -> None:
+    def __init__(
+        self,
+        clock: Clock = time.monotonic,
+        *,
+        wall_clock: Clock = time.time,
+        shared: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.generated: Counter[str] = Counter()
         """Number of tokens, or images, generated in each stage since the last `drain`."""
         self._clock, self._wall_clock = clock, wall_clock
+        self._shared = shared
         self._timers: dict[str, StageTimer] = {}
 
     @contextmanager
     def stage(self, stage: str, *names: str) -> Generator[None]:
-        """Attribute the time inside the block to ``stage`` on the devices of these names."""
+        """Attribute the time inside the block to ``stage`` on the devices of these engines and ranks."""
         with ExitStack() as stages:
-            for name in names:
+            for name in {self._shared.get(name, name): None for name in names}:
                 timer = self._timers.setdefault(name, StageTimer(self._clock))
                 stages.enter_context(timer.stage(stage))
             yield

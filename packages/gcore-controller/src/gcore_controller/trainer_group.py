@@ -48,15 +48,6 @@ class TrainerGroup(Protocol):
         """Load the latest checkpoint, and return the ``rest`` that was saved in it."""
         ...
 
-    def sleep(self) -> None:
-        """Move all models out of the devices' memory, until `wake` or a call that saves or exports them. Idempotent.
-
-        Until then no model computes.
-        """
-
-    def wake(self) -> None:
-        """Move the models back. Idempotent."""
-
     def close(self) -> None:
         """Wait until checkpoints are written, and end the processes of the group, if it has any."""
 
@@ -75,6 +66,15 @@ class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
     def replica(self, role: str) -> Replica:
         """Return this rank's data-parallel replica of a role, and the number of replicas."""
         ...
+
+    def sleep(self) -> None:
+        """Move all models out of the device's memory, until `wake` or a call that saves or exports them. Idempotent.
+
+        Until then no model computes.
+        """
+
+    def wake(self) -> None:
+        """Move the models back. Idempotent."""
 
     def score(self, role: str, micro_batches: Sequence[BatchT_contra], *, with_routing: bool) -> list[list[Any]]:
         """Return a model's outputs for each sample; ``with_routing`` in pairs with the experts of its tokens."""
@@ -110,6 +110,12 @@ class _Trainer(Protocol[BatchT_contra]):
 
 class SharedTrainerGroup(TrainerGroup, _Trainer[BatchT_contra], Protocol[BatchT_contra]):
     """A trainer group that the controllers of this process share; several calls may be in flight at once."""
+
+    async def sleep(self) -> None:
+        """See `TrainerWorker.sleep`."""
+
+    async def wake(self) -> None:
+        """See `TrainerWorker.wake`."""
 
     def export_weights(self, *, averaged: bool = False) -> Weights: ...
 
@@ -217,11 +223,13 @@ def _num_updates(worker: TrainerWorker[Any]) -> int:
     return worker.num_updates
 
 
-def _sleep(worker: TrainerWorker[Any]) -> None:
+def sleep(worker: TrainerWorker[Any]) -> None:
+    """Put a worker's models to sleep, as a message."""
     worker.sleep()
 
 
-def _wake(worker: TrainerWorker[Any]) -> None:
+def wake(worker: TrainerWorker[Any]) -> None:
+    """Wake a worker's models, as a message."""
     worker.wake()
 
 
@@ -250,11 +258,11 @@ class MessageTrainerGroup(ABC):
     def load(self) -> State:
         return self._ask_all(_load)
 
-    def sleep(self) -> None:
-        self._ask_all(_sleep)
+    async def sleep(self) -> None:
+        self._ask_all(sleep)
 
-    def wake(self) -> None:
-        self._ask_all(_wake)
+    async def wake(self) -> None:
+        self._ask_all(wake)
 
     @abstractmethod
     def _ask_all(self, message: Message) -> Any:

@@ -1,7 +1,7 @@
 """Turns of a trainer group and of engines that share devices: which of them is in the devices' memory at a stage."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 from gcore_controller.context import DeviceTimers, rank_name
@@ -12,10 +12,10 @@ and the weights of the policy's engine, but not its keys and values."""
 
 
 class SleepingTrainer(Protocol):
-    """A trainer group that can leave its devices; both methods are idempotent."""
+    """A trainer group, or some of its ranks, that can leave their devices; both methods are idempotent."""
 
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake(self) -> None: ...
 
 
 class SleepingEngine(Protocol):
@@ -37,7 +37,8 @@ class DeviceTurns:
         policy: the engine that takes over the trainer's weights, asleep at first, with its weights kept.
         others: further engines that work in the turn of sampling, such as a judge; asleep at first.
         devices: records the swaps of the training ranks; engines record their own.
-        num_ranks: number of training ranks whose swaps are recorded.
+        ranks: numbers of the training ranks whose swaps are recorded.
+        current: the first turn; None: it is not known who is asleep, and the first call finds out.
     """
 
     def __init__(
@@ -47,32 +48,41 @@ class DeviceTurns:
         others: Sequence[SleepingEngine] = (),
         *,
         devices: DeviceTimers,
-        num_ranks: int = 0,
+        ranks: Iterable[int] = (),
+        current: Turn | None = "training",
     ) -> None:
-        self.current: Turn | None = "training"
-        """None: a swap has failed half-way."""
+        self.current = current
+        """None: a swap has failed half-way, or none was made yet."""
         self._trainer, self._policy, self._others = trainer, policy, list(others)
-        self._devices, self._ranks = devices, [rank_name(rank) for rank in range(num_ranks)]
+        self._devices, self._ranks = devices, [rank_name(rank) for rank in ranks]
         self._swapping = asyncio.Lock()
 
-    async def take(self, turn: Turn) -> None:
+    async def take(self, turn: Turn, *, all_asleep: Callable[[], Awaitable[None]] | None = None) -> None:
         """Put to sleep what ``turn`` does not need, then wake what it needs. Idempotent.
 
         Samples that still run at the end of the turn of sampling are aborted. After `training` comes `sync`, with an
         update of the policy's weights, before the next turn of sampling. After an error, the next call tries again.
+
+        Args:
+            all_asleep: awaited before anything wakes: a barrier, where several processes each take the turn with their
+                own engines and ranks, which share devices with those of the others.
         """
         async with self._swapping:
             if turn == self.current:
                 return
             before, self.current = self.current, None
             if turn == "sampling":
-                self._move_trainer(is_awake=False)
+                await self._move_trainer(is_awake=False)
+                if all_asleep is not None:
+                    await all_asleep()
                 for engine in (self._policy, *self._others):
                     await engine.wake()
             else:
                 if before != "training":
                     await self._end_sampling(keep_weights=turn == "sync")
-                    self._move_trainer(is_awake=True)
+                    if all_asleep is not None:
+                        await all_asleep()
+                    await self._move_trainer(is_awake=True)
                 if turn == "sync":
                     await self._policy.wake(cache=False)
             self.current = turn
@@ -82,9 +92,9 @@ class DeviceTurns:
             await engine.abort()
             await engine.sleep(keep_weights=keep_weights or engine is not self._policy)
 
-    def _move_trainer(self, *, is_awake: bool) -> None:
+    async def _move_trainer(self, *, is_awake: bool) -> None:
         with self._devices.stage("swap", *self._ranks):
             if is_awake:
-                self._trainer.wake()
+                await self._trainer.wake()
             else:
-                self._trainer.sleep()
+                await self._trainer.sleep()

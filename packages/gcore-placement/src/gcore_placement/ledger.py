@@ -49,6 +49,8 @@ _CAUSE_BY_ROLE: dict[str, dict[str, str]] = {
     "engine": {"gen": "long_tail", "reward": "waiting_for_reward", **_AFTER_SAMPLING},
     "judge": {"gen": "waiting_for_generation", "reward": "long_tail", **_AFTER_SAMPLING},
     "trainer": {"gen": "waiting_for_generation", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
+    # One that engines and training ranks share, by turns.
+    "device": {"gen": "long_tail", "reward": "waiting_for_reward", "sync": "waiting_for_weights"},
 }
 """The cause of idleness of a role's device, by the stage of the controllers."""
 

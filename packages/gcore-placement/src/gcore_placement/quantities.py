@@ -345,3 +345,8 @@ def _mixture(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str
         "moe_intermediate_size": cast("int", config.get("moe_intermediate_size") or sizes["intermediate_size"]),
         "num_moe_layers": len(moe_layers),
     }
+
+
+def gigabytes(size_bytes: float) -> str:
+    """Return a size as text."""
+    return f"{size_bytes / 1e9:.1f} GB"

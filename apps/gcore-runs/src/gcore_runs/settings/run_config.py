@@ -340,12 +340,24 @@ class BaseRLConfig(BaseRunConfig, ABC):
         return 1
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the trainer and the engines share devices, and one of the two is in their memory at a time."""
+        return False
+
+    @property
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
         in_turns, (_, judge) = STRATEGIES[self.placement.strategy].is_time_shared, self.judge
         engines, ranks = self.rollout.num_processes or self.controllers, self.trainer.num_processes
         judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
-        return Sizes(controllers=self.controllers, engines=engines, judges=judges, ranks=ranks, in_turns=in_turns)
+        return Sizes(
+            controllers=self.controllers,
+            engines=engines,
+            judges=judges,
+            ranks=ranks,
+            in_turns=in_turns,
+            ranks_in_turns=self.takes_turns,
+        )
 
     def with_sizes(self, sizes: Sizes) -> Self:
         """Return these settings with other numbers of processes."""

@@ -140,7 +140,7 @@ class SimulatedCluster(Generic[RequestT, SampleT]):
         own_roles: list[Any] = []
         for rank, (engine, slots) in enumerate(self._engines(state)):
             name = f"engine {rank}"
-            policy = engine if ledger else TimedEngine(engine, devices, device=name, stage="gen", name=name)
+            policy = engine if ledger else TimedEngine(engine, devices, stage="gen", name=name)
             own_roles.append(self.services(policy=policy, policy_slots=slots, reward=reward, devices=devices))
         num_ranks = 0 if ledger else learner.num_replicas
 

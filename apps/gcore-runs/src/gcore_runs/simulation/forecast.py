@@ -46,7 +46,7 @@ def forecast_job(config: BaseRLConfig, job: Job, path: Path, *, num_engines: int
     in_all = max(num_engines, num_judges) if is_time_shared else num_engines + num_judges
     num_devices = max(in_all, num_ranks)
     cluster = Cluster(num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices)
-    costs = plan(cluster, job, most_num_seqs=most_num_seqs).costs
+    costs = plan(cluster, job, most_num_seqs=most_num_seqs, engine_devices=1).costs
     # Ranks may be fewer than engines.
     share, own = num_devices / num_ranks, costs.training
     training = replace(own, per_token_s=own.per_token_s * share, per_pair_s=own.per_pair_s * share)

@@ -62,6 +62,9 @@ class Sizes:
     ranks: int
     in_turns: bool = False
     """Each engine shares its device with a judge, and one of the two is awake."""
+    ranks_in_turns: bool = False
+    """Ranks are on the devices of engines and judges, which are asleep while the ranks work, and the other way round;
+    where there are more ranks than those, the rest have devices of their own."""
 
     @property
     def num_processes(self) -> int:
@@ -71,6 +74,11 @@ class Sizes:
     def num_engine_devices(self) -> int:
         """Devices of engines and judges."""
         return self.engines if self.in_turns else self.engines + self.judges
+
+    @property
+    def num_own_ranks(self) -> int:
+        """Ranks on devices of their own."""
+        return max(0, self.ranks - self.num_engine_devices) if self.ranks_in_turns else self.ranks
 
     def __str__(self) -> str:
         parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.judges, "judge")]

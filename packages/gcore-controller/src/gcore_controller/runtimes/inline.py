@@ -227,8 +227,6 @@ class InProcessTrainerGroup(Generic[BatchT]):
         self.save_pretrained = worker.save_pretrained
         self.save = worker.save
         self.load = worker.load
-        self.sleep = worker.sleep
-        self.wake = worker.wake
         self.close = worker.close
         self._worker = worker
         self._in_thread = in_thread
@@ -246,6 +244,12 @@ class InProcessTrainerGroup(Generic[BatchT]):
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:
         return await self._computed(partial(self._worker.train_step, role, micro_batches))
+
+    async def sleep(self) -> None:
+        self._worker.sleep()
+
+    async def wake(self) -> None:
+        self._worker.wake()
 
     def export_weights(self, *, averaged: bool = False) -> Weights:
         return self._worker.export_weights(averaged=averaged)

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from gcore_placement.errors import MissingExtraError
 from gcore_placement.ledger import CAUSES, COLUMNS, Ledger, StepIntervals
 from gcore_placement.planning.options import EnginePlan
-from gcore_placement.planning.planner import Plan, gigabytes
+from gcore_placement.planning.planner import Plan
+from gcore_placement.quantities import gigabytes
 from gcore_placement.simulation.simulator import IDLE, Comparison
 
 try:

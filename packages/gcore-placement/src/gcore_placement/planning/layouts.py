@@ -95,6 +95,8 @@ class Setting:
     """Correction of all laws, by measurements."""
     most_num_seqs: int
     """Most sequences of an engine at once."""
+    engine_devices: int | None = None
+    """Devices of each engine; None: any number that an engine can have."""
 
     @property
     def usable_bytes(self) -> float:

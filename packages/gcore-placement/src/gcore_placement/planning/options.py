@@ -168,11 +168,12 @@ class EngineOptions:
     def sizes(self, num_devices: int) -> list[int]:
         """Return all tensor-parallel sizes, including those that do not fit into memory.
 
-        They are powers of two that divide the heads, in a node or over whole ones.
+        They are powers of two that divide the heads, in a node or over whole ones; or the one that the setting names.
         """
-        node = self._setting.cluster.devices_per_node
+        node, only = self._setting.cluster.devices_per_node, self._setting.engine_devices
         most = min(num_devices, self._model.workload.num_attention_heads)
-        return [tp for tp in powers(most) if divides_heads(self._model, tp) and (tp <= node or not tp % node)]
+        sizes = [tp for tp in powers(most) if divides_heads(self._model, tp) and (tp <= node or not tp % node)]
+        return sizes if only is None else [tp for tp in sizes if tp == only]
 
     def of(self, num_devices: int, free_bytes: float) -> list[Engines]:
         """Return the engines that fit into the free memory of so many devices, smallest first."""

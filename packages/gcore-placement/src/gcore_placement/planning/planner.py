@@ -24,7 +24,7 @@ from gcore_placement.forecast import (
 )
 from gcore_placement.planning.layouts import Setting, TrainingLayout, parts_at
 from gcore_placement.planning.options import EngineOptions, EnginePlan, Engines, TrainingChoice, TrainingOptions
-from gcore_placement.quantities import check_positive
+from gcore_placement.quantities import check_positive, gigabytes
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 
 
@@ -191,6 +191,7 @@ def plan(
     efficiency: Efficiency | None = None,
     correction: Correction | None = None,
     most_num_seqs: int = 1024,
+    engine_devices: int | None = None,
 ) -> Plan:
     """Choose the strategy, layouts, partition and micro-batches with the shortest predicted step.
 
@@ -202,6 +203,7 @@ def plan(
         strategy: None: the fastest; without a judge, colocated.
         correction: measurements of a run of such a job.
         most_num_seqs: most sequences of an engine at once, however much memory there is.
+        engine_devices: devices of each engine; None: whatever is fastest.
     """
     if strategy is not None:
         check_known("strategy", strategy, PLANNED)
@@ -214,6 +216,7 @@ def plan(
         efficiency=efficiency or Efficiency(),
         correction=correction or Correction(),
         most_num_seqs=most_num_seqs,
+        engine_devices=engine_devices,
     )
     known = Candidates(setting)
     best: Candidate | None = None
@@ -393,8 +396,3 @@ def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
 
 def _compared(seconds: float, chosen_s: float, what: str = "a step", *, unfit: str = "does not fit") -> str:
     return f"{seconds:.1f} s {what}, {seconds - chosen_s:+.1f} s" if seconds < inf else unfit
-
-
-def gigabytes(size_bytes: float) -> str:
-    """Return a size as text."""
-    return f"{size_bytes / 1e9:.1f} GB"

@@ -259,33 +259,31 @@ class Timers(Protocol):
 class TimedEngine(WrappedEngine[RequestT, SampleT]):
     """An engine whose calls are recorded: new weights as stage sync, sleep and wake as swap, samples as ``stage``.
 
-    ``device`` is the name of its row in the timeline, ``name`` that in announcements.
+    ``name`` is that of the engine, for the timers and in announcements.
     """
 
-    def __init__(
-        self, engine: Engine[RequestT, SampleT], timers: Timers, *, device: str, stage: str, name: str
-    ) -> None:
+    def __init__(self, engine: Engine[RequestT, SampleT], timers: Timers, *, stage: str, name: str) -> None:
         super().__init__(engine)
         self.name = name
-        self._timers, self._device, self._stage = timers, device, stage
+        self._timers, self._stage = timers, stage
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
-        with self._timers.stage(self._stage, self._device):
+        with self._timers.stage(self._stage, self.name):
             async with aclosing(super().generate(requests)) as samples:
                 async for sample in samples:
                     self._timers.generated[self._stage] += sample.work
                     yield sample
 
     async def update_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]], *, version: int) -> None:
-        with self._timers.stage("sync", self._device):
+        with self._timers.stage("sync", self.name):
             await super().update_weights(weights, version=version)
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        with self._timers.stage("swap", self._device):
+        with self._timers.stage("swap", self.name):
             await super().sleep(keep_weights=keep_weights)
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
-        with self._timers.stage("swap", self._device):
+        with self._timers.stage("swap", self.name):
             await super().wake(weights=weights, cache=cache)
 
 

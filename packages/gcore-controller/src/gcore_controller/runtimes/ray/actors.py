@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.errors import ControllerError
 from gcore_controller.runtimes.backend import SizedConfig, Sizes
+from gcore_controller.runtimes.ray.devices import Device
 
 _ANSWER_TIMEOUT_S = 10.0
 _NEWS_S = 5.0
@@ -183,6 +184,26 @@ class RoleActors(Generic[ConfigT]):
                     handles.append(await self._started(factory, config, neighbour))
         await self._end(spare)
 
+    async def devices(self) -> list[Device]:
+        """Return the devices of the actors once they have started, in the order of `DeviceMap.of`."""
+        own = [*self.handles["engine"]]
+        if not self._is_in_turns:
+            # The last engines of the policy become the last of the judge.
+            own += reversed(self.handles.get("judge", []))
+        return await asyncio.gather(*(handle.actor.__ray_call__.remote(_device) for handle in own))
+
+    async def sleep(self, *, timeout_s: float) -> None:
+        """Put the engines of all roles to sleep, once they are ready, with the weights that they have."""
+        await asyncio.gather(*(self._sleep(h, timeout_s) for handles in self.handles.values() for h in handles))
+
+    async def _sleep(self, handle: Any, timeout_s: float) -> None:
+        engine = await self.connect(handle, start_timeout_s=timeout_s)
+        try:
+            await engine.abort()
+            await engine.sleep()
+        finally:
+            await engine.close()
+
     async def swap_seconds(self, config: ConfigT) -> float:
         """Measure how long it takes to put one engine of each role to sleep and to wake it, while none is in use."""
         seconds = 0.0
@@ -206,9 +227,9 @@ class RoleActors(Generic[ConfigT]):
         """Start an actor, on the device of a neighbour if it has one."""
         num_threads = max(1, config.threads // config.sizes.num_engine_devices)
         if neighbour is not None:
-            node, gpus = await neighbour.actor.__ray_call__.remote(_place)
-            place = NodeAffinitySchedulingStrategy(node, soft=True)
-            factory = partial(_on_gpus, gpus, factory)
+            device: Device = await neighbour.actor.__ray_call__.remote(_device)
+            place = NodeAffinitySchedulingStrategy(device.node, soft=True)
+            factory = partial(_on_gpus, device.gpus, factory)
             return self.start(factory, num_cpus=0, num_threads=num_threads, scheduling_strategy=place)
         return self.start(
             factory,
@@ -222,10 +243,10 @@ class RoleActors(Generic[ConfigT]):
         await asyncio.gather(*map(self.end, handles), return_exceptions=True)
 
 
-def _place(actor: Any) -> tuple[str, list[str]]:
-    """Return the node and the GPUs of an actor."""
+def _device(actor: Any) -> Device:
+    """Return the device of an actor."""
     del actor
-    return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+    return Device(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()])
 
 
 def _on_gpus(gpus: Sequence[str], make: Factory) -> Any:

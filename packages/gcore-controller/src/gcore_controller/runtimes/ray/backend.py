@@ -17,10 +17,13 @@ from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import RoleActors
 from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch
 from gcore_controller.runtimes.ray.controllers import RayControllers
+from gcore_controller.runtimes.ray.devices import Device, DeviceMap
 from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
 from gcore_controller.trainer_group import TrainerSpec
 
 _OBSERVE_EVERY_S = 1.0
+_SLEEP_TIMEOUT_S = 10.0
+"""Longest wait for an engine that is not ready, which then has no memory to give."""
 
 
 JobT = TypeVar("JobT")
@@ -64,6 +67,8 @@ class Handles:
     judges: Sequence[Any]
     """Engines of the judge, if the run has one; divided likewise, or shared by several controllers."""
     ranks: RankHandles
+    shared_devices: Mapping[str, str]
+    """The device of each engine, judge and rank that shares one, by names; see `DeviceTimers`."""
     folder: Path
     """The working folder, to which paths of the user are relative."""
 
@@ -94,6 +99,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         self._announced: set[str] = set()
         self._capacity = CapacityWatch(self.config)
         self._placement: Placement | None = None
+        self._devices = DeviceMap()
         self._controllers: RayControllers | None = None
         self._stages: Sequence[str | None] = []
         self._is_updating = False
@@ -117,12 +123,18 @@ class RayBackend(Generic[JobT, ConfigT]):
             engines=self.engines.handles["engine"],
             judges=self.engines.handles.get("judge", []),
             ranks=self.learner.ranks,
+            shared_devices=self._devices.names,
             folder=Path.cwd(),
         )
         assert self._controllers is not None
         self._is_updating = False
         run = self._controllers.run(self.program(job), roles=handles, reported=partial(self._take_in, recorder))
-        await run_until_done(run, self._watch_capacity(), self._observe_stages())
+        try:
+            await run_until_done(run, self._watch_capacity(), self._observe_stages())
+        finally:
+            if self.config.sizes.ranks_in_turns:
+                # The models may be saved now, for which they wake. An engine that died is replaced by `recover`.
+                await asyncio.gather(self.engines.sleep(timeout_s=_SLEEP_TIMEOUT_S), return_exceptions=True)
 
     def stages(self) -> Sequence[str | None]:
         return self._stages
@@ -193,12 +205,12 @@ class RayBackend(Generic[JobT, ConfigT]):
                     self.learner.close()
                 keeps_models = False
             try:
-                await run_until_done(self._resize(config, keeps_models=keeps_models), self._watch_capacity())
-                return keeps_models
+                return await run_until_done(self._resize(config, keeps_models=keeps_models), self._watch_capacity())
             except CapacityChangedError:
                 keeps_models = False
 
-    async def _resize(self, config: ConfigT, *, keeps_models: bool) -> None:
+    async def _resize(self, config: ConfigT, *, keeps_models: bool) -> bool:
+        """Start and end processes for new settings, and return whether the ranks and their models are the same."""
         if self._controllers is not None and config.sizes.controllers != self.config.sizes.controllers:
             await self._controllers.close()
             self._controllers = None
@@ -209,16 +221,31 @@ class RayBackend(Generic[JobT, ConfigT]):
                 num_cpus=config.ray.cpus_per_process,
                 start_timeout_s=config.ray.timeout_s,
             )
+        takes_turns = config.sizes.ranks_in_turns
+        if takes_turns and keeps_models:
+            # New engines start where ranks are.
+            await self.learner.sleep()
+        elif takes_turns:
+            self.learner.kill()
         await self.engines.resize(config.sizes, config)
         if self._placement is not None and self._placement.swap_s is None:
             self._placement.swap_s = await self.engines.swap_seconds(config)
+        devices: Sequence[Device] = []
+        if takes_turns:
+            # The trainer has the first turn.
+            await self.engines.sleep(timeout_s=config.ray.timeout_s)
+            devices = await self.engines.devices()
+        before, self._devices = self._devices, DeviceMap.of(config.sizes, devices)
+        keeps_models = keeps_models and self._devices.ranks == before.ranks
         if not keeps_models:
             await self.learner.start(
                 self.trainer_spec(config),
                 num_cpus=config.ray.cpus_per_process,
                 num_gpus=config.ray.gpus_per_rank if config.device.startswith("cuda") else 0,
                 timeout_s=config.ray.timeout_s,
+                devices=self._devices.ranks,
             )
+        return keeps_models
 
     async def _watch_capacity(self) -> None:
         """Raise `CapacityChangedError` once not all processes fit any more."""

@@ -191,7 +191,7 @@ def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
     controller = {"CPU": cpus, "GPU": 0.0}
     engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
     rank = {"CPU": cpus, "GPU": config.ray.gpus_per_rank if is_on_gpu else 0.0}
-    return [controller] * sizes.controllers + [engine] * sizes.num_engine_devices + [rank] * sizes.ranks
+    return [controller] * sizes.controllers + [engine] * sizes.num_engine_devices + [rank] * sizes.num_own_ranks
 
 
 class CapacityWatch:

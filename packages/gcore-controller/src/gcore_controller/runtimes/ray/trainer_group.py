@@ -5,17 +5,20 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Generic
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import DeviceTimers, StageTimer, rank_name
 from gcore_controller.errors import ClusterError, RankError
 from gcore_controller.runtimes.ray.actors import ActorGroup, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
+from gcore_controller.runtimes.ray.devices import Device
 from gcore_controller.trainer_group import (
     BatchT,
     Computation,
@@ -32,15 +35,20 @@ from gcore_controller.trainer_group import (
     deal_message,
     digests_of,
     join_ranks,
+    sleep,
+    wake,
 )
-from gcore_controller.turns import Turn
+from gcore_controller.turns import DeviceTurns, SleepingEngine, Turn
 
 
 class TrainingRank:
     """The actor of one rank, which answers one message after the other, in the working folder of the run."""
 
-    def __init__(self, spec: TrainerSpec, rank: int, folder: Path) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, folder: Path, gpus: Sequence[str] | None = None) -> None:
         os.chdir(folder)
+        if gpus is not None:
+            # Those of another actor: Ray hides what a process has not reserved.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         spec.enter_process(rank)
         self._spec = spec
         self._rank = rank
@@ -115,20 +123,35 @@ class RayTrainerGroup(MessageTrainerGroup):
         self.ranks = RankHandles()
         """The handles that controllers are given."""
 
-    async def start(self, spec: TrainerSpec, *, num_cpus: float, num_gpus: float, timeout_s: float) -> None:
+    async def start(
+        self,
+        spec: TrainerSpec,
+        *,
+        num_cpus: float,
+        num_gpus: float,
+        timeout_s: float,
+        devices: Sequence[Device] = (),
+    ) -> None:
         """Start all ranks from the model that the run starts with; end those of before.
 
-        Each reserves ``num_cpus`` and ``num_gpus``.
+        The first ranks are on ``devices`` that other actors have reserved; each of the rest reserves ``num_cpus`` and
+        ``num_gpus``.
 
         Raises:
             RankError: a rank failed or died.
             ClusterError: the cluster lacks the capacity for the ranks, or they have not started in time.
         """
-        self._kill()
+        self.kill()
         remote: Any = ray.remote
         make = remote(concurrency_groups={"news": 1})(TrainingRank)
-        options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
-        actors = [make.options(**options).remote(spec, rank, Path.cwd()) for rank in range(spec.num_ranks)]
+        own = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+        actors: list[Any] = []
+        for rank, device in zip_longest(range(spec.num_ranks), devices[: spec.num_ranks]):
+            options, gpus = own, None
+            if device is not None:
+                place = NodeAffinitySchedulingStrategy(device.node, soft=True)
+                options, gpus = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place}, device.gpus
+            actors.append(make.options(**options).remote(spec, rank, Path.cwd(), gpus))
         self.ranks = RankHandles(actors, expected_errors=spec.expected_errors)
         try:
             async with asyncio.timeout(timeout_s):
@@ -148,7 +171,7 @@ class RayTrainerGroup(MessageTrainerGroup):
             if self.ranks.replicas:
                 self._ask_all(close)
         finally:
-            self._kill()
+            self.kill()
 
     def _ask_all(self, message: Message) -> Any:
         ranks = {actor.ask.remote(message): rank for rank, actor in enumerate(self.ranks.actors)}
@@ -169,8 +192,8 @@ class RayTrainerGroup(MessageTrainerGroup):
             raise failure
         return answers[0]
 
-    def _kill(self) -> None:
-        """End all ranks: one that has failed leaves the others waiting in a collective."""
+    def kill(self) -> None:
+        """End all ranks at once: one that has failed leaves the others waiting in a collective."""
         for actor in self.ranks.actors:
             ray.kill(actor)
         self.ranks = RankHandles()
@@ -191,7 +214,17 @@ class RayTrainerClient(Generic[BatchT]):
     _: KW_ONLY
     cost_of: Callable[[BatchT], float]
     """Work of a micro-batch, in any unit."""
+    sharing: Sequence[SleepingEngine] = ()
+    """This controller's engines, the policy's first, where engines and ranks share devices and take turns."""
     _num_alone: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        # Those that this controller asks to do what all do.
+        self._own_ranks = range(self.group.rank, len(self.ranks.actors), self.group.world_size)
+        self._turns = None
+        if self.sharing:
+            policy, *others = self.sharing
+            self._turns = DeviceTurns(self, policy, others, devices=self.devices, ranks=self._own_ranks, current=None)
 
     @property
     def num_replicas(self) -> int:
@@ -221,7 +254,21 @@ class RayTrainerClient(Generic[BatchT]):
         return await self.group.broadcast(answers.get(0)) if owners else {}
 
     async def take_turn(self, turn: Turn, timer: StageTimer) -> None:
-        """Do nothing: on Ray, ranks and engines have devices of their own."""
+        if self._turns is None or turn == self._turns.current:
+            return
+        with timer.stage("swap"):
+            # No controller's calls are cut short, and nothing wakes where something of another controller is awake.
+            await self.group.barrier()
+            await self._turns.take(turn, all_asleep=self.group.barrier)
+            await self.group.barrier()
+
+    async def sleep(self) -> None:
+        """Put this controller's ranks to sleep."""
+        await self.ranks.answers({rank: self.ranks.actors[rank].ask.remote(sleep) for rank in self._own_ranks})
+
+    async def wake(self) -> None:
+        """Wake this controller's ranks."""
+        await self.ranks.answers({rank: self.ranks.actors[rank].ask.remote(wake) for rank in self._own_ranks})
 
     async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
         """Send the weights from rank 0 to the engines, by reference."""
@@ -237,9 +284,8 @@ class RayTrainerClient(Generic[BatchT]):
 
     async def _exported(self, **options: bool) -> Any:
         """Return what `TrainingRank.export_weights` answers on rank 0; all ranks gather the policy's weights."""
-        ranks = range(self.group.rank, len(self.ranks.actors), self.group.world_size)
-        with self.devices.stage("sync", *map(rank_name, ranks)):
-            calls = {rank: self.ranks.actors[rank].export_weights.remote(**options) for rank in ranks}
+        with self.devices.stage("sync", *map(rank_name, self._own_ranks)):
+            calls = {rank: self.ranks.actors[rank].export_weights.remote(**options) for rank in self._own_ranks}
             exported = await self.ranks.answers(calls)
         return await self.group.broadcast(exported.get(0))
 

@@ -1,0 +1,50 @@
+"""Who is where on a Ray cluster, where roles share devices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gcore_controller.context import rank_name
+from gcore_controller.runtimes.backend import Sizes
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that an actor has reserved: GPUs of a node, or just a share of its CPUs."""
+
+    node: str
+    """Ray's id of the node."""
+    gpus: Sequence[str] = ()
+    """Ray's ids of the GPUs on the node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMap:
+    """The devices that several roles share."""
+
+    ranks: Sequence[Device] = ()
+    """The devices of the first training ranks, by rank; the other ranks have devices of their own."""
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The name of the device of each engine, judge and rank that shares one, for `DeviceTimers`."""
+
+    @classmethod
+    def of(cls, sizes: Sizes, devices: Sequence[Device]) -> "DeviceMap":
+        """Return who is where.
+
+        Ranks are sorted by node and GPU, so that those that communicate most are next to each other.
+
+        Args:
+            devices: those of the engines, and then those that judges have of their own, the last judge's first: so a
+                device keeps its place when its engine changes its role.
+        """
+        if not sizes.ranks_in_turns:
+            # Engines and judges alone take turns, or nobody does.
+            return cls(names={f"judge {i}": f"engine {i}" for i in range(sizes.judges if sizes.in_turns else 0)})
+        count = len(devices)
+        order = sorted(range(count), key=lambda i: (devices[i].node, [(len(gpu), gpu) for gpu in devices[i].gpus]))
+        place = {f"engine {i}": i for i in range(sizes.engines)}
+        place |= {f"judge {i}": i if sizes.in_turns else count - 1 - i for i in range(sizes.judges)}
+        place |= {rank_name(rank): i for rank, i in enumerate(order[: sizes.ranks])}
+        return cls(
+            ranks=[devices[i] for i in order[: sizes.ranks]],
+            names={name: f"device {i}" for name, i in place.items()},
+        )
