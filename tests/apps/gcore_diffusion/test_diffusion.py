@@ -182,18 +182,19 @@ def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str]) -> 
     """Two ranks share the parameters."""
     args = [*own_args, "--actor.loss.kl-loss-coef", "0.1"]
     cli.ok(*args, "--name", "one")
-    cli.ok(*args, "--trainer.num-processes", "2", "--name", "ranks")
+    cli.ok(*args, "--trainer.num-processes", "2", "--rollout.colocated", "true", "--name", "ranks")
     assert_alike(cli.cwd / "runs/ranks", cli.cwd / "runs/one", 2e-3)
     assert (cli.cwd / "runs/ranks/logs/trainer-1.log").is_file()
 
 
 @pytest.mark.slow
 def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> None:
-    """Two controllers, engines and ranks are actors; one of each is killed on the way."""
+    """Two controllers, engines and ranks are actors, the last two on the same devices; one of each is killed."""
     args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
     args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "100", "--actor.optim.lr", "1e-4"]
     cli.ok(*args, "--name", "one")
-    command = cli.start(*args, "--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2")
+    options = ["--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2", "--rollout.colocated", "true"]
+    command = cli.start(*args, *options)
     run = cli.cwd / "runs/default"
     for number, title in enumerate(("ray::EngineActor", "ray::TrainingRank", "ray::ControllerActor"), start=1):
         while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= number):
@@ -232,7 +233,9 @@ def judged(own_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> lis
 def test_engines_go_to_a_judge_that_is_busy(cli: Cli, judged: list[str]) -> None:
     cli.ok(*judged, "--name", "inline")
     ray = ["--runtime", "ray", "--rollout.num-processes", "2", "--placement.strategy", "dynamic"]
-    out = cli.ok(*judged, *ray, "--placement.horizon-steps", "1000")
+    # Each of three ranks is on the device of an engine, whatever its role.
+    turns = ["--rollout.colocated", "true", "--trainer.num-processes", "3"]
+    out = cli.ok(*judged, *ray, *turns, "--placement.horizon-steps", "1000")
     assert "1 engine moved from the policy to the judge: 1 generate and 2 judge now; continuing after step" in out
     rows = step_rows(cli.cwd / "runs/default")
     assert (rows[0]["placement/judges"], rows[-1]["placement/judges"]) == (1, 2)
@@ -240,6 +243,9 @@ def test_engines_go_to_a_judge_that_is_busy(cli: Cli, judged: list[str]) -> None
         # A pixel that rounds otherwise in another batch may change what this judge says.
         assert row["critic/score/mean"] == pytest.approx(other["critic/score/mean"], abs=0.05)
         assert row["perf/generated/gen"] == row["perf/num_images"] == other["perf/num_images"]
+    for row in read_rows(cli.cwd / "runs/default/spans.jsonl"):
+        assert sorted(row["devices"]) == ["device 0", "device 1", "device 2"]
+        assert all({"train", "swap"} < {stage for stage, *_ in spans} for spans in row["devices"].values())
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(cli: Cli, own_args: list[str]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from gcore_controller import (
     Backend,
     Context,
-    DeviceTimers,
+    DeviceTurns,
     Handles,
     RayTrainerClient,
     Recorder,
@@ -27,7 +27,7 @@ from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_fact
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError, evaluate_images
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
-from gcore_runs.engines import Instrumentation
+from gcore_runs.engines import Instrumentation, device_timers
 from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ async def start(
     display: Display,
 ) -> Backend[Job, DiffusionConfig]:
     """Make and score an image in this process, then start the services, and a judge where ``rewards`` is None."""
-    devices, is_on_ray = DeviceTimers(), config.runtime == "ray"
+    devices, is_on_ray = device_timers(config), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     async with AsyncExitStack() as engines:
         policy, judge = await start_engines(config, model, instrumentation, engines, is_trial=is_on_ray)
@@ -59,8 +59,16 @@ async def start(
         sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
+            turns, sharing = None, [policy, *filter(None, [judge])] if config.takes_turns else []
+            for engine in sharing:
+                # The trainer has the first turn.
+                await engine.sleep()
             learner = start_trainer(config, model, checkpoints)
-            return inline_backend(config, shared=sampler, roles=Roles, learner=learner, close=engines.pop_all().aclose)
+            if sharing:
+                ranks = range(config.trainer.num_processes)
+                turns = DeviceTurns(learner, policy, sharing[1:], devices=devices, ranks=ranks)
+            close = engines.pop_all().aclose
+            return inline_backend(config, shared=sampler, roles=Roles, learner=learner, close=close, turns=turns)
     from gcore_runs.on_ray import start_ray_backend
 
     return await start_ray_backend(
@@ -96,7 +104,7 @@ async def _run_controller(job: Job, ctx: Context[Handles], own: "ControllerServi
     """Build a controller's roles in its process on Ray, and run the program with them."""
     # Ray gives controllers no GPU.
     rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
-    learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes)
+    learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing)
     roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))
 

@@ -155,6 +155,10 @@ class RolloutConfig(Checked, section="rollout"):
     """Most images that an engine makes at once."""
     num_processes: NonNegative = 0
     """Engines, each a process of its own; 0: one in the controllers' process, or on ray one for each controller."""
+    colocated: bool | Literal["auto"] = "auto"
+    """true: the trainer leaves the memory of its devices while the engines, and a judge's, work, and these while the
+    trainer works; on ray each training rank is then on the device of an engine. false: all stay in memory, on ray on
+    devices of their own. auto: true on a cluster with GPUs."""
     eval_num_inference_steps: NonNegative = 0
     """Steps of held-out images, made without noise; 0: as in training."""
     eval_guidance_scale: Amount = 0.0
@@ -280,6 +284,12 @@ class DiffusionConfig(BaseRLConfig):
     def engine_device(self) -> str:
         """Device of an engine; on ray each sees only its own GPU."""
         return "cuda" if self.runtime == "ray" and self.device.startswith("cuda") else self.device
+
+    @property
+    def takes_turns(self) -> bool:
+        if self.rollout.colocated == "auto":
+            return self.runtime == "ray" and self.device.startswith("cuda")
+        return self.rollout.colocated
 
     @property
     def judge(self) -> tuple[str, JudgeConfig | None]:

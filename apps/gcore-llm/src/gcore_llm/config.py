@@ -317,7 +317,11 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def takes_turns(self) -> bool:
-        return self.rollout.colocated is True
+        wanted, trainer = self.rollout.colocated, self.trainer
+        if wanted == "auto":
+            is_on_cluster = self.runtime == "ray" and self.device.startswith("cuda")
+            return is_on_cluster and trainer.schedule == "sync" and trainer.backend == "torch"
+        return wanted
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:

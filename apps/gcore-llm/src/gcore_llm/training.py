@@ -37,7 +37,7 @@ from gcore_runs import (
     inline_backend,
     resolve,
 )
-from gcore_runs.engines import EngineConfig, Instrumentation
+from gcore_runs.engines import EngineConfig, Instrumentation, device_timers
 from gcore_trainer import merge_lora
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         # On Ray the ranks do so: this machine may have no libraries for training.
         check_libraries(config)
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
-        say, devices = supervisor.display.say, DeviceTimers()
+        say = supervisor.display.say
         tokenizer = _checked_tokenizer(config)
         prompts = load_prompts(config, tokenizer)
         check_lengths(config, prompts)
@@ -73,7 +73,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
 
             # Before anything is loaded: a run that does not fit is refused here.
             config = planned(config, say)
-        instrumentation = Instrumentation(devices=devices, announce=say)
+        instrumentation = Instrumentation(devices=device_timers(config), announce=say)
         with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))

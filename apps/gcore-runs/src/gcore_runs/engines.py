@@ -24,7 +24,7 @@ from gcore_runs import Bound, Checked, Count, NonNegative, UserError, at_least, 
 if TYPE_CHECKING:
     from gcore_controller import DeviceTimers
     from gcore_rollout import Engine, RequestT, SampleT, WeightRecord
-    from gcore_runs.settings.run_config import BaseRunConfig
+    from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -91,9 +91,11 @@ class PolicyEngineConfig(EngineConfig):
     """The engine of the policy, and what can be set of some kinds of engines alone."""
 
     colocated: bool | Literal["auto"] = "auto"
-    """true: the trainer leaves the memory of its device while the engine, and a judge of this run's own, generate, and
-    these while the trainer works; false: all stay in memory. auto: true where trainer and engine share a GPU that
-    cannot hold both, by the plan of its memory that is shown at the start."""
+    """true: the trainer leaves the memory of its devices while the engines, and a judge of this run's own, generate,
+    and these while the trainer works; on ray each training rank is then on the device of an engine. false: all stay in
+    memory, on ray on devices of their own. auto: true on a cluster with GPUs, with the torch backend and schedule sync;
+    and where trainer and engine share a GPU of this machine that cannot hold both, by the plan of its memory that is
+    shown at the start."""
     gpu_memory_utilization: Annotated[
         float | None, Bound(lambda share: share is None or 0 < share <= 1, "a number in (0, 1], or None")
     ] = None
@@ -260,6 +262,23 @@ class Instrumentation:
 
 
 NO_INSTRUMENTATION = Instrumentation()
+
+
+def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
+    """Return the timers of this machine's devices, each of which engines, judges and ranks share where they take turns.
+
+    Engines are on the devices of the ranks, from the first, and judges on those after the engines'.
+    """
+    from gcore_controller import DeviceTimers
+
+    if not config.takes_turns:
+        return DeviceTimers()
+    engines, (_, judge) = config.rollout.num_processes, config.judge
+    judges, num_gpus = judge.num_processes if judge else 0, len(gcore_rollout.visible_gpus(config.device))
+    place = {f"engine {i}": i for i in range(engines or 1)} | {f"trainer {i}": i for i in range(config.sizes.ranks)}
+    # One without a process is in this one, on the first device.
+    place |= {f"judge {i}": engines + i for i in range(judges)} if judges else {"judge 0": 0}
+    return DeviceTimers(shared={name: f"device {i % num_gpus if num_gpus else i}" for name, i in place.items()})
 
 
 def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:

@@ -245,10 +245,10 @@ class ModelledLearner:
     def load(self) -> dict[str, Any]:
         raise UserError("a simulated learner has no checkpoint")
 
-    def sleep(self) -> None:
+    async def sleep(self) -> None:
         """Do nothing: there is no memory."""
 
-    def wake(self) -> None:
+    async def wake(self) -> None:
         """Do nothing."""
 
     def close(self) -> None:

@@ -132,6 +132,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     async def _control(self, name: Control) -> None:
         if name in ("sleep", "discard"):
             self.pipeline.to("cpu")
+            if self._device.type != "cpu":
+                # Other processes on the device need it.
+                torch.accelerator.empty_cache()
         elif name in ("wake", "wake_weights"):
             self.pipeline.to(self._device)
 
