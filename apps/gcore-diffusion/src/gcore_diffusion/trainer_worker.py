@@ -89,8 +89,19 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         assert not with_routing
         return step_means(self._reference, micro_batches, self._kernel)
 
+    def sleep(self) -> None:
+        super().sleep()
+        if self._reference is not None:
+            self._reference.sleep()
+
+    def wake(self) -> None:
+        if self._reference is not None:
+            self._reference.wake()
+        super().wake()
+
     def save_pretrained(self, path: Path) -> None:
         """Write the folder of the denoiser, averaged if there is an average."""
+        self.wake()
         self._trainer.save_pretrained(path, averaged=self._is_averaged)
 
 

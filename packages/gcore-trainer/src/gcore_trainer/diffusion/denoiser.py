@@ -17,6 +17,7 @@ from gcore_trainer.diffusion.sample import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import add_lora, merge_lora
 from gcore_trainer.torch.activations import is_checkpointed
+from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import shard_modules
 from gcore_trainer.trainer import whole
 
@@ -59,6 +60,7 @@ class Denoiser:
             add_lora(model, lora)
         # Dropout would make every ratio to the sampling policy noise.
         model.eval()
+        self._sleeper = Sleeper(model)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, device: str = "cpu", **options: Any) -> Self:
@@ -91,7 +93,16 @@ class Denoiser:
         """Return another one with the same weights, of which none is trained."""
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model).requires_grad_(False)
+        twin._sleeper = Sleeper(twin.model)
         return twin
+
+    def sleep(self) -> None:
+        """Free the device's memory of the parameters until `wake`."""
+        self._sleeper.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`, if this model is asleep."""
+        self._sleeper.wake()
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Shard the parameters in place, block by block (FSDP2, ZeRO-3: arXiv 1910.02054)."""

@@ -14,6 +14,7 @@ from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, Trans
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.objectives.policy import add_sums, check_finite
+from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import TorchParallel
 from gcore_trainer.trainer import AdamW, BaseTrainer, Replicas
 
@@ -85,6 +86,31 @@ class DiffusionTrainer(BaseTrainer):
         self._models = Models(policy=denoiser, old=old, reference=reference)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
         self._old_decay = old_decay
+        self._sleeper = Sleeper(denoiser.model, self._kept)
+
+    def sleep(self) -> None:
+        """Free the device's memory of all models, averages, gradients and optimizer states until `wake`.
+
+        Values move to (pinned) host memory; gradients are 0 afterwards. See `Sleeper`.
+        """
+        self._sleeper.sleep()
+        for model in self._others:
+            model.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`, if this trainer is asleep."""
+        self._sleeper.wake()
+        for model in self._others:
+            model.wake()
+
+    @property
+    def _others(self) -> list[Denoiser]:
+        """The models besides the policy."""
+        return [model for model in (self._models.old, self._models.reference) if model is not None]
+
+    def _kept(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Return the tensors besides the models', by groups and names."""
+        return {**self._adamw.kept(), "ema": self._ema.tensors if self._ema is not None else {}}
 
     def train_step(self, micro_batches: Sequence[DiffusionMicroBatch]) -> dict[str, float]:
         """Make one update on all images of all replicas; the result does not depend on how they are split.
@@ -98,7 +124,9 @@ class DiffusionTrainer(BaseTrainer):
         Raises:
             BatchError: the images lack what the objective needs, hold numbers that are not finite, or there are none.
             NonFiniteGradientError: too many skipped steps in a row.
+            TrainerError: the trainer is asleep.
         """
+        self._sleeper.check_awake()
 
         def checked() -> tuple[int, int, int]:
             samples = [s for batch in micro_batches for s in batch]
