@@ -16,28 +16,32 @@ class Sleeper(FakeEngine):
 
     def __init__(self, awake: "set[Sleeper]") -> None:
         super().__init__(step_s=0.0005)
-        self._all_awake = awake
+        self.all_awake = awake
         self.num_swaps = 0
+        self.num_weight_wakes = 0
         self.is_broken = False
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         await super().sleep(keep_weights=keep_weights)
         await asyncio.sleep(0.001)
-        self._all_awake.discard(self)
+        self.all_awake.discard(self)
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
         assert weights
-        assert cache
+        if not cache:
+            assert not self.all_awake
+            self.num_weight_wakes += 1
+            return
         if self.is_broken:
             raise RolloutError("no memory")
         await asyncio.sleep(0.001)
-        self._all_awake.add(self)
+        self.all_awake.add(self)
         self.num_swaps += 1
-        assert self._all_awake == {self}
+        assert self.all_awake == {self}
 
     async def _sample(self, request: Request, index: int, finished: asyncio.Queue[Completion]) -> None:
         await super()._sample(request, index, finished)
-        assert self._all_awake == {self}
+        assert self.all_awake == {self}
 
 
 def tokens(found: dict[tuple[str, int], Completion]) -> dict[tuple[str, int], list[int]]:
@@ -112,6 +116,27 @@ async def test_a_swap_that_fails_is_tried_again() -> None:
     assert policy.num_swaps == 1
     judge.is_broken = False
     assert len(await collect(second, make_request("v", 2, max_tokens=3))) == 1
+
+
+async def test_all_can_leave_the_devices() -> None:
+    """Something else has them, and then the weights of one are updated, before the next call wakes an engine."""
+    policy, judge = own = sleepers(2)
+    first, second = TimeSharedEngines(own).engines
+    await collect(second, make_request("v", 2, max_tokens=3))
+    for number in (1, 2):
+        await first.sleep(keep_weights=False)
+        await second.sleep()
+        assert not policy.all_awake
+        await first.wake(cache=False)
+        await first.update_weights([("w", torch.ones(2))], version=number)
+        # All parts of both, as far as they fit next to each other: none until one is needed.
+        await first.wake()
+        await second.wake()
+        assert not policy.all_awake
+        assert (policy.weight_version, policy.num_weight_wakes) == (number, number)
+        await collect(first, make_request("a", 2, max_tokens=3))
+        await collect(second, make_request("v", 2, max_tokens=3))
+    assert (policy.num_swaps, judge.num_swaps) == (2, 3)
 
 
 async def test_real_engines_sample_the_same_in_turns(tied: TinyModel) -> None:

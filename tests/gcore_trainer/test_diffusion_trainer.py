@@ -30,6 +30,7 @@ from gcore_trainer import (
     OptimizerConfig,
     RewardGradientObjective,
     StateError,
+    TrainerError,
     UnsupportedModelError,
     step_means,
 )
@@ -207,6 +208,27 @@ def test_a_resumed_trainer_continues_to_the_bit(pipeline: Path, name: str) -> No
             assert torch.equal(tensor, expected[key]), key
     with pytest.raises(StateError, match="names on one side only"):
         trainer_of(pipeline, OBJECTIVES[name]()).load_state(first.state())
+
+
+@pytest.mark.parametrize("name", ["dpo", "nft"])
+def test_sleep_between_updates_changes_nothing(pipeline: Path, name: str) -> None:
+    """Of the policy, its average, the reference or the policy that samples, and the optimizer: nothing stays behind."""
+    batches = [as_pairs(sampled(Denoiser.from_pretrained(pipeline), 4, seed=k)) for k in range(3)]
+    awake, rested = (trainer_of(pipeline, OBJECTIVES[name](), ema_decay=0.9) for _ in range(2))
+    for batch in batches:
+        assert rested.train_step([batch]) == awake.train_step([batch])
+        rested.sleep()
+        groups = {key: group for key, group in rested.state().items() if isinstance(group, dict)}
+        # Parameters are mapped from a file here, whose pages are not this process's to free.
+        del groups["model"]
+        assert not any(t.untyped_storage().nbytes() for group in groups.values() for t in group.values())
+        with pytest.raises(TrainerError, match="asleep"):
+            rested.train_step([batch])
+        rested.wake()
+    for averaged in (False, True):
+        expected = dict(awake.export_weights(averaged=averaged))
+        for key, tensor in rested.export_weights(averaged=averaged):
+            assert torch.equal(tensor, expected[key]), key
 
 
 def test_adapters_alone_learn_and_are_merged(pipeline: Path, tmp_path: Path) -> None:

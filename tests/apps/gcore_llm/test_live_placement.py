@@ -1,6 +1,7 @@
 """Engines that move between the policy and the judge while a run continues, or are both in turns."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,19 @@ def test_two_devices_take_turns_where_one_role_has_most_to_do() -> None:
         turns_of(placement, gen_s=90.0, reward_s=10.0, swap_s=70.0)
     assert placement.sizes == Sizes(controllers=1, engines=1, judges=1, ranks=1)
     assert placement.swap_s == pytest.approx(70.0)
+
+
+def test_swaps_before_sampling_are_not_those_of_the_placement() -> None:
+    """Where ranks have the devices between two steps, engines sleep and wake with any placement."""
+    whole = Sizes(controllers=1, engines=1, judges=1, ranks=2, ranks_in_turns=True)
+    placement = LivePlacement(whole, PlacementConfig(strategy="auto"))
+    placement.swap_s = 2.0
+    for _ in range(3):
+        step_of(placement, gen_s=90.0, reward_s=10.0)
+    assert placement.sizes == replace(whole, engines=2, judges=2, in_turns=True)
+    row = [span("swap", 0, 50), span("gen", 100, 145), span("swap", 145, 147), span("reward", 147, 152)]
+    placement.observe({"timing_s/step": 200.0, "sampling/waves": 1.0}, {f"device {i}": row for i in range(2)})
+    assert placement.swap_s == pytest.approx(2.0)
 
 
 @pytest.fixture

@@ -1,0 +1,49 @@
+"""Who is where on a cluster whose engines and training ranks share devices."""
+
+import time
+from dataclasses import replace
+
+from gcore_controller import DeviceTimers, Sizes
+from gcore_controller.runtimes.ray.devices import Device, DeviceMap
+
+GPUS = [Device("b", ["0"]), Device("a", ["10"]), Device("a", ["2"]), Device("b", ["1"])]
+
+
+def test_ranks_follow_nodes_and_gpus() -> None:
+    """Engines are spread over the nodes; ranks that are next to each other are on one node."""
+    sizes = Sizes(controllers=1, engines=3, judges=1, ranks=3, ranks_in_turns=True)
+    found = DeviceMap.of(sizes, GPUS)
+    assert found.ranks == [GPUS[2], GPUS[1], GPUS[0]]
+    engines = {f"engine {i}": f"device {i}" for i in range(3)}
+    ranks = {"trainer 0": "device 2", "trainer 1": "device 1", "trainer 2": "device 0"}
+    assert found.names == {**engines, "judge 0": "device 3", **ranks}
+
+
+def test_a_device_keeps_its_place_when_its_engine_moves() -> None:
+    """The last engine of the policy becomes the last of the judge, and the ranks stay where they are."""
+    before = DeviceMap.of(Sizes(controllers=1, engines=3, judges=1, ranks=4, ranks_in_turns=True), GPUS)
+    after = DeviceMap.of(Sizes(controllers=1, engines=2, judges=2, ranks=4, ranks_in_turns=True), GPUS)
+    assert after.ranks == before.ranks
+    moved = before.names["engine 2"]
+    assert after.names["judge 1"] == moved
+    assert {**before.names, "judge 1": moved} == {**after.names, "engine 2": moved}
+
+
+def test_judges_on_the_devices_of_engines() -> None:
+    both = Sizes(controllers=1, engines=2, judges=2, ranks=3, in_turns=True)
+    assert DeviceMap.of(both, []).names == {"judge 0": "engine 0", "judge 1": "engine 1"}
+    shared = DeviceMap.of(replace(both, ranks_in_turns=True), GPUS[:2])
+    assert (shared.names["judge 1"], shared.names["trainer 0"]) == ("device 1", "device 1")
+    assert len(shared.ranks) == 2, "the third has a device of its own"
+    assert "trainer 2" not in shared.names
+
+
+def test_roles_on_one_device_are_timed_together() -> None:
+    timers = DeviceTimers(shared={"engine 0": "device 0", "trainer 0": "device 0"})
+    for name, stage in (("engine 0", "gen"), ("trainer 0", "train"), ("trainer 1", "train")):
+        with timers.stage(stage, name):
+            time.sleep(0.001)
+    with timers.stage("swap", "engine 0", "trainer 0"):
+        time.sleep(0.001)
+    found = {name: [span.stage for span in spans] for name, spans in timers.drain().items()}
+    assert found == {"device 0": ["gen", "train", "swap"], "trainer 1": ["train"]}
