@@ -1,0 +1,110 @@
+"""What a run does on a machine with GPUs before and besides training: its settings, its plan, its metrics."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gcore_llm.config import RolloutConfig, TrainConfig
+from gcore_llm.forecast import run_forecast
+from gcore_llm.learning.device_plan import planned
+from gcore_llm.learning.preparation import memory, speed
+from gcore_llm.sampling import engine_factory
+from gcore_placement import Device
+from gcore_runs import UserError, resolve
+
+GPU = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with one H100, as far as torch.cuda tells."""
+    facts: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_name": GPU,
+        "get_device_properties": SimpleNamespace(name=GPU, total_memory=80_000_000_000),
+        "max_memory_allocated": 3_000_000_000,
+        "max_memory_reserved": 4_000_000_000,
+    }
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+def config(tiny: Path, **fields: Any) -> TrainConfig:
+    return TrainConfig(model=str(tiny), **fields)
+
+
+def test_auto_is_the_gpu_and_bfloat16(tiny: Path) -> None:
+    found = resolve(config(tiny))
+    assert (found.device, found.dtype) == ("cuda", "bfloat16")
+    found = resolve(config(tiny, device="cpu"))
+    assert (found.device, found.dtype) == ("cpu", "float32")
+    with pytest.raises(UserError, match=r"^device is 'cuda:1'; expected one of this machine's 1 CUDA devices$"):
+        resolve(config(tiny, device="cuda:1"))
+
+
+def test_a_run_plans_the_gpu_that_it_shares(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side where both fit, by turns where they do not, refused where neither does; elsewhere unplanned."""
+    said: list[str] = []
+    whole = resolve(config(tiny))
+    found = planned(whole, said.append)
+    assert found.rollout.colocated is False
+    assert found.rollout.kv_cache_bytes is not None
+    assert any("80.0" in line for line in said)
+    small = SimpleNamespace(name="a small GPU", total_memory=2_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: small)
+    with pytest.raises(UserError, match=r"expected at most 0\.0 of the 0\.0 GB of a small GPU"):
+        planned(whole, said.append)
+    count = len(said)
+    for other in (replace(whole, device="cpu"), replace(whole, runtime="ray"), replace(whole, model="")):
+        assert planned(other, said.append) is other
+    # With a GPU more, an engine in a process of its own has it.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    apart = replace(whole, rollout=RolloutConfig(num_processes=1))
+    assert planned(apart, said.append) is apart
+    assert len(said) == count
+
+
+def test_engines_in_processes_see_one_gpu(tiny: Path) -> None:
+    def device(**fields: Any) -> str:
+        asked = config(tiny, device="cuda:0", dtype="bfloat16", **fields)
+        return engine_factory(asked.rollout, asked, tiny, eos_token_ids=[1]).keywords["device"]  # pyright: ignore[reportFunctionMemberAccess]  # a partial
+
+    assert device() == "cuda:0"
+    assert device(rollout=RolloutConfig(num_processes=2)) == device(runtime="ray") == "cuda"
+
+
+def test_clusters_with_gpus_take_turns_by_default(tiny: Path) -> None:
+    on_gpus = config(tiny, device="cuda", runtime="ray")
+    assert on_gpus.takes_turns
+    assert on_gpus.sizes.ranks_in_turns
+    assert not replace(on_gpus, rollout=RolloutConfig(colocated=False)).takes_turns
+    assert not replace(on_gpus, trainer=replace(on_gpus.trainer, schedule="async")).takes_turns
+    assert not replace(on_gpus, trainer=replace(on_gpus.trainer, backend="megatron")).takes_turns
+    assert not replace(on_gpus, device="cpu").takes_turns
+    assert not replace(on_gpus, runtime="inline").takes_turns
+
+
+def test_metrics_of_the_gpu() -> None:
+    peak = Device.matching(GPU).flops_per_s
+    found = speed(peak, 4.0, num_devices=1, device="cuda")
+    assert found == pytest.approx({"perf/tflops/actor": peak / 4e12, "perf/mfu/actor": 0.25})
+    assert speed(peak, 4.0, num_devices=1, device="cpu").keys() == {"perf/tflops/actor"}
+    found = memory("cuda")
+    assert (found["perf/max_memory_allocated_gb"], found["perf/max_memory_reserved_gb"]) == (3.0, 4.0)
+    assert memory("cpu").keys() == {"perf/max_rss_gb"}
+
+
+def test_a_forecast_is_of_the_present_gpu(tiny: Path, tmp_path: Path) -> None:
+    """The same steps are predicted to take less than on a core."""
+    steps = {"sampling/groups": 32.0, "response_length/mean": 100.0, "response_length/max": 200.0}
+    metrics = {**steps, "sampling/acceptance": 1.0, "prompt_length/mean": 20.0, "timing_s/gen": 1.0}
+    found = [
+        run_forecast(config(tiny, device=device), tiny, tmp_path / device).stepped(metrics)["forecast/stages_s"]
+        for device in ("cuda", "cpu")
+    ]
+    assert 0 < found[0] < found[1]
