@@ -128,6 +128,21 @@ def test_a_judge_needs_room_too() -> None:
     assert config.with_sizes(smaller).sizes == smaller
 
 
+def test_ranks_on_the_devices_of_engines_need_no_room() -> None:
+    """Four GPUs for three engines, a judge, and four ranks of one GPU each."""
+    judge = RewardModelConfig(kind="judge", path="somewhere", judge=JudgeConfig(num_processes=1))
+    rollout = replace(CONFIG.rollout, num_processes=3, colocated=True)
+    reserved = replace(CONFIG.ray, gpus_per_rank=1.0)
+    ranks = replace(CONFIG.trainer, num_processes=4)
+    config = replace(CONFIG, reward_model=judge, rollout=rollout, trainer=ranks, ray=reserved)
+    whole = Sizes(controllers=2, engines=3, judges=1, ranks=4, ranks_in_turns=True)
+    assert largest([{"CPU": 32.0, "GPU": 4.0}], config) == whole
+    # A sixth rank would have none to share.
+    more = replace(config, trainer=replace(ranks, num_processes=6))
+    assert largest([{"CPU": 32.0, "GPU": 6.0}], more).ranks == 6
+    assert largest([{"CPU": 32.0, "GPU": 5.0}], more).ranks < 6
+
+
 def test_no_room_at_all() -> None:
     with pytest.raises(ClusterError, match="1 controller, 1 engine and 2 training ranks need 4 CPU and 2 GPU: the"):
         largest([{"CPU": 32.0, "GPU": 1.0}], CONFIG)

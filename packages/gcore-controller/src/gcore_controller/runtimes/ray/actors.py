@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.errors import ControllerError
 from gcore_controller.runtimes.backend import SizedConfig, Sizes
@@ -228,9 +227,8 @@ class RoleActors(Generic[ConfigT]):
         num_threads = max(1, config.threads // config.sizes.num_engine_devices)
         if neighbour is not None:
             device: Device = await neighbour.actor.__ray_call__.remote(_device)
-            place = NodeAffinitySchedulingStrategy(device.node, soft=True)
             factory = partial(_on_gpus, device.gpus, factory)
-            return self.start(factory, num_cpus=0, num_threads=num_threads, scheduling_strategy=place)
+            return self.start(factory, num_threads=num_threads, **device.options)
         return self.start(
             factory,
             num_cpus=config.ray.cpus_per_process,

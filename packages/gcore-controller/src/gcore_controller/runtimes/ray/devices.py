@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.context import rank_name
 from gcore_controller.runtimes.backend import Sizes
@@ -15,6 +18,13 @@ class Device:
     """Ray's id of the node."""
     gpus: Sequence[str] = ()
     """Ray's ids of the GPUs on the node."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a further actor there, which reserves nothing and is to set CUDA_VISIBLE_DEVICES itself."""
+        # Without `soft`: Ray places an actor that reserves nothing on any node, unless it must not.
+        place = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place}
 
 
 @dataclass(frozen=True, kw_only=True)

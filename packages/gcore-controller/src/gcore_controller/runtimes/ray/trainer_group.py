@@ -11,7 +11,6 @@ from typing import Any, Generic
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import DeviceTimers, StageTimer, rank_name
@@ -144,13 +143,12 @@ class RayTrainerGroup(MessageTrainerGroup):
         self.kill()
         remote: Any = ray.remote
         make = remote(concurrency_groups={"news": 1})(TrainingRank)
-        own = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+        own: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
         actors: list[Any] = []
         for rank, device in zip_longest(range(spec.num_ranks), devices[: spec.num_ranks]):
             options, gpus = own, None
             if device is not None:
-                place = NodeAffinitySchedulingStrategy(device.node, soft=True)
-                options, gpus = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place}, device.gpus
+                options, gpus = device.options, device.gpus
             actors.append(make.options(**options).remote(spec, rank, Path.cwd(), gpus))
         self.ranks = RankHandles(actors, expected_errors=spec.expected_errors)
         try:

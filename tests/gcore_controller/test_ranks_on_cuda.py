@@ -1,0 +1,66 @@
+"""Where training ranks compute on a machine with GPUs, with stand-ins for what they call of torch."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gcore_controller import TrainerSpec
+from gcore_controller.runtimes import local
+from gcore_controller.trainer_group import join_ranks
+
+WORKER = SimpleNamespace(roles=["actor"], replica=lambda _: (0, 1))
+
+
+class Ended(BaseException):
+    """The process of a rank ends."""
+
+
+def spec(device: str, make_worker: Callable[[str], Any] = lambda _: WORKER) -> TrainerSpec:
+    return TrainerSpec(make_worker=make_worker, num_ranks=3, device=device, num_threads=1, enter_process=lambda _: None)
+
+
+@pytest.mark.parametrize(("rank", "device"), [(0, "cuda:0"), (1, "cuda:1"), (2, "cuda:0")])
+def test_local_ranks_have_the_gpus_in_turn(
+    rank: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def ended(code: int) -> None:
+        assert code == 0
+        raise Ended
+
+    def joined(own: TrainerSpec, number: int, store: Any, place: str) -> Any:
+        del own, store
+        calls.append(f"rank {number} joins on {place}")
+        raise EOFError
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda place: calls.append(f"set {place}"))
+    monkeypatch.setattr(local, "join_ranks", joined)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(Ended):
+        local._run_rank(rank, spec("cuda"), tmp_path / "store", SimpleNamespace())  # pyright: ignore[reportPrivateUsage, reportArgumentType]  # the body of a process
+    assert calls == [f"set {device}", f"rank {rank} joins on {device}"]
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda:1", "nccl"), ("cpu", "gloo")])
+def test_ranks_exchange_tensors_where_they_are(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str, int, int]] = []
+
+    def init(name: str, *, store: Any, rank: int, world_size: int) -> None:
+        assert store == "store"
+        found.append((name, rank, world_size))
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    places: list[str] = []
+    worker, replicas = join_ranks(spec(device, lambda place: places.append(place) or WORKER), 2, "store", device)
+    assert (worker, replicas, places) == (WORKER, {"actor": (0, 1)}, [device])
+    assert found == [(backend, 2, 3)]

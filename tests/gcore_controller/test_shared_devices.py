@@ -1,0 +1,123 @@
+"""Training ranks on the GPUs of engines, on a real Ray cluster whose nodes say that they have GPUs."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import ray
+from ray import cloudpickle
+from ray.cluster_utils import Cluster
+
+from gcore_controller import RayTrainerGroup, RoleActors, Sizes, TrainerSpec
+from gcore_controller.runtimes.ray.devices import DeviceMap
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
+
+NUM_NODES, GPUS_PER_NODE = 2, 2
+SIZES = Sizes(controllers=1, engines=3, judges=1, ranks=4, ranks_in_turns=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    cloudpickle.register_pickle_by_value(request.module)
+    cluster = Cluster()
+    for _ in range(NUM_NODES):
+        node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100 << 20}
+        cluster.add_node(wait=True, **node)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+class Engine:
+    """Reserves what an engine does."""
+
+    def __init__(self) -> None:
+        self.visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@dataclass
+class Handle:
+    actor: Any
+    factory: Any
+
+    def becoming(self, factory: Any) -> "Handle":
+        return Handle(self.actor, factory)
+
+
+def start_engine(factory: Any, *, num_threads: int, **options: Any) -> Any:
+    assert num_threads == 1
+    return Handle(ray.remote(Engine).options(**options).remote(), factory)
+
+
+async def end_engine(handle: Any) -> None:
+    ray.kill(handle.actor)
+
+
+async def connect_engine(handle: Any, *, start_timeout_s: float) -> Any:
+    del start_timeout_s
+    raise AssertionError(f"{handle} is not used")
+
+
+def make_worker(device: str) -> Any:
+    """A rank without models."""
+    return SimpleNamespace(roles=["actor"], replica=lambda _: (0, 1), device=device, close=lambda: None)
+
+
+def enter(rank: int) -> None:
+    del rank
+
+
+def place(worker: Any) -> tuple[str, str | None]:
+    """A message: the node of a rank, and the GPUs that it sees."""
+    del worker
+    return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def node_of(actor: Any) -> str:
+    del actor
+    return ray.get_runtime_context().get_node_id()
+
+
+def places(group: RayTrainerGroup) -> list[tuple[str, str | None]]:
+    return [ray.get(actor.ask.remote(place)) for actor in group.ranks.actors]
+
+
+async def test_ranks_are_on_the_gpus_of_engines() -> None:
+    reserved = SimpleNamespace(cpus_per_process=0.5, gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=60.0)
+    config: Any = SimpleNamespace(ray=reserved, device="cuda", threads=1, sizes=SIZES)
+    engines = RoleActors[Any](
+        ["engine", "judge"], lambda *_: cast(Any, None), start=start_engine, end=end_engine, connect=connect_engine
+    )
+    spec = TrainerSpec(make_worker=make_worker, num_ranks=4, device="cpu", num_threads=1, enter_process=enter)
+    group = RayTrainerGroup()
+    try:
+        await engines.resize(SIZES, config)
+        found = DeviceMap.of(SIZES, await engines.devices())
+        # No GPU is left, and the ranks need none of their own.
+        await group.start(spec, num_cpus=0.5, num_gpus=1.0, timeout_s=60.0, devices=found.ranks)
+        own = places(group)
+        assert own == sorted(own), "neighbours are on one node"
+        assert len(set(own)) == NUM_NODES * GPUS_PER_NODE
+        assert own == [(device.node, *device.gpus) for device in found.ranks]
+        # An engine that becomes the judge's keeps its process, and the ranks stay where they are.
+        moved = Sizes(controllers=1, engines=2, judges=2, ranks=4, ranks_in_turns=True)
+        await engines.resize(moved, config)
+        assert DeviceMap.of(moved, await engines.devices()).ranks == found.ranks
+        # Each engine with a judge on its device, of which a judge reserves nothing either.
+        in_turns = replace(SIZES, engines=4, judges=4, in_turns=True)
+        await engines.resize(in_turns, config)
+        assert DeviceMap.of(in_turns, await engines.devices()).ranks == found.ranks
+        nodes = [
+            [ray.get(handle.actor.__ray_call__.remote(node_of)) for handle in engines.handles[role]]
+            for role in ("engine", "judge")
+        ]
+        assert nodes[0] == nodes[1]
+        assert sorted(nodes[0]) == [node for node, _ in own]
+    finally:
+        group.close()
+        await engines.close()
