@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gcore_trainer import OptimizerConfig
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.optimizer import make_adamw
-from gcore_trainer.torch.parallel import fits_whole
 
 
 @pytest.fixture
@@ -55,16 +54,3 @@ def test_gradients_have_arrived_before_the_host_updates(calls: list[str], monkey
             monkeypatch.setattr(adamw, step, lambda *_, step=step: calls.append(step))
         adamw._step(1e-3)
     assert calls == ["synchronize cuda:0", "_update_masters", "_round"]
-
-
-def test_gradients_that_fit_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 bytes of each, in at most a twentieth of the GPU's memory; nothing does on CPU, where it is unknown."""
-    with FakeTensorMode():
-        on_gpu = [torch.nn.Parameter(torch.zeros(1000, device="cuda:0"))]
-        frozen = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda:0"), requires_grad=False)
-    for memory, fits in ((80_000, True), (79_999, False)):
-        found = SimpleNamespace(total_memory=memory)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_, found=found: found)
-        assert fits_whole([*on_gpu, frozen]) == fits
-    assert not fits_whole([torch.nn.Parameter(torch.zeros(1))])
-    assert not fits_whole([])

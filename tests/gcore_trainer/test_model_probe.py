@@ -1,6 +1,7 @@
 """What changes a model's scores without an error: rotary embeddings by length, masks, and what the probe finds."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from gcore_trainer import BatchError, PackedModel, PackedValueModel, Sample, UnsupportedModelError
-from gcore_trainer.torch import packed_model as packed_attention
+from gcore_trainer.torch import loading, packed_model as packed_attention
 
 ORIGINAL = 16
 LONGROPE: dict[str, Any] = {
@@ -192,6 +193,24 @@ def test_a_zero_head_does_not_hide_what_a_critic_computes(qwen2: Path) -> None:
 def test_bfloat16_parameters_are_within_their_rounding(folders: dict[str, Path]) -> None:
     for path in folders.values():
         assert PackedModel.from_pretrained(path, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "dtype", "rounds"),
+    [
+        ("cuda", "high", torch.float32, True),
+        ("cuda", "highest", torch.float32, False),
+        ("cuda", "highest", torch.bfloat16, True),
+        ("cpu", "high", torch.float32, False),
+    ],
+)
+def test_what_a_gpu_rounds_is_no_difference(
+    device: str, precision: str, dtype: torch.dtype, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of its tensor cores have fewer digits, unless they are turned off."""
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    packed = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)), compute_dtype=dtype)
+    assert loading._rounds(packed) == rounds  # pyright: ignore[reportPrivateUsage]  # decides the bound of a comparison
 
 
 def test_the_comparison_leaves_no_trace(qwen2: Path) -> None:

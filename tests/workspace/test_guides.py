@@ -71,3 +71,15 @@ def test_ten_files_are_read_in_order() -> None:
     assert [int(number) for number, _, _ in rows] == list(range(1, 11))
     assert all(target.endswith(path) for _, path, target in rows)
     assert len(text.splitlines()) <= 60
+
+
+def test_every_module_that_asks_for_cuda_names_its_tests() -> None:
+    """The benchmarks' devices are a user's choice; nothing of theirs depends on it."""
+    page = (ROOT / "docs/on-one-gpu.md").read_text()
+    sources = [each.source for each in DISTRIBUTIONS if each.source.name != "gcore_bench"]
+    modules = [path for source in sources for path in source.rglob("*.py")]
+    asks = re.compile(r'torch\.(cuda|accelerator)\.|"cuda|is_cuda')
+    found = [path for path in modules if asks.search(path.read_text())]
+    assert len(found) > 30
+    missing = [path.name for path in found if f"{path.parent.name}/{path.name}`" not in page]
+    assert missing == []

@@ -1,16 +1,18 @@
-"""The `hf` engine where it is on a GPU: fake tensors for its kernels, and stand-ins for what it calls of torch.cuda."""
+"""Engines where they are on a GPU: fake tensors for kernels, and stand-ins for what is called of torch.cuda."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_oracles import TinyModel, collect, make_request
+from tiny_pipelines import flow_pipeline
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gcore_rollout import HFEngine, RolloutError, UnsupportedModelError, visible_gpus
+from gcore_rollout import DiffusersEngine, HFEngine, RolloutError, UnsupportedModelError, visible_gpus
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Prefill, SlotCache
 from gcore_rollout.engines.hf.plain_attention import Rule
@@ -216,6 +218,18 @@ async def test_a_check_allows_rounding_of_tensor_cores(tied: TinyModel, monkeypa
     check(OnGPU(), rounded)
     with pytest.raises(UnsupportedModelError, match="differ from those of transformers"):
         check(engine._model, rounded)
+
+
+async def test_a_pipeline_gives_its_memory_to_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path))
+    calls: list[str] = []
+    engine._device = torch.device("cuda:0")
+    monkeypatch.setattr(engine.pipeline, "to", lambda device: calls.append(f"to {device}"))
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty cache"))
+    await engine.sleep()
+    assert calls == ["to cpu", "empty cache"]
+    await engine.wake()
+    assert calls[2:] == ["to cuda:0"]
 
 
 def test_generators_of_the_gpu_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
