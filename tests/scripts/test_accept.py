@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from acceptance import wheels
+from acceptance import command, wheels
 from acceptance.command import main
 from acceptance.parts import PARTS
 from acceptance.report import Figure, Result, read_results, write_result
@@ -58,8 +58,8 @@ sys.exit(command.main(["--device", "cpu", "--small", "--parts", "1,2,3,4", "--ou
 @pytest.mark.slow
 def test_parts_that_end_badly_do_not_end_the_run(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": str(ACCEPT.parent)}
-    command = [sys.executable, "-c", BAD_PARTS, str(tmp_path)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    arguments = [sys.executable, "-c", BAD_PARTS, str(tmp_path)]
+    finished = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     raises, slow, exits, ends = read_results(tmp_path)
     assert "has no attribute 'absent'" in raises.errors[0]
@@ -89,6 +89,28 @@ def test_without_time_parts_are_not_run(tmp_path: Path) -> None:
     assert main(options) == 0
     assert [(r.number, r.status) for r in read_results(tmp_path)] == [(2, "not run"), (4, "not run")]
     assert main([*options, "--strict"]) == 1
+
+
+def test_what_does_not_start_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine whose driver does not answer, and a part whose process cannot be made."""
+
+    def silent(arguments: object, *, timeout: float, **options: object) -> None:
+        del options
+        raise subprocess.TimeoutExpired(str(arguments), timeout)
+
+    def refused(*arguments: object) -> None:
+        del arguments
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "run", silent)
+    monkeypatch.setattr(command, "ForkedPart", refused)
+    assert main(["--device", "cpu", "--out", str(tmp_path), "--parts", "2,4"]) == 0
+    assert "the machine cannot be described: no answer after 300 s" in capsys.readouterr().out
+    for result in read_results(tmp_path):
+        assert result.machine == {"device": "cpu", "error": "no answer after 300 s"}
+        assert result.errors == ["the part's process did not start: Cannot allocate memory"]
 
 
 SPEED = Figure(name="speed", value=5.0, unit="tokens", at_least=10.0)

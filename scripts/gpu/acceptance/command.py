@@ -40,6 +40,7 @@ missed an aim.
 The parts:
 
 """
+_MACHINE_LIMIT_S = 300
 _LEAST_S = 5.0
 """With less time left, a part is not started."""
 _STOP_S = 10.0
@@ -152,9 +153,18 @@ def _run_parts(options: argparse.Namespace, say: Say, environment: dict[str, str
 
 def _machine(device: str, environment: dict[str, str], say: Say) -> dict[str, Any]:
     command = [sys.executable, "-m", "acceptance.machine", device]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    if finished.returncode:
-        error = finished.stderr.strip().rpartition("\n")[2]
+    error = ""
+    try:
+        finished = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_MACHINE_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        # The first import of torch, or a driver that does not answer.
+        error = f"no answer after {_MACHINE_LIMIT_S} s"
+    else:
+        if finished.returncode:
+            error = finished.stderr.strip().rpartition("\n")[2]
+    if error:
         say(f"the machine cannot be described: {error}")
         return {"device": device, "error": error}
     found = json.loads(finished.stdout.splitlines()[-1])
@@ -178,9 +188,12 @@ def _run(
     shapes = "small" if options.small else "full"
     arguments = [part.function, str(lines), options.device, shapes, str(work)]
     begin, error = time.monotonic(), ""
-    process = (
-        _start(arguments, log, environment) if options.device == "cuda" else ForkedPart(arguments, log, environment)
-    )
+    start = _start if options.device == "cuda" else ForkedPart
+    try:
+        process = start(arguments, log, environment)
+    except OSError as failure:
+        error = f"the part's process did not start: {failure}"
+        return Result.of_lines([], number=part.number, name=part.name, error=error, seconds=0.0, machine=machine)
     try:
         code = process.wait(limit_s)
         if code:

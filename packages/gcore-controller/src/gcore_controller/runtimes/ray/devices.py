@@ -1,4 +1,4 @@
-"""Who is where on a Ray cluster, where roles share devices."""
+"""The device map of a Ray cluster: which engines, judges and training ranks share a device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class DeviceMap:
 
     @classmethod
     def of(cls, sizes: Sizes, devices: Sequence[Device]) -> "DeviceMap":
-        """Return who is where.
+        """Assign the roles of these sizes to devices.
 
         Ranks are sorted by node and GPU, so that those that communicate most are next to each other.
 
@@ -47,7 +47,7 @@ class DeviceMap:
                 device keeps its place when its engine changes its role.
         """
         if not sizes.ranks_in_turns:
-            # Engines and judges alone take turns, or nobody does.
+            # At most engines and judges take turns.
             return cls(names={f"judge {i}": f"engine {i}" for i in range(sizes.judges if sizes.in_turns else 0)})
         count = len(devices)
         order = sorted(range(count), key=lambda i: (devices[i].node, [(len(gpu), gpu) for gpu in devices[i].gpus]))
