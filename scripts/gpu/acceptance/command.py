@@ -153,23 +153,22 @@ def _run_parts(options: argparse.Namespace, say: Say, environment: dict[str, str
 
 def _machine(device: str, environment: dict[str, str], say: Say) -> dict[str, Any]:
     command = [sys.executable, "-m", "acceptance.machine", device]
-    error = ""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _MACHINE_LIMIT_S, "check": False}
     try:
-        finished = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_MACHINE_LIMIT_S, check=False
-        )
+        finished = subprocess.run(command, env=environment, **options)
     except subprocess.TimeoutExpired:
         # The first import of torch, or a driver that does not answer.
-        error = f"no answer after {_MACHINE_LIMIT_S} s"
-    else:
-        if finished.returncode:
-            error = finished.stderr.strip().rpartition("\n")[2]
-    if error:
-        say(f"the machine cannot be described: {error}")
-        return {"device": device, "error": error}
+        return _undescribed(device, f"no answer after {_MACHINE_LIMIT_S} s", say)
+    if finished.returncode:
+        return _undescribed(device, finished.stderr.strip().rpartition("\n")[2], say)
     found = json.loads(finished.stdout.splitlines()[-1])
     say(", ".join(f"{name} {value}" for name, value in found.items()))
     return found
+
+
+def _undescribed(device: str, error: str, say: Say) -> dict[str, Any]:
+    say(f"the machine cannot be described: {error}")
+    return {"device": device, "error": error}
 
 
 def _run(

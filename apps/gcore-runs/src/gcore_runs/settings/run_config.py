@@ -341,7 +341,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the trainer and the engines share devices, and one of the two is in their memory at a time."""
+        """True if trainer and engines share devices: while one works, the other is asleep."""
         return False
 
     @property
