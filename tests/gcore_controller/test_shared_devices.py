@@ -17,18 +17,18 @@ from gcore_controller.runtimes.ray.devices import DeviceMap
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
 
 NUM_NODES, GPUS_PER_NODE = 2, 2
+NODE = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100 << 20}
 SIZES = Sizes(controllers=1, engines=3, judges=1, ranks=4, ranks_in_turns=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     cloudpickle.register_pickle_by_value(request.module)
     cluster = Cluster()
     for _ in range(NUM_NODES):
-        node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100 << 20}
-        cluster.add_node(wait=True, **node)
+        cluster.add_node(wait=True, **NODE)
     ray.init(address=cluster.address, log_to_driver=False)
-    yield
+    yield cluster
     ray.shutdown()
     cluster.shutdown()
 
@@ -51,7 +51,7 @@ class Handle:
 
 def start_engine(factory: Any, *, num_threads: int, **options: Any) -> Any:
     assert num_threads == 1
-    return Handle(ray.remote(Engine).options(**options).remote(), factory)
+    return Handle(ray.remote(Engine).options(**options, max_restarts=-1).remote(), factory)
 
 
 async def end_engine(handle: Any) -> None:
@@ -87,7 +87,7 @@ def places(group: RayTrainerGroup) -> list[tuple[str, str | None]]:
     return [ray.get(actor.ask.remote(place)) for actor in group.ranks.actors]
 
 
-async def test_ranks_are_on_the_gpus_of_engines() -> None:
+async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
     reserved = SimpleNamespace(cpus_per_process=0.5, gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=60.0)
     config: Any = SimpleNamespace(ray=reserved, device="cuda", threads=1, sizes=SIZES)
     engines = RoleActors[Any](
@@ -118,6 +118,18 @@ async def test_ranks_are_on_the_gpus_of_engines() -> None:
         ]
         assert nodes[0] == nodes[1]
         assert sorted(nodes[0]) == [node for node, _ in own]
+        # A node is lost, and another one comes: Ray starts engines there, and their judges follow.
+        [lost] = cluster.worker_nodes
+        spare = cluster.add_node(wait=True, **NODE)
+        cluster.remove_node(lost)
+        await engines.resize(in_turns, config)
+        nodes = [
+            [ray.get(handle.actor.__ray_call__.remote(node_of)) for handle in engines.handles[role]]
+            for role in ("engine", "judge")
+        ]
+        assert nodes[0] == nodes[1]
+        assert spare.node_id in nodes[0]
     finally:
-        group.close()
+        # Some of its ranks are gone with their node.
+        group.kill()
         await engines.close()

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from gcore_llm import RolloutConfig, TrainConfig
+from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_runs import Supervisor
-from gcore_runs.engines import allocator_variables
+from gcore_runs.engines import allocator_variables, sleep_options
+from gcore_runs.settings.run_config import PlacementConfig
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -33,6 +35,23 @@ def test_segments_grow_on_cuda_unless_vllm_may_sleep(
     device: str, rollout: dict[str, Any], expected: dict[str, str]
 ) -> None:
     assert allocator_variables(TrainConfig(device=device, rollout=RolloutConfig(**rollout))) == expected
+
+
+def test_engines_that_sleep_are_started_for_it() -> None:
+    """vLLM's, of the policy and of a judge, wherever something else has their device meanwhile."""
+    judge = JudgeConfig(engine="vllm", num_processes=1)
+    judged = RewardModelConfig(kind="judge", path="x", judge=judge)
+    base = TrainConfig(device="cuda", runtime="ray", reward_model=judged, rollout=RolloutConfig(num_processes=1))
+    apart = replace(base, rollout=RolloutConfig(num_processes=1, colocated=False))
+    for config, sleeps in (
+        (base, True),
+        (apart, False),
+        *((replace(apart, placement=PlacementConfig(strategy=strategy)), True) for strategy in ("colocated", "auto")),
+        (replace(apart, placement=PlacementConfig(strategy="dynamic")), False),
+    ):
+        assert sleep_options(judge, config) == ({"enable_sleep_mode": True} if sleeps else {})
+        assert sleep_options(config.rollout, config) == {}, "hf needs no mode"
+        assert allocator_variables(config) == ({} if sleeps else EXPANDABLE)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -286,12 +286,6 @@ class DiffusionConfig(BaseRLConfig):
         return "cuda" if self.runtime == "ray" and self.device.startswith("cuda") else self.device
 
     @property
-    def takes_turns(self) -> bool:
-        if self.rollout.colocated == "auto":
-            return self.runtime == "ray" and self.device.startswith("cuda")
-        return self.rollout.colocated
-
-    @property
     def judge(self) -> tuple[str, JudgeConfig | None]:
         return "reward.judge", self.reward.judge if self.reward.is_judged else None
 

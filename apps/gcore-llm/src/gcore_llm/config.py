@@ -316,12 +316,8 @@ class TrainConfig(BaseRLConfig):
             )
 
     @property
-    def takes_turns(self) -> bool:
-        wanted, trainer = self.rollout.colocated, self.trainer
-        if wanted == "auto":
-            is_on_cluster = self.runtime == "ray" and self.device.startswith("cuda")
-            return is_on_cluster and trainer.schedule == "sync" and trainer.backend == "torch"
-        return wanted
+    def can_take_turns(self) -> bool:
+        return self.trainer.schedule == "sync" and self.trainer.backend == "torch"
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:

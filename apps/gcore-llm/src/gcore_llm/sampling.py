@@ -40,7 +40,7 @@ from gcore_rollout import (
     visible_gpus,
 )
 from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids
-from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation
+from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation, sleep_options
 
 _SEED = 20_250_729
 _NUM_SHOWN = 16
@@ -90,8 +90,8 @@ def engine_factory(
         # Prompts that are longer than the model allows were refused before (`check_lengths`).
         own["max_model_len"] = min(config.data.max_length, longest_sequence(model) or config.data.max_length)
         own["speculative_config"] = settings.speculative.as_vllm_takes_it()
-        sleeps = config.takes_turns and "enable_sleep_mode" in settings.kind.own_options
-        own["own_options"] = settings.engine_options | ({"enable_sleep_mode": True} if sleeps else {})
+        own["own_options"] = settings.engine_options
+    own["own_options"] = own.get("own_options", {}) | sleep_options(settings, config)
     # A process of its own has a GPU of its own.
     has_process = settings.num_processes > 0 or config.runtime == "ray"
     return factory_of(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_SLEEP_MODE = "enable_sleep_mode"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +288,23 @@ def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:
     Rows differ in length, and blocks of fixed sizes would leave memory between them unused: segments that grow leave
     less. A user's own settings stay; and vLLM's sleep mode refuses such segments, wherever it may be used.
     """
-    rollout: Any = getattr(config, "rollout", None)
-    options = rollout.kind.own_options if isinstance(rollout, PolicyEngineConfig) and rollout.colocated else ()
     is_set = any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES)
-    if is_set or "enable_sleep_mode" in options or not config.device.startswith("cuda"):
+    if is_set or _vllm_may_sleep(config) or not config.device.startswith("cuda"):
         return {}
     return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def sleep_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[str, bool]:
+    """Return the option with which an engine is started that is to sleep, if it needs one."""
+    return {_SLEEP_MODE: True} if config.engines_sleep and _SLEEP_MODE in settings.kind.own_options else {}
+
+
+def _vllm_may_sleep(config: "BaseRunConfig") -> bool:
+    """Return whether an engine of the policy or a judge may be started with vLLM's sleep mode."""
+    from gcore_runs.settings.run_config import BaseRLConfig
+
+    # Whether an automatic choice on one GPU is to take turns is known later.
+    if not isinstance(config, BaseRLConfig) or not (config.engines_sleep or config.rollout.colocated):
+        return False
+    engines: list[Any] = [config.rollout, config.judge[1]]
+    return any(_SLEEP_MODE in e.kind.own_options for e in engines if isinstance(e, LocalEngineConfig))

@@ -278,6 +278,15 @@ class Replicas(Protocol):
     def num_processes(self) -> int: ...
 
 
+class PolicyReplicas(Replicas, Protocol):
+    """Settings of the policy's engine."""
+
+    @property
+    def colocated(self) -> bool | Literal["auto"]:
+        """Whether trainer and engines take turns on the same devices."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseRLConfig(BaseRunConfig, ABC):
     """Settings of a run of reinforcement learning, whose controllers, engines and ranks may be on a cluster."""
@@ -303,7 +312,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     algorithm: BaseAlgorithmConfig = field(default_factory=BaseAlgorithmConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    rollout: Replicas
+    rollout: PolicyReplicas
     trainer: BaseTrainerConfig = field(default_factory=BaseTrainerConfig)
     sim: Simulated
 
@@ -342,7 +351,20 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     def takes_turns(self) -> bool:
         """True if trainer and engines share devices: while one works, the other is asleep."""
-        return False
+        if self.rollout.colocated == "auto":
+            return self.runtime == "ray" and self.device.startswith("cuda") and self.can_take_turns
+        return self.rollout.colocated
+
+    @property
+    def can_take_turns(self) -> bool:
+        """False if settings need trainer and engines at the same time, or ranks that cannot sleep."""
+        return True
+
+    @property
+    def engines_sleep(self) -> bool:
+        """True if engines are asleep while the trainer, or those of the other role, work."""
+        strategy = self.placement.strategy
+        return self.takes_turns or strategy == "auto" or STRATEGIES[strategy].is_time_shared
 
     @property
     def sizes(self) -> Sizes:

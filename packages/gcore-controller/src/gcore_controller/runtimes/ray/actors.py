@@ -158,7 +158,11 @@ class RoleActors(Generic[ConfigT]):
         In turns, judges have actors of their own, each on the device of an engine.
         """
         wanted: dict[ActorRole, int] = {"engine": sizes.engines, "judge": sizes.judges}
-        if self._is_in_turns and any(len(handles) != wanted[role] for role, handles in self.handles.items()):
+        if self._is_in_turns and (
+            any(len(handles) != wanted[role] for role, handles in self.handles.items())
+            # Their nodes may be lost, and they start on no other; nor do they follow an engine that did.
+            or await self._have_moved()
+        ):
             await self._end(self.handles["judge"])
             self.handles["judge"].clear()
         spare: list[Any] = []
@@ -182,6 +186,16 @@ class RoleActors(Generic[ConfigT]):
                 else:
                     handles.append(await self._started(factory, config, neighbour))
         await self._end(spare)
+
+    async def _have_moved(self) -> bool:
+        """Return whether a judge is not there, or on another node than the engine whose device it shares."""
+        pairs = zip(self.handles["judge"], self.handles["engine"], strict=True)
+        calls = [handle.actor.__ray_call__.remote(_device) for pair in pairs for handle in pair]
+        found = await answers_in_time(calls)
+        return any(
+            judge is None or engine is None or judge.node != engine.node
+            for judge, engine in zip(found[::2], found[1::2], strict=True)
+        )
 
     async def devices(self) -> list[Device]:
         """Return the devices of the actors once they have started, in the order of `DeviceMap.of`."""
