@@ -8,11 +8,12 @@ from functools import cache
 from inspect import get_annotations
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, cast, get_args, get_origin
 
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
 from gcore_runs.errors import UserError
+from gcore_runs.settings.sections import PolicyReplicas, Replicas, Simulated
 from gcore_trainer import LoRAConfig
 
 
@@ -262,29 +263,6 @@ class PlacementConfig(Checked, section="placement"):
     where that takes less, swaps included."""
     horizon_steps: Count = 20
     """Steps over which a move must save more time than it takes; how long moves take is measured."""
-
-
-class Simulated(Protocol):
-    """Settings of the simulated cluster, where runtime is sim; see `gcore_runs.simulation.config.BaseSimConfig`."""
-
-    def check(self, section: str, controllers: int) -> None:
-        """Raise `UserError` if the settings contradict each other."""
-
-
-class Replicas(Protocol):
-    """Settings of an engine that runs in several processes."""
-
-    @property
-    def num_processes(self) -> int: ...
-
-
-class PolicyReplicas(Replicas, Protocol):
-    """Settings of the policy's engine."""
-
-    @property
-    def colocated(self) -> bool | Literal["auto"]:
-        """Whether trainer and engines take turns on the same devices."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,26 @@
+"""Sections of an app's settings, as far as the settings of every run use them."""
+
+from typing import Literal, Protocol
+
+
+class Simulated(Protocol):
+    """Settings of the simulated cluster, where runtime is sim; see `gcore_runs.simulation.config.BaseSimConfig`."""
+
+    def check(self, section: str, controllers: int) -> None:
+        """Raise `UserError` if the settings contradict each other."""
+
+
+class Replicas(Protocol):
+    """Settings of an engine that runs in several processes."""
+
+    @property
+    def num_processes(self) -> int: ...
+
+
+class PolicyReplicas(Replicas, Protocol):
+    """Settings of the policy's engine."""
+
+    @property
+    def colocated(self) -> bool | Literal["auto"]:
+        """True if trainer and engines take turns on the same devices; auto: see `BaseRLConfig.takes_turns`."""
+        ...
