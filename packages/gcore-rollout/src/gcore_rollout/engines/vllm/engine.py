@@ -13,8 +13,8 @@ import torch
 
 from gcore_rollout.engines.protocol import EngineStats, HeldWeights, Request
 from gcore_rollout.engines.queueing import Control, InProcessEngine, Sample, SampleFilter, check_max_num_seqs
-from gcore_rollout.engines.vllm import options, process, translation
-from gcore_rollout.errors import MissingExtraError, RolloutError, UnsupportedModelError
+from gcore_rollout.engines.vllm import options, process, ranks, translation
+from gcore_rollout.errors import EngineDiedError, MissingExtraError, RolloutError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VisionProcessor
 from gcore_rollout.weight_sync.shared_weights import gpu_of
 
@@ -26,7 +26,7 @@ _WAKE_TAGS: dict[Control, list[str] | None] = {"wake": None, "wake_weights": ["w
 
 
 class VLLMEngine(InProcessEngine):
-    """Runs a model under vLLM, one device per engine.
+    """Runs a model under vLLM, on one device in this process, or on several, each with a process of vLLM's.
 
     Samples enter vLLM in the order of calls, at most ``max_num_seqs`` at a time, each with a seed of its own, unless
     ``seed_per_sample`` is off. The same seed gives the same tokens as long as rounding does: vLLM's kernels may add in
@@ -85,8 +85,9 @@ class VLLMEngine(InProcessEngine):
         self._on_cpu = on_cpu = config.device_config.device_type == "cpu"
         has_v2_runner = not on_cpu and config.use_v2_model_runner
         self._draws_by_sample = options.draws_by_sample(seed_per_sample, on_cpu=on_cpu, has_v2_runner=has_v2_runner)
+        self._has_ranks = config.parallel_config.world_size > 1
         # On CPU vLLM draws from torch's generator at every step, even where each sample has a seed.
-        needs_generators = on_cpu or not self._draws_by_sample
+        needs_generators = (on_cpu or not self._draws_by_sample) and not self._has_ranks
         self._generators = options.OwnGenerators(on_cpu=on_cpu) if needs_generators else None
         self._tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
         self._shapes = shapes
@@ -103,6 +104,8 @@ class VLLMEngine(InProcessEngine):
         dtype: torch.dtype = torch.float32,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
+        tensor_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
         gpu_memory_utilization: float | None = None,
         kv_cache_memory_bytes: int | None = None,
         max_num_batched_tokens: int | None = None,
@@ -114,12 +117,16 @@ class VLLMEngine(InProcessEngine):
         enable_sleep_mode: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Load a local Hugging Face folder. The device is the first one visible to this process.
+        """Load a local Hugging Face folder. The devices are the first ones visible to this process.
 
         Args:
             path: folder with ``config.json`` and safetensors weights; a tokenizer is needed where images are read.
             max_model_len: longest prompt + completion, in tokens; default: the model's.
             max_num_seqs: largest number of running samples.
+            tensor_parallel_size: number of devices, of one machine, over which each layer is split. With several, each
+                has a process of its own, which ends with this one; if one of them dies, so does the engine. On CPU, a
+                device is an equal share of the cores.
+            enable_expert_parallel: of a mixture of experts, give each of the devices whole experts.
             gpu_memory_utilization: share of a GPU's memory, in (0, 1], that weights, activations, keys and values take
                 together; it must be free at the start. Default: vLLM's, 0.92.
             kv_cache_memory_bytes: memory of keys and values; default: 1 GiB on CPU, the rest of the share on a GPU.
@@ -165,6 +172,9 @@ class VLLMEngine(InProcessEngine):
         )
         is_eager: bool = of_device["enforce_eager"]
         process.set_environment()
+        of_ranks = ranks.rank_options(
+            on_cpu=on_cpu, tensor_parallel_size=tensor_parallel_size, enable_expert_parallel=enable_expert_parallel
+        )
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
         with process.process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and is_eager):  # pyright: ignore[reportPrivateUsage]
@@ -190,6 +200,7 @@ class VLLMEngine(InProcessEngine):
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
                 **of_device,
+                **of_ranks,
             )
             try:
                 config = args.create_engine_config(options.usage_context(on_cpu=on_cpu))
@@ -219,7 +230,10 @@ class VLLMEngine(InProcessEngine):
         self._settle()
         new = {name: tensor.detach() for name, tensor in weights}
         process.check_weights_and_head(self._shapes, new, is_tied=self._tied)
-        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
+        if self._has_ranks:
+            ranks.send_weights(engine, new)
+        else:
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
         if self._tied and self._on_cpu:
             engine.apply_model(process.repack_head)
         if self._vision is not None:
@@ -234,7 +248,8 @@ class VLLMEngine(InProcessEngine):
         """Digest the weights; of a mixture of experts, all but the experts."""
         self._check_open()
         read = partial(translation.held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
-        (tensors,) = self._engine.apply_model(read)
+        # All ranks return the same.
+        tensors = self._engine.apply_model(read)[0]
         return HeldWeights(version=self._version, tensors=tensors)
 
     async def close(self) -> None:
@@ -257,8 +272,8 @@ class VLLMEngine(InProcessEngine):
 
     @property
     def weights_gpu(self) -> str | None:
-        """The UUID of the GPU that the weights are on; None: they are on none."""
-        return None if self._on_cpu else gpu_of(torch.device("cuda", torch.cuda.current_device()))
+        """The UUID of the GPU that the weights are on; None: they are on none, or on several."""
+        return None if self._on_cpu or self._has_ranks else gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
     def _num_running(self) -> int:
         return len(self._running)
@@ -295,9 +310,20 @@ class VLLMEngine(InProcessEngine):
                 settings = translation.sampling_params(sample, self._eos, has_seed=self._draws_by_sample)
                 self._engine.add_request(sample_id, prompt, settings)
         seed = admitted[0][0].generator_seed if admitted and not self._draws_by_sample else None
-        with self._generators.in_use(seed) if self._generators is not None else nullcontext():
-            outputs: list[Any] = self._engine.step()
+        try:
+            if self._has_ranks and seed is not None:
+                self._engine.collective_rpc(ranks.seed_generators, args=(seed,))
+            with self._generators.in_use(seed) if self._generators is not None else nullcontext():
+                outputs: list[Any] = self._engine.step()
+        except Exception as error:
+            self._check_ranks(error)
+            raise
         self._take_in(outputs)
+
+    def _check_ranks(self, error: Exception) -> None:
+        """Raise an `EngineDiedError` if this error came because a rank had died."""
+        if self._has_ranks and (reason := ranks.failure_of(self._engine)) is not None:
+            raise EngineDiedError(reason) from error
 
     def _take_in(self, outputs: Sequence[Any]) -> None:
         """Hand over the samples that a step has finished."""

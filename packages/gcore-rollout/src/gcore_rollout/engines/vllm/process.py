@@ -60,7 +60,7 @@ def process_state_kept() -> Generator[None]:
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     was_frozen = gc.get_freeze_count() > 0
     # Children would inherit the preloaded libraries; a launcher's worker would take the world size for its own.
-    names = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE")
+    names = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "OMP_NUM_THREADS_SET_BY_VLLM")
     variables = {name: os.environ[name] for name in names if name in os.environ}
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -98,6 +98,12 @@ def shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -
     from vllm.distributed import parallel_state
 
     client: Any = engine.engine_core
+    if client.engine_core.vllm_config.parallel_config.world_size > 1:
+        # The groups are those of other processes.
+        client._finalizer.detach()
+        client.engine_core.model_executor.shutdown()
+        client.engine_core.scheduler.shutdown()
+        return
     if is_last and made_process_group:
         client.shutdown()
         return

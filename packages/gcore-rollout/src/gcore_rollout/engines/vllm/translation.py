@@ -12,6 +12,7 @@ import torch
 from gcore_rollout.engines.protocol import FinishReason, HeldTensor, Request
 from gcore_rollout.engines.queueing import Sample
 from gcore_rollout.engines.vllm.process import TIED_HEAD
+from gcore_rollout.engines.vllm.ranks import whole
 from gcore_rollout.errors import RequestError
 from gcore_rollout.images.vision_processor import VisionProcessor
 from gcore_rollout.weight_sync.checked import held
@@ -150,13 +151,15 @@ def _read(model: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     if fused is not None and leaf in (fused, published_leaf):
         module = model.get_submodule(f"{parent}.{fused}")
         place = list(packed[fused]).index(published_leaf)
-        sizes: list[int] = module.output_sizes
+        sizes: list[int] = module.output_partition_sizes
         tensor = _parameter(module, kind).narrow(0, sum(sizes[:place]), sizes[place])
     else:
-        tensor = _parameter(model.get_submodule(path), kind)
+        module = model.get_submodule(path)
+        tensor = _parameter(module, kind)
         if tensor.dim() and tensor.shape[1:] == shape[1:]:
             # The vocabulary is padded.
             tensor = tensor[: shape[0]]
+    tensor = whole(tensor, shape, module)
     if tensor.numel() != torch.Size(shape).numel():
         raise AttributeError(f"{mapped} has shape {tuple(tensor.shape)}; expected {shape}")
     return tensor
@@ -174,7 +177,7 @@ def _parameter(module: Any, kind: str) -> torch.Tensor:
     if kind != "weight":
         # Some kernels want it in float32, whatever it was loaded as.
         return parameter.to(own.weight.dtype)
-    width: int = own.embedding_dim if isinstance(module, ParallelLMHead) else own.input_size
+    width: int = own.embedding_dim if isinstance(module, ParallelLMHead) else own.input_size_per_partition
     # The output for the rows of the identity is exactly the transposed matrix.
     identity = torch.eye(width, dtype=own.weight.dtype)
     parts = [own.quant_method.apply(own, rows, None) for rows in identity.split(_ROWS_AT_ONCE)]

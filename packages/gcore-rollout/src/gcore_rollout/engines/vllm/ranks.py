@@ -1,0 +1,156 @@
+"""The ranks of a `VLLMEngine` over several devices, each a process of vLLM's: their threads, weights and generators."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gcore_rollout.errors import RolloutError, require
+from gcore_rollout.weight_sync.layout import Layout
+from gcore_rollout.weight_sync.shared_weights import SharedWeights, SharedWeightsReader
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+_BUCKET_BYTES = 256 << 20
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+def rank_options(*, on_cpu: bool, tensor_parallel_size: int = 1, enable_expert_parallel: bool = False) -> dict[str, Any]:
+    """Return the fields of vLLM's `EngineArgs` for so many ranks, and set their environment.
+
+    Raises:
+        ValueError: there are fewer than one, or fewer visible GPUs.
+    """
+    size = tensor_parallel_size
+    require("tensor_parallel_size", size, size >= 1, "at least 1", ValueError)
+    if not on_cpu:
+        visible = torch.cuda.device_count()
+        require("tensor_parallel_size", size, size <= visible, f"at most {visible}, the visible GPUs", ValueError)
+    if size == 1:
+        return {}
+    # A fork would copy threads' locks without their threads.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if on_cpu:
+        # By itself, vLLM refuses more ranks than there are NUMA nodes.
+        os.environ.setdefault(_BINDING, cores_by_rank(sorted(os.sched_getaffinity(0)), size))
+    return {
+        "tensor_parallel_size": size,
+        "enable_expert_parallel": enable_expert_parallel,
+        "distributed_executor_backend": "mp",
+    }
+
+
+def cores_by_rank(cores: Sequence[int], num_ranks: int) -> str:
+    """Return cores for each rank in vLLM's notation: equal shares of all, or shared ones if there are too few."""
+    share = max(1, len(cores) // num_ranks)
+    starts = [rank * share % len(cores) for rank in range(num_ranks)]
+    return "|".join(",".join(str(core) for core in cores[start : start + share]) for start in starts)
+
+
+def send_weights(
+    engine: "LLMEngine", weights: Mapping[str, torch.Tensor], *, bucket_bytes: int = _BUCKET_BYTES
+) -> None:
+    """Give all ranks new weights through shared memory; each copies its own part out of it.
+
+    Weights are sent in buckets. The memory of a bucket is freed when the last rank has copied what it needs, so that
+    little more than one is taken at a time.
+    """
+    engine.collective_rpc(_begin_update)
+    for bucket in _buckets(weights, bucket_bytes):
+        shared = SharedWeights()
+        try:
+            shared.write(bucket.items())
+            path = f"/proc/{os.getpid()}/fd/{shared.fileno()}"
+            engine.collective_rpc(_take_bucket, args=(path, shared.layout))
+        finally:
+            shared.close()
+    engine.collective_rpc(_end_update)
+
+
+def seed_generators(_worker: Any, seed: int) -> None:
+    """Start the generators of a rank's process again; all ranks must draw the same samples."""
+    from vllm.utils.torch_utils import set_random_seed
+
+    set_random_seed(seed % 2**32)
+
+
+def failure_of(engine: "LLMEngine") -> str | None:
+    """Return why the engine's ranks can no longer work, or None."""
+    core: Any = engine.engine_core
+    executor = core.engine_core.model_executor
+    if not getattr(executor, "is_failed", False):
+        return None
+    ended = [f"{w.proc.name} ({w.proc.pid}), exit code {w.proc.exitcode}" for w in executor.workers if w.proc.exitcode]
+    return f"a rank of the engine died: {', '.join(ended) or 'unknown'}"
+
+
+def whole(shard: torch.Tensor, shape: Sequence[int], module: Any) -> torch.Tensor:
+    """Return a tensor of this shape, of which each rank has a part: gathered, on all ranks.
+
+    Args:
+        module: vLLM's module that has the part.
+    """
+    dims = [dim for dim, (own, full) in enumerate(zip(shard.shape, shape, strict=False)) if own != full]
+    if shard.dim() != len(shape) or len(dims) != 1:
+        return shard
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    group: Any = get_tp_group()
+    (dim,) = dims
+    parts = group.all_gather(shard.contiguous(), dim).split(shard.shape[dim], dim)
+    if isinstance(module, QKVParallelLinear):
+        # With fewer heads of keys and values than ranks, neighbours have the same ones.
+        parts = parts[:: max(1, len(parts) * shard.shape[dim] // shape[dim])]
+    # The vocabulary is padded.
+    return torch.cat(parts, dim).narrow(dim, 0, shape[dim])
+
+
+def _buckets(weights: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in weights.items():
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+# What vLLM's own `reload_weights` does in one call, which takes all weights at once.
+
+
+def _begin_update(worker: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(worker.model_runner.get_model())
+
+
+def _take_bucket(worker: Any, path: str, layout: Layout) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise RolloutError(f"a rank cannot open the engine's weights: {error}") from error
+    from vllm.config import set_current_vllm_config
+
+    # Layers that go on in the next bucket keep views of this one.
+    with set_current_vllm_config(worker.vllm_config):
+        worker.model_runner.get_model().load_weights(SharedWeightsReader().read(descriptor, layout))
+
+
+def _end_update(worker: Any) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    runner = worker.model_runner
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(runner.get_model(), worker.vllm_config.model_config)
+    runner.reset_lora_state()
+    runner.reset_encoder_cache()
+    runner.reset_mm_cache()
