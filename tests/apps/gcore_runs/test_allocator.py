@@ -9,7 +9,7 @@ import pytest
 from gcore_llm import RolloutConfig, TrainConfig
 from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_runs import Supervisor
-from gcore_runs.engines import allocator_variables, sleep_options
+from gcore_runs.engines import allocator_variables, device_options
 from gcore_runs.settings.run_config import PlacementConfig
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -49,8 +49,8 @@ def test_engines_that_sleep_are_started_for_it() -> None:
         *((replace(apart, placement=PlacementConfig(strategy=strategy)), True) for strategy in ("colocated", "auto")),
         (replace(apart, placement=PlacementConfig(strategy="dynamic")), False),
     ):
-        assert sleep_options(judge, config) == ({"enable_sleep_mode": True} if sleeps else {})
-        assert sleep_options(config.rollout, config) == {}, "hf needs no mode"
+        assert device_options(judge, config) == ({"enable_sleep_mode": True} if sleeps else {})
+        assert device_options(config.rollout, config) == {}, "hf needs no mode"
         assert allocator_variables(config) == ({} if sleeps else EXPANDABLE)
 
 

@@ -325,6 +325,10 @@ class TrainConfig(BaseRLConfig):
         return "reward_model.judge", judge if self.reward_model.is_judge and not judge.is_on_servers else None
 
     @property
+    def devices_per_engine(self) -> int:
+        return self.rollout.tensor_parallel_size
+
+    @property
     def rank_unit(self) -> int:
         """Training ranks are started and stopped by whole model-parallel and expert-parallel replicas."""
         parallel = self.trainer.parallel

@@ -40,7 +40,7 @@ from gcore_rollout import (
     visible_gpus,
 )
 from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids
-from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation, sleep_options
+from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation, device_options
 
 _SEED = 20_250_729
 _NUM_SHOWN = 16
@@ -91,7 +91,7 @@ def engine_factory(
         own["max_model_len"] = min(config.data.max_length, longest_sequence(model) or config.data.max_length)
         own["speculative_config"] = settings.speculative.as_vllm_takes_it()
         own["own_options"] = settings.engine_options
-    own["own_options"] = own.get("own_options", {}) | sleep_options(settings, config)
+    own["own_options"] = own.get("own_options", {}) | device_options(settings, config)
     # A process of its own has a GPU of its own.
     has_process = settings.num_processes > 0 or config.runtime == "ray"
     return factory_of(
@@ -142,10 +142,12 @@ def _gpus(settings: EngineConfig, config: TrainConfig) -> list[str]:
     from gcore_llm.learning.device_places import engine_gpus, training_gpus
 
     # The judge's come after the policy's.
-    first = 0 if settings is config.rollout else config.rollout.num_processes
+    rollout, size = config.rollout, settings.tensor_parallel_size
+    first = 0 if settings is rollout else rollout.num_processes * rollout.tensor_parallel_size
     training, takes_turns = training_gpus(config, len(gpus)), config.takes_turns
-    places = engine_gpus(len(gpus), settings.num_processes, training, takes_turns=takes_turns, first=first)
-    return [gpus[place] for place in places]
+    count = settings.num_processes * size
+    places = engine_gpus(len(gpus), count, training, takes_turns=takes_turns, first=first)
+    return [",".join(gpus[place] for place in places[i : i + size]) for i in range(0, count, size)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SLEEP_MODE = "enable_sleep_mode"
+_TENSOR_PARALLEL = "tensor_parallel_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class LocalEngineConfig(Checked):
     """Replicas of an engine that is not on servers, each a process of its own that is replaced if it dies; 0: one, in
     the main process. All processes that generate share the threads, and each has a GPU of its own as long as there are
     any."""
+    tensor_parallel_size: Count = 1
+    """Devices of each replica in vllm, over which the model is split; of one machine, and on CPU a process each."""
 
     @property
     def kind(self) -> EngineKind:
@@ -53,6 +56,8 @@ class LocalEngineConfig(Checked):
             engine_kind(self.engine)
         except RequestError as error:
             raise UserError(f"{self.section}.{error}") from None
+        is_taken = self.tensor_parallel_size == 1 or _TENSOR_PARALLEL in self.kind.own_options
+        self.require("tensor_parallel_size", is_taken, f"1 with {self.section}.engine {self.engine!r}; vllm takes more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +118,10 @@ class PolicyEngineConfig(EngineConfig):
     """Give each sample in vllm a seed of its own, so that it is the same in any batch, up to rounding; unset: on CPU,
     and on a GPU where vLLM's sampling takes seeds at no cost (its second model runner)."""
 
+    enable_expert_parallel: bool | None = None
+    """With rollout.tensor_parallel_size in vllm: each device has whole experts of a mixture of experts, and not a part
+    of each; unset: false."""
+
     decode_mode: Literal["auto", "dynamic", "static", "cuda_graphs"] | None = None
     """Shapes of a step of hf: those of the samples that there are, static ones, or static ones as CUDA graphs. auto or
     unset: dynamic on CPU and for vision-language models; otherwise cuda_graphs, or static for models whose steps cannot
@@ -125,7 +134,7 @@ class PolicyEngineConfig(EngineConfig):
     def engine_options(self) -> dict[str, Any]:
         """The settings above that are set."""
         of_vllm = ("gpu_memory_utilization", "max_num_batched_tokens", "async_scheduling", "seed_per_sample")
-        names = (*of_vllm, "decode_mode", "kv_cache_bytes")
+        names = (*of_vllm, "enable_expert_parallel", "decode_mode", "kv_cache_bytes")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def __post_init__(self) -> None:
@@ -274,11 +283,13 @@ def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
 
     if not config.takes_turns:
         return DeviceTimers()
-    engines, (_, judge) = config.rollout.num_processes, config.judge
+    (engines, size), (_, judge) = (config.rollout.num_processes, config.devices_per_engine), config.judge
     judges, num_gpus = judge.num_processes if judge else 0, len(gcore_rollout.visible_gpus(config.device))
-    place = {f"engine {i}": i for i in range(engines or 1)} | {f"trainer {i}": i for i in range(config.sizes.ranks)}
+    place = {f"engine {i}": i * size for i in range(engines or 1)}
+    # The row of an engine on several devices is that of the ranks there, too.
+    place |= {f"trainer {i}": i // size * size if i < engines * size else i for i in range(config.sizes.ranks)}
     # One without a process is in this one, on the first device.
-    place |= {f"judge {i}": engines + i for i in range(judges)} if judges else {"judge 0": 0}
+    place |= {f"judge {i}": engines * size + i for i in range(judges)} if judges else {"judge 0": 0}
     return DeviceTimers(shared={name: f"device {i % num_gpus if num_gpus else i}" for name, i in place.items()})
 
 
@@ -294,9 +305,11 @@ def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:
     return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def sleep_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[str, bool]:
-    """Return the option with which an engine is started that is to sleep, if it needs one."""
-    return {_SLEEP_MODE: True} if config.engines_sleep and _SLEEP_MODE in settings.kind.own_options else {}
+def device_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[str, Any]:
+    """Return the options with which an engine is started on several devices, and one that is to sleep."""
+    size, takes = settings.tensor_parallel_size, settings.kind.own_options
+    sleeps = {_SLEEP_MODE: True} if config.engines_sleep and _SLEEP_MODE in takes else {}
+    return sleeps | ({_TENSOR_PARALLEL: size} if size > 1 else {})
 
 
 def _vllm_may_sleep(config: "BaseRunConfig") -> bool:

@@ -117,7 +117,7 @@ def _connect_to_cluster(config: BaseRLConfig) -> None:
         except (ConnectionError, ValueError) as error:
             raise UserError(f"ray.address is {address!r}: no Ray cluster answers there ({error})") from error
     else:
-        num_cpus = max(os.cpu_count() or 1, round(config.sizes.num_processes * config.ray.cpus_per_process + 0.5))
+        num_cpus = max(os.cpu_count() or 1, round(config.sizes.num_reserved * config.ray.cpus_per_process + 0.5))
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
 
 

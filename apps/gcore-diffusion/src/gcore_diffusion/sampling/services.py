@@ -24,7 +24,7 @@ from gcore_rollout import (
     register_image_reward,
 )
 from gcore_runs import UserError, build_tokenizer, check_model
-from gcore_runs.engines import Instrumentation, sleep_options
+from gcore_runs.engines import Instrumentation, device_options
 
 
 def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], DiffusersEngine]:
@@ -52,7 +52,7 @@ def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
         dtype=getattr(torch, judge.dtype),
         max_num_seqs=judge.max_num_seqs,
         eos_token_ids=[tokenizer.eos_token_id],
-        own_options=sleep_options(judge, config),
+        own_options=device_options(judge, config),
     )
 
 

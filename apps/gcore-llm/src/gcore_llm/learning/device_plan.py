@@ -116,7 +116,9 @@ def _shares_gpu(config: TrainConfig) -> bool:
         return False
     count = torch.cuda.device_count()
     ranks, rollout = training_gpus(config, count), config.rollout
-    engines = engine_gpus(count, rollout.num_processes, ranks, takes_turns=rollout.colocated is True)
+    engines = engine_gpus(
+        count, rollout.num_processes * rollout.tensor_parallel_size, ranks, takes_turns=rollout.colocated is True
+    )
     return not ranks.isdisjoint(engines or [torch.device(config.device).index or 0])
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, cast, get
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
 from gcore_runs.errors import UserError
-from gcore_runs.settings.sections import PolicyReplicas, Replicas, Simulated
+from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
 from gcore_trainer import LoRAConfig
 
 
@@ -301,12 +301,17 @@ class BaseRLConfig(BaseRunConfig, ABC):
         is_enough = self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers
         expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
         self.require("rollout.num_processes", is_enough, expected)
+        section, judge = self.judge
+        if self.runtime == "ray" and judge is not None:
+            # Its devices may become an engine's.
+            is_alike, expected = judge.tensor_parallel_size == self.devices_per_engine, f"{self.devices_per_engine}"
+            self.require(f"{section}.tensor_parallel_size", is_alike, f"{expected}, as of rollout, with runtime 'ray'")
         if self.placement.strategy != "split":
             self._check_placement()
 
     @property
     @abstractmethod
-    def judge(self) -> tuple[str, Replicas | None]:
+    def judge(self) -> tuple[str, JudgeReplicas | None]:
         """Name of the judge's section, SECTION.judge, and its settings; None: the run starts no judge of its own."""
 
     @property
@@ -345,6 +350,11 @@ class BaseRLConfig(BaseRunConfig, ABC):
         return self.takes_turns or strategy == "auto" or STRATEGIES[strategy].is_time_shared
 
     @property
+    def devices_per_engine(self) -> int:
+        """Devices over which each engine's model is split."""
+        return 1
+
+    @property
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
         in_turns, (_, judge) = STRATEGIES[self.placement.strategy].is_time_shared, self.judge
@@ -356,6 +366,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
             judges=judges,
             ranks=ranks,
             in_turns=in_turns,
+            devices_per_engine=self.devices_per_engine,
             ranks_in_turns=self.takes_turns,
         )
 

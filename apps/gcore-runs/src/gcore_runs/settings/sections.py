@@ -17,6 +17,13 @@ class Replicas(Protocol):
     def num_processes(self) -> int: ...
 
 
+class JudgeReplicas(Replicas, Protocol):
+    """Settings of a judge's engine."""
+
+    @property
+    def tensor_parallel_size(self) -> int: ...
+
+
 class PolicyReplicas(Replicas, Protocol):
     """Settings of the policy's engine."""
 

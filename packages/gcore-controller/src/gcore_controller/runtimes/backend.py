@@ -62,6 +62,8 @@ class Sizes:
     ranks: int
     in_turns: bool = False
     """Each engine shares its device with a judge, and one of the two is awake."""
+    devices_per_engine: int = 1
+    """Devices of each engine and each judge, over which its model is split."""
     ranks_in_turns: bool = False
     """Ranks are on the devices of engines and judges, which are asleep while the ranks work, and the other way round;
     where there are more ranks than those, the rest have devices of their own."""
@@ -71,14 +73,21 @@ class Sizes:
         return self.controllers + self.engines + self.judges + self.ranks
 
     @property
-    def num_engine_devices(self) -> int:
-        """Devices of engines and judges."""
+    def num_engine_places(self) -> int:
+        """Places of engines and judges, each of ``devices_per_engine`` devices."""
         return self.engines if self.in_turns else self.engines + self.judges
+
+    @property
+    def num_reserved(self) -> int:
+        """Devices of all processes, controllers included."""
+        return self.controllers + self.num_engine_places * self.devices_per_engine + self.num_own_ranks
 
     @property
     def num_own_ranks(self) -> int:
         """Ranks on devices of their own."""
-        return max(0, self.ranks - self.num_engine_devices) if self.ranks_in_turns else self.ranks
+        return (
+            max(0, self.ranks - self.num_engine_places * self.devices_per_engine) if self.ranks_in_turns else self.ranks
+        )
 
     def __str__(self) -> str:
         parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.judges, "judge")]

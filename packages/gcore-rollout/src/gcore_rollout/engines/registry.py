@@ -74,6 +74,8 @@ _KINDS = {
                 "async_scheduling",
                 "seed_per_sample",
                 "enable_sleep_mode",
+                "tensor_parallel_size",
+                "enable_expert_parallel",
             )
         ),
         takes_images=True,

@@ -238,15 +238,16 @@ class RoleActors(Generic[ConfigT]):
 
     async def _started(self, factory: Factory, config: ConfigT, neighbour: Any) -> Any:
         """Start an actor, on the device of a neighbour if it has one."""
-        num_threads = max(1, config.threads // config.sizes.num_engine_devices)
+        num_threads, size = max(1, config.threads // config.sizes.num_engine_places), config.sizes.devices_per_engine
         if neighbour is not None:
             device: Device = await neighbour.actor.__ray_call__.remote(_device)
             factory = partial(_on_gpus, device.gpus, factory)
             return self.start(factory, num_threads=num_threads, **device.options)
         return self.start(
             factory,
-            num_cpus=config.ray.cpus_per_process,
-            num_gpus=config.ray.gpus_per_engine if config.device.startswith("cuda") else 0,
+            # All of an actor's resources are those of one node.
+            num_cpus=config.ray.cpus_per_process * size,
+            num_gpus=config.ray.gpus_per_engine * size if config.device.startswith("cuda") else 0,
             num_threads=num_threads,
             scheduling_strategy="SPREAD",
         )

@@ -190,8 +190,9 @@ def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
     cpus, is_on_gpu = config.ray.cpus_per_process, config.device.startswith("cuda")
     controller = {"CPU": cpus, "GPU": 0.0}
     engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
+    engine = {name: amount * sizes.devices_per_engine for name, amount in engine.items()}
     rank = {"CPU": cpus, "GPU": config.ray.gpus_per_rank if is_on_gpu else 0.0}
-    return [controller] * sizes.controllers + [engine] * sizes.num_engine_devices + [rank] * sizes.num_own_ranks
+    return [controller] * sizes.controllers + [engine] * sizes.num_engine_places + [rank] * sizes.num_own_ranks
 
 
 class CapacityWatch:

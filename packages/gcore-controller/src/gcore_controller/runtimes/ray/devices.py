@@ -26,6 +26,10 @@ class Device:
         place = NodeAffinitySchedulingStrategy(self.node, soft=False)
         return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": place}
 
+    def split(self, count: int) -> list["Device"]:
+        """Return the devices, so many, that an engine's ranks are on."""
+        return [Device(self.node, self.gpus[place::count]) for place in range(count)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMap:
@@ -50,11 +54,12 @@ class DeviceMap:
             # At most engines and judges take turns.
             return cls(names={f"judge {i}": f"engine {i}" for i in range(sizes.judges if sizes.in_turns else 0)})
         count = len(devices)
-        order = sorted(range(count), key=lambda i: (devices[i].node, [(len(gpu), gpu) for gpu in devices[i].gpus]))
+        slots = [(i, part) for i, device in enumerate(devices) for part in device.split(sizes.devices_per_engine)]
+        slots.sort(key=lambda slot: (slot[1].node, [(len(gpu), gpu) for gpu in slot[1].gpus]))
         place = {f"engine {i}": i for i in range(sizes.engines)}
         place |= {f"judge {i}": i if sizes.in_turns else count - 1 - i for i in range(sizes.judges)}
-        place |= {rank_name(rank): i for rank, i in enumerate(order[: sizes.ranks])}
+        place |= {rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])}
         return cls(
-            ranks=[devices[i] for i in order[: sizes.ranks]],
+            ranks=[part for _, part in slots[: sizes.ranks]],
             names={name: f"device {i}" for name, i in place.items()},
         )

@@ -5,8 +5,9 @@ import gc
 import os
 import pickle
 import platform
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from uuid import uuid4
 
 from gcore_rollout.engines.protocol import EngineStats
@@ -42,7 +43,7 @@ class Incarnation:
 class _ClientSession(Session):
     """A client's messages in the order in which it sent them, and the answers until they are fetched."""
 
-    def __init__(self, engine: AnyEngine) -> None:
+    def __init__(self, engine: AnyEngine, on_death: Callable[[], None]) -> None:
         super().__init__(self._put, lambda references: references.fetch())
         self.engine = engine
         self.outgoing: asyncio.Queue[FromEngine] = asyncio.Queue()
@@ -50,6 +51,10 @@ class _ClientSession(Session):
         # Ray may let a call with large arguments arrive after a later one.
         self._early: dict[int, tuple[int, EngineCall]] = {}
         self._num_taken = 0
+        self._on_death = on_death
+
+    def engine_died(self) -> None:
+        self._on_death()
 
     def _put(self, message: FromEngine) -> None:
         self.outgoing.put_nowait(message)
@@ -80,6 +85,7 @@ class EngineActor:
         self._engine: AnyEngine | None = None
         self._is_making = asyncio.Lock()
         self._sessions: dict[str, _ClientSession] = {}
+        self._burial: asyncio.Task[None] | None = None
 
     async def incarnation(self) -> Incarnation:
         return self._incarnation
@@ -163,12 +169,22 @@ class EngineActor:
         # Models are held by cycles; free them before the next one is loaded.
         gc.collect()
 
+    def _bury(self, engine: AnyEngine) -> None:
+        """End an engine of which a part has died, so that the next `make` makes another one."""
+
+        async def bury() -> None:
+            async with self._is_making:
+                if self._engine is engine:
+                    await self._end_engine()
+
+        self._burial = asyncio.create_task(bury())
+
     def _session(self, token: str, client: str) -> _ClientSession | None:
         """Return a client's session, new if it has none; None: the client is one of another engine."""
         if token != self._incarnation.token or self._engine is None:
             return None
         if client not in self._sessions:
-            self._sessions[client] = _ClientSession(self._engine)
+            self._sessions[client] = _ClientSession(self._engine, partial(self._bury, self._engine))
         return self._sessions[client]
 
 

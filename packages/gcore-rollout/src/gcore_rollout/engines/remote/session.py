@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gcore_rollout.engines.protocol import AnyRequest, AnySample, Engine, EngineStats, report_weights
-from gcore_rollout.errors import RolloutError
+from gcore_rollout.errors import EngineDiedError, RolloutError
 
 if TYPE_CHECKING:
     import torch
@@ -193,8 +193,13 @@ class Session:
             value = await work
         except Exception as error:
             self._send(failure(call_id, error))
+            if isinstance(error, EngineDiedError):
+                self.engine_died()
         else:
             self._send(Done(call_id, self.engine.stats(), value))
+
+    def engine_died(self) -> None:
+        """Do nothing: the client that is told ends this process."""
 
     async def _generate(self, call_id: int, requests: tuple[AnyRequest, ...]) -> None:
         samples = self.engine.generate(requests)

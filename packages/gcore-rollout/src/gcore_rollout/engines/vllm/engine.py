@@ -1,8 +1,8 @@
 """The `vllm` engine: vLLM's scheduler and kernels, in this process and on this event loop."""
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -86,6 +86,8 @@ class VLLMEngine(InProcessEngine):
         has_v2_runner = not on_cpu and config.use_v2_model_runner
         self._draws_by_sample = options.draws_by_sample(seed_per_sample, on_cpu=on_cpu, has_v2_runner=has_v2_runner)
         self._has_ranks = config.parallel_config.world_size > 1
+        if self._has_ranks:
+            ranks.end_together(self._engine)
         # On CPU vLLM draws from torch's generator at every step, even where each sample has a seed.
         needs_generators = (on_cpu or not self._draws_by_sample) and not self._has_ranks
         self._generators = options.OwnGenerators(on_cpu=on_cpu) if needs_generators else None
@@ -172,9 +174,6 @@ class VLLMEngine(InProcessEngine):
         )
         is_eager: bool = of_device["enforce_eager"]
         process.set_environment()
-        of_ranks = ranks.rank_options(
-            on_cpu=on_cpu, tensor_parallel_size=tensor_parallel_size, enable_expert_parallel=enable_expert_parallel
-        )
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
         with process.process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and is_eager):  # pyright: ignore[reportPrivateUsage]
@@ -185,6 +184,9 @@ class VLLMEngine(InProcessEngine):
                     raise
                 raise MissingExtraError("vllm", "vllm") from error
 
+            of_ranks = ranks.rank_options(
+                on_cpu=on_cpu, tensor_parallel_size=tensor_parallel_size, enable_expert_parallel=enable_expert_parallel
+            )
             if speculative_config is not None and on_cpu:
                 process.repair_rejection_sampler()
             args = EngineArgs(
@@ -230,12 +232,13 @@ class VLLMEngine(InProcessEngine):
         self._settle()
         new = {name: tensor.detach() for name, tensor in weights}
         process.check_weights_and_head(self._shapes, new, is_tied=self._tied)
-        if self._has_ranks:
-            ranks.send_weights(engine, new)
-        else:
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
-        if self._tied and self._on_cpu:
-            engine.apply_model(process.repack_head)
+        with self._noting_deaths():
+            if self._has_ranks:
+                ranks.send_weights(engine, new)
+            else:
+                engine.collective_rpc("reload_weights", kwargs={"weights_iterator": new.items()})
+            if self._tied and self._on_cpu:
+                engine.apply_model(process.repack_head)
         if self._vision is not None:
             # Drop the outputs of the old vision tower; reloading leaves the scheduler's entries of them.
             engine.reset_encoder_cache()
@@ -249,7 +252,8 @@ class VLLMEngine(InProcessEngine):
         self._check_open()
         read = partial(translation.held_tensors, shapes=self._shapes, is_tied=self._tied, names=names)
         # All ranks return the same.
-        tensors = self._engine.apply_model(read)[0]
+        with self._noting_deaths():
+            tensors = self._engine.apply_model(read)[0]
         return HeldWeights(version=self._version, tensors=tensors)
 
     async def close(self) -> None:
@@ -283,6 +287,10 @@ class VLLMEngine(InProcessEngine):
         return replace(stats, completion_tokens=stats.completion_tokens + self._tokens_sampled(self._running))
 
     async def _control(self, name: Control) -> None:
+        with self._noting_deaths():
+            self._do(name)
+
+    def _do(self, name: Control) -> None:
         if name in ("pause", *_SLEEP_LEVELS):
             self._settle()
         if name in _WAKE_TAGS:
@@ -310,20 +318,21 @@ class VLLMEngine(InProcessEngine):
                 settings = translation.sampling_params(sample, self._eos, has_seed=self._draws_by_sample)
                 self._engine.add_request(sample_id, prompt, settings)
         seed = admitted[0][0].generator_seed if admitted and not self._draws_by_sample else None
-        try:
+        with self._noting_deaths(), self._generators.in_use(seed) if self._generators else nullcontext():
             if self._has_ranks and seed is not None:
                 self._engine.collective_rpc(ranks.seed_generators, args=(seed,))
-            with self._generators.in_use(seed) if self._generators is not None else nullcontext():
-                outputs: list[Any] = self._engine.step()
-        except Exception as error:
-            self._check_ranks(error)
-            raise
+            outputs: list[Any] = self._engine.step()
         self._take_in(outputs)
 
-    def _check_ranks(self, error: Exception) -> None:
-        """Raise an `EngineDiedError` if this error came because a rank had died."""
-        if self._has_ranks and (reason := ranks.failure_of(self._engine)) is not None:
-            raise EngineDiedError(reason) from error
+    @contextmanager
+    def _noting_deaths(self) -> Generator[None]:
+        """Make an `EngineDiedError` of an error inside the block that comes from the death of a rank."""
+        try:
+            yield
+        except Exception as error:
+            if self._has_ranks and (reason := ranks.failure_of(self._engine)) is not None:
+                raise EngineDiedError(reason) from error
+            raise
 
     def _take_in(self, outputs: Sequence[Any]) -> None:
         """Hand over the samples that a step has finished."""

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig
 
 from gcore_rollout.engines.queueing import check_weights
+from gcore_rollout.engines.vllm import ranks
 from gcore_rollout.errors import MissingExtraError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
 
@@ -101,7 +102,7 @@ def shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -
     if client.engine_core.vllm_config.parallel_config.world_size > 1:
         # The groups are those of other processes.
         client._finalizer.detach()
-        client.engine_core.model_executor.shutdown()
+        ranks.shut_down(engine)
         client.engine_core.scheduler.shutdown()
         return
     if is_last and made_process_group:

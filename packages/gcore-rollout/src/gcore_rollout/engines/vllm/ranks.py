@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +16,12 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
 _BUCKET_BYTES = 256 << 20
-_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+_END_TIMEOUT_S = 10.0
 
 
-def rank_options(*, on_cpu: bool, tensor_parallel_size: int = 1, enable_expert_parallel: bool = False) -> dict[str, Any]:
+def rank_options(
+    *, on_cpu: bool, tensor_parallel_size: int = 1, enable_expert_parallel: bool = False
+) -> dict[str, Any]:
     """Return the fields of vLLM's `EngineArgs` for so many ranks, and set their environment.
 
     Raises:
@@ -33,8 +37,9 @@ def rank_options(*, on_cpu: bool, tensor_parallel_size: int = 1, enable_expert_p
     # A fork would copy threads' locks without their threads.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if on_cpu:
-        # By itself, vLLM refuses more ranks than there are NUMA nodes.
-        os.environ.setdefault(_BINDING, cores_by_rank(sorted(os.sched_getaffinity(0)), size))
+        # By itself, vLLM refuses more ranks than there are NUMA nodes; the ranks share the threads of this process.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // size))
     return {
         "tensor_parallel_size": size,
         "enable_expert_parallel": enable_expert_parallel,
@@ -42,23 +47,14 @@ def rank_options(*, on_cpu: bool, tensor_parallel_size: int = 1, enable_expert_p
     }
 
 
-def cores_by_rank(cores: Sequence[int], num_ranks: int) -> str:
-    """Return cores for each rank in vLLM's notation: equal shares of all, or shared ones if there are too few."""
-    share = max(1, len(cores) // num_ranks)
-    starts = [rank * share % len(cores) for rank in range(num_ranks)]
-    return "|".join(",".join(str(core) for core in cores[start : start + share]) for start in starts)
-
-
-def send_weights(
-    engine: "LLMEngine", weights: Mapping[str, torch.Tensor], *, bucket_bytes: int = _BUCKET_BYTES
-) -> None:
+def send_weights(engine: "LLMEngine", weights: Mapping[str, torch.Tensor], *, bucket_bytes: int | None = None) -> None:
     """Give all ranks new weights through shared memory; each copies its own part out of it.
 
     Weights are sent in buckets. The memory of a bucket is freed when the last rank has copied what it needs, so that
     little more than one is taken at a time.
     """
     engine.collective_rpc(_begin_update)
-    for bucket in _buckets(weights, bucket_bytes):
+    for bucket in buckets(weights, bucket_bytes or _BUCKET_BYTES):
         shared = SharedWeights()
         try:
             shared.write(bucket.items())
@@ -76,14 +72,39 @@ def seed_generators(_worker: Any, seed: int) -> None:
     set_random_seed(seed % 2**32)
 
 
+def end_together(engine: "LLMEngine") -> None:
+    """From now on, kill all ranks when one has died: vLLM itself waits eight seconds for those that wait for it."""
+    executor = _executor(engine)
+
+    def watch() -> None:
+        wait([worker.proc.sentinel for worker in executor.workers])
+        if executor.is_failed or not getattr(executor, "shutting_down", False):
+            for worker in executor.workers:
+                worker.proc.kill()
+
+    Thread(target=watch, daemon=True, name="gcore-vllm-ranks").start()
+
+
+def shut_down(engine: "LLMEngine") -> None:
+    """End the ranks."""
+    executor = _executor(engine)
+    executor.shutdown()
+    for worker in executor.workers:
+        worker.proc.join(_END_TIMEOUT_S)
+
+
 def failure_of(engine: "LLMEngine") -> str | None:
     """Return why the engine's ranks can no longer work, or None."""
-    core: Any = engine.engine_core
-    executor = core.engine_core.model_executor
-    if not getattr(executor, "is_failed", False):
+    executor = _executor(engine)
+    if not executor.is_failed:
         return None
-    ended = [f"{w.proc.name} ({w.proc.pid}), exit code {w.proc.exitcode}" for w in executor.workers if w.proc.exitcode]
-    return f"a rank of the engine died: {', '.join(ended) or 'unknown'}"
+    ends = [f"{worker.proc.pid} with exit code {worker.proc.exitcode}" for worker in executor.workers]
+    return f"a rank of the engine died; all were ended: {', '.join(ends)}"
+
+
+def _executor(engine: "LLMEngine") -> Any:
+    core: Any = engine.engine_core
+    return core.engine_core.model_executor
 
 
 def whole(shard: torch.Tensor, shape: Sequence[int], module: Any) -> torch.Tensor:
@@ -108,11 +129,12 @@ def whole(shard: torch.Tensor, shape: Sequence[int], module: Any) -> torch.Tenso
     return torch.cat(parts, dim).narrow(dim, 0, shape[dim])
 
 
-def _buckets(weights: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def buckets(weights: Mapping[str, torch.Tensor], size_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights in lists of at most this size; a larger tensor is one of its own."""
     bucket: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in weights.items():
-        if bucket and size + tensor.nbytes > bucket_bytes:
+        if bucket and size + tensor.nbytes > size_bytes:
             yield bucket
             bucket, size = {}, 0
         bucket[name] = tensor

@@ -1,0 +1,150 @@
+"""vLLM over several devices: the samples of one device, weights in buckets, and a rank that is killed."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, assert_equal, collect, errors, make_request
+from process_tree import descendants, left_after
+from ray import cloudpickle
+from ray_cluster import ray_cluster
+
+from gcore_rollout import (
+    EngineDiedError,
+    EngineReplicas,
+    RayEngine,
+    RequestError,
+    VLLMEngine,
+    end_engine_actor,
+    engine_factory,
+    start_engine_actor,
+    start_replicas,
+)
+from gcore_rollout.engines.vllm import ranks
+from gcore_rollout.weight_sync.checked import digest
+
+pytestmark = [pytest.mark.slow, *VLLM_IMPORT_WARNINGS, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
+
+WORKER = "VLLM::Worker_TP"
+REQUESTS = [make_request("short", 5, n=2), make_request("long", 37, n=3)]
+
+
+def new_weights(model: TinyModel) -> dict[str, torch.Tensor]:
+    """The new weights, without the head, which is the embedding."""
+    return {name: tensor for name, tensor in model.new.state_dict().items() if name != "lm_head.weight"}
+
+
+def kill_a_rank(pid: int) -> None:
+    os.kill(descendants(pid, WORKER)[-1], signal.SIGKILL)
+
+
+async def test_two_devices_are_as_one(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = VLLMEngine.from_pretrained(tied.path, max_num_seqs=8)
+    expected = await collect(whole, *REQUESTS)
+    await whole.close()
+
+    environment = dict(os.environ)
+    engine = VLLMEngine.from_pretrained(tied.path, max_num_seqs=8, tensor_parallel_size=2)
+    assert os.environ.get("OMP_NUM_THREADS") == environment.get("OMP_NUM_THREADS")
+    workers = descendants(os.getpid(), WORKER)
+    assert len(workers) == 2
+    found = await collect(engine, *REQUESTS)
+    assert found.keys() == expected.keys()
+    for place, completion in found.items():
+        assert_equal(completion, expected[place], tolerance=1e-5)
+    assert max(errors(tied.old, REQUESTS, found)) < 1e-5
+
+    # Some layers are in two buckets, and the largest tensors are larger than one.
+    monkeypatch.setattr(ranks, "_BUCKET_BYTES", 20_000)
+    weights = new_weights(tied)
+    sizes = [sum(t.nbytes for t in bucket.values()) for bucket in ranks.buckets(weights, 20_000)]
+    assert len(sizes) > 10
+    assert all(size <= max(20_000, *(t.nbytes for t in weights.values())) for size in sizes)
+    await engine.update_weights(iter(weights.items()), version=1)
+    updated = await collect(engine, *REQUESTS)
+    assert max(errors(tied.new, REQUESTS, updated)) < 1e-5
+    held = await engine.held_weights()
+    own = tied.new.state_dict()
+    assert {tensor.name for tensor in held.tensors} == own.keys()
+    assert all(tensor.digest == digest(own[tensor.name]) for tensor in held.tensors), "whole tensors of all ranks"
+
+    await engine.sleep()
+    await engine.wake()
+    assert max(errors(tied.new, REQUESTS, await collect(engine, *REQUESTS))) < 1e-5
+
+    kill_a_rank(os.getpid())
+    with pytest.raises(
+        EngineDiedError, match=r"a rank of the engine died; all were ended: \d+ with exit code -9"
+    ) as death:
+        await collect(engine, *REQUESTS)
+    assert len(death.value.unfinished) == 5
+    with pytest.raises(EngineDiedError):
+        await engine.update_weights(iter(tied.old.state_dict().items()), version=2)
+    await engine.close()
+    assert not left_after(workers, 10.0)
+
+
+async def test_a_killed_rank_costs_its_engine_a_restart(tied: TinyModel) -> None:
+    """In a process of its own: the samples are those of an undisturbed engine."""
+    make = engine_factory(
+        "vllm",
+        tied.path,
+        device="cpu",
+        dtype=torch.float32,
+        max_num_seqs=2,
+        eos_token_ids=[],
+        own_options={"tensor_parallel_size": 2},
+    )
+    engine = await start_replicas(lambda _: make, 1, num_threads=2, preload=())
+    assert isinstance(engine, EngineReplicas)
+    try:
+        expected = await collect(engine, *REQUESTS)
+        again = asyncio.create_task(collect(engine, *REQUESTS))
+        await asyncio.sleep(0.05)
+        kill_a_rank(os.getpid())
+        found = await again
+        assert found.keys() == expected.keys()
+        for place, completion in found.items():
+            assert_equal(completion, expected[place], tolerance=1e-5)
+    finally:
+        await engine.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # pyright: ignore[reportPrivateImportUsage]
+    with ray_cluster("here"):
+        yield
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_a_killed_rank_of_an_actor(tied: TinyModel) -> None:
+    make: Any = partial(VLLMEngine.from_pretrained, tied.path, max_num_seqs=2, tensor_parallel_size=2)
+    handle = start_engine_actor(make, num_cpus=0, num_threads=2)
+    engine: RayEngine[Any, Any] = await RayEngine.connect(handle)
+    expected = await collect(engine, *REQUESTS)
+    kill_a_rank(engine.pid)
+    with pytest.raises(EngineDiedError, match="a rank of the engine died"):
+        await collect(engine, *REQUESTS)
+    # The actor's process goes on, with another engine.
+    pid = engine.pid
+    engine = await RayEngine.connect(handle)
+    assert engine.pid == pid
+    await engine.update_weights(iter(new_weights(tied).items()), version=1)
+    found = await collect(engine, *REQUESTS)
+    assert found.keys() == expected.keys()
+    assert max(errors(tied.new, REQUESTS, found)) < 1e-5
+    await end_engine_actor(handle)
+
+
+def test_what_is_refused(tied: TinyModel) -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size is 0; expected at least 1"):
+        VLLMEngine.from_pretrained(tied.path, tensor_parallel_size=0)
+    with pytest.raises(RequestError, match=r"own_options is .*tensor_parallel_size.* for engine 'hf'"):
+        engine_factory("hf", tied.path, device="cpu", own_options={"tensor_parallel_size": 2})
