@@ -1,9 +1,9 @@
 """vLLM over several devices: the samples of one device, weights in buckets, and a rank that is killed."""
 
 import asyncio
+import importlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, assert_equal, collect, errors, make_request
 from process_tree import descendants, left_after
-from ray import cloudpickle
 from ray_cluster import ray_cluster
 
 from gcore_rollout import (
@@ -118,13 +117,14 @@ async def test_a_killed_rank_costs_its_engine_a_restart(tied: TinyModel) -> None
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # pyright: ignore[reportPrivateImportUsage]
     with ray_cluster("here"):
         yield
 
 
 @pytest.mark.usefixtures("cluster")
 async def test_a_killed_rank_of_an_actor(tied: TinyModel) -> None:
+    # What Ray is to pickle must not name it.
+    assert importlib.import_module("torch._dynamo.config")
     make: Any = partial(VLLMEngine.from_pretrained, tied.path, max_num_seqs=2, tensor_parallel_size=2)
     handle = start_engine_actor(make, num_cpus=0, num_threads=2)
     engine: RayEngine[Any, Any] = await RayEngine.connect(handle)

@@ -176,7 +176,7 @@ class VLLMEngine(InProcessEngine):
         process.set_environment()
         # With compilation off while vLLM is imported, its `torch.compile`d helpers stay plain functions: on CPU the
         # first log-probs would wait 10 to 30 s for one of them.
-        with process.process_state_kept(), torch._dynamo.config.patch(disable=on_cpu and is_eager):  # pyright: ignore[reportPrivateUsage]
+        with process.process_state_kept(), process.compilation(is_off=on_cpu and is_eager):
             try:
                 from vllm import EngineArgs
             except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,12 @@ def process_state_kept() -> Generator[None]:
         for name in names:
             os.environ.pop(name, None)
         os.environ.update(variables)
+
+
+def compilation(*, is_off: bool) -> AbstractContextManager[None]:
+    """Turn `torch.compile` off inside a block, or leave it on."""
+    # Not in `from_pretrained`: Ray pickles that with the modules that it names, and this one cannot be.
+    return torch._dynamo.config.patch(disable=is_off)  # pyright: ignore[reportPrivateUsage]
 
 
 def check_head_size(config: "VllmConfig") -> None:
