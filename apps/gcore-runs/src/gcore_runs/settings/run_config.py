@@ -301,11 +301,10 @@ class BaseRLConfig(BaseRunConfig, ABC):
         is_enough = self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers
         expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
         self.require("rollout.num_processes", is_enough, expected)
-        section, judge = self.judge
-        if self.runtime == "ray" and judge is not None:
-            # Its devices may become an engine's.
-            is_alike, expected = judge.tensor_parallel_size == self.devices_per_engine, f"{self.devices_per_engine}"
-            self.require(f"{section}.tensor_parallel_size", is_alike, f"{expected}, as of rollout, with runtime 'ray'")
+        (section, judge), size = self.judge, self.devices_per_engine
+        # On ray, the devices of a judge may become an engine's.
+        is_alike = self.runtime != "ray" or judge is None or judge.tensor_parallel_size == size
+        self.require(f"{section}.tensor_parallel_size", is_alike, f"{size}, as of rollout, with runtime 'ray'")
         if self.placement.strategy != "split":
             self._check_placement()
 

@@ -199,7 +199,7 @@ class Session:
             self._send(Done(call_id, self.engine.stats(), value))
 
     def engine_died(self) -> None:
-        """Do nothing: the client that is told ends this process."""
+        """Do nothing: the client ends this process."""
 
     async def _generate(self, call_id: int, requests: tuple[AnyRequest, ...]) -> None:
         samples = self.engine.generate(requests)

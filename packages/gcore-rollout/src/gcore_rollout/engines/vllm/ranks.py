@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ def send_weights(engine: "LLMEngine", weights: Mapping[str, torch.Tensor], *, bu
         try:
             shared.write(bucket.items())
             path = f"/proc/{os.getpid()}/fd/{shared.fileno()}"
-            engine.collective_rpc(_take_bucket, args=(path, shared.layout))
+            engine.collective_rpc(partial(_take_bucket, path=path, layout=shared.layout))
         finally:
             shared.close()
     engine.collective_rpc(_end_update)
@@ -161,7 +162,7 @@ def _take_bucket(worker: Any, path: str, layout: Layout) -> None:
         raise RolloutError(f"a rank cannot open the engine's weights: {error}") from error
     from vllm.config import set_current_vllm_config
 
-    # Layers that go on in the next bucket keep views of this one.
+    # A layer of which the next bucket has more keeps views of this one.
     with set_current_vllm_config(worker.vllm_config):
         worker.model_runner.get_model().load_weights(SharedWeightsReader().read(descriptor, layout))
 
