@@ -302,7 +302,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
         expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
         self.require("rollout.num_processes", is_enough, expected)
         (section, judge), size = self.judge, self.devices_per_engine
-        # On ray, the devices of a judge may become an engine's.
         is_alike = self.runtime != "ray" or judge is None or judge.tensor_parallel_size == size
         self.require(f"{section}.tensor_parallel_size", is_alike, f"{size}, as of rollout, with runtime 'ray'")
         if self.placement.strategy != "split":
