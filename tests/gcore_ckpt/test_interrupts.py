@@ -1,5 +1,6 @@
 """Ctrl-C, and signal handlers that raise, at any moment of a save or a load; real signals in real processes."""
 
+import dis
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import pytest
@@ -19,6 +21,7 @@ from gcore_ckpt.loading.reader import StepReader
 from gcore_ckpt.saving.pipeline import SavePipeline
 from gcore_ckpt.saving.staging import Stager
 from gcore_ckpt.storage.local import LocalStorage
+from gcore_ckpt.threads import Calls, Outcome
 
 ROUNDS = int(os.environ.get("GCORE_CKPT_SIGNALS", "6"))
 LONG_S = 60.0
@@ -163,6 +166,64 @@ def test_an_interrupted_save_leaves_whole_steps_and_a_usable_checkpointer(
     assert list(path.glob(".tmp-*")) == []
     with Checkpointer(path) as second:
         second.save(4, state_of(4))
+
+
+@contextmanager
+def interrupted_at(number: int) -> Generator[None]:
+    """Raise KeyboardInterrupt where CPython handles signals: after the n-th call, jump back or start of a function.
+
+    Only in functions that are called inside the block.
+    """
+    left = number
+    instructions: dict[FrameType, str] = {}
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            done = instructions.get(frame, "")
+            instructions[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            left -= done.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("does_wait", [True, False])
+def test_a_wait_that_is_interrupted_anywhere_lets_the_other_thread_finish(does_wait: bool) -> None:
+    """Wherever a signal is handled, no lock stays taken that the thread needs which sets the outcome."""
+    for number in range(1, 1000):
+        outcome, called, calls = Outcome[int](), threading.Event(), Calls()
+        setter = threading.Timer(0.01 if does_wait else 0.0, outcome.set_result, [1])
+        setter.start()
+        if not does_wait:
+            setter.join()
+        is_over = False
+        try:
+            with interrupted_at(number):
+                assert outcome.result() == 1
+                calls.run(lambda _: called.set())  # noqa: B023  # run at once
+                is_over = True
+        except KeyboardInterrupt:
+            pass
+        setter.join(LONG_S)
+        assert outcome.done(), number
+        assert outcome.wait(LONG_S), number
+        calls.run(lambda _: called.set())  # noqa: B023
+        assert called.is_set()
+        calls.close()
+        if is_over:
+            break
+    else:
+        pytest.fail("there are more places than were tried")
 
 
 def test_an_interrupted_close_can_be_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

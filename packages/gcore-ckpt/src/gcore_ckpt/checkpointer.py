@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -11,7 +10,7 @@ from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, attempt, open_group, root_decides
 from gcore_ckpt.storage.local import open_storage
-from gcore_ckpt.threads import Call, Calls, SaveHandle
+from gcore_ckpt.threads import Call, Calls, Outcome, SaveHandle
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +135,7 @@ class Checkpointer:
             handle.join()
         while len(in_flight := [handle for handle in list(self._handles) if not handle.done()]) >= self._max_in_flight:
             in_flight[0].join()
-        outcome: Future[None] = Future()
+        outcome = Outcome[None]()
         handle = SaveHandle(step, outcome)
 
         def check() -> None:

@@ -1,39 +1,108 @@
 """Threads that no signal can tear apart: workers for large blocks, the thread of a Checkpointer's calls, save handles.
 
 Python raises KeyboardInterrupt, or what a signal handler raises, between any two instructions of the main thread: an
-exchange with other ranks, or the accounting of memory, would stop halfway. Here the main thread only waits.
+exchange with other ranks, or the accounting of memory, would stop halfway. Here the main thread only waits, and leaves
+no lock taken: interrupted in `concurrent.futures.wait` or `Event.wait`, it can keep a lock that the other thread needs
+in order to finish.
 """
 
 import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, wait
+from _thread import start_new_thread
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
-from typing import Any, Self, TypeAlias, TypeVar
+from threading import Lock
+from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 
 from gcore_ckpt.errors import CheckpointError
 
 T = TypeVar("T")
-_Queue: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
+_Queue: TypeAlias = "SimpleQueue[_Job[Any] | None]"
 
 WAKE_UP_S = 0.2
 """Interval at which a waiting thread looks for signals."""
+_POLL_S = 0.005
 
 
-def wait_for(futures: Sequence[Future[Any]], timeout_s: float | None = None) -> bool:
-    """Wait until all futures are done; False after `timeout_s`.
+class Outcome(Generic[T]):
+    """What another thread returns or raises. It is set once, and any number of threads may wait for it."""
 
-    It wakes up in between: a signal that arrives just before a thread falls asleep is handled when it wakes up.
-    """
-    end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    while wait(futures, max(0.0, min(WAKE_UP_S, end_s - time.monotonic()))).not_done:
-        if time.monotonic() >= end_s:
-            return False
-    return True
+    def __init__(self) -> None:
+        self._gate = Lock()
+        self._gate.acquire()
+        self._done = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._done
+
+    def set_result(self, result: T) -> None:
+        self._result = result
+        self._open()
+
+    def set_exception(self, error: BaseException) -> None:
+        self._error = error
+        self._open()
+
+    def set_by(self, function: Callable[[], T]) -> None:
+        """Call a function, whose result or error is the outcome."""
+        try:
+            self.set_result(function())
+        except BaseException as error:
+            self.set_exception(error)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is set; False after `timeout_s`."""
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._done:
+            if (left_s := end_s - time.monotonic()) <= 0:
+                return False
+            # A thread that is interrupted before the release leaves the gate shut: then the others look at `_done`.
+            if self._gate.acquire(timeout=min(WAKE_UP_S, left_s)):
+                self._gate.release()
+        return True
+
+    def result(self) -> T:
+        """Wait, and return or raise what it was set to."""
+        if (error := self.exception()) is not None:
+            raise error
+        return cast(T, self._result)
+
+    def exception(self) -> BaseException | None:
+        """Wait, and return the error, if it is one."""
+        self.wait()
+        return self._error
+
+    def _open(self) -> None:
+        self._done = True
+        self._gate.release()
+
+
+class _Job(Outcome[T]):
+    """Work for a thread, and its outcome."""
+
+    def __init__(self, act: Callable[[], T]) -> None:
+        super().__init__()
+        self._act = [act]
+
+    def run(self) -> None:
+        """Do the work, unless it was cancelled."""
+        if (act := self._claim()) is not None:
+            self.set_by(act)
+
+    def cancel(self) -> bool:
+        """Drop the work; False if it has started."""
+        return self._claim() is not None
+
+    def _claim(self) -> Callable[[], T] | None:
+        try:
+            return self._act.pop()  # atomic: one thread gets it
+        except IndexError:
+            return None
 
 
 class Workers:
@@ -43,9 +112,8 @@ class Workers:
     is when a save that is still in flight must be able to finish.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int) -> None:
         self._count = count
-        self._name = name
         self._lock = Lock()
         self._queue: _Queue | None = None
 
@@ -60,25 +128,29 @@ class Workers:
 
         If the waiting thread is interrupted, jobs that have not started are dropped, and the others end first.
         """
-        futures: list[Future[T]] = []
+        outcomes: list[_Job[T]] = []
         try:
-            futures.extend(self.submit(job) for job in jobs)  # keeps those before an interruption
-            wait_for(futures)
+            outcomes.extend(self.submit(job) for job in jobs)  # keeps those before an interruption
+            for outcome in outcomes:
+                outcome.wait()
         except BaseException:
-            wait_for([future for future in futures if not future.cancel()])
+            for outcome in [outcome for outcome in outcomes if not outcome.cancel()]:
+                outcome.wait()
             raise
-        return [future.result() for future in futures]
+        return [outcome.result() for outcome in outcomes]
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
+    def submit(self, job: Callable[[], T]) -> _Job[T]:
         """Run one job in the background."""
-        future: Future[T] = Future()
+        outcome = _Job(job)
         with self._lock:
             if self._queue is None:
-                self._queue = SimpleQueue()
-                for number in range(self._count):
-                    Thread(target=_work, args=(self._queue,), name=f"{self._name}-{number}", daemon=True).start()
-            self._queue.put((job, future))
-        return future
+                queue: _Queue = SimpleQueue()
+                for _ in range(self._count):
+                    # Thread.start would wait for an Event.
+                    start_new_thread(_work, (queue,))
+                self._queue = queue  # with all its threads, or not at all
+            self._queue.put(outcome)
+        return outcome
 
     def close(self) -> None:
         """End the threads once what was submitted is done; the next job starts them again."""
@@ -90,15 +162,9 @@ class Workers:
 
 
 def _work(queue: _Queue) -> None:
-    while (item := queue.get()) is not None:
-        job, future = item
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-        del item, job, future  # a thread that waits for work must not keep the last tensor alive
+    while (job := queue.get()) is not None:
+        job.run()
+        del job  # a thread that waits for work must not keep the last tensor alive
 
 
 class Call:
@@ -107,8 +173,7 @@ class Call:
     def __init__(self) -> None:
         self.cancelled = False  # whether the caller was interrupted and no longer waits
         self.dropped = False  # whether the Checkpointer was closed after that, while the call waited for other ranks
-        self._quiet = Event()
-        self._quiet.set()
+        self._is_working = False
 
     def check(self) -> None:
         if self.cancelled:
@@ -121,27 +186,27 @@ class Call:
         Raises:
             CheckpointError: The caller was interrupted before or meanwhile.
         """
-        self._quiet.clear()  # before the check: a caller sets `cancelled` and then waits
+        self._is_working = True  # before the check: a caller sets `cancelled` and then waits
         try:
             self.check()
             yield
             self.check()
         finally:
-            self._quiet.set()
+            self._is_working = False
 
     def wait_until_quiet(self) -> None:
         """Wait until no `working` part is running; if `cancelled`, none starts after that."""
-        while not self._quiet.wait(WAKE_UP_S):
-            pass
+        while self._is_working:
+            time.sleep(_POLL_S)
 
 
 class Calls:
     """Runs calls one after another on a thread, each while its caller waits."""
 
     def __init__(self) -> None:
-        self._workers = Workers(1, "gcore-ckpt-call")
+        self._workers = Workers(1)
         weakref.finalize(self, self._workers.close).atexit = False  # a Checkpointer that only loads is rarely closed
-        self._last: tuple[Call, Future[None]] | None = None
+        self._last: tuple[Call, Outcome[None]] | None = None
 
     def run(self, act: Callable[[Call], T]) -> T:
         """Return or raise what `act` does.
@@ -156,10 +221,9 @@ class Calls:
             results.append(act(call))
 
         try:
-            future = self._workers.submit(job)
-            self._last = call, future
-            wait_for([future])
-            future.result()
+            outcome = self._workers.submit(job)
+            self._last = call, outcome
+            outcome.result()
             return results[0]
         except BaseException:
             call.cancelled = True  # CPython handles no signal between the raise and this line
@@ -171,8 +235,8 @@ class Calls:
         self._workers.close()
         if self._last is None:
             return True
-        call, future = self._last
-        call.dropped = not future.done()
+        call, outcome = self._last
+        call.dropped = not outcome.done()
         return not call.dropped
 
 
@@ -194,15 +258,15 @@ def _cuda_state() -> Callable[[], None]:
 class SaveHandle:
     """A save, of `step`, that is being written in the background."""
 
-    def __init__(self, step: int, future: Future[None]) -> None:
+    def __init__(self, step: int, outcome: Outcome[None]) -> None:
         self.step = step
         self.abandoned = False  # whether `save` was interrupted or refused, so that its caller has no handle
-        self._future = future
+        self._outcome = outcome
         self._collected = False
 
     def done(self) -> bool:
         """Return whether the save has ended, well or not."""
-        return self._future.done()
+        return self._outcome.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the step is committed; what retention deletes after that, `Checkpointer.wait` waits for.
@@ -213,15 +277,15 @@ class SaveHandle:
         """
         self.join(timeout_s)
         self._collected = True
-        self._future.result()
+        self._outcome.result()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the save has ended, well or not."""
-        if not wait_for([self._future], timeout_s):
+        if not self._outcome.wait(timeout_s):
             raise TimeoutError(f"step {self.step} is still being written after {timeout_s} s")
 
     def uncollected_error(self) -> BaseException | None:
         """Return the error of a save that has ended and that no call has waited for."""
-        if self._collected or self.abandoned or not self._future.done():
+        if self._collected or self.abandoned or not self._outcome.done():
             return None
-        return self._future.exception()
+        return self._outcome.exception()

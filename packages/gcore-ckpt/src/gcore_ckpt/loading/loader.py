@@ -45,7 +45,7 @@ def load_step(
     else:
         state = loader.match(template, reader.index.tree, ())
         loader.check_missing()
-    with Workers(_THREADS, "gcore-ckpt-read") as workers:
+    with Workers(_THREADS) as workers:
         fill(reader, loader.requests, workers, check)
     return state
 

@@ -192,7 +192,7 @@ def verify(
             progress(stop - start)
 
     storage = open_storage(path)
-    with Workers(_THREADS, "gcore-ckpt-read") as workers, open_step(storage, find_step(storage, step)) as reader:
+    with Workers(_THREADS) as workers, open_step(storage, find_step(storage, step)) as reader:
         reader.decode_tree(reader.index.tree, lambda _, name, __: name, lambda nodes: {"dict": dict(nodes)})
         workers.run(
             partial(check, reader, name, shard, start, stop)

@@ -5,7 +5,8 @@ By the plan of a save every element of every tensor is written once, replicas ev
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,7 +18,7 @@ from gcore_ckpt.ranks.shards import Holdings, collect
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
 from gcore_ckpt.storage import Storage
-from gcore_ckpt.threads import Call, Workers, wait_for
+from gcore_ckpt.threads import Call, Outcome, Workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,20 +47,20 @@ class SavePipeline:
         self._storage = storage
         self._planning = planning
         self._writing = writing
-        self._copiers = Workers(_COPY_THREADS, "gcore-ckpt-copy")
-        self._hashers = Workers(2, "gcore-ckpt-hash")
+        self._copiers = Workers(_COPY_THREADS)
+        self._hashers = Workers(2)
         self._stager = Stager(staging, max_in_flight, self._copiers)
         limits = filter(None, (storage.max_file_bytes, self._stager.max_file_bytes))
         self._planner = SavePlanner(planning, min(limits, default=None))
         self._saver = Saver(storage, writing, self._hashers, incremental=incremental)
         self._superfluous = superfluous
-        self._deletions: list[Future[None]] = []
+        self._deletions: list[Outcome[None]] = []
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
-        self._last: Future[Any] | None = None
+        self._last: Outcome[Any] | None = None
         self._acquired = False
         self._newest = -1
 
-    def save(self, call: Call, step: int, state: State, outcome: Future[None], check: Callable[[], None]) -> None:
+    def save(self, call: Call, step: int, state: State, outcome: Outcome[None], check: Callable[[], None]) -> None:
         """Copy `state` and start to write it."""
         held: list[Holdings] = []
 
@@ -109,13 +110,14 @@ class SavePipeline:
 
     def wait(self) -> None:
         """Wait until the steps that retention does not keep are deleted; `CheckpointWriteError` if they cannot be."""
-        wait_for(self._deletions)
+        for deletion in self._deletions:
+            deletion.wait()
         self._raise_failed_deletion()
 
     def close(self) -> None:
         """Wait until all is written and let the next writer in; it is closed even if old steps cannot be deleted."""
         if self._last is not None:
-            wait_for([self._last])
+            self._last.wait()
         self._executor.shutdown()
         self._copiers.close()
         self._hashers.close()
@@ -125,17 +127,13 @@ class SavePipeline:
         self._writing.close()
         self._raise_failed_deletion()
 
-    def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        self._last = future = self._executor.submit(function, *args, **kwargs)
-        return future
+    def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
+        self._last = outcome = Outcome[T]()
+        self._executor.submit(outcome.set_by, partial(function, *args, **kwargs))
+        return outcome
 
-    def _write(self, outcome: Future[None], step: int, tree: Node, staged: Iterator[StagedFile]) -> None:
-        try:
-            self._saver.save(step, tree, staged)
-        except Exception as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(None)
+    def _write(self, outcome: Outcome[None], step: int, tree: Node, staged: Iterator[StagedFile]) -> None:
+        outcome.set_by(partial(self._saver.save, step, tree, staged))
 
     def _set_aside_above(self, step: int) -> list[int]:
         steps = self._storage.steps()
@@ -149,7 +147,7 @@ class SavePipeline:
             raise CheckpointWriteError(f"rolling {self._storage} back to step {step} failed: {error}") from error
         return later
 
-    def _delete_old_steps(self, step: int, saved: Future[None]) -> None:
+    def _delete_old_steps(self, step: int, saved: Outcome[None]) -> None:
         if saved.exception() is None:
             try:
                 for old in self._superfluous(self._storage.steps(), step):

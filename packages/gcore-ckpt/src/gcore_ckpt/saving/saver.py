@@ -3,7 +3,6 @@
 import socket
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ from gcore_ckpt.format.tree import Node, merge, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage, step_name
-from gcore_ckpt.threads import Workers
+from gcore_ckpt.threads import Outcome, Workers
 
 _LIVE_SHARE = 0.5
 """An incremental save links an older file only while at least this share of its bytes is still in use."""
@@ -84,7 +83,7 @@ class Saver:
     def _write_files(self, attempt: str, report: _Report, staged: Iterable[StagedFile]) -> None:
         """Write the files while they are hashed; those of an incremental save after that, as far as they are new."""
         files = iter(staged)
-        unfinished: deque[tuple[str, StagedFile, Future[list[str]]]] = deque()
+        unfinished: deque[tuple[str, StagedFile, Outcome[list[str]]]] = deque()
 
         def finish() -> None:
             while unfinished:

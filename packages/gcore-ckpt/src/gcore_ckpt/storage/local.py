@@ -69,7 +69,7 @@ class LocalStorage:
 
     @cached_property
     def _workers(self) -> Workers:
-        return Workers(_WRITE_THREADS, "gcore-ckpt-write")
+        return Workers(_WRITE_THREADS)
 
     def steps(self) -> list[int]:
         """Return the committed steps, ascending; none if there is no such folder."""

@@ -293,7 +293,7 @@ class ObjectStorage:
 
     def _find_wrong_file(self, attempt: str, sizes: Mapping[str, int]) -> str | None:
         checks = (partial(self._objects.size, f"{attempt}/{name}", size) for name, size in sizes.items())
-        with Workers(_CHECK_THREADS, "gcore-ckpt-check") as workers:
+        with Workers(_CHECK_THREADS) as workers:
             found = workers.run(checks)
         for (name, expected), size in zip(sizes.items(), found, strict=True):
             if size != expected:

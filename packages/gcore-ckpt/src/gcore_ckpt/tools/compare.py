@@ -79,7 +79,7 @@ def _are_same(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
     from gcore_ckpt.loading.loader import read_box
     from gcore_ckpt.threads import Workers
 
-    with Workers(_THREADS, "gcore-ckpt-read") as workers:
+    with Workers(_THREADS) as workers:
         return all(
             torch.equal(read_box(a, name_a, part, workers), read_box(b, name_b, part, workers))
             for part in Box.whole(tensor.shape).split(_PART_BYTES // tensor.itemsize)

@@ -181,7 +181,7 @@ def _write_all(
     copied: dict[str, bytes],
     progress: Callable[[int], None],
 ) -> None:
-    with Workers(_THREADS, "gcore-ckpt-read") as workers:
+    with Workers(_THREADS) as workers:
         for name, weights in files.items():
             with (folder / name).open("xb") as file:
                 file.write(safetensors_header([*weights.values()]))
