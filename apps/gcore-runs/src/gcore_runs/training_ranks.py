@@ -68,14 +68,16 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     def export_weights(self, *, averaged: bool = False) -> "DigestedWeights":
         import torch
 
-        from gcore_rollout import DigestedWeights
+        from gcore_rollout import DigestedWeights, divide_weights
 
         self.wake()
         self.use("actor")
         options = {"averaged": True} if averaged else {}
+        weights = self.trainers["actor"].export_weights(**options)
+        if torch.distributed.is_initialized() and (num_ranks := torch.distributed.get_world_size()) > 1:
+            weights = divide_weights(weights, rank=torch.distributed.get_rank(), num_ranks=num_ranks)
         # Some parameters stay in float32 in engines of another type.
-        dtypes = [torch.float32, getattr(torch, self.engine_dtype)]
-        return DigestedWeights(self.trainers["actor"].export_weights(**options), dtypes=dtypes)
+        return DigestedWeights(weights, dtypes=[torch.float32, getattr(torch, self.engine_dtype)])
 
     def save_pretrained(self, path: Path) -> None:
         self.wake()
@@ -153,6 +155,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
             num_threads=num_threads or max(1, config.threads // num_ranks),
             enter_process=partial(_log, logs_of(checkpoints)),
             put_weights=_put_weights,
+            write_weights=_write_weights,
+            open_memory=_open_memory,
             expected_errors=(CheckpointError, TrainerError, UserError),
             preload=[cls.__module__, *preload],
         )
@@ -180,3 +184,15 @@ def _put_weights(weights: Any) -> Any:
     from gcore_rollout import WeightReferences
 
     return WeightReferences.put(weights)
+
+
+def _write_weights(weights: Any, path: Path) -> Any:
+    from gcore_rollout import write_part
+
+    return write_part(weights, path)
+
+
+def _open_memory() -> Any:
+    from gcore_rollout import SharedWeights
+
+    return SharedWeights()

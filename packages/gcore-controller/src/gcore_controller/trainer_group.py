@@ -85,7 +85,10 @@ class TrainerWorker(TrainerGroup, Protocol[BatchT_contra]):
         ...
 
     def export_weights(self, *, averaged: bool) -> Weights:
-        """Yield the whole weights of the policy, or of its moving average, on every rank."""
+        """Yield the weights of the policy, or of its moving average, in the same order on every rank.
+
+        Each tensor is whole on the rank that sends it, and on the meta device on the others.
+        """
         ...
 
 
@@ -283,7 +286,14 @@ class TrainerSpec:
     enter_process: Callable[[int], None]
     """Called with the rank first of all in its process, for instance to redirect its output."""
     put_weights: Callable[[Weights], Any] | None = None
-    """Copy weights to where engines on other nodes can read them, and return a reference; needed on Ray."""
+    """Copy weights that are not on the meta device to where engines on other nodes can read them, and return a
+    reference, whose ``joined`` makes one of those of all ranks; needed on Ray."""
+    write_weights: Callable[[Weights, Path], Any] | None = None
+    """Write weights that are not on the meta device to a file, each to its place, and return the layout of the file;
+    needed by local ranks."""
+    open_memory: Callable[[], Any] | None = None
+    """Make memory that holds weights, whose ``write`` calls their ``write_to`` with the path of a file and takes the
+    layout that is returned; needed by local ranks."""
     expected_errors: tuple[type[Exception], ...] = ()
     """Errors that callers get as they were raised; any other becomes a `RankError` with its traceback."""
     preload: Sequence[str] = ()

@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,11 +47,17 @@ Otherwise it asks the CUDA runtime, after which no fork of the process can use C
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _ExportWeights:
-    """The message to gather the policy's weights on all ranks; rank 0 sends them, one by one."""
+    """The message to write a rank's part of the policy's weights to a file; answered by the layout, and digests."""
 
     averaged: bool
+    path: Path
+    write: Callable[[Weights, Path], Any]
+
+    def __call__(self, worker: TrainerWorker[Any]) -> tuple[Any, Mapping[str, Any]]:
+        weights = worker.export_weights(averaged=self.averaged)
+        return self.write(weights, self.path), dict(getattr(weights, "digests", {}))
 
 
 def _start_fork_server(preload: list[str]) -> None:
@@ -88,11 +94,7 @@ def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection)
         connection.send((None, replicas))
         while True:
             message = connection.recv()
-            if isinstance(message, _ExportWeights):
-                answer = _export(worker, message, connection if rank == 0 else None)
-            else:
-                answer = message(worker)
-            connection.send((None, answer))
+            connection.send((None, message(worker)))
     except (EOFError, BrokenPipeError):  # the group was closed, or the main process is gone
         return
     except Exception as error:
@@ -103,21 +105,6 @@ def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection)
             connection.recv()  # until it is ended
     finally:
         os._exit(0)  # process groups whose other ranks are gone would wait for them
-
-
-def _export(worker: TrainerWorker[Any], message: _ExportWeights, connection: Connection | None) -> None:
-    """Send each tensor as a header (name, dtype, shape, digests) and its bytes."""
-    import torch
-
-    weights = worker.export_weights(averaged=message.averaged)
-    digests = getattr(weights, "digests", {})
-    for name, tensor in weights:
-        if connection is None:
-            continue
-        data = tensor.detach().cpu().contiguous()
-        connection.send((None, (name, data.dtype, tuple(data.shape), digests.get(name))))
-        if data.numel():
-            connection.send_bytes(data.reshape(-1).view(torch.uint8).numpy().data)
 
 
 class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
@@ -132,6 +119,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
 
     def __init__(self, spec: TrainerSpec, *, cost_of: Callable[[BatchT], float]) -> None:
         self._cost_of = cost_of
+        self._write, self._open_memory = spec.write_weights, spec.open_memory
         self._folder = Path(tempfile.mkdtemp(prefix="gcore-ranks-"))
         # Forked from a clean server that has imported torch once: this process may hold an engine, threads and locks.
         context = multiprocessing.get_context("forkserver")
@@ -167,7 +155,8 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         return answers[0]
 
     def export_weights(self, *, averaged: bool = False) -> Weights:
-        return _ReceivedWeights(partial(self._exported, averaged))
+        assert self._open_memory is not None, "open_memory is None; expected a function for local ranks"
+        return _RankWeights(partial(self._write_weights, averaged), self._open_memory)
 
     def close(self) -> None:
         if self._connections:
@@ -194,32 +183,26 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
             raise RankError("the training ranks have ended")
         return self._ask([message] * len(self._connections))[0]
 
-    def _ask(self, messages: Sequence[Message | _ExportWeights]) -> list[Any]:
+    def _ask(self, messages: Sequence[Message]) -> list[Any]:
         self._send(messages)
         return self._collect()
 
-    def _exported(self, averaged: bool, digests: dict[str, Any]) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Receive the weights from rank 0, and put its digests of them into ``digests``."""
-        import torch
+    def _write_weights(self, averaged: bool, path: Path) -> tuple[Any, dict[str, Any]]:
+        """Have all ranks write their parts of the weights to a file; return its layout, and the digests of all."""
+        assert self._write is not None, "write_weights is None; expected a function for local ranks"
+        message = _ExportWeights(averaged=averaged, path=path, write=self._write)
+        answers = self._ask([message] * len(self._connections))
+        return answers[0][0], {name: digest for _, digests in answers for name, digest in digests.items()}
 
-        self._send([_ExportWeights(averaged)] * len(self._connections))
-        while (header := self._receive(0)) is not None:
-            name, dtype, shape, digests[name] = header
-            data = torch.empty(shape, dtype=dtype)
-            if data.numel():
-                self._connections[0].recv_bytes_into(data.reshape(-1).view(torch.uint8).numpy())
-            yield name, data
-        self._collect(first=1)
-
-    def _send(self, messages: Sequence[Message | _ExportWeights]) -> None:
+    def _send(self, messages: Sequence[Message]) -> None:
         for connection, message in zip(self._connections, messages, strict=True):
             with suppress(BrokenPipeError):  # `_collect` says which rank died, and how
                 connection.send(message)
 
-    def _collect(self, *, first: int = 0) -> list[Any]:
-        """Receive an answer from every rank, or all but the first ones, in whatever order they come."""
+    def _collect(self) -> list[Any]:
+        """Receive an answer from every rank, in whatever order they come."""
         answers: dict[int, Any] = {}
-        while waiting := [rank for rank in range(first, len(self._connections)) if rank not in answers]:
+        while waiting := [rank for rank in range(len(self._connections)) if rank not in answers]:
             for connection in wait([self._connections[rank] for rank in waiting]):
                 rank = self._connections.index(connection)
                 answers[rank] = self._receive(rank)
@@ -258,12 +241,28 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
 
 
 @dataclass
-class _ReceivedWeights:
-    """Weights from rank 0, with the digests that it made of them: ``receive`` puts these into a dict on the way."""
+class _RankWeights:
+    """The ranks' weights, which they write to a file together: where engines read them, or to memory for one reading.
 
-    receive: "Callable[[dict[str, Any]], Iterator[tuple[str, torch.Tensor]]]"
+    ``write`` has the ranks write, and returns the layout of the file, and digests.
+    """
+
+    write: Callable[[Path], tuple[Any, dict[str, Any]]]
+    open_memory: Callable[[], Any]
     digests: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Digests of what was written last."""
+
+    def write_to(self, path: Path) -> Any:
+        layout, digests = self.write(path)
+        # The same object: it may have been taken before the weights were written.
+        self.digests.clear()
+        self.digests.update(digests)
+        return layout
 
     def __iter__(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        self.digests = {}
-        return self.receive(self.digests)
+        memory = self.open_memory()
+        try:
+            memory.write(self)
+            yield from memory
+        finally:
+            memory.close()

@@ -170,7 +170,8 @@ class DigestedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, "torch.Tensor"]]:
         for name, tensor in self._weights:
-            if self.digests is self._made:
+            # Other ranks have and digest what is on the meta device.
+            if self.digests is self._made and not tensor.is_meta:
                 self._made[name] = self._digest(tensor)
             yield name, tensor
 

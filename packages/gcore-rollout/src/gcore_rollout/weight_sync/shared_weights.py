@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,7 +80,11 @@ class SharedWeights:
         return self._whole().fd
 
     def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights, one at a time, to memory without readers, so that the weights in use stay as they are."""
+        """Copy weights, one at a time, to memory without readers, so that the weights in use stay as they are.
+
+        Weights with a method ``write_to`` are written by other processes: it is called with the path of the memory, and
+        returns what `write_part` returns.
+        """
         if self._is_closed:
             raise RolloutError("the shared weights are closed")
         self._present = None
@@ -91,8 +96,12 @@ class SharedWeights:
         self.num_writes += 1
         memory.layout, memory.size_bytes = {}, 0
         memory.buffer(0)
-        for name, tensor in weights:
-            memory.add(name, tensor)
+        if (write_to := getattr(weights, "write_to", None)) is not None:
+            memory.layout, memory.size_bytes = write_to(Path(f"/proc/{os.getpid()}/fd/{memory.fd}"))
+            memory.buffer(memory.size_bytes)
+        else:
+            for name, tensor in weights:
+                memory.add(name, tensor)
         self._present = memory
         self.digests = dict(digests_of(weights))
 
@@ -296,10 +305,16 @@ class FirstSeen:
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._weights = weights
+        self.gpu: str | None = None
+        """The UUID of the first tensor's GPU; None: it is on none."""
+        if (write_to := getattr(weights, "write_to", None)) is not None:
+            # They are in the host's memory once they are written.
+            self.write_to = write_to
+            return
         self._rest = iter(weights)
         self._first = [item for item in [next(self._rest, None)] if item is not None]
-        self.gpu = gpu_of(self._first[0][1].device) if self._first else None
-        """The UUID of the first tensor's GPU; None: it is on none."""
+        if self._first:
+            self.gpu = gpu_of(self._first[0][1].device)
 
     @property
     def digests(self) -> Digests:

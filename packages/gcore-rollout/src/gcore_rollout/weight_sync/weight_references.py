@@ -67,7 +67,8 @@ class WeightReferences:
         """Copy weights into the store of this node.
 
         Args:
-            weights: never asked for more than a bucket ahead; they must not write over those that they gave.
+            weights: never asked for more than a bucket ahead; they must not write over those that they gave. Those on
+                the meta device are put by another rank (`divide_weights`), and left out here.
             bucket_size_bytes: size of an object of the store; a larger tensor is one of its own.
         """
         require("bucket_size_bytes", bucket_size_bytes, bucket_size_bytes >= 1, "at least 1", ValueError)
@@ -75,6 +76,8 @@ class WeightReferences:
         filled: dict[str, torch.Tensor] = {}
         left_bytes = bucket_size_bytes
         for name, tensor in weights:
+            if tensor.is_meta:
+                continue
             if filled and tensor.nbytes > left_bytes:
                 buckets.append(_Bucket.put(filled))
                 filled, left_bytes = {}, bucket_size_bytes
@@ -83,6 +86,13 @@ class WeightReferences:
         if filled:
             buckets.append(_Bucket.put(filled))
         return cls(buckets, digests=digests_of(weights))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Self]) -> Self:
+        """Return the weights of which each of several processes has put a part."""
+        parts = list(parts)
+        digests = {name: digest for part in parts for name, digest in part.digests.items()}
+        return cls([bucket for part in parts for bucket in part._buckets], digests=digests)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self._buckets:

@@ -85,14 +85,11 @@ class TrainingRank:
         return message(self._worker)
 
     def export_weights(self, *, averaged: bool, digests_only: bool) -> Any:
-        """Gather the policy's weights; on rank 0 return a reference to them, or their digests, elsewhere None."""
+        """Return a reference to this rank's part of the policy's weights, or the digests of that part."""
         assert self._worker is not None
         assert self._spec.put_weights is not None, "put_weights is None; expected a function on Ray"
         weights = self._worker.export_weights(averaged=averaged)
-        if self._rank == 0 and not digests_only:
-            return self._spec.put_weights(weights)
-        digests = digests_of(weights)
-        return digests if self._rank == 0 else None
+        return digests_of(weights) if digests_only else self._spec.put_weights(weights)
 
 
 @dataclass(frozen=True)
@@ -269,23 +266,24 @@ class RayTrainerClient(Generic[BatchT]):
         await self.ranks.answers({rank: self.ranks.actors[rank].ask.remote(wake) for rank in self._own_ranks})
 
     async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
-        """Send the weights from rank 0 to the engines, by reference."""
+        """Send the weights from all ranks to the engines, by reference."""
         newest = max(await self.group.all_gather(policy.weight_version))
-        references = await self._exported(averaged=averaged, digests_only=False)
+        parts = await self._exported(averaged=averaged, digests_only=False)
         # A run that went back to an earlier step has engines with later weights.
-        await policy.update_weights(references, version=max(version, newest + 1))
+        await policy.update_weights(parts[0].joined(parts), version=max(version, newest + 1))
         await self.group.barrier()
 
     async def check_policy(self, policy: PolicyEngine) -> None:
-        await check_weights(policy, await self._exported(averaged=False, digests_only=True))
+        parts = await self._exported(averaged=False, digests_only=True)
+        await check_weights(policy, {name: digest for part in parts for name, digest in part.items()})
         await self.group.barrier()
 
-    async def _exported(self, **options: bool) -> Any:
-        """Return what `TrainingRank.export_weights` answers on rank 0; all ranks gather the policy's weights."""
+    async def _exported(self, **options: bool) -> list[Any]:
+        """Return what `TrainingRank.export_weights` answers on each rank."""
         with self.devices.stage("sync", *map(rank_name, self._own_ranks)):
             calls = {rank: self.ranks.actors[rank].export_weights.remote(**options) for rank in self._own_ranks}
             exported = await self.ranks.answers(calls)
-        return await self.group.broadcast(exported.get(0))
+        return [part for parts in await self.group.all_gather(list(exported.values())) for part in parts]
 
     async def _asked(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
         """Return the answers of ranks, which are in this stage meanwhile."""
