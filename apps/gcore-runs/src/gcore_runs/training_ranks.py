@@ -154,7 +154,7 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
             device=config.device,
             num_threads=num_threads or max(1, config.threads // num_ranks),
             enter_process=partial(_log, logs_of(checkpoints)),
-            put_weights=_put_weights,
+            put_weights=_put_deltas() if config.ray.weight_sync == "delta" else _put_weights,
             write_weights=_write_weights,
             open_memory=_open_memory,
             expected_errors=(CheckpointError, TrainerError, UserError),
@@ -180,10 +180,18 @@ def _log(logs: Path, rank: int) -> None:
     log_to(logs, "trainer", rank, redirect=True)
 
 
-def _put_weights(weights: Any) -> Any:
+def _put_weights(weights: Any, *, version: int, base_version: int | None) -> Any:
     from gcore_rollout import WeightReferences
 
+    del version, base_version  # all of them, whatever was sent before
     return WeightReferences.put(weights)
+
+
+def _put_deltas() -> Any:
+    from gcore_rollout import DeltaSender
+
+    # Each rank gets one of its own.
+    return DeltaSender().put
 
 
 def _write_weights(weights: Any, path: Path) -> Any:

@@ -193,6 +193,7 @@ from .weight_sync.checked import (
     WrappedEngine as WrappedEngine,
     all_digests as all_digests,
 )
+from .weight_sync.history import DeltaSender as DeltaSender, WeightHistory as WeightHistory
 from .weight_sync.parts import divide_weights as divide_weights, write_part as write_part
 from .weight_sync.shared_weights import (
     SharedCudaWeights as SharedCudaWeights,

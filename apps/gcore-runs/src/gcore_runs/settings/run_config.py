@@ -236,8 +236,8 @@ class RayConfig(Checked, section="ray"):
     """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths."""
 
     address: str = ""
-    """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run. Its token
-    is taken from RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."""
+    """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run. Its token is
+    that of RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."""
     cpus_per_process: Amount = 1.0
     """CPUs that each controller, engine and training rank reserves."""
     gpus_per_engine: Amount = 1.0
@@ -247,6 +247,9 @@ class RayConfig(Checked, section="ray"):
     elastic: bool = True
     """Where nodes are lost or missing, continue with as many processes as the cluster has capacity for, and grow to the
     numbers of controllers, engines and ranks that are set as nodes join; False: the run ends without that capacity."""
+    weight_sync: Literal["full", "delta"] = "full"
+    """full: ranks send all new weights. delta: what has changed, where that is less, as in bfloat16 at small learning
+    rates; ranks and engines then keep a copy of what they send and have in the host's memory."""
     timeout_s: Annotated[float, above(0, "above 0")] = 600.0
     """Seconds until the cluster has capacity for the processes of a role, and they have started."""
 

@@ -56,6 +56,8 @@ class WeightReferences:
 
     is_whole = True
     num_writes = 1
+    next_base = None
+    """See `WeightHistory`: all weights are whole."""
 
     def __init__(self, buckets: Sequence[_Bucket], *, digests: Digests | None = None) -> None:
         self._buckets = tuple(buckets)
@@ -93,6 +95,11 @@ class WeightReferences:
         parts = list(parts)
         digests = {name: digest for part in parts for name, digest in part.digests.items()}
         return cls([bucket for part in parts for bucket in part._buckets], digests=digests)
+
+    def after(self, before: Self | None) -> Self:
+        """Return these weights: they need none from before."""
+        del before
+        return self
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self._buckets:

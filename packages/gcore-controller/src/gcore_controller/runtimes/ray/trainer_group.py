@@ -84,12 +84,17 @@ class TrainingRank:
             message = replace(message, micro_batches=batches)
         return message(self._worker)
 
-    def export_weights(self, *, averaged: bool, digests_only: bool) -> Any:
-        """Return a reference to this rank's part of the policy's weights, or the digests of that part."""
+    def send_weights(self, *, averaged: bool, version: int, base_version: int | None) -> Any:
+        """Return a reference to this rank's part of the policy's weights; see `TrainerSpec.put_weights`."""
         assert self._worker is not None
         assert self._spec.put_weights is not None, "put_weights is None; expected a function on Ray"
         weights = self._worker.export_weights(averaged=averaged)
-        return digests_of(weights) if digests_only else self._spec.put_weights(weights)
+        return self._spec.put_weights(weights, version=version, base_version=base_version)
+
+    def digests(self) -> Mapping[str, Any]:
+        """Return digests of this rank's part of the policy's weights."""
+        assert self._worker is not None
+        return digests_of(self._worker.export_weights(averaged=False))
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,8 @@ class RayTrainerClient(Generic[BatchT]):
     sharing: Sequence[SleepingEngine] = ()
     """This controller's engines, the policy's first, where engines and ranks share devices and take turns."""
     _num_alone: int = field(default=0, init=False)
+    _sent: Any = field(default=None, init=False)
+    """The weights that were sent last."""
 
     def __post_init__(self) -> None:
         # Those that this controller asks to do what all do.
@@ -268,22 +275,26 @@ class RayTrainerClient(Generic[BatchT]):
     async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
         """Send the weights from all ranks to the engines, by reference."""
         newest = max(await self.group.all_gather(policy.weight_version))
-        parts = await self._exported(averaged=averaged, digests_only=False)
         # A run that went back to an earlier step has engines with later weights.
-        await policy.update_weights(parts[0].joined(parts), version=max(version, newest + 1))
+        version = max(version, newest + 1)
+        base_version = self._sent and self._sent.next_base
+        parts = await self._of_ranks(
+            lambda rank: rank.send_weights.remote(averaged=averaged, version=version, base_version=base_version)
+        )
+        self._sent = parts[0].joined(parts).after(self._sent)
+        await policy.update_weights(self._sent, version=version)
         await self.group.barrier()
 
     async def check_policy(self, policy: PolicyEngine) -> None:
-        parts = await self._exported(averaged=False, digests_only=True)
+        parts = await self._of_ranks(lambda rank: rank.digests.remote())
         await check_weights(policy, {name: digest for part in parts for name, digest in part.items()})
         await self.group.barrier()
 
-    async def _exported(self, **options: bool) -> list[Any]:
-        """Return what `TrainingRank.export_weights` answers on each rank."""
+    async def _of_ranks(self, ask: Callable[[Any], Any]) -> list[Any]:
+        """Return the answers of all ranks, of which this controller asks its own."""
         with self.devices.stage("sync", *map(rank_name, self._own_ranks)):
-            calls = {rank: self.ranks.actors[rank].export_weights.remote(**options) for rank in self._own_ranks}
-            exported = await self.ranks.answers(calls)
-        return [part for parts in await self.group.all_gather(list(exported.values())) for part in parts]
+            answers = await self.ranks.answers({rank: ask(self.ranks.actors[rank]) for rank in self._own_ranks})
+        return [part for parts in await self.group.all_gather(list(answers.values())) for part in parts]
 
     async def _asked(self, stage: str, messages: Mapping[int, Message]) -> dict[int, Any]:
         """Return the answers of ranks, which are in this stage meanwhile."""

@@ -8,6 +8,7 @@ import platform
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from gcore_rollout.engines.protocol import EngineStats
@@ -18,10 +19,14 @@ from gcore_rollout.engines.remote.session import (
     Failed,
     FromEngine,
     Session,
+    UpdateWeights,
     failure,
     make_engine,
 )
 from gcore_rollout.errors import EngineDiedError
+
+if TYPE_CHECKING:
+    from gcore_rollout.weight_sync.updates import WeightMirror
 
 _CLIENT_PATIENCE = 5.0
 """An actor waits for a silent client this many times as long as it may be silent itself."""
@@ -43,9 +48,10 @@ class Incarnation:
 class _ClientSession(Session):
     """A client's messages in the order in which it sent them, and the answers until they are fetched."""
 
-    def __init__(self, engine: AnyEngine, on_death: Callable[[], None]) -> None:
+    def __init__(self, engine: AnyEngine, on_death: Callable[[], None], mirror: "Callable[[], WeightMirror]") -> None:
         super().__init__(self._put, lambda references: references.fetch())
         self.engine = engine
+        self._mirror = mirror
         self.outgoing: asyncio.Queue[FromEngine] = asyncio.Queue()
         self.lease: asyncio.TimerHandle | None = None
         # Ray may let a call with large arguments arrive after a later one.
@@ -55,6 +61,12 @@ class _ClientSession(Session):
 
     def engine_died(self) -> None:
         self._on_death()
+
+    def take(self, call_id: int, message: EngineCall) -> None:
+        if isinstance(message, UpdateWeights) and hasattr(message.source, "apply_to"):
+            self.start(call_id, message.source.apply_to(self._mirror()))
+        else:
+            super().take(call_id, message)
 
     def _put(self, message: FromEngine) -> None:
         self.outgoing.put_nowait(message)
@@ -83,6 +95,7 @@ class EngineActor:
         self._factory = b""
         self._incarnation = Incarnation()
         self._engine: AnyEngine | None = None
+        self._mirror: WeightMirror | None = None
         self._is_making = asyncio.Lock()
         self._sessions: dict[str, _ClientSession] = {}
         self._burial: asyncio.Task[None] | None = None
@@ -157,7 +170,7 @@ class EngineActor:
         """Free the engine, which is dead for its clients."""
         if self._engine is None:
             return
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._mirror = self._engine, None, None
         self._incarnation = Incarnation()
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
@@ -184,8 +197,18 @@ class EngineActor:
         if token != self._incarnation.token or self._engine is None:
             return None
         if client not in self._sessions:
-            self._sessions[client] = _ClientSession(self._engine, partial(self._bury, self._engine))
+            on_death = partial(self._bury, self._engine)
+            self._sessions[client] = _ClientSession(self._engine, on_death, self._engine_mirror)
         return self._sessions[client]
+
+    def _engine_mirror(self) -> "WeightMirror":
+        """Return the engine's copy of its weights, to which changes are applied; made for the first changes."""
+        if self._mirror is None:
+            from gcore_rollout.weight_sync.updates import WeightMirror
+
+            assert self._engine is not None
+            self._mirror = WeightMirror(cast(Any, self._engine))
+        return self._mirror
 
 
 def _restarted(call_id: int = 0) -> Failed:

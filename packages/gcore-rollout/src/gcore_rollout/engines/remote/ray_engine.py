@@ -16,6 +16,7 @@ from gcore_rollout.engines.remote.client import END_TIMEOUT_S, RemoteEngine, che
 from gcore_rollout.engines.remote.ray_actor import EngineActor, Incarnation
 from gcore_rollout.engines.remote.session import EngineCall, Failed, Setup, UpdateWeights, exception
 from gcore_rollout.errors import EngineDiedError, EngineStartError, MissingExtraError
+from gcore_rollout.weight_sync.history import WeightHistory
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 # Not before `weight_references`, which sets Ray's environment.
@@ -157,13 +158,14 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
                 await asyncio.sleep(_RETRY_S)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Send weights as references; other weights than `WeightReferences` are put into the object store first.
+        """Send weights as references; others than `WeightReferences` and `WeightHistory` are put into the store first.
 
         Engines of one node read the same copy, and an `HFEngine` on CPU uses it in place. An iterable that fails
         half-way leaves the engine with its old weights. If this is cancelled, the update may still happen.
         """
         self._check_open()
-        references = weights if isinstance(weights, WeightReferences) else WeightReferences.put(weights)
+        is_put = isinstance(weights, WeightReferences | WeightHistory)
+        references = weights if is_put else WeightReferences.put(weights)
         await self._ask(UpdateWeights(references, version))
 
     async def close(self) -> None:

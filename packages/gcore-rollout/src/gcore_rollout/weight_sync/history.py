@@ -1,0 +1,167 @@
+"""Weights sent as their changes since those before, through Ray's object store, as far as they are sparse.
+
+Each rank compares the tensors that it sends with a copy of what it sent last. An engine keeps a copy of all tensors
+(`WeightMirror`), to which it applies the changes. A history begins with whole tensors, so that an engine which has just
+started can follow, too.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from gcore_rollout.engines.protocol import Digest, Digests
+from gcore_rollout.weight_sync.checked import digests_of
+from gcore_rollout.weight_sync.layout import Layout, TensorSpec, host_copy
+from gcore_rollout.weight_sync.updates import FullWeights, SparseValues, WeightDelta, WeightMirror, make_delta
+from gcore_rollout.weight_sync.weight_references import WeightReferences
+
+_INDICES, _VALUES = "/indices", "/values"
+"""Ends of the names of what a sparse tensor is sent as; Hugging Face names have no slash."""
+_MOST_UPDATES = 16
+_MOST_BYTES = 0.5
+"""A history begins again when its changes have so many times the bytes of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Update:
+    """The weights of one version, whole or as changes, in the object store."""
+
+    version: int
+    base_version: int | None
+    """Version that the changes are made to; None: the tensors are whole."""
+    layout: Layout
+    """All tensors, changed or not."""
+    tensors: WeightReferences
+    size_bytes: int
+    """Bytes of what is sent."""
+
+    async def fetch(self) -> FullWeights | WeightDelta:
+        """Return the update once it is on this node."""
+        found = dict(await self.tensors.fetch())
+        if self.base_version is None:
+            return FullWeights(version=self.version, tensors=found.items())
+        sparse = {
+            name: SparseValues(indices=found[name + _INDICES], values=found[name + _VALUES])
+            for name in self.layout
+            if name + _INDICES in found
+        }
+        dense = {name: tensor for name, tensor in found.items() if name in self.layout}
+        return WeightDelta(
+            base_version=self.base_version, version=self.version, layout=self.layout, sparse=sparse, dense=dense
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class WeightHistory:
+    """The weights of a version: whole ones of an earlier version, and all changes since; pickled as references."""
+
+    updates: Sequence[_Update]
+    digests: Digests = field(default_factory=dict[str, Mapping[str, Digest]])
+    """Digests of all tensors of the last version; empty if they came with none."""
+    is_whole = True
+    num_writes = 1
+
+    @property
+    def version(self) -> int:
+        return self.updates[-1].version
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that were sent for the last version."""
+        return self.updates[-1].size_bytes
+
+    @property
+    def next_base(self) -> int | None:
+        """The version that the next changes should be made to; None: the next weights should be whole."""
+        first, *changes = self.updates
+        is_short = len(changes) < _MOST_UPDATES
+        return (
+            self.version if is_short and sum(c.size_bytes for c in changes) < _MOST_BYTES * first.size_bytes else None
+        )
+
+    @staticmethod
+    def joined(parts: "Iterable[WeightHistory]") -> "WeightHistory":
+        """Return the last version of which each of several ranks has sent a part."""
+        lasts = [part.updates[-1] for part in parts]
+        update = replace(
+            lasts[0],
+            layout={name: spec for last in lasts for name, spec in last.layout.items()},
+            tensors=WeightReferences.joined(last.tensors for last in lasts),
+            size_bytes=sum(last.size_bytes for last in lasts),
+        )
+        return WeightHistory([update], update.tensors.digests)
+
+    def after(self, before: "WeightHistory | None") -> "WeightHistory":
+        """Return the history with the updates that this one's changes are made to."""
+        if self.updates[0].base_version is None:
+            return self
+        assert before is not None
+        return replace(self, updates=[*before.updates, *self.updates])
+
+    async def apply_to(self, mirror: WeightMirror) -> None:
+        """Give the engine of a mirror these weights; what it has already is not sent again."""
+        known = [place for place, update in enumerate(self.updates) if update.version == mirror.version]
+        missing = self.updates[known[0] + 1 :] if known else self.updates
+        await mirror.apply(*[await update.fetch() for update in missing])
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise TypeError("a WeightHistory can only be given to a RayEngine")
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Do nothing: the weights are never overwritten."""
+        return nullcontext()
+
+
+class DeltaSender:
+    """What a rank sends of its weights: whole tensors at first, and then their changes.
+
+    It keeps a copy of its tensors in the host's memory.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, torch.Tensor] = {}
+        self._version: int | None = None
+
+    def put(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base_version: int | None
+    ) -> WeightHistory:
+        """Put this rank's part of the weights into the object store of this node.
+
+        Args:
+            weights: those on the meta device are put by other ranks.
+            base_version: version that changes should be made to; None, or another one than this rank has sent last:
+                the tensors are sent whole.
+        """
+        own = ((name, tensor) for name, tensor in weights if not tensor.is_meta)
+        if base_version is None or base_version != self._version:
+            self._sent = {}
+            tensors = WeightReferences.put(self._copied(own))
+            sent = self._sent
+            base_version = None
+        else:
+            changes = make_delta(self._sent, self._copied(own), base_version=base_version, version=version)
+            sent = dict(changes.dense)
+            for name, part in changes.sparse.items():
+                sent |= {name + _INDICES: part.indices, name + _VALUES: part.values}
+            tensors = WeightReferences.put(sent.items())
+        self._version = version
+        tensors.digests = digests_of(weights)
+        update = _Update(
+            version=version,
+            base_version=base_version,
+            layout={name: TensorSpec.of(tensor) for name, tensor in self._sent.items()},
+            tensors=tensors,
+            size_bytes=sum(tensor.nbytes for tensor in sent.values()),
+        )
+        return WeightHistory([update], tensors.digests)
+
+    def _copied(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors, and keep a copy of each once it has been compared with the one before."""
+        for name, tensor in own:
+            yield name, tensor
+            if name in self._sent:
+                self._sent[name].copy_(tensor.detach())
+            else:
+                self._sent[name] = host_copy(tensor)
