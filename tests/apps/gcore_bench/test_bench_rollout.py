@@ -295,8 +295,11 @@ def test_bench_measures_rollouts(tmp_path: Path) -> None:
 
     rows = parts["forms"]["summary"]["rows"]
     deltas = [f"delta {share} %" for share in ("0.1", "1", "10", "100")]
-    assert list(rows) == ["memcpy", "full", *deltas, "adapters", "store full", "store delta 1 %", "broadcast"]
+    ranks = ["1 rank", "2 ranks"]
+    assert list(rows) == ["memcpy", *ranks, "full", *deltas, "adapters", "store full", "store delta 1 %", "broadcast"]
     sent = {name: row["sent_bytes"] / rows["memcpy"]["sent_bytes"] for name, row in rows.items()}
+    assert sent["1 rank"] == 1
+    assert sent["2 ranks"] == 0.5
     assert 0 < sent["delta 0.1 %"] < sent["delta 1 %"] < sent["delta 10 %"] < sent["delta 100 %"] == sent["full"] == 1
     assert sent["delta 1 %"] == pytest.approx(0.03, rel=0.1)  # six bytes an element instead of two
     assert sent["adapters"] == 16 * (1024 + 512) / (1024 * 512)

@@ -132,7 +132,8 @@ def notes(options: RolloutOptions) -> list[str]:
     if "forms" in options.parts:
         lines.append(
             "forms: bfloat16 weights; apply: until the mirror has copied them into an engine's memory. Deltas: by "
-            "fraction of changed elements. store: synced files. broadcast: gloo, applied while it is sent."
+            "fraction of changed elements. ranks: processes that write their parts to shared memory, with the bytes of "
+            "one; an engine copies them. store: synced files. broadcast: gloo, applied while it is sent."
         )
     if "sandbox" in options.parts:
         lines.append("sandbox: several at a time: their wall time over the number of calls.")

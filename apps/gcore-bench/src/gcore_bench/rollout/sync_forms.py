@@ -3,7 +3,7 @@
 import multiprocessing
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from functools import cache
@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Figures, Rounds
@@ -21,21 +22,28 @@ from gcore_rollout import (
     AdapterWeights,
     Engine,
     FullWeights,
+    SharedWeights,
     WeightMirror,
     WeightPublisher,
     WeightReceiver,
     WeightSender,
     WeightSubscriber,
+    divide_weights,
     make_delta,
+    write_part,
 )
+from gcore_rollout.weight_sync.layout import Layout
 from gcore_rollout.weight_sync.updates import A_OF, B_OF, WeightUpdate, merged
 
 _ROWS, _COLUMNS, _RANK = 1024, 512, 16
 _FRACTIONS = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1, "delta 100 %": 1.0}
+_RANKS = {"1 rank": 1, "2 ranks": 2}
 _BUCKET_BYTES = 32 << 20
 _TIMEOUT_S = 120
 
 State = dict[str, torch.Tensor]
+_held: State = {}
+"""The weights of this process, if it is a rank."""
 
 
 class _Sink:
@@ -60,7 +68,7 @@ async def measure(options: RolloutOptions, folder: Path, rounds: Rounds) -> None
     """Measure the copy and every form in turn; the engine must then have the weights that were sent."""
     torch.set_num_threads(options.threads)
     forms = _Forms(options, folder)
-    names = (MEMCPY, "full", *_FRACTIONS, "adapters", "store full", "store delta 1 %", "broadcast")
+    names = (MEMCPY, *_RANKS, "full", *_FRACTIONS, "adapters", "store full", "store delta 1 %", "broadcast")
     try:
         for turn in rounds.turns(names):
             row = await forms.measured(turn.contender)
@@ -80,7 +88,10 @@ class _Forms:
         self._version = 0
         self._direct = _Sink(self._state)
         self._far = _Sink(self._state)
-        self._peer = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        self._peer = ProcessPoolExecutor(1, mp_context=context)
+        self._ranks = [ProcessPoolExecutor(1, mp_context=context) for _ in range(max(_RANKS.values()))]
+        self._shared = SharedWeights()
         self._sender: WeightSender | None = None
 
     async def measured(self, name: str) -> Figures:
@@ -107,6 +118,8 @@ class _Forms:
                 return figures
             case "broadcast":
                 return self._broadcast()
+            case "1 rank" | "2 ranks":
+                return await self._written(_RANKS[name])
             case _:
                 old, self._state = self._state, self._changed(_FRACTIONS[name])
                 versions = {"base_version": self._direct.weight_version, "version": self._version}
@@ -116,7 +129,9 @@ class _Forms:
         if self._sender is not None:
             self._peer.submit(dist.destroy_process_group)
             dist.destroy_process_group()
-        self._peer.shutdown()
+        self._shared.close()
+        for process in (self._peer, *self._ranks):
+            process.shutdown()
 
     async def _applied(self, encode: Callable[[], WeightUpdate], expected: State) -> Figures:
         start_s = time.perf_counter()
@@ -138,6 +153,22 @@ class _Forms:
         end_s = time.perf_counter()
         self._far.check(self._state)
         return {"sent_bytes": manifest.size_bytes, "encode_s": published_s - start_s, "apply_s": end_s - published_s}
+
+    async def _written(self, num_ranks: int) -> Figures:
+        """Have ranks write their parts to memory, which an engine copies."""
+        file, ranks = self._folder / "state.safetensors", self._ranks[:num_ranks]
+        save_file(self._state, file)
+        for loading in [rank.submit(_load_state, file) for rank in ranks]:
+            loading.result(_TIMEOUT_S)
+        weights = _RankWeights(ranks)
+        start_s = time.perf_counter()
+        self._shared.write(weights)
+        written_s = time.perf_counter()
+        await self._far.update_weights(self._shared, version=self._version)
+        end_s = time.perf_counter()
+        self._far.check(self._state)
+        times = {"encode_s": written_s - start_s, "apply_s": end_s - written_s}
+        return {"sent_bytes": weights.rank_bytes, **times}
 
     def _broadcast(self) -> Figures:
         """Send all weights; the first time, once before, so that memory is allocated and layouts are known."""
@@ -179,6 +210,39 @@ class _Forms:
 
     def _random(self, rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=self._generator).mul_(0.02).bfloat16()
+
+
+class _RankWeights:
+    """Weights that processes write, each its part."""
+
+    def __init__(self, ranks: Sequence[ProcessPoolExecutor]) -> None:
+        self._ranks = ranks
+        self.rank_bytes = 0.0
+        """Bytes by the rank that has written most."""
+
+    def write_to(self, path: Path) -> tuple[Layout, int]:
+        writing = [
+            process.submit(_write_part, path, rank, len(self._ranks)) for rank, process in enumerate(self._ranks)
+        ]
+        written = [part.result(_TIMEOUT_S) for part in writing]
+        self.rank_bytes = max(size for _, size in written)
+        return written[0][0]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise BenchError("forms: the ranks write the weights")
+
+
+def _load_state(file: Path) -> None:
+    """Keep the weights in this process, which is a rank."""
+    torch.set_num_threads(1)
+    _held.clear()
+    _held.update({name: tensor.clone() for name, tensor in load_file(file).items()})
+
+
+def _write_part(path: Path, rank: int, num_ranks: int) -> tuple[tuple[Layout, int], float]:
+    """Write this rank's part; return the layout of all, and the bytes of the part."""
+    own = dict(divide_weights(_held.items(), rank=rank, num_ranks=num_ranks))
+    return write_part(own.items(), path), float(sum(tensor.nbytes for tensor in own.values() if not tensor.is_meta))
 
 
 def _receive(file: str) -> tuple[float, int]:
