@@ -66,10 +66,14 @@ class StepTrace:
             found = self._sources[name] = "/src/gcore_" in name and name.startswith(str(ROOT))
         return found
 
+    def functions(self, part: str) -> set[CodeType]:
+        """Return the functions that were called, without comprehensions, which modules call when they are imported."""
+        return {code for code in self.called[part] if not code.co_name.startswith("<")}
+
     def files(self, part: str) -> dict[str, list[str]]:
         """Return the files of each distribution in which a function was called."""
         found: dict[str, set[str]] = {}
-        for code in self.called[part]:
+        for code in self.functions(part):
             path = Path(code.co_filename).relative_to(ROOT)
             found.setdefault(path.parts[1], set()).add(path.relative_to(*path.parts[:1]).as_posix())
         return {name: sorted(paths) for name, paths in sorted(found.items())}
@@ -101,8 +105,7 @@ def trace() -> StepTrace:
 
 def show(found: StepTrace, *, lists_files: bool) -> None:
     for part, title in PARTS.items():
-        files = found.files(part)
-        functions = {code for code in found.called[part] if not code.co_name.startswith("<")}
+        files, functions = found.files(part), found.functions(part)
         print(f"{title}: {len(functions)} functions in {found.num_files(part)} files of {len(files)} distributions")
         if lists_files:
             for name, paths in files.items():

@@ -12,8 +12,8 @@ import tyro
 
 from gcore_controller import RankError
 from gcore_runs.errors import UserError, one_line, said
+from gcore_runs.settings.bounds import Checked, NonNegative
 from gcore_runs.settings.parsing import parse_arguments
-from gcore_runs.settings.run_config import Checked, NonNegative
 
 if TYPE_CHECKING:
     from gcore_runs.loop.recorder import Display

@@ -28,7 +28,7 @@ _POLL_S = 0.005
 
 
 class Outcome(Generic[T]):
-    """What another thread returns or raises. It is set once, and any number of threads may wait for it."""
+    """Holds the result or the error of another thread; it is set once, and any number of threads may wait for it."""
 
     def __init__(self) -> None:
         self._gate = Lock()

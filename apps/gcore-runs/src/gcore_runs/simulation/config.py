@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from gcore_placement import Device, EngineCosts, PlacementError
 from gcore_runs.errors import UserError
-from gcore_runs.settings.run_config import (
+from gcore_runs.settings.bounds import (
     Amount,
     Count,
     Fraction,
