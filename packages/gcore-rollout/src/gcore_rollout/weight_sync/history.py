@@ -115,7 +115,7 @@ class WeightHistory:
 
 
 class DeltaSender:
-    """What a rank sends of its weights: whole tensors at first, and then their changes.
+    """Sends a rank's part of the weights: whole tensors at first, and then their changes.
 
     It keeps a copy of its tensors in the host's memory.
     """
