@@ -65,11 +65,12 @@ class DeviceMap:
 
     def placed(self) -> Mapping[MappedRole, Sequence[Sequence[Slot]]]:
         """Return the slots of the processes of each role."""
-        own = {
+        return {
+            "policy engine": self.engines,
+            "judge": self.judges,
             "reward model": [[slot] for slot in self.reward_models],
             "training rank": [[slot] for slot in self.ranks],
         }
-        return {"policy engine": self.engines, "judge": self.judges, **own}
 
     def awake(self, stage: Literal["generation", "reward", "training"]) -> Collection[MappedRole]:
         """Return the roles that are awake at a stage."""

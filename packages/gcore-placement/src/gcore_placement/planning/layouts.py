@@ -315,7 +315,7 @@ def parts_at(parts: Bytes, index: int) -> dict[str, float]:
 
 
 def held_parameters(model: ModelShape, layouts: TrainingLayouts) -> Floats:
-    """Return the parameters of a rank of the heaviest stage: divided over tensor-parallel ranks, experts over theirs."""
+    """Return the parameters of a rank of the heaviest stage, over tensor-parallel ranks, and experts over theirs."""
     w = model.workload
     experts = w.num_moe_layers * w.num_experts * model.num_expert_parameters / w.num_hidden_layers
     on_stage = np.ceil(w.num_hidden_layers / layouts.pp) * experts

@@ -169,8 +169,8 @@ class EngineOptions:
     def sizes(self, num_devices: int) -> list[int]:
         """Return all tensor-parallel sizes, including those that do not fit into memory.
 
-        They are powers of two that divide the heads, in a node or, where the plan need not be runnable, over whole ones;
-        or the one that the setting names.
+        They are powers of two that divide the heads, in a node or, where the plan need not be runnable, over whole
+        ones; or the one that the setting names.
         """
         node, only = self._setting.cluster.devices_per_node, self._setting.engine_devices
         most = min(num_devices, self._model.workload.num_attention_heads)
@@ -278,9 +278,7 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         # Each token's state goes to its experts and comes back.
         sent_bytes = 2 * w.num_experts_per_tok * state_bytes
         expert_s = np.where(
-            layouts.ep > 1,
-            passes * w.num_moe_layers * sent_bytes * (layouts.ep - 1) / layouts.ep / rate(layouts.ep),
-            0.0,
+            layouts.ep > 1, passes * w.num_moe_layers * sent_bytes * (1 - 1 / layouts.ep) / rate(layouts.ep), 0.0
         )
 
         parameters = model.num_parameters / (tp * pp)
