@@ -45,6 +45,7 @@ from .planning.one_device import (
     DevicePlan as DevicePlan,
     EngineSettings as EngineSettings,
     Remedy as Remedy,
+    Resident as Resident,
     plan_one_device as plan_one_device,
 )
 from .planning.options import EnginePlan as EnginePlan
