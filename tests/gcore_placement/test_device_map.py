@@ -6,7 +6,16 @@ from typing import Any, Literal, get_args
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from gcore_placement import Cluster, Device, DeviceMap, PlacementError, RoleSizes, TrainingLayout, map_devices
+from gcore_placement import (
+    Cluster,
+    Device,
+    DeviceMap,
+    MappedRole,
+    PlacementError,
+    RoleSizes,
+    TrainingLayout,
+    map_devices,
+)
 
 Stage = Literal["generation", "reward", "training"]
 
@@ -76,7 +85,7 @@ def check(found: DeviceMap, cluster: Cluster) -> None:
         busy = [slot for role in found.awake(stage) for slot in chain.from_iterable(placed[role])]
         assert len(set(busy)) == len(busy)
         assert all(slot.node * cluster.devices_per_node + slot.gpu < cluster.num_devices for slot in busy)
-    widths = {"policy engine": sizes.devices_per_engine, "judge": sizes.devices_per_judge}
+    widths: dict[MappedRole, int] = {"policy engine": sizes.devices_per_engine, "judge": sizes.devices_per_judge}
     for role, width in widths.items():
         assert all(len(slots) == width and len({slot.node for slot in slots}) == 1 for slots in placed[role])
     # Ranks of one TP and CP group are neighbours on one node.

@@ -12,6 +12,7 @@ from .costs import (
 )
 from .device_map import (
     DeviceMap as DeviceMap,
+    MappedRole as MappedRole,
     RoleSizes as RoleSizes,
     Slot as Slot,
     engine_order as engine_order,

@@ -11,6 +11,7 @@ from gcore_placement.quantities import Checked, Positive
 
 Place = TypeVar("Place")
 MappedRole = Literal["policy engine", "judge", "reward model", "training rank"]
+"""A role that has devices."""
 
 
 @dataclass(frozen=True, order=True)

@@ -17,6 +17,7 @@ from gcore_placement import (
     DeviceMap,
     DevicePlan,
     EngineLayout,
+    MappedRole,
     PlacementError,
     Resident,
     RoleSizes,
@@ -31,7 +32,11 @@ _GB = 1e9
 _GPUS_PER_NODE = 8
 _MOST_DOUBLINGS = 4
 """Doublings of a size to try in search of one that fits."""
-_RESIDENTS: Mapping[str, Resident] = {"training rank": "trainer", "policy engine": "policy engine", "judge": "judge"}
+_RESIDENTS: Mapping[MappedRole, Resident] = {
+    "training rank": "trainer",
+    "policy engine": "policy engine",
+    "judge": "judge",
+}
 _SETTINGS = {
     "num_engines": "rollout.num_processes",
     "devices_per_engine": "rollout.tensor_parallel_size",
@@ -51,7 +56,7 @@ class ClusterPlan:
 
     device_map: DeviceMap
     cluster: Cluster
-    memory: Mapping[tuple[str, ...], DevicePlan]
+    memory: Mapping[tuple[MappedRole, ...], DevicePlan]
     """The memory of a GPU, by the roles that are on it."""
     step: StepTime
     """Every prompt and response at its longest."""
@@ -67,9 +72,10 @@ def plan_cluster(config: TrainConfig, model: Path, device: Device) -> ClusterPla
     config = replace(config, device="cuda")
     sizes = _role_sizes(config, model)
     cluster, found = _mapped(config, sizes, device)
-    memory: dict[tuple[str, ...], DevicePlan] = {}
+    memory: dict[tuple[MappedRole, ...], DevicePlan] = {}
     for roles in _slots_by_roles(found):
-        if residents := [_RESIDENTS[role] for role in roles if role in _RESIDENTS]:
+        residents: list[Resident] = [_RESIDENTS[role] for role in roles if role in _RESIDENTS]
+        if residents:
             memory[roles] = plan_memory(config, model, device, residents)
     step = _predicted(config, model, cluster, sizes, memory)
     return ClusterPlan(device_map=found, cluster=cluster, memory=memory, step=step)
@@ -121,10 +127,10 @@ def _mapped(config: TrainConfig, sizes: RoleSizes, device: Device) -> tuple[Clus
     raise UserError(message)
 
 
-def _slots_by_roles(found: DeviceMap) -> Mapping[tuple[str, ...], Sequence[Slot]]:
+def _slots_by_roles(found: DeviceMap) -> Mapping[tuple[MappedRole, ...], Sequence[Slot]]:
     """Return the GPUs with the same roles."""
     slots = {slot for processes in found.placed().values() for own in processes for slot in own}
-    by_roles: defaultdict[tuple[str, ...], list[Slot]] = defaultdict(list)
+    by_roles: defaultdict[tuple[MappedRole, ...], list[Slot]] = defaultdict(list)
     for slot in sorted(slots):
         by_roles[tuple(found.on(slot))].append(slot)
     return by_roles
@@ -135,7 +141,7 @@ def _predicted(
     model: Path,
     cluster: Cluster,
     sizes: RoleSizes,
-    memory: Mapping[tuple[str, ...], DevicePlan],
+    memory: Mapping[tuple[MappedRole, ...], DevicePlan],
 ) -> StepTime:
     job = planner_job(config, model, shape_of)
 
@@ -163,8 +169,10 @@ def _predicted(
     )
 
 
-def dry_run_cluster(config: TrainConfig, model: Path, device: Device) -> None:
+def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device) -> None:
     """Print the map, the memory and the predicted step of a run on a cluster.
+
+    ``name`` is the model's for users, ``model`` a folder with its shape.
 
     Raises:
         UserError: a process has no place; or the run does not fit, after the tables are printed.
@@ -176,7 +184,7 @@ def dry_run_cluster(config: TrainConfig, model: Path, device: Device) -> None:
         _print_step(plan)
     print("fits" if plan.tightest.fits else "does not fit", flush=True)
     if not plan.tightest.fits:
-        check_fits(model, plan.tightest, device, list(_larger(config, model, device)))
+        check_fits(name, model, plan.tightest, device, list(_larger(config, model, device)))
 
 
 def _larger(config: TrainConfig, model: Path, device: Device) -> Iterator[str]:
@@ -210,7 +218,8 @@ def _peak(config: TrainConfig, model: Path, device: Device) -> float | None:
 
 def _print_map(plan: ClusterPlan, device: Device) -> None:
     found, cluster = plan.device_map, plan.cluster
-    sizes, names = found.sizes, [role for role, processes in found.placed().items() if processes]
+    sizes = found.sizes
+    names: list[MappedRole] = [role for role, processes in found.placed().items() if processes]
     sections: list[list[list[str]]] = []
     for node in range(math.ceil(cluster.num_devices / cluster.devices_per_node)):
         rows: list[list[str]] = []

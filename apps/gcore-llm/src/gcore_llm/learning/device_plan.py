@@ -59,6 +59,7 @@ def plan_memory(
         max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),
         copies_weights=_copied(config),
         devices_per_engine=rollout.tensor_parallel_size,
+        devices_per_judge=judged.judge.tensor_parallel_size,
         takes_turns=None if is_auto else config.takes_turns,
         judge_takes_turns=is_mapped and config.judge[1] is not None and STRATEGIES[strategy].is_time_shared,
     )
@@ -104,7 +105,7 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
         return config
     device = present_device(config.device)
     before, (config, plan) = config, fitted(config, model, device)
-    check_fits(model, plan, device)
+    check_fits(config.model, model, plan, device)
     check_host_fits(config, plan, available_host_bytes())
     for line in [*summary(plan, device), *([] if config is before else [CHECKPOINTED])]:
         say(line)
@@ -131,7 +132,7 @@ def _shares_gpu(config: TrainConfig) -> bool:
     return not ranks.isdisjoint(engines or [torch.device(config.device).index or 0])
 
 
-def check_fits(model: Path, plan: DevicePlan, device: Device, larger: Sequence[str] = ()) -> None:
+def check_fits(name: str, model: Path, plan: DevicePlan, device: Device, larger: Sequence[str] = ()) -> None:
     """Raise `UserError` with the numbers, and what would fit, if a plan does not fit.
 
     ``larger`` are settings of more devices under which it would.
@@ -164,7 +165,7 @@ def check_fits(model: Path, plan: DevicePlan, device: Device, larger: Sequence[s
     )
     count = shape_of(model).num_parameters / _GB
     raise UserError(
-        f"model is {str(model)!r} ({count:.2f} B parameters), whose stage {stage!r} needs "
+        f"model is {name!r} ({count:.2f} B parameters), whose stage {stage!r} needs "
         f"{plan.peaks[stage] / _GB:.1f} GB; expected at most {plan.usable_bytes / _GB:.1f} of the "
         f"{plan.device_bytes / _GB:.1f} GB of {device.name} (GB: {shares}); {advice}"
     )

@@ -45,14 +45,14 @@ def dry_run(config: TrainConfig) -> None:
         # As the run will have it on that GPU, whatever this machine has.
         config = replace(config, dtype="bfloat16")
     if config.runtime == "ray" or config.dry_run_gpus_per_node:
-        dry_run_cluster(config, model, device)
+        dry_run_cluster(name, config, model, device)
         return
     before, (config, plan) = config, fitted(config, model, device)
     _print_tables(name, config, plan, device)
     if config is not before:
         print(CHECKPOINTED)
     print("fits" if plan.fits else "does not fit", flush=True)
-    check_fits(model, plan, device)
+    check_fits(name, model, plan, device)
     if not config.dry_run_device and torch.cuda.is_available():
         # Otherwise the run will be on another machine.
         check_host_fits(config, plan, available_host_bytes())

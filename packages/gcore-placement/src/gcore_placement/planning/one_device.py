@@ -21,6 +21,7 @@ from gcore_placement.planning.options import EngineRoofline
 from gcore_placement.quantities import Amount, Checked, Positive
 
 Resident = Literal["trainer", "policy engine", "judge"]
+"""Who is on a device; the trainer with its critic and reference."""
 PlanStage = Literal["generate", "prepare", "train", "sync"]
 """A stage of a step, by what has to be in memory: generate, the engines; prepare, models that score; train; sync, the
 trainer's state and the weights of the engine that takes them over."""
@@ -39,7 +40,9 @@ class EngineSettings(Checked):
     max_num_batched_tokens: Positive = 8192
     """Most tokens of a pass."""
     devices_per_engine: Positive = 1
-    """Devices over which the model of each engine is split."""
+    """Devices over which the model of each engine of the policy is split."""
+    devices_per_judge: Positive = 1
+    """Devices over which a judge's is."""
     reserve_bytes: Amount = 1.5e9
     """Bytes of CUDA graphs and of the libraries' own, for each engine."""
     copies_weights: Literal["none", "merged", "all"] = "none"
@@ -294,7 +297,8 @@ class _Planner:
         }
 
     def _roofline(self, stage: EngineStage) -> EngineRoofline:
-        num_devices = self.engine.devices_per_engine
+        engine = self.engine
+        num_devices = engine.devices_per_engine if stage == "generation" else engine.devices_per_judge
         cluster = Cluster(num_devices=num_devices, device=self.device)
         return EngineRoofline(
             model=self.job.engine_role(stage)[0],
