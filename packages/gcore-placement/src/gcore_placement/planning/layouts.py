@@ -211,7 +211,12 @@ DEFAULT_STATE = TrainingState()
 
 
 def training_memory(
-    job: Job, layouts: TrainingLayouts, *, activations: float = 1.0, state: TrainingState = DEFAULT_STATE
+    job: Job,
+    layouts: TrainingLayouts,
+    *,
+    activations: float = 1.0,
+    state: TrainingState = DEFAULT_STATE,
+    fills_budget: bool = False,
 ) -> Bytes:
     """Return the bytes of each part of a device's memory at the peak of a training step, [num_layouts]; they add up.
 
@@ -233,12 +238,17 @@ def training_memory(
     - logits a chunk at a time, and the head's gradient in float32, which FSDP's gathered gradients are already; with
       recomputation all of one layer's activations where these are more, as logits are gone by then;
     - the reference's weights, as the policy's are held, in the compute precision.
+
+    A micro-batch has N tokens in a mean step, or, with ``fills_budget``, at most in any step.
     """
     ranks, compute_bytes = layouts.dp * layouts.cp, job.compute_bytes
     is_gathered = layouts.sharded & (ranks > 1)
     replica_tokens = job.training_tokens / layouts.dp
     micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
     tokens = np.maximum(job.longest_sequence, replica_tokens / micro_batches) / layouts.cp
+    if fills_budget:
+        most = job.train_batch_size * (job.prompt_lengths.longest + job.n * job.response_lengths.longest) / layouts.dp
+        tokens = np.maximum(job.longest_sequence, np.minimum(layouts.max_tokens, most)) / layouts.cp
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)
     # Where products are in float32, weights are their own masters.

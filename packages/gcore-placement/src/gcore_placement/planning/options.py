@@ -322,7 +322,10 @@ class TrainingOptions:
         job, cluster, efficiency, correction = setting.job, setting.cluster, setting.efficiency, setting.correction
         backends: tuple[Backend, ...] = ("torch",) if setting.runnable else ("torch", "megatron")
         self.layouts = training_layouts(job, cluster, num_devices, backends=backends)
-        self.memory = training_memory(job, self.layouts, activations=efficiency.activations)
+        # A run meets steps with more than the mean work.
+        self.memory = training_memory(
+            job, self.layouts, activations=efficiency.activations, fills_budget=setting.runnable
+        )
         self.total_bytes, self.state_bytes = total(self.memory), resident_state(self.memory)
         self.laws = correction.training(training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency))
         preparation_s, training_s = training_seconds(self.laws, job.training_tokens, job.training_pairs, num_devices)
