@@ -20,7 +20,8 @@ START = "## What the dry runs print"
 
 def section(name: str) -> str:
     """The part of the page on a recipe."""
-    return f"### {name}\n\n```console\ngcore-llm train --recipe {name} --dry-run\n```\n\n```\n{printed(name)}```\n"
+    command = f"gcore-llm train --recipe {name} --dry-run --dry-run-device H100"
+    return f"### {name}\n\n```console\n{command}\n```\n\n```\n{printed(name)}```\n"
 
 
 def printed(name: str) -> str:
