@@ -229,8 +229,8 @@ def test_a_dry_run_is_of_the_device_that_it_plans_for(cli: Cli, tiny: Path) -> N
         ([], "model is not set; expected a local Hugging Face folder with dry_run"),
         (["--model", "MODEL", "--dry-run-device", "H1"], "dry_run_device is 'H1'; expected one of B200, H200, H100"),
         (
-            ["--model", "MODEL", "--runtime", "ray"],
-            "dry_run is true with runtime 'ray' and rollout.engine 'hf'; expected",
+            ["--model", "MODEL", "--runtime", "sim"],
+            "dry_run is true with runtime 'sim' and rollout.engine 'hf'; expected",
         ),
         (["--model", "nowhere"], "model is 'nowhere'; expected a Hugging Face folder with config.json"),
     ],

@@ -4,9 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
+from gcore_controller import Sizes
+from gcore_controller.runtimes.ray import devices as on_ray
 from gcore_llm import RolloutConfig, TrainConfig, sampling
 from gcore_llm.learning.device_places import engine_gpus, training_gpus
+from gcore_placement import Cluster, Device, PlacementError, RoleSizes, TrainingLayout, map_devices
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,94 @@ def test_processes_see_the_gpus_that_they_are_given(monkeypatch: pytest.MonkeyPa
     places = [sampling._gpus(own, config) for own in (config.rollout, judge)]  # pyright: ignore[reportPrivateUsage]
     assert places == [["6"], ["7"]]
     assert sampling._gpus(config.rollout, replace(config, device="cpu")) == []  # pyright: ignore[reportPrivateUsage]
+
+
+def cluster_of(num_devices: int, devices_per_node: int) -> Cluster:
+    return Cluster(num_devices=num_devices, device=Device.named("H100"), devices_per_node=devices_per_node)
+
+
+def layout_of(num_ranks: int, context_parallel_size: int = 1) -> TrainingLayout:
+    return TrainingLayout(
+        backend="torch",
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        context_parallel_size=context_parallel_size,
+        data_parallel_size=num_ranks // context_parallel_size,
+        gradient_checkpointing=True,
+        ppo_max_token_len=1024,
+    )
+
+
+@settings(max_examples=200)
+@given(
+    cluster=st.builds(cluster_of, st.integers(1, 32), st.integers(1, 8)),
+    engines=st.integers(1, 8),
+    judges=st.integers(0, 8),
+    size=st.integers(1, 4),
+    ranks=st.integers(1, 40),
+    in_turns=st.booleans(),
+)
+def test_ray_has_ranks_where_the_planned_map_has_them(
+    cluster: Cluster, engines: int, judges: int, size: int, ranks: int, *, in_turns: bool
+) -> None:
+    """Of engines where the map has them, Ray's rule gives the ranks and the shared devices of the map."""
+    judges = min(judges, engines) if in_turns else judges
+    sizes = RoleSizes(
+        training=layout_of(ranks),
+        num_engines=engines,
+        devices_per_engine=size,
+        num_judges=judges,
+        devices_per_judge=size,
+        judges_in_turns=in_turns,
+        ranks_in_turns=True,
+    )
+    try:
+        planned = map_devices(cluster, sizes)
+    except PlacementError:
+        return
+    own_judges = [] if in_turns else planned.judges[::-1]
+    blocks = [on_ray.Device(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in (*planned.engines, *own_judges)]
+    live = on_ray.DeviceMap.of(
+        Sizes(
+            controllers=1,
+            engines=engines,
+            judges=judges,
+            ranks=ranks,
+            in_turns=in_turns,
+            devices_per_engine=size,
+            ranks_in_turns=True,
+        ),
+        blocks,
+    )
+    found = [(int(device.node), *map(int, device.gpus)) for device in live.ranks]
+    assert found == [(slot.node, slot.gpu) for slot in planned.ranks[: len(found)]]
+    for rank in range(len(found)):
+        on_device = planned.on(planned.ranks[rank])
+        names = {"policy engine": "engine", "judge": "judge"}
+        rows = {live.names[f"{names[role]} {number}"] for role, number in on_device.items() if role in names}
+        assert rows == {live.names[f"trainer {rank}"]}
+
+
+@given(
+    count=st.integers(1, 8),
+    ranks=st.integers(1, 8),
+    engines=st.integers(1, 8),
+    judges=st.integers(0, 4),
+    takes_turns=st.booleans(),
+)
+def test_this_machine_has_them_where_the_planned_map_has_them(
+    count: int, ranks: int, engines: int, judges: int, *, takes_turns: bool
+) -> None:
+    sizes = RoleSizes(training=layout_of(ranks), num_engines=engines, num_judges=judges, ranks_in_turns=takes_turns)
+    try:
+        planned = map_devices(cluster_of(count, count), sizes)
+    except PlacementError:
+        return
+    config = TrainConfig(device="cuda")
+    training = training_gpus(replace(config, trainer=replace(config.trainer, num_processes=ranks)), count)
+    assert sorted(training) == [slot.gpu for slot in planned.ranks]
+    places = [engine_gpus(count, number, training, takes_turns=takes_turns) for number in (engines, engines + judges)]
+    assert places == [
+        [slot.gpu for slots in planned.engines for slot in slots],
+        [slot.gpu for slots in (*planned.engines, *planned.judges) for slot in slots],
+    ]

@@ -17,6 +17,7 @@ from gcore_llm.config import (
 )
 from gcore_llm.finetune.command import run_fine_tuning
 from gcore_llm.learning.config import ActorConfig
+from gcore_llm.recipes.large import LARGE
 from gcore_llm.report import KINDS
 from gcore_runs import (
     Amount,
@@ -74,7 +75,7 @@ def own_data() -> TrainConfig:
     return TrainConfig()
 
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {"embedded": embedded, "own_data": own_data}
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"embedded": embedded, "own_data": own_data, **LARGE}
 """Recipes of `gcore-llm train`: functions that return settings to start from."""
 
 
@@ -107,7 +108,7 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
 def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
     if config.dry_run:
-        from gcore_llm.learning.device_plan import dry_run
+        from gcore_llm.learning.dry_run import dry_run
 
         dry_run(config)
         return

@@ -224,7 +224,6 @@ class TrainConfig(BaseRLConfig):
         "reward_calls.max_failed_share",
         "rollout.colocated",
         "dry_run",
-        "dry_run_device",
     )
 
     model: str = ""
@@ -238,6 +237,10 @@ class TrainConfig(BaseRLConfig):
     """Print which role would be on which GPU with how many bytes, and whether it fits; load and start nothing."""
     dry_run_device: str = ""
     """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: this machine's, or H100 without."""
+    dry_run_nodes: NonNegative = 0
+    """Nodes that a dry run with runtime ray plans for; 0: as many as the processes need."""
+    dry_run_gpus_per_node: NonNegative = 0
+    """GPUs of each; 0: 8 with runtime ray, and otherwise the plan is of the one GPU with the first rank and engine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and activations, of engines and in training; auto: bfloat16 on CUDA, else float32. In
     bfloat16, updates are made to float32 copies of the weights, and checkpoints hold these."""

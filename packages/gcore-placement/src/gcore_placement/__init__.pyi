@@ -10,6 +10,14 @@ from .costs import (
     SwapCosts as SwapCosts,
     TrainingCosts as TrainingCosts,
 )
+from .device_map import (
+    DeviceMap as DeviceMap,
+    MappedRole as MappedRole,
+    RoleSizes as RoleSizes,
+    Slot as Slot,
+    engine_order as engine_order,
+    map_devices as map_devices,
+)
 from .errors import MissingExtraError as MissingExtraError, PlacementError as PlacementError
 from .forecast import (
     Correction as Correction,
@@ -38,10 +46,12 @@ from .planning.one_device import (
     DevicePlan as DevicePlan,
     EngineSettings as EngineSettings,
     Remedy as Remedy,
+    Resident as Resident,
     plan_one_device as plan_one_device,
 )
 from .planning.options import EnginePlan as EnginePlan
 from .planning.planner import Alternative as Alternative, Plan as Plan, plan as plan
+from .planning.prediction import EngineLayout as EngineLayout, predict_layout as predict_layout
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (
     Replica as Replica,

@@ -1,8 +1,9 @@
 """Which GPUs of this machine training ranks have, and which are left to processes of engines."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from gcore_llm.config import TrainConfig
+from gcore_placement import engine_order
 
 
 def training_gpus(config: TrainConfig, count: int) -> set[int]:
@@ -17,16 +18,13 @@ def training_gpus(config: TrainConfig, count: int) -> set[int]:
 def engine_gpus(
     count: int, num_engines: int, training: Collection[int], *, takes_turns: bool = False, first: int = 0
 ) -> list[int]:
-    """Return the number of the GPU of each of ``num_engines`` processes, of ``count``.
+    """Return the number of the GPU of each of ``num_engines`` processes, of ``count``; see `engine_order`.
 
-    Processes have GPUs without a training rank as long as there are any, and then those with one; with turns they have
-    those with a rank first.
+    Where processes are more than GPUs, they start again with the first one.
 
     Args:
         training: numbers of the GPUs with training ranks.
         first: processes of other engines that were placed before by the same rule.
     """
-    busy = sorted(training)
-    free = [number for number in range(count) if number not in training]
-    order: Sequence[int] = [*busy, *free] if takes_turns else [*free, *busy]
+    order = engine_order(range(count), training, takes_turns=takes_turns)
     return [order[(first + place) % count] for place in range(num_engines)]

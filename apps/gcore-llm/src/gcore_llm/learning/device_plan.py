@@ -1,6 +1,6 @@
 """The memory of the GPU that trainer, engine and reward models of a run share: planned, said, and refused if short."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,16 +10,18 @@ from gcore_llm.forecast import planner_job
 from gcore_llm.learning.device_places import engine_gpus, training_gpus
 from gcore_llm.learning.preparation import workload_of
 from gcore_placement import (
+    STRATEGIES,
     Device,
     DevicePlan,
     EngineSettings,
     ModelShape,
     PlacementError,
+    Resident,
     TrainingLayout,
     TrainingState,
     plan_one_device,
 )
-from gcore_runs import UserError, check_model, count_parameters, print_table
+from gcore_runs import UserError, count_parameters
 from gcore_runs.simulation.forecast import model_shape
 from gcore_trainer import LARGE_MODEL, SHARE_OF_GRADIENTS
 
@@ -34,30 +36,38 @@ _ASLEEP: Mapping[str, tuple[str, ...]] = {
 """Roles that are not on the GPU at a stage, where trainer and engines take turns."""
 _HELD = ("weights", "gradients", "optimizer")
 """Items that are on the GPU while weights pass to the engine."""
-_CHECKPOINTED = "gradient checkpointing is on (actor.enable_gradient_checkpointing auto): the run fits with it alone"
-_STAND_IN = "H100"
-"""Device that a dry run plans for on a machine without a GPU."""
+CHECKPOINTED = "gradient checkpointing is on (actor.enable_gradient_checkpointing auto): the run fits with it alone"
 
 
-def plan_memory(config: TrainConfig, model: Path, device: Device) -> DevicePlan:
+def plan_memory(
+    config: TrainConfig, model: Path, device: Device, residents: Collection[Resident] | None = None
+) -> DevicePlan:
     """Plan the memory of a GPU for a run of a model's folder; see `plan_one_device`. Only headers of files are read.
 
-    With several ranks each has a GPU of its own, and the plan is of the first, which has the first engine, too.
+    With several ranks each has a GPU of its own, and the plan is of the first, which has the first engine, too; with
+    ``residents``, of a GPU of a map that has these.
     """
     rollout, judged = config.rollout, config.reward_model
-    job = planner_job(config, model, _shape)
+    job = planner_job(config, model, shape_of)
     others: dict[str, float] = {}
-    if judged.kind == "classifier":
+    if judged.kind == "classifier" and residents is None:
         others["reward model"] = float(job.compute_bytes * count_parameters(Path(judged.path)))
-    is_auto = rollout.colocated == "auto" and config.trainer.schedule == "sync" and config.trainer.backend == "torch"
+    is_auto = rollout.colocated == "auto" and config.can_take_turns and residents is None
+    is_mapped, strategy = residents is not None, config.placement.strategy
     engine = EngineSettings(
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),
         copies_weights=_copied(config),
-        takes_turns=None if is_auto else rollout.colocated is True,
+        devices_per_engine=rollout.tensor_parallel_size,
+        devices_per_judge=judged.judge.tensor_parallel_size,
+        takes_turns=None if is_auto else config.takes_turns,
+        judge_takes_turns=is_mapped and config.judge[1] is not None and STRATEGIES[strategy].is_time_shared,
     )
-    layout, state = _layout(config, job.policy), _state(config, job.policy, device)
-    return plan_one_device(job, layout, engine, device, state=state, others=others)
+    layout, state = training_layout(config, job.policy), _state(config, job.policy, device)
+    everyone: Collection[Resident] = ("trainer", "policy engine", "judge")
+    return plan_one_device(
+        job, layout, engine, device, state=state, others=others, residents=everyone if residents is None else residents
+    )
 
 
 def _batched_tokens(config: TrainConfig, device: Device) -> int:
@@ -72,7 +82,7 @@ def _copied(config: TrainConfig) -> Literal["none", "merged", "all"]:
     return "all" if config.rollout.num_processes else "merged" if config.rollout.engine == "vllm" else "none"
 
 
-def _fitted(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfig, DevicePlan]:
+def fitted(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfig, DevicePlan]:
     """Plan a run; gradient checkpointing that is auto is on, too, where a run fits only with it."""
     plan, actor = plan_memory(config, model, device), config.actor
     if plan.fits or actor.enable_gradient_checkpointing != "auto":
@@ -93,11 +103,11 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     model = Path(config.model)
     if not config.model or not _shares_gpu(config):
         return config
-    device = _present_device(config.device)
-    before, (config, plan) = config, _fitted(config, model, device)
-    check_fits(model, plan, device)
+    device = present_device(config.device)
+    before, (config, plan) = config, fitted(config, model, device)
+    check_fits(config.model, model, plan, device)
     check_host_fits(config, plan, available_host_bytes())
-    for line in [*summary(plan, device), *([] if config is before else [_CHECKPOINTED])]:
+    for line in [*summary(plan, device), *([] if config is before else [CHECKPOINTED])]:
         say(line)
     rollout = config.rollout
     rollout = replace(rollout, colocated=plan.takes_turns)
@@ -122,8 +132,11 @@ def _shares_gpu(config: TrainConfig) -> bool:
     return not ranks.isdisjoint(engines or [torch.device(config.device).index or 0])
 
 
-def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
-    """Raise `UserError` with the numbers, and what would fit, if a plan does not fit."""
+def check_fits(name: str, model: Path, plan: DevicePlan, device: Device, larger: Sequence[str] = ()) -> None:
+    """Raise `UserError` with the numbers, and what would fit, if a plan does not fit.
+
+    ``larger`` are settings of more devices under which it would.
+    """
     if plan.fits:
         return
     stage = plan.fullest
@@ -146,12 +159,13 @@ def check_fits(model: Path, plan: DevicePlan, device: Device) -> None:
         for remedy in plan.remedies
     ]
     advice = (
-        f"these would fit: {'; '.join(fitting)}"
-        if fitting
+        f"these would fit: {'; '.join([*larger, *fitting])}"
+        if fitting or larger
         else "no setting makes it fit; a larger GPU or a smaller model would"
     )
+    count = shape_of(model).num_parameters / _GB
     raise UserError(
-        f"model is {str(model)!r} ({count_parameters(model) / _GB:.2f} B parameters), whose stage {stage!r} needs "
+        f"model is {name!r} ({count:.2f} B parameters), whose stage {stage!r} needs "
         f"{plan.peaks[stage] / _GB:.1f} GB; expected at most {plan.usable_bytes / _GB:.1f} of the "
         f"{plan.device_bytes / _GB:.1f} GB of {device.name} (GB: {shares}); {advice}"
     )
@@ -212,86 +226,18 @@ def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: floa
     )
 
 
-def dry_run(config: TrainConfig) -> None:
-    """Print which role is where and in how many bytes; nothing is loaded or started.
-
-    Raises:
-        UserError: there is no model, or the run does not fit, after the tables are printed.
-    """
-    import torch
-
-    if not config.model:
-        raise UserError("model is not set; expected a local Hugging Face folder with dry_run")
-    if config.runtime != "inline" or config.rollout.is_on_servers:
-        raise UserError(
-            f"dry_run is true with runtime {config.runtime!r} and rollout.engine {config.rollout.engine!r}; expected "
-            "inline and an engine of this machine; gcore-placement plan is for clusters"
-        )
-    model = Path(config.model)
-    check_model(model)
-    device = _asked_device(config)
-    if config.dtype == "auto":
-        # As the run will have it on that GPU, whatever this machine has.
-        config = replace(config, dtype="bfloat16")
-    before, (config, plan) = config, _fitted(config, model, device)
-    _print_tables(config, plan, device)
-    if config is not before:
-        print(_CHECKPOINTED)
-    print("fits" if plan.fits else "does not fit", flush=True)
-    check_fits(model, plan, device)
-    if not config.dry_run_device and torch.cuda.is_available():
-        # Otherwise the run will be on another machine.
-        check_host_fits(config, plan, available_host_bytes())
-
-
-def _print_tables(config: TrainConfig, plan: DevicePlan, device: Device) -> None:
-    judge = config.reward_model.judge
-    trained = f"{config.trainer.backend} on {_gpus(config.trainer.num_processes)}"
-    where = {
-        "policy engine": f"{config.rollout.engine} on {_gpus(config.rollout.num_processes)}",
-        "judge": f"{judge.engine} on {_gpus(judge.num_processes)}",
-        "reward model": "transformers on GPU 0",
-    }
-    sections: list[list[list[str]]] = []
-    for role, items in plan.roles.items():
-        rows = [["", "", item, f"{size:,.0f}"] for item, size in items.items() if size]
-        # With actor.offload all, the device has the largest model alone.
-        rows = rows or [["", "", "no more than the trainer, in its place", "0"]]
-        rows[0][:2] = role, where.get(role, trained)
-        sections.append(rows)
-    print_table(f"{config.model} in {config.dtype} on {device.name}", ["role", "where", "item", "bytes"], sections)
-    turns = {"generate": "engines", "prepare": "trainer", "train": "trainer", "sync": "trainer and engine's weights"}
-    peaks = [
-        [
-            stage,
-            turns[stage] if plan.takes_turns else "trainer and engines",
-            f"{size:,.0f}",
-            f"{size / plan.device_bytes:.0%}",
-        ]
-        for stage, size in plan.peaks.items()
-    ]
-    print_table("peak of each stage", ["stage", "in memory", "bytes", "of the GPU"], [peaks])
-    for line in summary(plan, device):
-        print(line)
-
-
-def _gpus(count: int) -> str:
-    """Name the first GPUs, for so many processes."""
-    return f"GPU 0 to {count - 1}" if count > 1 else "GPU 0"
-
-
-def _shape(model: Path) -> ModelShape:
+def shape_of(model: Path) -> ModelShape:
     """Return the shape of a folder's model, with as many parameters as its files hold."""
     try:
         shape = model_shape(model)
     except PlacementError:
         # Another architecture: its widths are those of a dense decoder.
         shape = ModelShape(workload=workload_of(model))
-    counted = count_parameters(model)
-    return replace(shape, other_parameters=counted - shape.num_parameters) if counted else shape
+    described, counted = shape.num_parameters - shape.other_parameters, count_parameters(model)
+    return replace(shape, other_parameters=counted - described) if counted else shape
 
 
-def _layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
+def training_layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
     trainer, parallel, setting = config.trainer, config.trainer.parallel, config.actor.enable_gradient_checkpointing
     is_checkpointed = policy.num_parameters >= LARGE_MODEL if setting == "auto" else setting
     is_megatron = trainer.backend == "megatron"
@@ -305,6 +251,7 @@ def _layout(config: TrainConfig, policy: ModelShape) -> TrainingLayout:
         data_parallel_size=parallel.data_parallel_size(trainer.num_processes),
         gradient_checkpointing=is_checkpointed,
         ppo_max_token_len=config.actor.ppo_max_token_len,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
     )
 
 
@@ -324,21 +271,7 @@ def _state(config: TrainConfig, policy: ModelShape, device: Device) -> TrainingS
     )
 
 
-def _asked_device(config: TrainConfig) -> Device:
-    """Return the device that a dry run plans for."""
-    import torch
-
-    if not (asked := config.dry_run_device):
-        return _present_device(config.device) if torch.cuda.is_available() else Device.named(_STAND_IN)
-    if asked.replace(".", "", 1).isdecimal():
-        return Device.of_memory(f"a GPU of {asked} GB", float(asked) * _GB)
-    try:
-        return Device.named(asked)
-    except PlacementError as error:
-        raise UserError(f"dry_run_{error}, or a number of gigabytes") from None
-
-
-def _present_device(device: str) -> Device:
+def present_device(device: str) -> Device:
     """Return a GPU of this machine, with the memory that it has."""
     import torch
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gcore_placement.cli.page import page
+from gcore_placement.cli.run_settings import run_settings
 from gcore_placement.cluster import DEVICES, Cluster, Device
 from gcore_placement.errors import PlacementError, read_json, refusal
 from gcore_placement.forecast import RUN_FILE, Correction, Job
@@ -93,7 +94,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", choices=PLANNED, help="use this one instead of the fastest")
     text = f"correct the laws by the measurements of a run: its folder, or its {RUN_FILE}"
     parser.add_argument("--correction", metavar="FILE", help=text)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    text = "also layouts that gcore-llm does not run: Megatron's by turns with engines, engines over several nodes"
+    parser.add_argument("--all-layouts", action="store_true", help=text)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    text = "print the settings of gcore-llm train under which it is the plan, for its --config"
+    form.add_argument("--toml", action="store_true", help=text)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -103,13 +109,20 @@ def _plan(arguments: argparse.Namespace) -> None:
         devices_per_node=arguments.gpus_per_node,
         inter_node_bytes_per_s=arguments.inter_node_gb_per_s * 1e9,
     )
+    if arguments.toml and arguments.all_layouts:
+        raise refusal("--all-layouts", True, "none with --toml, whose settings are of layouts that gcore-llm runs")
+    job = _job(arguments)
     found = plan(
         cluster,
-        _job(arguments),
+        job,
         strategy=arguments.strategy,
         correction=Correction.load(arguments.correction) if arguments.correction else None,
         most_num_seqs=arguments.max_num_seqs,
+        runnable=not arguments.all_layouts,
     )
+    if arguments.toml:
+        print(run_settings(found, job, model=arguments.model, judge=arguments.judge or ""), end="")
+        return
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return
@@ -242,7 +255,7 @@ COMMANDS: dict[str, _Command] = {
         _plan_options,
         "choose the devices of each role, and predict a step's seconds and memory",
         "Choose strategy, layouts, partition and micro-batches, and show the costs of all options.",
-        "gcore-placement plan --model Qwen2.5-7B --judge Qwen2.5-32B --gpus 64 --device H100",
+        "gcore-placement plan --model Qwen2.5-7B --judge Qwen2.5-32B --gpus 64 --device H100 --toml",
     ),
     "simulate": (
         _simulate,

@@ -1,6 +1,6 @@
 """Layouts of training over devices, and the peak bytes of a device under them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass
 from itertools import product
 from typing import Literal
@@ -35,12 +35,22 @@ class TrainingLayout:
     """Keep only the input of each layer for the backward pass."""
     ppo_max_token_len: int
     """Most tokens of a micro-batch, over all context-parallel ranks."""
+    expert_model_parallel_size: int = 1
+    """Ranks of a pipeline stage that divide the experts of a mixture; these are then not divided over tensor-parallel
+    ranks."""
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        tp, pp, cp, dp = astuple(self)[1:5]
+        return tp * pp * cp * dp
 
     @property
     def sizes(self) -> str:
         """The backend and the sizes of its groups, as text."""
         tp, pp, cp, dp = astuple(self)[1:5]
-        return f"{self.backend} TP {tp} PP {pp} CP {cp} DP {dp}"
+        experts = f" EP {self.expert_model_parallel_size}" if self.expert_model_parallel_size > 1 else ""
+        return f"{self.backend} TP {tp} PP {pp} CP {cp} DP {dp}{experts}"
 
     def __str__(self) -> str:
         recompute = "recompute, " if self.gradient_checkpointing else ""
@@ -59,6 +69,7 @@ class TrainingLayouts:
     dp: Floats
     recompute: NDArray[np.bool_]
     max_tokens: Floats
+    ep: Floats
 
     def __len__(self) -> int:
         return self.tp.size
@@ -72,6 +83,7 @@ class TrainingLayouts:
             data_parallel_size=int(self.dp[index]),
             gradient_checkpointing=bool(self.recompute[index]),
             ppo_max_token_len=int(self.max_tokens[index]),
+            expert_model_parallel_size=int(self.ep[index]),
         )
 
     @classmethod
@@ -97,6 +109,8 @@ class Setting:
     """Most sequences of an engine at once."""
     engine_devices: int | None = None
     """Devices of each engine; None: any number that an engine can have."""
+    runnable: bool = False
+    """Only what a run of gcore-llm takes; see `plan`."""
 
     @property
     def usable_bytes(self) -> float:
@@ -104,7 +118,9 @@ class Setting:
         return self.cluster.device.memory_bytes * self.efficiency.free_memory
 
 
-def training_layouts(job: Job, cluster: Cluster, num_devices: int) -> TrainingLayouts:
+def training_layouts(
+    job: Job, cluster: Cluster, num_devices: int, *, backends: Collection[Backend] = ("torch", "megatron")
+) -> TrainingLayouts:
     """Return all ways to train on so many devices, including those that do not fit into memory.
 
     Tensor-parallel ranks stay within a node; the torch backend has neither them nor pipeline stages. There are no more
@@ -125,9 +141,9 @@ def training_layouts(job: Job, cluster: Cluster, num_devices: int) -> TrainingLa
     for tp, pp, cp in product(tp_sizes, pp_sizes, powers(_MOST_CONTEXT_PARALLEL)):
         dp, rest = divmod(num_devices, tp * pp * cp)
         if not rest and dp <= job.train_batch_size:
-            backends = (True, False) if tp * pp == 1 else (False,)
-            for sharded, recompute, times in product(backends, (False, True), _TOKENS_IN_LONGEST):
-                rows.append((sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence))
+            sharding = [True] * ("torch" in backends and tp * pp == 1) + [False] * ("megatron" in backends)
+            for sharded, recompute, times in product(sharding, (False, True), _TOKENS_IN_LONGEST):
+                rows.append((sharded, tp, pp, cp, dp, recompute, times * job.longest_sequence, 1))
     return _from_rows(rows)
 
 
@@ -144,8 +160,8 @@ def powers(most: int) -> list[int]:
 
 def _from_rows(rows: list[tuple[float, ...]]) -> TrainingLayouts:
     """Build layouts from rows whose columns are the fields of `TrainingLayouts`."""
-    sharded, tp, pp, cp, dp, recompute, max_tokens = np.array(rows, dtype=np.float64).reshape(-1, 7).T
-    return TrainingLayouts(sharded.astype(bool), tp, pp, cp, dp, recompute.astype(bool), max_tokens)
+    sharded, tp, pp, cp, dp, recompute, max_tokens, ep = np.array(rows, dtype=np.float64).reshape(-1, 8).T
+    return TrainingLayouts(sharded.astype(bool), tp, pp, cp, dp, recompute.astype(bool), max_tokens, ep)
 
 
 MASTER_BYTES = 4
@@ -195,7 +211,12 @@ DEFAULT_STATE = TrainingState()
 
 
 def training_memory(
-    job: Job, layouts: TrainingLayouts, *, activations: float = 1.0, state: TrainingState = DEFAULT_STATE
+    job: Job,
+    layouts: TrainingLayouts,
+    *,
+    activations: float = 1.0,
+    state: TrainingState = DEFAULT_STATE,
+    fills_budget: bool = False,
 ) -> Bytes:
     """Return the bytes of each part of a device's memory at the peak of a training step, [num_layouts]; they add up.
 
@@ -217,12 +238,17 @@ def training_memory(
     - logits a chunk at a time, and the head's gradient in float32, which FSDP's gathered gradients are already; with
       recomputation all of one layer's activations where these are more, as logits are gone by then;
     - the reference's weights, as the policy's are held, in the compute precision.
+
+    A micro-batch has N tokens in a mean step, or, with ``fills_budget``, at most in any step.
     """
     ranks, compute_bytes = layouts.dp * layouts.cp, job.compute_bytes
     is_gathered = layouts.sharded & (ranks > 1)
     replica_tokens = job.training_tokens / layouts.dp
     micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
     tokens = np.maximum(job.longest_sequence, replica_tokens / micro_batches) / layouts.cp
+    if fills_budget:
+        most = job.train_batch_size * (job.prompt_lengths.longest + job.n * job.response_lengths.longest) / layouts.dp
+        tokens = np.maximum(job.longest_sequence, np.minimum(layouts.max_tokens, most)) / layouts.cp
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)
     # Where products are in float32, weights are their own masters.
@@ -235,15 +261,17 @@ def training_memory(
     kept: list[Floats] = []
     of_shard = np.where(layouts.sharded, ranks, 1.0)
     for number, model in enumerate(job.trained):
-        trained = held = _held(model, layouts)
+        # Experts that are divided over more ranks are on fewer that share their moments.
+        trained, stepped, held = held_parameters(model, layouts), _divided(model, layouts), 0.0
         if state.adapter_parameters and not number:
-            trained = held * (state.adapter_parameters / model.num_parameters)
-            # Adapters are weights besides the frozen ones.
-            held = held + trained
+            # Adapters, which experts have none of, are weights besides the frozen ones.
+            held, trained = trained, stepped * (state.adapter_parameters / model.num_parameters)
+            stepped = trained
+        held = held + trained
         weights.append(compute_bytes * held / of_shard)
         gradients.append(MASTER_BYTES * trained / of_shard)
         unsynced.append(np.where(waits, MASTER_BYTES * trained, 0.0))
-        optimizer = optimizer + optimizer_bytes * trained / ranks
+        optimizer = optimizer + optimizer_bytes * stepped / ranks
         layer, outer = model.num_layer_parameters, model.num_outer_parameters
         together = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(layer, outer)
         gathered.append(np.where(is_gathered, together, 0.0))
@@ -260,7 +288,7 @@ def training_memory(
     logits = (MASTER_BYTES * _LOGITS_COPIES + compute_bytes) * chunk + MASTER_BYTES * head
     reference = np.zeros(len(layouts))
     if job.reference:
-        reference = compute_bytes * _held(job.policy, layouts) / of_shard
+        reference = compute_bytes * held_parameters(job.policy, layouts) / of_shard
     if state.offload != "none":
         optimizer = np.zeros(len(layouts))
     # The model at work has its weights and gradients on the device, those of the others are on the host.
@@ -296,8 +324,17 @@ def parts_at(parts: Bytes, index: int) -> dict[str, float]:
     return {name: float(sizes[index]) for name, sizes in parts.items()}
 
 
-def _held(model: ModelShape, layouts: TrainingLayouts) -> Floats:
-    """Return the parameters of the heaviest stage on a tensor-parallel rank: whole layers, and embedding or head."""
+def held_parameters(model: ModelShape, layouts: TrainingLayouts) -> Floats:
+    """Return the parameters of a rank of the heaviest stage, over tensor-parallel ranks, and experts over theirs."""
+    w = model.workload
+    experts = w.num_moe_layers * w.num_experts * model.num_expert_parameters / w.num_hidden_layers
+    on_stage = np.ceil(w.num_hidden_layers / layouts.pp) * experts
+    moved = np.where(layouts.ep > 1, on_stage / layouts.ep - on_stage / layouts.tp, 0.0)
+    return _divided(model, layouts) + moved
+
+
+def _divided(model: ModelShape, layouts: TrainingLayouts) -> Floats:
+    """Return the parameters of the heaviest stage, whole layers and embedding or head, over tensor-parallel ranks."""
     layers = np.ceil(model.workload.num_hidden_layers / layouts.pp)
     one_table = model.workload.hidden_size * (model.workload.vocab_size + 1)
     outer = np.where(layouts.pp == 1, model.num_outer_parameters, one_table)

@@ -1,6 +1,6 @@
 """The memory of one device that the trainer and the engines of a job share: side by side, or by turns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -20,10 +20,13 @@ from gcore_placement.planning.layouts import (
 from gcore_placement.planning.options import EngineRoofline
 from gcore_placement.quantities import Amount, Checked, Positive
 
+Resident = Literal["trainer", "policy engine", "judge"]
+"""Who is on a device; the trainer with its critic and reference."""
 PlanStage = Literal["generate", "prepare", "train", "sync"]
 """A stage of a step, by what has to be in memory: generate, the engines; prepare, models that score; train; sync, the
 trainer's state and the weights of the engine that takes them over."""
 
+ALL_RESIDENTS: tuple[Resident, ...] = ("trainer", "policy engine", "judge")
 _STATE = ("weights", "gradients", "optimizer")
 _LORA_RANK = 16
 
@@ -36,6 +39,10 @@ class EngineSettings(Checked):
     """Most sequences at once."""
     max_num_batched_tokens: Positive = 8192
     """Most tokens of a pass."""
+    devices_per_engine: Positive = 1
+    """Devices over which the model of each engine of the policy is split."""
+    devices_per_judge: Positive = 1
+    """Devices over which a judge's is."""
     reserve_bytes: Amount = 1.5e9
     """Bytes of CUDA graphs and of the libraries' own, for each engine."""
     copies_weights: Literal["none", "merged", "all"] = "none"
@@ -44,6 +51,8 @@ class EngineSettings(Checked):
     takes_turns: bool | None = None
     """Whether the trainer leaves the device while the engines work, and these while the trainer does; None: if not all
     fits side by side."""
+    judge_takes_turns: bool = False
+    """One of the policy's engine and the judge is asleep while the other works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +106,12 @@ class DevicePlan:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes of the keys and values in the policy's engine."""
-        return int(self.roles["policy engine"]["keys and values"])
+        return int(self.roles.get("policy engine", {}).get("keys and values", 0))
 
     @property
     def gpu_memory_utilization(self) -> float:
         """Share of the device's memory that the policy's engine may use, as vLLM has it."""
-        return sum(self.roles["policy engine"].values()) / self.device_bytes
+        return self.share("policy engine") / self.device_bytes
 
     def share(self, role: str) -> float:
         """Return the bytes of all items of a role; 0 for one that is not there."""
@@ -118,6 +127,7 @@ def plan_one_device(
     state: TrainingState = DEFAULT_STATE,
     others: Mapping[str, float] | None = None,
     efficiency: Efficiency | None = None,
+    residents: Collection[Resident] = ALL_RESIDENTS,
 ) -> DevicePlan:
     """Plan the memory of one device: the trainer's share by `training_memory`, and what it leaves to the engines.
 
@@ -130,11 +140,12 @@ def plan_one_device(
         state: the form in which the models in training are held.
         others: bytes of other models that stay on the device, by role, such as a reward model.
         efficiency: its usable share of the memory, and its factor of activations; None: the defaults.
+        residents: who is on the device, as far as the job has them; on clusters devices differ.
 
     Returns:
         the plan; where it does not fit, with `DevicePlan.remedies`.
     """
-    planner = _Planner(job, layout, engine, device, state, others or {}, efficiency or Efficiency())
+    planner = _Planner(job, layout, engine, device, state, others or {}, efficiency or Efficiency(), residents)
     plan = planner.plan()
     return plan if plan.fits else replace(plan, remedies=planner.remedies())
 
@@ -148,13 +159,14 @@ class _Planner:
     state: TrainingState
     others: Mapping[str, float]
     efficiency: Efficiency
+    residents: Collection[Resident]
 
     def plan(self) -> DevicePlan:
         """Plan with turns if they are asked for, or are needed and not excluded."""
         if self.engine.takes_turns is not None:
             return self._planned(takes_turns=self.engine.takes_turns)
         together = self._planned(takes_turns=False)
-        has_all = together.kv_tokens >= self._wanted_tokens("generation")
+        has_all = "policy engine" not in self.residents or together.kv_tokens >= self._wanted_tokens("generation")
         return together if together.fits and has_all else self._planned(takes_turns=True)
 
     def remedies(self) -> list[Remedy]:
@@ -181,28 +193,31 @@ class _Planner:
         train = sum(parts.values())
         # A pass that only scores keeps one layer's activations at a time.
         layer = job.policy.activations_per_token * job.compute_bytes * self._tokens
-        scoring = max(self.efficiency.activations * layer, parts["logits"])
+        scoring = max(self.efficiency.activations * layer, parts["logits"]) if "trainer" in self.residents else 0.0
         together = others if takes_turns else others + train
         policy, judge = self._engines(usable - together)
-        engines = sum(policy.values()) + sum(judge.values())
+        each = (sum(policy.values()), sum(judge.values()))
+        engines = max(each) if self.engine.judge_takes_turns else sum(each)
         # Weights pass from one to the other a tensor at a time, the largest of which is the embedding, or all at once.
         copied, has_adapters = self.engine.copies_weights, bool(self.state.adapter_parameters)
         # An engine that keeps its old weights until it has seen all new ones takes those all at once.
         is_whole = copied == "all" or (has_adapters and (copied == "merged" or not takes_turns))
         embedding = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
-        bucket = policy["weights"] if is_whole else embedding
+        bucket = (policy["weights"] if is_whole else embedding) if policy else 0.0
         awake = 0.0 if takes_turns else engines
         peaks: dict[PlanStage, float] = {
             "generate": others + engines + (0.0 if takes_turns else resident),
             "prepare": others + awake + resident + parts["gathered"] + scoring,
             "train": others + awake + train,
-            "sync": others + resident + bucket + (policy["weights"] if takes_turns else engines),
+            "sync": others + resident + bucket + (policy.get("weights", 0.0) if takes_turns else engines),
         }
-        roles = {"policy engine": policy, "trainer": {name: own[name] for name in own if name != "reference"}}
-        if job.critic is not None:
-            roles["critic"] = {name: parts[name] - own[name] for name in _STATE}
-        if job.reference:
-            roles["reference"] = {"weights": parts["reference"]}
+        roles = {"policy engine": policy} if policy else {}
+        if "trainer" in self.residents:
+            roles["trainer"] = {name: own[name] for name in own if name != "reference"}
+            if job.critic is not None:
+                roles["critic"] = {name: parts[name] - own[name] for name in _STATE}
+            if job.reference:
+                roles["reference"] = {"weights": parts["reference"]}
         if judge:
             roles["judge"] = judge
         return DevicePlan(
@@ -211,7 +226,7 @@ class _Planner:
             roles=roles | {name: {"weights": size} for name, size in self.others.items()},
             peaks=peaks,
             host=self._host([policy, judge], takes_turns=takes_turns),
-            kv_tokens=self._held_tokens("generation", policy),
+            kv_tokens=self._held_tokens("generation", policy) if policy else 0,
             judge_kv_tokens=self._held_tokens("reward", judge) if judge else 0,
             takes_turns=takes_turns,
             longest_sequence=job.longest_sequence,
@@ -223,7 +238,8 @@ class _Planner:
         whole = self._training_parts(job, replace(self.state, offload="none", activation_offload=False))
         has_others = job.critic is not None or job.reference
         states, models = whole["optimizer"] if takes_turns else 0.0, 0.0
-        if offload != "none":
+        sleeps = takes_turns or (self.engine.judge_takes_turns and len([each for each in engines if each]) > 1)
+        if offload != "none" and "trainer" in self.residents:
             # Master weights and a gradient in float32, and two moments.
             states = (2 + self.state.moment_bytes / MASTER_BYTES) * whole["gradients"]
         if takes_turns or (offload == "all" and has_others):
@@ -234,7 +250,7 @@ class _Planner:
         return {
             "optimizer states": states,
             "models": models,
-            "engines": sum(engine.get("weights", 0.0) for engine in engines) if takes_turns else 0.0,
+            "engines": sum(engine.get("weights", 0.0) for engine in engines) if sleeps else 0.0,
             "activations": offloaded,
             "checkpoint": 3 * whole["gradients"] / num_shares,
         }
@@ -248,20 +264,26 @@ class _Planner:
 
     def _training_parts(self, job: Job, state: TrainingState) -> dict[str, float]:
         layouts = TrainingLayouts.of(self.layout)
+        if "trainer" not in self.residents:
+            return dict.fromkeys(training_memory(job, layouts), 0.0)
         return parts_at(training_memory(job, layouts, activations=self.efficiency.activations, state=state), 0)
 
     def _engines(self, free_bytes: float) -> tuple[dict[str, float], dict[str, float]]:
         """Divide the free bytes between the engines of the policy and the judge, by the tokens that they want."""
-        stages: list[EngineStage] = ["generation", "reward"] if self.job.judge is not None else ["generation"]
-        fixed = {stage: self._fixed(stage) for stage in stages}
-        free = free_bytes - sum(sum(items.values()) for items in fixed.values())
-        wanted = {stage: self._wanted_tokens(stage) * self._roofline(stage).kv_token_bytes for stage in stages}
-        part = min(1.0, max(0.0, free) / sum(wanted.values()))
+        fixed: dict[EngineStage, dict[str, float]] = {}
+        if "policy engine" in self.residents:
+            fixed["generation"] = self._fixed("generation")
+        if "judge" in self.residents and self.job.judge is not None:
+            fixed["reward"] = self._fixed("reward")
+        wanted = {stage: self._wanted_tokens(stage) * self._roofline(stage).kv_token_bytes for stage in fixed}
         found: dict[EngineStage, dict[str, float]] = {}
-        for stage in stages:
+        for stage, items in fixed.items():
+            awake: list[EngineStage] = [stage] if self.engine.judge_takes_turns else [*fixed]
+            free = free_bytes - sum(sum(fixed[each].values()) for each in awake)
+            part = min(1.0, max(0.0, free) / sum(wanted[each] for each in awake))
             least = self._longest(stage) * self._roofline(stage).kv_token_bytes
-            found[stage] = {**fixed[stage], "keys and values": max(least, part * wanted[stage])}
-        return found["generation"], found.get("reward", {})
+            found[stage] = {**items, "keys and values": max(least, part * wanted[stage])}
+        return found.get("generation", {}), found.get("reward", {})
 
     def _fixed(self, stage: EngineStage) -> dict[str, float]:
         roofline, w = self._roofline(stage), self.job.engine_role(stage)[0].workload
@@ -275,11 +297,13 @@ class _Planner:
         }
 
     def _roofline(self, stage: EngineStage) -> EngineRoofline:
-        cluster = Cluster(num_devices=1, device=self.device)
+        engine = self.engine
+        num_devices = engine.devices_per_engine if stage == "generation" else engine.devices_per_judge
+        cluster = Cluster(num_devices=num_devices, device=self.device)
         return EngineRoofline(
             model=self.job.engine_role(stage)[0],
             cluster=cluster,
-            tp=1,
+            tp=num_devices,
             compute_bytes=self.job.compute_bytes,
             efficiency=self.efficiency,
         )

@@ -10,6 +10,7 @@ from gcore_placement.costs import EngineLaws, TrainingLaws, times, training_seco
 from gcore_placement.forecast import EngineStage, Job, last_judgement_s, waves_seconds
 from gcore_placement.planning.layouts import (
     MASTER_BYTES,
+    Backend,
     Bytes,
     Setting,
     TrainingLayouts,
@@ -168,10 +169,13 @@ class EngineOptions:
     def sizes(self, num_devices: int) -> list[int]:
         """Return all tensor-parallel sizes, including those that do not fit into memory.
 
-        They are powers of two that divide the heads, in a node or over whole ones; or the one that the setting names.
+        They are powers of two that divide the heads, in a node or, where the plan need not be runnable, over whole
+        ones; or the one that the setting names.
         """
         node, only = self._setting.cluster.devices_per_node, self._setting.engine_devices
         most = min(num_devices, self._model.workload.num_attention_heads)
+        if self._setting.runnable:
+            most = min(most, node)
         sizes = [tp for tp in powers(most) if divides_heads(self._model, tp) and (tp <= node or not tp % node)]
         return sizes if only is None else [tp for tp in sizes if tp == only]
 
@@ -236,7 +240,8 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     - TP with sequence parallelism: four gathers or scatters of the token's state in each layer's forward pass, and as
       many in its backward pass (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2);
     - CP: each rank gets all others' keys and values, forward and backward, and their gradients;
-    - PP: the state and its gradient cross each stage's border.
+    - PP: the state and its gradient cross each stage's border;
+    - EP: the state goes to each of the token's experts and back in each pass.
 
     Added to each step: AdamW's traffic, `Efficiency.micro_batch_s`, and the gradients' scatter and the weights' gather
     (ZeRO-1), or, as far as products do not hide them, the gathers of all weights, forward and backward, and the
@@ -270,6 +275,12 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         context_s = (passes + 1) * w.num_hidden_layers * kv_bytes * (cp - 1) / rate(tp * cp)
         pipeline_s = 2 * state_bytes * (pp - 1) / rate(tp * cp * pp)
 
+        # Each token's state goes to its experts and comes back.
+        sent_bytes = 2 * w.num_experts_per_tok * state_bytes
+        expert_s = np.where(
+            layouts.ep > 1, passes * w.num_moe_layers * sent_bytes * (1 - 1 / layouts.ep) / rate(layouts.ep), 0.0
+        )
+
         parameters = model.num_parameters / (tp * pp)
         adam_s = _STATE_TRAFFIC_BYTES * parameters / ranks / memory_rate
         zero_1_s = (MASTER_BYTES + job.compute_bytes) * parameters * (ranks - 1) / ranks / rate(num_devices)
@@ -277,7 +288,7 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         zero_3_s = micro_batches * (gathered_bytes * (num_devices - 1) / num_devices / rate(num_devices))
 
         computed = computed + flops
-        per_token = per_token + computing + bubble * (tensor_s + context_s + pipeline_s)
+        per_token = per_token + computing + bubble * (tensor_s + context_s + pipeline_s + expert_s)
         per_pair = per_pair + pairs
         base = base + (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
         base = base + np.where(layouts.sharded, efficiency.together_s(zero_3_s, own_s) - own_s, 0.0)
@@ -309,8 +320,12 @@ class TrainingOptions:
     def __init__(self, setting: Setting, num_devices: int) -> None:
         self._setting = setting
         job, cluster, efficiency, correction = setting.job, setting.cluster, setting.efficiency, setting.correction
-        self.layouts = training_layouts(job, cluster, num_devices)
-        self.memory = training_memory(job, self.layouts, activations=efficiency.activations)
+        backends: tuple[Backend, ...] = ("torch",) if setting.runnable else ("torch", "megatron")
+        self.layouts = training_layouts(job, cluster, num_devices, backends=backends)
+        # A run meets steps with more than the mean work.
+        self.memory = training_memory(
+            job, self.layouts, activations=efficiency.activations, fills_budget=setting.runnable
+        )
         self.total_bytes, self.state_bytes = total(self.memory), resident_state(self.memory)
         self.laws = correction.training(training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency))
         preparation_s, training_s = training_seconds(self.laws, job.training_tokens, job.training_pairs, num_devices)

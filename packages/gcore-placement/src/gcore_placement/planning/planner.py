@@ -1,137 +1,21 @@
 """The planner: predict each layout that fits, choose the fastest, and keep the costs of the others."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property, partial
-from itertools import product
 from math import inf
 from typing import Any
 
 import numpy as np
 
 from gcore_placement.cluster import Cluster, Efficiency
-from gcore_placement.costs import JobCosts, SwapCosts, times
+from gcore_placement.costs import JobCosts
 from gcore_placement.errors import PlacementError, check_known, refusal
-from gcore_placement.forecast import (
-    STAGES,
-    Correction,
-    EngineStage,
-    Job,
-    StepTime,
-    added_by_reward,
-    num_swaps,
-    predict_step,
-)
+from gcore_placement.forecast import STAGES, Correction, Job, StepTime, predict_step
+from gcore_placement.planning.candidates import Candidate, Candidates
 from gcore_placement.planning.layouts import Setting, TrainingLayout, parts_at
-from gcore_placement.planning.options import EngineOptions, EnginePlan, Engines, TrainingChoice, TrainingOptions
+from gcore_placement.planning.options import EnginePlan
 from gcore_placement.quantities import check_positive, gigabytes
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
-    """A placement that fits into memory."""
-
-    step_s: float
-    num_devices: int
-    strategy: Strategy
-    training: TrainingChoice
-    policy: Engines
-    policy_replicas: int
-    judge: Engines | None
-    judge_replicas: int
-
-
-class Candidates:
-    """The placements among which `plan` chooses."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.policy = EngineOptions(setting, "generation")
-        self.judge = EngineOptions(setting, "reward") if setting.job.judge is not None else None
-        self.training = cache(partial(TrainingOptions, setting))
-
-    @cached_property
-    def work_s(self) -> float:
-        """A lower bound of a step's device-seconds: the matrix products of its tokens at the rate that is reached."""
-        job, reached, factor = self.setting.job, self.setting.efficiency, self.setting.correction.factor
-        products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / reached.training
-        pairs_s = sum(m.workload.flops_per_attended_pair for m in job.trained) * job.training_pairs / reached.attention
-        seconds = factor("training") * (products_s + pairs_s)
-        seconds += factor("preparation") * job.num_forward_passes * products_s / (3 * len(job.trained))
-        decoding = float(job.wave_chances @ job.wave_prompts) * job.n / reached.decode
-        stages: list[EngineStage] = ["generation"] if job.judge is None else ["generation", "reward"]
-        for stage in stages:
-            model, _, written = job.engine_role(stage)
-            seconds += factor(stage) * 2 * model.num_multiplied_parameters * written.mean * decoding
-        return seconds / self.setting.cluster.device.flops_per_s
-
-    def of(self, num_devices: int, strategy: Strategy | None) -> Iterator[Candidate]:
-        """Yield all that fit on so many devices, each with its best partition; strategy None: under all strategies."""
-        # Of strategies with the same prediction the one that follows the load comes first.
-        strategies: list[Strategy] = [strategy] if strategy else []
-        for name, traits in reversed(STRATEGIES.items()):
-            serves = traits.is_time_shared or (self.judge is not None and traits.follows_load)
-            if strategy is None and traits.is_planned and serves:
-                strategies.append(name)
-        for choice in self.training(num_devices).choices():
-            free_bytes = self.setting.usable_bytes - (0.0 if choice.offload else choice.state_bytes)
-            policies = self.policy.of(num_devices, free_bytes)
-            judges = [None] if self.judge is None else self.judge.of(num_devices, free_bytes)
-            for policy, judge in product(policies, judges):
-                asleep = policy.weights_bytes + (judge.weights_bytes if judge else 0.0)
-                in_host = asleep + (choice.state_bytes if choice.offload else 0.0)
-                if in_host > self.setting.cluster.host_memory_bytes:
-                    continue
-                swap = self.swap_costs(policy, judge)
-                for each in strategies:
-                    swap_s = num_swaps(self.setting.job, strategy=each) * (swap.sleep_s + swap.wake_s)
-                    other_s = choice.seconds + swap_s + self.sync_s(policy, num_devices)
-                    if split := self._fastest_split(num_devices, each, policy, judge):
-                        yield Candidate(
-                            step_s=split[0] + other_s,
-                            num_devices=num_devices,
-                            strategy=each,
-                            training=choice,
-                            policy=policy,
-                            policy_replicas=split[1],
-                            judge=judge,
-                            judge_replicas=split[2],
-                        )
-
-    def _fastest_split(
-        self, num_devices: int, strategy: Strategy, policy: Engines, judge: Engines | None
-    ) -> tuple[float, int, int] | None:
-        """Return the least seconds of sampling, and the replicas of policy and judge; None where both do not fit."""
-        policy_replicas, judge_replicas = np.array([num_devices // policy.tp]), np.array([0])
-        if judge is not None and STRATEGIES[strategy].is_time_shared:
-            judge_replicas = np.array([num_devices // judge.tp])
-        elif judge is not None:
-            policy_replicas = np.arange(1, (num_devices - judge.tp) // policy.tp + 1)
-            judge_replicas = (num_devices - policy_replicas * policy.tp) // judge.tp
-        if not policy_replicas.size:
-            return None
-        waves_s = policy.waves_s[:, policy_replicas - 1]
-        if judge is not None:
-            judging, last_s = judge.waves_s[:, judge_replicas - 1], judge.last_s[judge_replicas - 1]
-            waves_s = waves_s + added_by_reward(waves_s, judging, strategy=strategy, last_s=last_s)
-        sampling_s = self.setting.job.wave_chances @ waves_s
-        best = int(sampling_s.argmin())
-        return float(sampling_s[best]), int(policy_replicas[best]), int(judge_replicas[best])
-
-    def swap_costs(self, policy: Engines, judge: Engines | None) -> SwapCosts:
-        """Return the costs of moving the larger of the two models' weights."""
-        size_bytes = max(policy.weights_bytes, judge.weights_bytes if judge else 0.0)
-        host_s = size_bytes / (self.setting.cluster.device.host_bytes_per_s * self.setting.efficiency.host)
-        device_s = size_bytes / (self.setting.cluster.inter_node_bytes_per_s * self.setting.efficiency.links)
-        fixed_s = self.setting.efficiency.swap_s
-        costs = SwapCosts(sleep_s=fixed_s + host_s, wake_s=fixed_s + host_s, load_s=fixed_s + device_s)
-        return times(costs, self.setting.correction.factor("swap"))
-
-    def sync_s(self, policy: Engines, num_devices: int) -> float:
-        """Return the seconds in which each device of the policy's engines gets its part of the new weights."""
-        rate = self.setting.cluster.link_bytes_per_s(num_devices) * self.setting.efficiency.links
-        return self.setting.correction.factor("weight_sync") * policy.weights_bytes / rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +76,7 @@ def plan(
     correction: Correction | None = None,
     most_num_seqs: int = 1024,
     engine_devices: int | None = None,
+    runnable: bool = False,
 ) -> Plan:
     """Choose the strategy, layouts, partition and micro-batches with the shortest predicted step.
 
@@ -204,6 +89,8 @@ def plan(
         correction: measurements of a run of such a job.
         most_num_seqs: most sequences of an engine at once, however much memory there is.
         engine_devices: devices of each engine; None: whatever is fastest.
+        runnable: only what `gcore-llm train` runs: ranks of the torch backend, whose state is in the host's memory
+            while engines work, and engines within a node, those of a judge over as many devices as the policy's.
     """
     if strategy is not None:
         check_known("strategy", strategy, PLANNED)
@@ -217,6 +104,7 @@ def plan(
         correction=correction or Correction(),
         most_num_seqs=most_num_seqs,
         engine_devices=engine_devices,
+        runnable=runnable,
     )
     known = Candidates(setting)
     best: Candidate | None = None

@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, cast
 
 import numpy as np
 
 from gcore_placement.errors import check_known
 from gcore_placement.quantities import Floats, TransformerWorkload, required
 
-MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl")
+_VISION_KEYS = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class ModelShape:
         """Read the mapping in a `config.json` with one of MODEL_TYPES; see `TransformerWorkload.from_config`."""
         model_type = required(config, "model_type")
         check_known("model_type", model_type, MODEL_TYPES)
+        if isinstance(text := config.get("text_config"), Mapping):
+            # Newer files of vision-language models have the language model's keys in a section.
+            config = {**config, **cast("Mapping[str, object]", text)}
         if config.get("head_dim") is None and model_type == "qwen3":
             # Qwen3's heads have a width of their own where the config names none.
             config = {**config, "head_dim": 128}
@@ -39,10 +43,11 @@ class ModelShape:
         return cls(
             workload=TransformerWorkload.from_config(config),
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
-            qkv_bias=attention_bias or model_type == "qwen2",
+            qkv_bias=attention_bias or model_type in ("qwen2", "qwen2_5_vl"),
             output_bias=attention_bias,
             mlp_bias=bool(config.get("mlp_bias")) and model_type == "llama",
             qk_norm=model_type in ("qwen3", "qwen3_moe"),
+            other_parameters=_vision_parameters(config) if model_type == "qwen2_5_vl" else 0,
         )
 
     @property
@@ -52,7 +57,7 @@ class ModelShape:
         h, i, q, kv = w.hidden_size, w.intermediate_size, w.query_size, w.key_value_size
         biases = self.qkv_bias * (q + 2 * kv) + self.output_bias * h
         attention_and_norms = h * (2 * q + 2 * kv) + biases + self.qk_norm * 2 * w.head_dim + 2 * h
-        mixture = w.num_experts * (self._expert_parameters + h)
+        mixture = w.num_experts * (self.num_expert_parameters + h)
         dense = 3 * h * i + self.mlp_bias * (2 * i + h)
         mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
         described = w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters
@@ -63,7 +68,7 @@ class ModelShape:
         """Parameters that a token meets; of the experts, those that it is sent to."""
         w = self.workload
         asleep = w.num_experts - w.num_experts_per_tok
-        return self.num_parameters - w.num_moe_layers * asleep * self._expert_parameters
+        return self.num_parameters - w.num_moe_layers * asleep * self.num_expert_parameters
 
     @property
     def num_multiplied_parameters(self) -> int:
@@ -126,12 +131,25 @@ class ModelShape:
         if not w.num_experts:
             return np.full(num_tokens.shape, float(multiplied))
         asleep = w.num_experts * (1 - w.num_experts_per_tok / w.num_experts) ** num_tokens
-        return multiplied - w.num_moe_layers * asleep * self._expert_parameters
+        return multiplied - w.num_moe_layers * asleep * self.num_expert_parameters
 
     @property
     def _num_looked_up(self) -> int:
         return 0 if self.tie_word_embeddings else self.workload.vocab_size * self.workload.hidden_size
 
     @property
-    def _expert_parameters(self) -> int:
+    def num_expert_parameters(self) -> int:
+        """Parameters of one expert of one layer; 0 without a mixture."""
         return 3 * self.workload.hidden_size * self.workload.moe_intermediate_size
+
+
+def _vision_parameters(config: Mapping[str, object]) -> int:
+    """Return the parameters of Qwen2.5-VL's vision tower, of which every linear layer but the first has a bias."""
+    vision: Any = required(config, "vision_config")
+    depth, h, i, out, patch = (int(cast("Any", required(vision, key))) for key in _VISION_KEYS)
+    merged = h * int(vision.get("spatial_merge_size", 2)) ** 2
+    pixels = 3 * int(vision.get("temporal_patch_size", 2)) * patch**2
+    attention_and_norms = 2 * h + h * 3 * h + 3 * h + h * h + h
+    mlp = 3 * h * i + 2 * i + h
+    merger = h + merged * merged + merged + merged * out + out
+    return pixels * h + depth * (attention_and_norms + mlp) + merger

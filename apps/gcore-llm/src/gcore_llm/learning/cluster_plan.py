@@ -1,0 +1,285 @@
+"""The dry run of a cluster: its device map, the memory of every kind of GPU in it, and the predicted step."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.forecast import planner_job
+from gcore_llm.learning.device_plan import check_fits, plan_memory, shape_of, training_layout
+from gcore_placement import (
+    STRATEGIES,
+    Cluster,
+    Device,
+    DeviceMap,
+    DevicePlan,
+    EngineLayout,
+    MappedRole,
+    PlacementError,
+    Resident,
+    RoleSizes,
+    Slot,
+    StepTime,
+    map_devices,
+    predict_layout,
+)
+from gcore_runs import UserError, print_table
+
+_GB = 1e9
+_GPUS_PER_NODE = 8
+_MOST_DOUBLINGS = 4
+"""Doublings of a size to try in search of one that fits."""
+_RESIDENTS: Mapping[MappedRole, Resident] = {
+    "training rank": "trainer",
+    "policy engine": "policy engine",
+    "judge": "judge",
+}
+_SETTINGS = {
+    "num_engines": "rollout.num_processes",
+    "devices_per_engine": "rollout.tensor_parallel_size",
+    "num_judges": "reward_model.judge.num_processes",
+    "devices_per_judge": "reward_model.judge.tensor_parallel_size",
+    "num_reward_models": "controllers",
+    "tensor_model_parallel_size": "trainer.parallel.tensor_model_parallel_size",
+    "context_parallel_size": "trainer.parallel.context_parallel_size",
+    "data_parallel_size": "data-parallel size (trainer.num_processes and trainer.parallel)",
+}
+"""For fields of the map, the settings that they are from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """Who would be where, in how much memory, and for how long."""
+
+    device_map: DeviceMap
+    cluster: Cluster
+    memory: Mapping[tuple[MappedRole, ...], DevicePlan]
+    """The memory of a GPU, by the roles that are on it."""
+    step: StepTime
+    """Every prompt and response at its longest."""
+
+    @property
+    def tightest(self) -> DevicePlan:
+        """The plan of the GPU whose memory is fullest."""
+        return max(self.memory.values(), key=lambda plan: max(plan.peaks.values()) / plan.usable_bytes)
+
+
+def plan_cluster(config: TrainConfig, model: Path, device: Device) -> ClusterPlan:
+    """Plan a run on a cluster of these devices; `UserError` where its processes have no place."""
+    config = replace(config, device="cuda")
+    sizes = _role_sizes(config, model)
+    cluster, found = _mapped(config, sizes, device)
+    memory: dict[tuple[MappedRole, ...], DevicePlan] = {}
+    for roles in _slots_by_roles(found):
+        residents: list[Resident] = [_RESIDENTS[role] for role in roles if role in _RESIDENTS]
+        if residents:
+            memory[roles] = plan_memory(config, model, device, residents)
+    step = _predicted(config, model, cluster, sizes, memory)
+    return ClusterPlan(device_map=found, cluster=cluster, memory=memory, step=step)
+
+
+def _role_sizes(config: TrainConfig, model: Path) -> RoleSizes:
+    counts, (_, judge), judged = config.sizes, config.judge, config.reward_model
+    if config.runtime != "ray":
+        own = {"rollout": config.rollout.num_processes, "reward_model.judge": judge.num_processes if judge else 1}
+        for section, number in own.items():
+            if not number:
+                raise UserError(
+                    f"{section}.num_processes is 0; expected 1 or more with dry_run_gpus_per_node and runtime "
+                    f"{config.runtime!r}: engines of the main process are on the GPU of its rank"
+                )
+    return RoleSizes(
+        training=training_layout(config, shape_of(model)),
+        num_engines=counts.engines,
+        devices_per_engine=config.rollout.tensor_parallel_size,
+        num_judges=counts.judges,
+        devices_per_judge=judge.tensor_parallel_size if judge else 1,
+        num_reward_models=config.controllers if judged.kind == "classifier" else 0,
+        judges_in_turns=counts.in_turns and counts.judges > 0,
+        ranks_in_turns=config.takes_turns,
+    )
+
+
+def _mapped(config: TrainConfig, sizes: RoleSizes, device: Device) -> tuple[Cluster, DeviceMap]:
+    """Return the cluster that is asked for, or the smallest one of whole nodes that has enough devices, and the map."""
+    per_node = config.dry_run_gpus_per_node or _GPUS_PER_NODE
+    engines = sizes.num_engines * sizes.devices_per_engine
+    engines += 0 if sizes.judges_in_turns else sizes.num_judges * sizes.devices_per_judge
+    ranks = sizes.training.num_ranks
+    needed = sizes.num_reward_models + (max(engines, ranks) if sizes.ranks_in_turns else engines + ranks)
+    fewest = math.ceil(needed / per_node)
+    asked = 1 if config.runtime != "ray" else config.dry_run_nodes
+    # Groups that do not divide a node leave some of it free.
+    numbers = [asked] if asked else [*range(fewest, 2 * fewest + 1)]
+    errors: list[PlacementError] = []
+    for nodes in numbers:
+        cluster = Cluster(num_devices=nodes * per_node, device=device, devices_per_node=per_node)
+        try:
+            return cluster, map_devices(cluster, sizes)
+        except PlacementError as error:
+            errors.append(error)
+    message = str(errors[0])
+    for field, setting in _SETTINGS.items():
+        message = message.replace(field, setting, 1)
+    raise UserError(message)
+
+
+def _slots_by_roles(found: DeviceMap) -> Mapping[tuple[MappedRole, ...], Sequence[Slot]]:
+    """Return the GPUs with the same roles."""
+    slots = {slot for processes in found.placed().values() for own in processes for slot in own}
+    by_roles: defaultdict[tuple[MappedRole, ...], list[Slot]] = defaultdict(list)
+    for slot in sorted(slots):
+        by_roles[tuple(found.on(slot))].append(slot)
+    return by_roles
+
+
+def _predicted(
+    config: TrainConfig,
+    model: Path,
+    cluster: Cluster,
+    sizes: RoleSizes,
+    memory: Mapping[tuple[MappedRole, ...], DevicePlan],
+) -> StepTime:
+    job = planner_job(config, model, shape_of)
+
+    def engines(count: int, size: int, tokens: Sequence[int], longest: float) -> EngineLayout:
+        held = min([number for number in tokens if number] or [0])
+        most = max(1, min(config.rollout.max_num_seqs, int(held / longest)))
+        return EngineLayout(num_engines=count, devices_per_engine=size, max_num_seqs=most)
+
+    plans, judge, strategy = memory.values(), None, config.placement.strategy
+    if job.judge is not None:
+        _, read, written = job.engine_role("reward")
+        held = [plan.judge_kv_tokens for plan in plans]
+        judge = engines(sizes.num_judges, sizes.devices_per_judge, held, read.longest + written.longest)
+    held = [plan.kv_tokens for plan in plans]
+    policy = engines(sizes.num_engines, sizes.devices_per_engine, held, job.longest_sequence)
+    is_time_shared = job.judge is None or STRATEGIES[strategy].is_time_shared
+    return predict_layout(
+        cluster,
+        job,
+        sizes.training,
+        policy,
+        judge,
+        strategy="colocated" if is_time_shared else "split",
+        takes_turns=sizes.ranks_in_turns,
+    )
+
+
+def dry_run_cluster(name: str, config: TrainConfig, model: Path, device: Device) -> None:
+    """Print the map, the memory and the predicted step of a run on a cluster.
+
+    ``name`` is the model's for users, ``model`` a folder with its shape.
+
+    Raises:
+        UserError: a process has no place; or the run does not fit, after the tables are printed.
+    """
+    plan = plan_cluster(config, model, device)
+    _print_map(plan, device)
+    _print_memory(plan, device)
+    if device.flops_per_s > 1:
+        _print_step(plan)
+    print("fits" if plan.tightest.fits else "does not fit", flush=True)
+    if not plan.tightest.fits:
+        check_fits(name, model, plan.tightest, device, list(_larger(config, model, device)))
+
+
+def _larger(config: TrainConfig, model: Path, device: Device) -> Iterator[str]:
+    """Yield settings of more devices under which a run fits, the smallest of each kind."""
+    rollout, trainer = config.rollout, config.trainer
+    per_node = config.dry_run_gpus_per_node or _GPUS_PER_NODE
+    free = replace(config, dry_run_nodes=0)
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
+        size = rollout.tensor_parallel_size * 2**doublings
+        if size <= per_node and "tensor_parallel_size" in rollout.kind.own_options and config.judge[1] is None:
+            larger = replace(free, rollout=replace(rollout, tensor_parallel_size=size))
+            if (peak := _peak(larger, model, device)) is not None:
+                yield f"rollout.tensor_parallel_size {size} ({peak / _GB:.1f} GB)"
+                break
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
+        count = trainer.num_processes * 2**doublings
+        larger = replace(free, trainer=replace(trainer, num_processes=count))
+        if (peak := _peak(larger, model, device)) is not None:
+            yield f"trainer.num_processes {count} ({peak / _GB:.1f} GB)"
+            break
+
+
+def _peak(config: TrainConfig, model: Path, device: Device) -> float | None:
+    """Return the bytes of the fullest GPU at its peak; None where a run does not fit."""
+    try:
+        tightest = plan_cluster(config, model, device).tightest
+    except UserError:
+        return None
+    return max(tightest.peaks.values()) if tightest.fits else None
+
+
+def _print_map(plan: ClusterPlan, device: Device) -> None:
+    found, cluster = plan.device_map, plan.cluster
+    sizes = found.sizes
+    names: list[MappedRole] = [role for role, processes in found.placed().items() if processes]
+    sections: list[list[list[str]]] = []
+    for node in range(math.ceil(cluster.num_devices / cluster.devices_per_node)):
+        rows: list[list[str]] = []
+        for gpu in range(cluster.devices_per_node):
+            on = found.on(Slot(node, gpu))
+            cells = [str(on[role]) if role in on else "" for role in names]
+            rows.append([str(node), str(gpu), *cells, _place(found, on.get("training rank"))])
+        sections.append(rows)
+    columns = ["node", "GPU", *names, "place of the rank"]
+    nodes = f"{len(sections)} node{'s' * (len(sections) > 1)} of {cluster.devices_per_node} {device.name}"
+    print(f"{nodes}: {sizes.training}")
+    print_table("", columns, sections)
+    if sizes.ranks_in_turns:
+        print("ranks and engines take turns on their GPUs (rollout.colocated): while one works, the other is asleep")
+    else:
+        print("ranks and engines have GPUs of their own (rollout.colocated false)")
+    if sizes.judges_in_turns:
+        print("policy engines and judges take turns, too (placement.strategy)")
+    print("controllers have no GPU")
+
+
+def _place(found: DeviceMap, rank: int | None) -> str:
+    if rank is None:
+        return ""
+    place = found.rank_place(rank)
+    layout = found.sizes.training
+    counts = {
+        "TP": layout.tensor_model_parallel_size,
+        "CP": layout.context_parallel_size,
+        "DP": layout.data_parallel_size,
+        "PP": layout.pipeline_model_parallel_size,
+    }
+    return " ".join(f"{name} {place[name]}" for name, count in counts.items() if count > 1)
+
+
+def _print_memory(plan: ClusterPlan, device: Device) -> None:
+    counts = _slots_by_roles(plan.device_map)
+    for roles, memory in plan.memory.items():
+        rows = [
+            [role, f"{sum(items.values()) / _GB:.1f}", ", ".join(_items(items)) or "less than 0.1"]
+            for role, items in memory.roles.items()
+        ]
+        name = f"{len(counts[roles])} GPUs with {' + '.join(roles)}"
+        print(f"{name}, in GB")
+        print_table("", ["role", "GB", "of which"], [[row] for row in rows])
+        peaks = ", ".join(f"{stage} {size / _GB:.1f}" for stage, size in memory.peaks.items())
+        print(f"peak of each stage: {peaks}; {memory.usable_bytes / _GB:.1f} of {device.memory_bytes / _GB:.1f} usable")
+        if memory.kv_tokens:
+            number = memory.kv_tokens // memory.longest_sequence
+            print(f"keys and values of {memory.kv_tokens:,} tokens: {number:,} of the longest sequences")
+        print(f"in the host's memory, for each such GPU: {memory.host_bytes / _GB:.1f}")
+
+
+def _items(items: Mapping[str, float]) -> Iterator[str]:
+    return (f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20)
+
+
+def _print_step(plan: ClusterPlan) -> None:
+    seconds = cast("Mapping[str, float]", vars(plan.step))
+    rows = [[name.removesuffix("_s").replace("_", " "), f"{value:.1f}"] for name, value in seconds.items()]
+    rows.append(["step", f"{plan.step.total_s:.1f}"])
+    print("predicted seconds, with every prompt and response at its longest")
+    print_table("", ["stage", "s"], [rows[:-1], rows[-1:]])

@@ -1,0 +1,125 @@
+"""`gcore-llm train --dry-run`: who would be on which GPU, in how much memory and for how long; nothing is started."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.learning.cluster_plan import dry_run_cluster
+from gcore_llm.learning.device_plan import (
+    CHECKPOINTED,
+    available_host_bytes,
+    check_fits,
+    check_host_fits,
+    fitted,
+    present_device,
+    summary,
+)
+from gcore_llm.recipes.shapes import shape_folder
+from gcore_placement import Device, DevicePlan, PlacementError
+from gcore_runs import UserError, check_model, count_parameters, print_table
+
+_STAND_IN = "H100"
+"""Device that a dry run plans for on a machine without a GPU."""
+
+
+def dry_run(config: TrainConfig) -> None:
+    """Print which role is where and in how many bytes; nothing is loaded or started.
+
+    Raises:
+        UserError: there is no model, or the run does not fit, after the tables are printed.
+    """
+    import torch
+
+    if not config.model:
+        raise UserError("model is not set; expected a local Hugging Face folder with dry_run")
+    if config.runtime == "sim" or config.rollout.is_on_servers:
+        raise UserError(
+            f"dry_run is true with runtime {config.runtime!r} and rollout.engine {config.rollout.engine!r}; expected "
+            "inline or ray, and an engine that the run starts"
+        )
+    name, config = config.model, _with_shapes(config)
+    model, device = Path(config.model), _asked_device(config)
+    if str(model) != str(Path(name)):
+        print(f"there is no folder {name!r}: planned by the config.json of a model of this name that gcore-llm brings")
+    if config.dtype == "auto":
+        # As the run will have it on that GPU, whatever this machine has.
+        config = replace(config, dtype="bfloat16")
+    if config.runtime == "ray" or config.dry_run_gpus_per_node:
+        dry_run_cluster(name, config, model, device)
+        return
+    before, (config, plan) = config, fitted(config, model, device)
+    _print_tables(name, config, plan, device)
+    if config is not before:
+        print(CHECKPOINTED)
+    print("fits" if plan.fits else "does not fit", flush=True)
+    check_fits(name, model, plan, device)
+    if not config.dry_run_device and torch.cuda.is_available():
+        # Otherwise the run will be on another machine.
+        check_host_fits(config, plan, available_host_bytes())
+
+
+def _print_tables(name: str, config: TrainConfig, plan: DevicePlan, device: Device) -> None:
+    judge = config.reward_model.judge
+    trained = f"{config.trainer.backend} on {_gpus(config.trainer.num_processes)}"
+    where = {
+        "policy engine": f"{config.rollout.engine} on {_gpus(config.rollout.num_processes)}",
+        "judge": f"{judge.engine} on {_gpus(judge.num_processes)}",
+        "reward model": "transformers on GPU 0",
+    }
+    sections: list[list[list[str]]] = []
+    for role, items in plan.roles.items():
+        rows = [["", "", item, f"{size:,.0f}"] for item, size in items.items() if size]
+        # With actor.offload all, the device has the largest model alone.
+        rows = rows or [["", "", "no more than the trainer, in its place", "0"]]
+        rows[0][:2] = role, where.get(role, trained)
+        sections.append(rows)
+    print_table(f"{name} in {config.dtype} on {device.name}", ["role", "where", "item", "bytes"], sections)
+    turns = {"generate": "engines", "prepare": "trainer", "train": "trainer", "sync": "trainer and engine's weights"}
+    peaks = [
+        [
+            stage,
+            turns[stage] if plan.takes_turns else "trainer and engines",
+            f"{size:,.0f}",
+            f"{size / plan.device_bytes:.0%}",
+        ]
+        for stage, size in plan.peaks.items()
+    ]
+    print_table("peak of each stage", ["stage", "in memory", "bytes", "of the GPU"], [peaks])
+    for line in summary(plan, device):
+        print(line)
+
+
+def _gpus(count: int) -> str:
+    """Name the first GPUs, for so many processes."""
+    return f"GPU 0 to {count - 1}" if count > 1 else "GPU 0"
+
+
+def _with_shapes(config: TrainConfig) -> TrainConfig:
+    """Return the settings with folders that are there: of models with weights, or with a config.json alone."""
+
+    def found(setting: str, path: str) -> str:
+        folder = shape_folder(path)
+        if count_parameters(folder):
+            check_model(folder, setting=setting)
+        elif not (folder / "config.json").is_file():
+            raise UserError(f"{setting} is {path!r}; expected a Hugging Face folder with config.json")
+        return str(folder)
+
+    config, judged = replace(config, model=found("model", config.model)), config.reward_model
+    if judged.kind in ("judge", "classifier"):
+        config = replace(config, reward_model=replace(judged, path=found("reward_model.path", judged.path)))
+    return config
+
+
+def _asked_device(config: TrainConfig) -> Device:
+    """Return the device that a dry run plans for."""
+    import torch
+
+    if not (asked := config.dry_run_device):
+        return present_device(config.device) if torch.cuda.is_available() else Device.named(_STAND_IN)
+    if asked.replace(".", "", 1).isdecimal():
+        return Device.of_memory(f"a GPU of {asked} GB", float(asked) * 1e9)
+    try:
+        return Device.named(asked)
+    except PlacementError as error:
+        raise UserError(f"dry_run_{error}, or a number of gigabytes") from None

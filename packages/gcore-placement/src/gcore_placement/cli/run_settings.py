@@ -1,0 +1,101 @@
+"""A plan as the settings of `gcore-llm train` under which a run has it, in TOML."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from gcore_placement.forecast import Job
+from gcore_placement.planning.planner import Plan
+
+_KL_LOSS_COEF = 0.001
+"""Weight of the KL to the reference, where the job has one: verl's examples'."""
+
+Settings = Mapping[str, "str | int | float | bool | Settings"]
+
+
+def run_settings(plan: Plan, job: Job, *, model: str, judge: str) -> str:
+    """Return the settings of a plan that is runnable (see `plan`), as the text of a TOML file.
+
+    Args:
+        model: the policy's folder, or its `config.json`.
+        judge: the judge's; empty without one.
+    """
+    used = f"{plan.num_devices} of {plan.cluster.num_devices} x {plan.cluster.device.name}"
+    usable = f"{plan.peak_bytes / 1e9:.1f} of {plan.usable_bytes / 1e9:.1f} GB"
+    lines = [
+        f"# {used}: {plan.step_s:.1f} s a step predicted, {usable} of a device",
+        *_lines(_settings(plan, job, model, judge)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
+    policy, training = plan.policy, plan.training
+    nodes = math.ceil(plan.num_devices / plan.cluster.devices_per_node)
+    found: dict[str, str | int | float | bool | Settings] = {
+        "model": _folder(model),
+        "runtime": "ray",
+        # One a node, each with an engine or more of its own.
+        "controllers": min(nodes, policy.num_replicas),
+        "data": {
+            "train_batch_size": job.train_batch_size,
+            "max_prompt_length": int(job.prompt_lengths.longest),
+            "max_response_length": int(job.response_lengths.longest),
+        },
+        "rollout": {
+            "engine": "vllm",
+            "n": job.n,
+            "num_processes": policy.num_replicas,
+            "tensor_parallel_size": policy.tensor_model_parallel_size,
+            "max_num_seqs": policy.max_num_seqs,
+            "colocated": True,
+        },
+        "actor": {
+            "ppo_max_token_len": training.ppo_max_token_len,
+            "enable_gradient_checkpointing": training.gradient_checkpointing,
+            **({"loss": {"kl_loss_coef": _KL_LOSS_COEF}} if job.reference else {}),
+        },
+        "trainer": {
+            "backend": training.backend,
+            "num_processes": training.num_ranks,
+            "parallel": {"context_parallel_size": training.context_parallel_size},
+        },
+    }
+    algorithm: dict[str, str] = {}
+    if job.critic is not None:
+        algorithm["adv_estimator"] = "gae"
+    if job.old_log_probs:
+        algorithm["old_log_probs"] = "trainer"
+    if algorithm:
+        found["algorithm"] = algorithm
+    if plan.judge is not None and job.judge_lengths is not None:
+        found["placement"] = {"strategy": plan.strategy}
+        found["reward_model"] = {
+            "kind": "judge",
+            "path": _folder(judge),
+            "judge": {
+                "engine": "vllm",
+                "num_processes": plan.judge.num_replicas,
+                "tensor_parallel_size": plan.judge.tensor_model_parallel_size,
+                "max_response_length": int(job.judge_lengths.longest),
+            },
+        }
+    return found
+
+
+def _folder(model: str) -> str:
+    path = Path(model)
+    return str(path.parent if path.name == "config.json" else path)
+
+
+def _lines(settings: Settings, table: str = "") -> Iterator[str]:
+    values = {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
+    if table and values:
+        yield f"\n[{table}]"
+    for name, value in values.items():
+        # Strings, numbers, true and false are in JSON as they are in TOML.
+        yield f"{name} = {json.dumps(value)}"
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{table}.{name}".lstrip("."))

@@ -1,0 +1,52 @@
+"""docs/recipes.md shows what the dry runs of all recipes print.
+
+``python tests/apps/gcore_llm/test_recipe_pages.py`` records them again.
+"""
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from gcore_llm.cli import main
+from gcore_llm.recipes.large import LARGE
+
+PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
+START = "## What the dry runs print"
+
+
+def section(name: str) -> str:
+    """The part of the page on a recipe."""
+    command = f"gcore-llm train --recipe {name} --dry-run --dry-run-device H100"
+    return f"### {name}\n\n```console\n{command}\n```\n\n```\n{printed(name)}```\n"
+
+
+def printed(name: str) -> str:
+    """What the dry run of a recipe prints, on 80 columns and without a GPU."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        main(["train", "--recipe", name, "--dry-run", "--dry-run-device", "H100"])
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_page_shows_what_a_dry_run_prints(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where there is no folder of the model's name.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert section(name) in PAGE.read_text(), "record it again: see the top of this file"
+
+
+def test_the_page_has_all_recipes() -> None:
+    text = PAGE.read_text()
+    assert re.findall(r"^### (\w+)$", text, re.MULTILINE) == [*LARGE]
+    assert all(f"| `{name}` |" in text for name in LARGE)
+
+
+if __name__ == "__main__":
+    os.environ["COLUMNS"] = "80"
+    before = PAGE.read_text().partition(START)[0].rstrip()
+    PAGE.write_text(f"{before}\n\n{START}\n\n" + "\n".join(map(section, LARGE)))
