@@ -285,7 +285,6 @@ class TrainConfig(BaseRLConfig):
             (pairwise, greedy, "whose greedy response is in no group"),
             (turns, overlapped, "which samples while it trains"),
             (turns, simulated, "whose roles have devices of their own"),
-            (turns, "trainer.backend 'megatron'" * (own.backend == "megatron"), "whose ranks cannot sleep"),
         ):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
         self._check_memory_settings()
@@ -317,7 +316,7 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def can_take_turns(self) -> bool:
-        return self.trainer.schedule == "sync" and self.trainer.backend == "torch"
+        return self.trainer.schedule == "sync"
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:

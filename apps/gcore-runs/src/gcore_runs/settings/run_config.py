@@ -338,7 +338,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     @property
     def can_take_turns(self) -> bool:
-        """False if settings need trainer and engines at the same time, or ranks that cannot sleep."""
+        """False if settings need trainer and engines at the same time."""
         return True
 
     @property
