@@ -44,11 +44,15 @@ def compare(
     parallel: ParallelConfig | None = None,
     **options: Any,
 ) -> list[str]:
-    """Check both ways of loading on two ranks; return what the first rank logged."""
+    """Check both ways of loading on two ranks, or on two that share parameters and two with copies.
+
+    Return what the first rank logged.
+    """
     parallel = parallel or ParallelConfig()
-    parts = [dealt(samples, parallel.data_parallel_size(2), seed=i) for i, samples in enumerate(steps)]
+    size = 2 * parallel.fsdp_size or 2
+    parts = [dealt(samples, parallel.data_parallel_size(size), seed=i) for i, samples in enumerate(steps)]
     arguments = (str(path), objective, parallel, parts, options)
-    outcomes = server.shared(2).run("compare", *arguments, size=2)
+    outcomes = server.shared(size).run("compare", *arguments, size=size)
     for different, (whole, sliced), _ in outcomes:
         assert different == []
         for own, expected in zip(sliced, whole, strict=True):
@@ -63,6 +67,11 @@ def test_shards_are_those_of_a_whole_model(
     rank_server: RankServer, folders: dict[str, Path], family: str, options: dict[str, Any]
 ) -> None:
     assert compare(rank_server, folders[family], POLICY, steps_of(folders[family], 2), **options) == []
+
+
+@pytest.mark.slow
+def test_copies_of_shards_are_those_of_a_whole_model(rank_server: RankServer, qwen2: Path) -> None:
+    assert compare(rank_server, qwen2, POLICY, steps_of(qwen2, 2), ParallelConfig(fsdp_size=2)) == []
 
 
 @pytest.mark.slow

@@ -34,6 +34,23 @@ def test_fsdp_trains_as_one_process_and_each_resumes_the_other(cli: Cli, own_arg
     assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
 
 
+def test_copies_of_shards_train_as_one_process_and_are_saved_once(cli: Cli, own_args: list[str]) -> None:
+    """Four ranks, of which two share parameters and two have copies (HSDP); then two ranks, and then one."""
+    args = [*own_args, "--trainer.save-freq", "1", "--data.train-batch-size", "4"]
+    three = option_set(args, "--trainer.total-training-steps", "3")
+    cli.ok(*three, "--name", "alone", "--trainer.max-ckpt-to-keep", "3")
+    one = option_set(args, "--trainer.total-training-steps", "1")
+    cli.ok(*one, "--name", "moved", "--trainer.num-processes", "4", "--trainer.parallel.fsdp-size", "2")
+    [size, whole] = [
+        sum(f.stat().st_size for f in (cli.cwd / f"runs/{name}/checkpoints").glob("*1/**/*.safetensors"))
+        for name in ("moved", "alone")
+    ]
+    assert 0 < size < 1.05 * whole
+    cli.ok(*option_set(args, "--trainer.total-training-steps", "2"), "--name", "moved", *RANKS)
+    cli.ok(*three, "--name", "moved")
+    assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
+
+
 MEGATRON = [
     *("--trainer.num-processes", "4", "--trainer.backend", "megatron"),
     *("--trainer.parallel.tensor-model-parallel-size", "2", "--trainer.parallel.pipeline-model-parallel-size", "2"),

@@ -193,6 +193,8 @@ class TrainerConfig(BaseTrainerConfig):
             self.parallel.data_parallel_size(self.num_processes)
         except ConfigError as error:
             raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
+        shards = self.backend == "torch" or not self.parallel.fsdp_size
+        self.require("parallel.fsdp_size", shards, f"0 with trainer.backend {self.backend!r}")
         plain = MegatronConfig()
         try:
             if self.megatron != plain:
@@ -329,11 +331,10 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def rank_unit(self) -> int:
-        """Training ranks are started and stopped by whole model-parallel and expert-parallel replicas."""
-        parallel = self.trainer.parallel
-        return math.lcm(
-            parallel.model_parallel_size, parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size
-        )
+        """Training ranks are started and stopped by whole model-parallel, expert-parallel and sharding groups."""
+        own = self.trainer.parallel
+        experts = own.pipeline_model_parallel_size * own.expert_model_parallel_size
+        return math.lcm(own.model_parallel_size, experts, own.fsdp_size or 1)
 
     @property
     def loop(self) -> RLHFConfig:
