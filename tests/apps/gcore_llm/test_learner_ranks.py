@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, option_set, read_rows, step_rows
+from process_tree import grandchildren, is_running
 
 pytestmark = pytest.mark.slow
 
@@ -84,31 +85,6 @@ def test_what_one_backend_saved_the_other_resumes(
     assert_same_training(cli.cwd / "runs/default", cli.cwd / "runs/alone")
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Training ranks of a command: the children of its fork server."""
-    children = {child: int(parent) for child, parent in _parents()}
-    servers = {child for child, parent in children.items() if parent == pid}
-    return sorted(child for child, parent in children.items() if parent in servers)
-
-
-def _parents() -> list[tuple[int, str]]:
-    stats = [(int(p.name), p / "stat") for p in Path("/proc").iterdir() if p.name.isdigit()]
-    found: list[tuple[int, str]] = []
-    for pid, stat in stats:
-        try:
-            found.append((pid, stat.read_text().rpartition(")")[2].split()[1]))
-        except OSError:  # it has ended meanwhile
-            continue
-    return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
 def test_a_killed_rank_is_named_and_the_run_continues(cli: Cli, own_args: list[str]) -> None:
     many = option_set(own_args, "--trainer.total-training-steps", "500")
     command = cli.start(*many, "--trainer.save-freq", "1", *RANKS)
@@ -117,7 +93,7 @@ def test_a_killed_rank_is_named_and_the_run_continues(cli: Cli, own_args: list[s
     while len(read_rows(metrics) if metrics.exists() else []) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    ranks = ranks_of(command.pid)
+    ranks = grandchildren(command.pid)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
     finished = command.wait()

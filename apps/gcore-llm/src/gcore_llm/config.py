@@ -1,11 +1,11 @@
 """Every setting of `gcore-llm train`, under verl's name where verl has it."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
-from gcore_llm.learning.config import ActorConfig, CriticConfig
+from gcore_llm.learning.config import ActorConfig, CriticConfig, RanksConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
@@ -13,7 +13,6 @@ from gcore_runs import (
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
-    BaseTrainerConfig,
     Checked,
     Count,
     Fraction,
@@ -29,9 +28,7 @@ from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
     KLControlConfig as KLControlConfig,
-    MegatronConfig,
     OverlongConfig as OverlongConfig,
-    ParallelConfig,
     RolloutCorrectionConfig,
     advantage_estimators,
     get_advantage_estimator,
@@ -171,43 +168,13 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig(BaseTrainerConfig):
+class TrainerConfig(RanksConfig):
     """Settings of training, of the run's length and of its output."""
 
-    backend: Literal["torch", "megatron"] = "torch"
-    """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
-    num_processes: Count = 1
-    """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
     by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
     new weights come in the middle of responses."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            if self.backend == "torch":
-                self.parallel.check_torch()
-            self.parallel.data_parallel_size(self.num_processes)
-        except ConfigError as error:
-            raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
-        shards = self.backend == "torch" or not self.parallel.fsdp_size
-        self.require("parallel.fsdp_size", shards, f"0 with trainer.backend {self.backend!r}")
-        plain = MegatronConfig()
-        try:
-            if self.megatron != plain:
-                self.megatron.check()
-        except ConfigError as error:
-            raise UserError(f"trainer.megatron.{error}") from None
-        for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
-            value, default = (getattr(config, own.name) for config in (self.megatron, plain))
-            self.require(
-                f"megatron.{own.name}",
-                value == default,
-                f"{str(default).lower()} with trainer.backend {self.backend!r}",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
