@@ -75,7 +75,6 @@ from .settings.run_config import (
     PlacementConfig as PlacementConfig,
     Positive as Positive,
     RayConfig as RayConfig,
-    ScheduleConfig as ScheduleConfig,
     above as above,
     at_least as at_least,
     check_bounds as check_bounds,

@@ -3,6 +3,7 @@
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -372,12 +373,11 @@ class TorchTrainer(Trainer):
 
     def save_pretrained(self, path: str | Path) -> None:
         self._check_awake()
-        weights = None
-        if self._parallel is not None or self._model.lora is not None:
-            weights = {name: tensor.cpu() for name, tensor in self.export_weights()}
-            if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
-                return
-        self._model.save_pretrained(path, weights)
+        if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
+            deque(self.export_weights(), maxlen=0)
+        else:
+            is_own = self._parallel is None and self._model.lora is None
+            self._model.save_pretrained(path, None if is_own else self.export_weights())
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
         tokens_before = self._model.num_computed_tokens
