@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def grandchildren(pid: int) -> list[int]:
-    """Engine processes of a `gcore-llm`: children of its fork server."""
+    """Engine processes or training ranks of a `gcore-llm`: children of its fork server."""
     parents = dict(_parents())
     return sorted(p for p, parent in parents.items() if parents.get(parent) == pid)
 
@@ -29,6 +29,14 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return ""  # it has just ended
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def left_after(pids: Iterable[int], timeout_s: float) -> list[int]:

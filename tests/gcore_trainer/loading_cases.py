@@ -4,8 +4,11 @@ import ctypes
 import gc
 import logging
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rank import Rank
@@ -18,9 +21,11 @@ from gcore_trainer import (
     PackedModel,
     PackedValueModel,
     ParallelConfig,
+    SFTObjective,
     TorchParallel,
     TorchTrainer,
 )
+from gcore_trainer.torch import streamed_folder
 from gcore_trainer.torch.host_memory import local
 
 _M_MMAP_THRESHOLD = -3
@@ -67,8 +72,33 @@ def frozen_scores(rank: Rank, path: str, micro_batches: list[MicroBatch]) -> lis
 
 
 def peak_bytes(rank: Rank, path: str, sharded: bool) -> int:
-    """The most memory, of its own and not of files, that a rank has at a time while it loads and shards a model."""
-    peak = 0
+    """The most memory that a rank has at a time while it loads and shards a model."""
+    parallel = TorchParallel.join(ParallelConfig())
+    with peak_memory() as peak:
+        packed = PackedModel.from_pretrained(path, sharded=sharded)
+        parallel.shard(packed)
+    return peak[0]
+
+
+def peak_bytes_of_export(rank: Rank, path: str, to: str, file_bytes: int) -> tuple[int, set[torch.dtype], int]:
+    """The most memory that a rank of a bfloat16 run takes to write the folder, and what the export consists of."""
+    packed = PackedModel.from_pretrained(path, sharded=True, compute_dtype=torch.bfloat16)
+    trainer = TorchTrainer(
+        packed,
+        optimizer=OptimizerConfig(),
+        objective=SFTObjective(),
+        parallel=TorchParallel.join(ParallelConfig()),
+    )
+    exported = [(tensor.dtype, tensor.nbytes) for _, tensor in trainer.export_weights()]
+    with mock.patch.object(streamed_folder, "MAX_FILE_BYTES", file_bytes), peak_memory() as peak:
+        trainer.save_pretrained(to)
+    return peak[0], {dtype for dtype, _ in exported}, sum(size for _, size in exported)
+
+
+@contextmanager
+def peak_memory() -> Generator[list[int]]:
+    """Yield a list that gets the most memory, of its own and not of files, that a process takes within the context."""
+    peak, found = 0, list[int]()
     is_done = threading.Event()
 
     def used() -> int:
@@ -80,7 +110,6 @@ def peak_bytes(rank: Rank, path: str, sharded: bool) -> int:
         while not is_done.wait(0.001):
             peak = max(peak, used())
 
-    parallel = TorchParallel.join(ParallelConfig())
     gc.collect()
     mallopt = ctypes.CDLL(None).mallopt
     # What is freed goes back to the system, and does not count.
@@ -88,9 +117,8 @@ def peak_bytes(rank: Rank, path: str, sharded: bool) -> int:
     before = used()
     thread = threading.Thread(target=watch)
     thread.start()
-    packed = PackedModel.from_pretrained(path, sharded=sharded)
-    parallel.shard(packed)
+    yield found
     is_done.set()
     thread.join()
     mallopt(_M_MMAP_THRESHOLD, 1 << 25)
-    return peak - before
+    found.append(peak - before)

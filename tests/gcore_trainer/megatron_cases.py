@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from megatron_groups import leave_groups
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from gcore_trainer import (
     PartialLoss,
     PolicyLossConfig,
     PolicyObjective,
+    TrainerError,
 )
 from gcore_trainer.objectives.policy import check_fields
 
@@ -184,3 +186,53 @@ def megatron_replays(
     first, *others = [replicas[trainer.data_parallel_rank] for replicas in steps]
     found = trainer.log_probs_and_routing(first)
     return [experts for batch in found for _, experts in batch], [trainer.train_step(batch) for batch in others]
+
+
+def megatron_rests(
+    rank: Rank, path: str, layout: Layout, options: Mapping[str, Any], steps: Steps
+) -> tuple[list[dict[str, float]], Tensors, list[Box], list[tuple[int, int]], str]:
+    """As `megatron_trains`, asleep before each step; also the bytes awake and asleep, and the error of a sleeper."""
+    leave_groups()
+    others = _held_bytes()
+    trainer = _trainer(path, layout, options)
+    metrics: list[dict[str, float]] = []
+    held: list[tuple[int, int]] = []
+    error = ""
+    for replicas in steps:
+        before = _held_bytes()
+        trainer.sleep()
+        trainer.sleep()
+        held.append((before - others, _held_bytes() - others))
+        for call in (trainer.state, lambda: trainer.train_step([]), lambda: [*trainer.export_weights()]):
+            with pytest.raises(TrainerError, match="the trainer is asleep") as raised:
+                call()
+            error = str(raised.value)
+        trainer.wake()
+        trainer.wake()
+        assert _held_bytes() == before
+        _check_views(trainer)
+        metrics.append(trainer.train_step(replicas[trainer.data_parallel_rank]))
+    return metrics, _exported(rank, trainer), _boxes(trainer), held, error
+
+
+def _held_bytes() -> int:
+    """Bytes of all tensors of this process but the smallest, and but for those in host memory on a trainer's behalf."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.Tensor) and found.layout == torch.strided and found.numel() >= 1024:
+            storage = found.untyped_storage()
+            if storage.resizable():
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _check_views(trainer: MegatronTrainer) -> None:
+    """Parameters and their gradients are parts of the buffers that collectives send."""
+    chunks: Any = trainer._chunks  # pyright: ignore[reportPrivateUsage]  # nothing else says what the buffers are
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for parameter in buffer.params:
+                for view, whole in ((parameter, buffer.param_data), (parameter.main_grad, buffer.grad_data)):
+                    assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+            assert not buffer.grad_data.any()

@@ -60,6 +60,8 @@ def train_alone(
 ULYSSES = ParallelConfig(context_parallel_size=2, ulysses_sequence_parallel_size=2)
 RING = ParallelConfig(context_parallel_size=2)
 BOTH = ParallelConfig(context_parallel_size=4, ulysses_sequence_parallel_size=2)
+HSDP = ParallelConfig(fsdp_size=2, gradient_sync="update")
+HSDP_RING = ParallelConfig(context_parallel_size=2, fsdp_size=2)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +75,13 @@ BOTH = ParallelConfig(context_parallel_size=4, ulysses_sequence_parallel_size=2)
         (4, ULYSSES),
         (4, RING),
         (4, BOTH),
+        (4, HSDP),
+        (4, HSDP_RING),
     ],
-    ids=["fsdp1", "fsdp2", "fsdp4", "ulysses2", "ring2", "ulysses2-dp2", "ring2-dp2", "ulysses2-ring2"],
+    ids=[
+        *("fsdp1", "fsdp2", "fsdp4", "ulysses2", "ring2", "ulysses2-dp2", "ring2-dp2", "ulysses2-ring2"),
+        *("hsdp2x2", "hsdp2x2-ring2"),
+    ],
 )
 def test_ten_steps_are_those_of_one_process(
     rank_server: RankServer, qwen2: Path, size: int, parallel: ParallelConfig
@@ -246,6 +253,7 @@ def test_small_gradients_wait_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             ParallelConfig(context_parallel_size=4),
             r"^context_parallel_size=4 is 4; expected a divisor of the world of 2 ranks",
         ),
+        (ParallelConfig(fsdp_size=4), r"^fsdp_size is 4; expected 0, or a divisor of 2 ranks"),
         (
             ParallelConfig(tensor_model_parallel_size=2),
             r"^tensor_model_parallel_size is 2; expected 1 for the torch backend",

@@ -44,11 +44,15 @@ def compare(
     parallel: ParallelConfig | None = None,
     **options: Any,
 ) -> list[str]:
-    """Check both ways of loading on two ranks; return what the first rank logged."""
+    """Check both ways of loading on two ranks, or on two that share parameters and two with copies.
+
+    Return what the first rank logged.
+    """
     parallel = parallel or ParallelConfig()
-    parts = [dealt(samples, parallel.data_parallel_size(2), seed=i) for i, samples in enumerate(steps)]
+    size = 2 * parallel.fsdp_size or 2
+    parts = [dealt(samples, parallel.data_parallel_size(size), seed=i) for i, samples in enumerate(steps)]
     arguments = (str(path), objective, parallel, parts, options)
-    outcomes = server.shared(2).run("compare", *arguments, size=2)
+    outcomes = server.shared(size).run("compare", *arguments, size=size)
     for different, (whole, sliced), _ in outcomes:
         assert different == []
         for own, expected in zip(sliced, whole, strict=True):
@@ -63,6 +67,11 @@ def test_shards_are_those_of_a_whole_model(
     rank_server: RankServer, folders: dict[str, Path], family: str, options: dict[str, Any]
 ) -> None:
     assert compare(rank_server, folders[family], POLICY, steps_of(folders[family], 2), **options) == []
+
+
+@pytest.mark.slow
+def test_copies_of_shards_are_those_of_a_whole_model(rank_server: RankServer, qwen2: Path) -> None:
+    assert compare(rank_server, qwen2, POLICY, steps_of(qwen2, 2), ParallelConfig(fsdp_size=2)) == []
 
 
 @pytest.mark.slow
@@ -134,7 +143,18 @@ def test_a_rank_needs_its_shards_and_little_more(rank_server: RankServer, tmp_pa
     size_bytes = 4 * model.num_parameters()
     model.bfloat16().save_pretrained(tmp_path)
     assert size_bytes > 90e6
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     del model
+    export, file_bytes = tmp_path / "export", 4 << 20
+    for number, (peak, dtypes, exported_bytes) in enumerate(
+        rank_server.shared(2).run("peak_bytes_of_export", str(tmp_path), str(export), file_bytes, size=2)
+    ):
+        # bfloat16, not the originals in float32; a file's tensors on the first rank, and one on the other.
+        assert (dtypes, exported_bytes) == ({torch.bfloat16}, size_bytes // 2)
+        assert peak < (file_bytes if number == 0 else 0) + 3e6, (number, peak)
+    assert len(list(export.glob("model-*-of-*.safetensors"))) > 9
+    loaded = AutoModelForCausalLM.from_pretrained(export).state_dict()
+    torch.testing.assert_close({name: loaded[name] for name in expected}, expected, rtol=0, atol=0)
     peaks = {s: rank_server.shared(2).run("peak_bytes", str(tmp_path), s, size=2) for s in (True, False)}
     assert max(peaks[True]) < 0.75 * size_bytes
     assert min(peaks[False]) > 0.9 * size_bytes

@@ -99,6 +99,16 @@ def test_processes_by_turns(cli: Cli, own_args: list[str]) -> None:
 
 
 @pytest.mark.slow
+def test_megatron_ranks_by_turns(cli: Cli, own_args: list[str]) -> None:
+    """Two tensor parallel ranks and an engine in a process of its own, with a checkpoint after each step."""
+    size = ["--trainer.num-processes", "2", "--trainer.parallel.tensor-model-parallel-size", "2"]
+    args = [*own_args, "--trainer.backend", "megatron", *size, "--rollout.num-processes", "1"]
+    args = [*args, "--trainer.save-freq", "1", "--algorithm.old-log-probs", "trainer"]
+    rows = assert_same(cli, args, says_nothing=False)
+    assert all(row["timing_s/swap"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["split", "colocated"])
 def test_turns_on_a_cluster(cli: Cli, own_args: list[str], tiny: Path, strategy: str) -> None:
     """Ranks on the devices of two engines and a judge (split), or of two engines with a judge each, and on one more."""
@@ -154,7 +164,6 @@ def test_one_model_at_a_time_by_turns(cli: Cli, own_args: list[str]) -> None:
         (["--trainer.schedule", "async"], "false with trainer.schedule 'async', which samples while it trains"),
         (["--trainer.schedule", "one_step_off"], "false with trainer.schedule 'one_step_off', which samples while it"),
         (["--runtime", "sim"], "false with runtime 'sim'"),
-        (["--trainer.backend", "megatron"], "false with trainer.backend 'megatron', whose ranks cannot sleep"),
     ],
 )
 def test_turns_are_refused(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:

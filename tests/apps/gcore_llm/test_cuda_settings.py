@@ -84,7 +84,7 @@ def test_clusters_with_gpus_take_turns_by_default(tiny: Path) -> None:
     assert on_gpus.sizes.ranks_in_turns
     assert not replace(on_gpus, rollout=RolloutConfig(colocated=False)).takes_turns
     assert not replace(on_gpus, trainer=replace(on_gpus.trainer, schedule="async")).takes_turns
-    assert not replace(on_gpus, trainer=replace(on_gpus.trainer, backend="megatron")).takes_turns
+    assert replace(on_gpus, trainer=replace(on_gpus.trainer, backend="megatron")).takes_turns
     assert not replace(on_gpus, device="cpu").takes_turns
     assert not replace(on_gpus, runtime="inline").takes_turns
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, option_set, read_rows, step_rows
+from process_tree import grandchildren, is_running
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +32,23 @@ def test_fsdp_trains_as_one_process_and_each_resumes_the_other(cli: Cli, own_arg
     three = option_set(own_args, "--trainer.total-training-steps", "3")
     cli.ok(*three, *options, "--name", "moved")
     cli.ok(*four, *options, "--name", "moved", "--trainer.num-processes", "3")
+    assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
+
+
+def test_copies_of_shards_train_as_one_process_and_are_saved_once(cli: Cli, own_args: list[str]) -> None:
+    """Four ranks, of which two share parameters and two have copies (HSDP); then two ranks, and then one."""
+    args = [*own_args, "--trainer.save-freq", "1", "--data.train-batch-size", "4"]
+    three = option_set(args, "--trainer.total-training-steps", "3")
+    cli.ok(*three, "--name", "alone", "--trainer.max-ckpt-to-keep", "3")
+    one = option_set(args, "--trainer.total-training-steps", "1")
+    cli.ok(*one, "--name", "moved", "--trainer.num-processes", "4", "--trainer.parallel.fsdp-size", "2")
+    [size, whole] = [
+        sum(f.stat().st_size for f in (cli.cwd / f"runs/{name}/checkpoints").glob("*1/**/*.safetensors"))
+        for name in ("moved", "alone")
+    ]
+    assert 0 < size < 1.05 * whole
+    cli.ok(*option_set(args, "--trainer.total-training-steps", "2"), "--name", "moved", *RANKS)
+    cli.ok(*three, "--name", "moved")
     assert_same_training(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
 
 
@@ -67,31 +85,6 @@ def test_what_one_backend_saved_the_other_resumes(
     assert_same_training(cli.cwd / "runs/default", cli.cwd / "runs/alone")
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Training ranks of a command: the children of its fork server."""
-    children = {child: int(parent) for child, parent in _parents()}
-    servers = {child for child, parent in children.items() if parent == pid}
-    return sorted(child for child, parent in children.items() if parent in servers)
-
-
-def _parents() -> list[tuple[int, str]]:
-    stats = [(int(p.name), p / "stat") for p in Path("/proc").iterdir() if p.name.isdigit()]
-    found: list[tuple[int, str]] = []
-    for pid, stat in stats:
-        try:
-            found.append((pid, stat.read_text().rpartition(")")[2].split()[1]))
-        except OSError:  # it has ended meanwhile
-            continue
-    return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
 def test_a_killed_rank_is_named_and_the_run_continues(cli: Cli, own_args: list[str]) -> None:
     many = option_set(own_args, "--trainer.total-training-steps", "500")
     command = cli.start(*many, "--trainer.save-freq", "1", *RANKS)
@@ -100,7 +93,7 @@ def test_a_killed_rank_is_named_and_the_run_continues(cli: Cli, own_args: list[s
     while len(read_rows(metrics) if metrics.exists() else []) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    ranks = ranks_of(command.pid)
+    ranks = grandchildren(command.pid)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
     finished = command.wait()

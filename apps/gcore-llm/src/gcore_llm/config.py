@@ -1,11 +1,11 @@
 """Every setting of `gcore-llm train`, under verl's name where verl has it."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
-from gcore_llm.learning.config import ActorConfig, CriticConfig
+from gcore_llm.learning.config import ActorConfig, CriticConfig, RanksConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
@@ -13,7 +13,6 @@ from gcore_runs import (
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
-    BaseTrainerConfig,
     Checked,
     Count,
     Fraction,
@@ -29,9 +28,7 @@ from gcore_trainer import (
     AdvantageEstimator,
     ConfigError,
     KLControlConfig as KLControlConfig,
-    MegatronConfig,
     OverlongConfig as OverlongConfig,
-    ParallelConfig,
     RolloutCorrectionConfig,
     advantage_estimators,
     get_advantage_estimator,
@@ -171,41 +168,13 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig(BaseTrainerConfig):
+class TrainerConfig(RanksConfig):
     """Settings of training, of the run's length and of its output."""
 
-    backend: Literal["torch", "megatron"] = "torch"
-    """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
-    num_processes: Count = 1
-    """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     schedule: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: a step samples, then trains. one_step_off: the next step's batch is sampled while this one's is trained on,
     by the weights before it. async: batches are sampled without a pause, up to rollout.max-staleness steps ahead, and
     new weights come in the middle of responses."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            if self.backend == "torch":
-                self.parallel.check_torch()
-            self.parallel.data_parallel_size(self.num_processes)
-        except ConfigError as error:
-            raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
-        plain = MegatronConfig()
-        try:
-            if self.megatron != plain:
-                self.megatron.check()
-        except ConfigError as error:
-            raise UserError(f"trainer.megatron.{error}") from None
-        for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
-            value, default = (getattr(config, own.name) for config in (self.megatron, plain))
-            self.require(
-                f"megatron.{own.name}",
-                value == default,
-                f"{str(default).lower()} with trainer.backend {self.backend!r}",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +257,6 @@ class TrainConfig(BaseRLConfig):
             (pairwise, greedy, "whose greedy response is in no group"),
             (turns, overlapped, "which samples while it trains"),
             (turns, simulated, "whose roles have devices of their own"),
-            (turns, "trainer.backend 'megatron'" * (own.backend == "megatron"), "whose ranks cannot sleep"),
         ):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
         self._check_memory_settings()
@@ -320,7 +288,7 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def can_take_turns(self) -> bool:
-        return self.trainer.schedule == "sync" and self.trainer.backend == "torch"
+        return self.trainer.schedule == "sync"
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:
@@ -333,11 +301,10 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def rank_unit(self) -> int:
-        """Training ranks are started and stopped by whole model-parallel and expert-parallel replicas."""
-        parallel = self.trainer.parallel
-        return math.lcm(
-            parallel.model_parallel_size, parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size
-        )
+        """Training ranks are started and stopped by whole model-parallel, expert-parallel and sharding groups."""
+        own = self.trainer.parallel
+        experts = own.pipeline_model_parallel_size * own.expert_model_parallel_size
+        return math.lcm(own.model_parallel_size, experts, own.fsdp_size or 1)
 
     @property
     def loop(self) -> RLHFConfig:

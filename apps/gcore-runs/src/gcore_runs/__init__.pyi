@@ -82,7 +82,6 @@ from .settings.run_config import (
     BaseTrainerConfig as BaseTrainerConfig,
     PlacementConfig as PlacementConfig,
     RayConfig as RayConfig,
-    ScheduleConfig as ScheduleConfig,
     check_one_source as check_one_source,
 )
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

@@ -99,7 +99,7 @@ class PolicyEngineConfig(EngineConfig):
     colocated: bool | Literal["auto"] = "auto"
     """true: the trainer leaves the memory of its devices while the engines, and a judge of this run's own, generate,
     and these while the trainer works; on ray each training rank is then on the device of an engine. false: all stay in
-    memory, on ray on devices of their own. auto: true on a cluster with GPUs, with the torch backend and schedule sync;
+    memory, on ray on devices of their own. auto: true on a cluster with GPUs, with schedule sync;
     and where trainer and engine share a GPU of this machine that cannot hold both, by the plan of its memory that is
     shown at the start."""
     gpu_memory_utilization: Annotated[

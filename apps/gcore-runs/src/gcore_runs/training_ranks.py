@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from gcore_ckpt import Checkpointer, CheckpointError, Shard, Shards
 from gcore_controller import State, TrainerSpec
 from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, logs_of
-from gcore_runs.settings.run_config import BaseRLConfig
+from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_trainer import TrainerError
 
 if TYPE_CHECKING:
@@ -32,11 +32,13 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     """Trainers of the models that learn, by role; the policy is the ``actor``."""
     engine_dtype: str
     """Data type of the engines, as torch names it."""
+    rest: ClassVar[tuple[str, ...]] = ("step", "controllers")
+    """Keys of a checkpoint besides those of the models."""
     is_one_at_a_time: bool = False
     """Whether the device has one model at a time: the one that is in use."""
     _is_asleep: bool = False
 
-    def __init__(self, config: BaseRLConfig, model: Path, checkpoints: Path) -> None:
+    def __init__(self, config: BaseRunConfig, model: Path, checkpoints: Path) -> None:
         del model
         # A rank on Ray has an environment of its own.
         os.environ.update(allocator_variables(config))
@@ -92,13 +94,13 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         self.wake()
         states = {role: trainer.state() for role, trainer in self.trainers.items()}
         template = {_key(role): _for_checkpoint(state) for role, state in states.items()}
-        loaded = self._checkpointer.load({"step": None, "controllers": None, **template})
+        loaded = self._checkpointer.load({**dict.fromkeys(self.rest), **template})
         for role, trainer in self.trainers.items():
             self.use(role)
             # Tensors were filled where they are.
             numbers = {name: value for name, value in loaded[_key(role)].items() if not isinstance(value, dict)}
             trainer.load_state({**states[role], **numbers})
-        return {name: loaded[name] for name in ("step", "controllers")}
+        return {name: loaded[name] for name in self.rest}
 
     def sleep(self) -> None:
         """Free the device's memory of all models until `wake`, or until one of them is saved or exported."""
@@ -140,7 +142,7 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     @classmethod
     def spec(
-        cls, config: BaseRLConfig, model: Path, checkpoints: Path, *, num_threads: int = 0, preload: Sequence[str] = ()
+        cls, config: BaseRunConfig, model: Path, checkpoints: Path, *, num_threads: int = 0, preload: Sequence[str] = ()
     ) -> TrainerSpec:
         """Return how the training ranks of a run are started, with ``preload``, further modules that local ranks need.
 

@@ -362,6 +362,8 @@ class ParallelConfig(Checked):
     """Ranks that divide the experts of a mixture of experts (megatron)."""
     sequence_parallel: bool = False
     """Divide the tokens outside attention and MLP over the tensor-parallel ranks (megatron)."""
+    fsdp_size: Annotated[int, AT_LEAST_0] = 0
+    """Ranks that share parameters, such as a node's; the others have copies (torch, HSDP). 0: all ranks share them."""
     gradient_sync: Literal["auto", "update", "micro_batch"] = "auto"
     """When ranks exchange gradients (torch). update: in its last micro-batch, and until then each rank has all of them,
     in float32. micro_batch: in each one. auto: update where that takes at most 5 % of a GPU's memory."""
@@ -387,7 +389,8 @@ class ParallelConfig(Checked):
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of groups of ranks that work on different samples; `ConfigError` if there is a rest."""
-        num_ranks = self.model_parallel_size
+        num_ranks, shards = self.model_parallel_size, self.fsdp_size
+        require("fsdp_size", shards, world_size % (shards or 1) == 0, f"0, or a divisor of {world_size} ranks")
         if world_size % num_ranks:
             sizes = " x ".join(f"{n}={getattr(self, n)}" for n in (_TP, _PP, _CP) if getattr(self, n) > 1)
             raise ConfigError(

@@ -3,6 +3,7 @@
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -221,6 +222,29 @@ class Trainer(BaseTrainer, ABC):
 
     num_routers: int = 0
     """Layers whose choice of experts can be recorded and imposed; 0 for a model without experts."""
+    _sleeper: Any = None
+    _module: torch.nn.Module
+
+    def sleep(self) -> None:
+        """Free the device's memory until `wake`, as `Sleeper` does; other calls meanwhile raise `TrainerError`."""
+        from gcore_trainer.torch.host_memory import Sleeper
+
+        self._sleeper = self._sleeper or Sleeper(self._module, self._optimizer.kept)
+        self._sleeper.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`, if this trainer is asleep."""
+        if self._sleeper is not None:
+            self._sleeper.wake()
+
+    def _check_awake(self) -> None:
+        if self._sleeper is not None:
+            self._sleeper.check_awake()
+
+    def state(self) -> dict[str, Any]:
+        if not self._optimizer.is_offloaded:
+            self._check_awake()
+        return super().state()
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Make one update on all samples of all replicas; the result does not depend on how they are split.
@@ -239,6 +263,7 @@ class Trainer(BaseTrainer, ABC):
                 count, or there are none at all.
             NonFiniteGradientError: too many skipped steps in a row.
         """
+        self._check_awake()
         learned = ([s for s in batch if not self._objective.has_no_gradient(s)] for batch in micro_batches)
         kept = [batch for batch in learned if batch]
 
@@ -273,6 +298,7 @@ class Trainer(BaseTrainer, ABC):
     def _predicted(
         self, micro_batches: Sequence[MicroBatch], scores: str, routing: Routing | None = None
     ) -> list[list[NDArray[np.float32]]]:
+        self._check_awake()
         if self._objective.scores != scores:
             raise TrainerError(f"the trainer's model gives {self._objective.scores}; expected {scores}")
         num_passes = max(self._replicas.gather(len(micro_batches)))
@@ -326,75 +352,49 @@ class TorchTrainer(Trainer):
                 f"objective is {type(objective).__name__}; expected one that reads {packed.scores}, which the model "
                 f"gives, and not {objective.scores}"
             )
-        self._model, self._parallel = packed, parallel
+        self._model, self._module, self._parallel = packed, packed.model, parallel
         if parallel is not None:
             parallel.shard(packed)
         self._parameters = packed.named_parameters()
-        self._adamw = packed.optimizer(optimizer, offload=offload)
+        adamw = packed.optimizer(optimizer, offload=offload)
         replicas = Replicas(parallel.replicas if parallel else None)
-        super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
+        super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=replicas)
         self.num_routers = packed.num_routers
-        # Dropout would make every ratio to the sampling policy noise.
-        packed.model.eval()
-        self._sleeper: Any = None
-
-    def sleep(self) -> None:
-        """Free the device's memory of parameters, gradients and optimizer states until `wake`; see `Sleeper`.
-
-        Values move to (pinned) host memory; gradients are 0 afterwards. Other calls meanwhile raise `TrainerError`."""
-        from gcore_trainer.torch.host_memory import Sleeper
-
-        self._sleeper = self._sleeper or Sleeper(self._model.model, self._adamw.kept)
-        self._sleeper.sleep()
-
-    def wake(self) -> None:
-        """Undo `sleep`, if this trainer is asleep."""
-        if self._sleeper is not None:
-            self._sleeper.wake()
-
-    @property
-    def _packed(self) -> Any:
-        if self._sleeper is not None:
-            self._sleeper.check_awake()
-        return self._model
-
-    def state(self) -> dict[str, Any]:
-        if self._sleeper is not None and not self._adamw.is_offloaded:
-            self._sleeper.check_awake()
-        return super().state()
+        packed.model.eval()  # dropout would make every ratio to the sampling policy noise
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._check_awake()
         parameters = ((name, whole(p.detach())) for name, p in self._parameters.items())
-        if self._packed.lora is not None:
-            masters = self._adamw.kept()["model"]
-            adapters = {n: whole(masters[n].to(p.device)) for n, p in self._adamw.parameters.items()}
-            parameters = merge_lora(parameters, adapters, self._packed.lora)
+        if self._model.lora is not None:
+            masters = self._optimizer.kept()["model"]
+            adapters = {n: whole(masters[n].to(p.device)) for n, p in self._optimizer.parameters.items()}
+            parameters = merge_lora(parameters, adapters, self._model.lora)
         yield from parameters
 
     def save_pretrained(self, path: str | Path) -> None:
-        weights = None
-        if self._parallel is not None or self._packed.lora is not None:
-            weights = {name: tensor.cpu() for name, tensor in self.export_weights()}
-            if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
-                return
-        self._packed.save_pretrained(path, weights)
+        self._check_awake()
+        if self._parallel is not None and self._parallel.mesh.get_rank() != 0:
+            deque(self.export_weights(), maxlen=0)
+        else:
+            is_own = self._parallel is None and self._model.lora is None
+            self._model.save_pretrained(path, None if is_own else self.export_weights())
 
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
-        tokens_before = self._packed.num_computed_tokens
-        self._adamw.zero_grad()
+        tokens_before = self._model.num_computed_tokens
+        self._optimizer.zero_grad()
         sums: dict[str, torch.Tensor] = {}
         # FSDP averages over ranks; the parts of the loss are to be added.
         scale = self._parallel.world_size if self._parallel else 1
         passes = filled_up(micro_batches, num_passes)
-        for samples in self._parallel.syncing(self._packed, passes) if self._parallel else passes:
-            scores = self._packed.score(samples, entropy_grad=self._objective.entropy_grad)
+        for samples in self._parallel.syncing(self._model, passes) if self._parallel else passes:
+            scores = self._model.score(samples, entropy_grad=self._objective.entropy_grad)
             loss, parts = self._partial_loss(scores, samples, totals)
             torch.autograd.backward(loss * scale)
             add_sums(sums, parts)
-        computed_tokens = self._packed.num_computed_tokens - tokens_before
+        computed_tokens = self._model.num_computed_tokens - tokens_before
         return {name: value.item() for name, value in sums.items()} | {"perf/computed_tokens": computed_tokens}
 
     def _predict(
         self, micro_batches: Sequence[MicroBatch], num_passes: int, routing: Routing | None
     ) -> list[NDArray[np.float32]]:
-        return self._packed.predict(micro_batches, num_passes, routing)
+        return self._model.predict(micro_batches, num_passes, routing)

@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
+from gcore_llm.learning.config import RanksConfig
 from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least
-from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig, ScheduleConfig, check_one_source
+from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig, check_one_source
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
 
 
@@ -66,8 +67,8 @@ class RowsConfig(BaseDataConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthConfig(ScheduleConfig):
-    """The run's length, its checkpoints and evaluations, and where its metrics go."""
+class LengthConfig(RanksConfig):
+    """Training ranks, the run's length, its checkpoints and evaluations, and where its metrics go."""
 
     total_epochs: Positive = 1.0
     """Passes over the training rows, rounded up to whole steps."""
@@ -81,6 +82,12 @@ class LengthConfig(ScheduleConfig):
 class FineTuneConfig(BaseRunConfig):
     """Settings that the three commands share."""
 
+    may_change: ClassVar[tuple[str, ...]] = (
+        *BaseRunConfig.may_change,
+        "trainer.backend",
+        "trainer.parallel",
+        "trainer.megatron",
+    )
     rows_are_pairs: ClassVar[bool] = False
     command: Annotated[str, tyro.conf.Suppress] = ""
     """Which command's settings these are."""
@@ -106,6 +113,8 @@ class FineTuneConfig(BaseRunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_one_source(self.data, self.task.name, of="rows")
+        is_plain = self.trainer.backend == "torch" or self.optim.name == "adamw"
+        self.require("optim.name", is_plain, f"'adamw' with trainer.backend {self.trainer.backend!r}")
         longest = (2 if self.rows_are_pairs else 1) * self.data.max_length
         if self.max_token_len < longest:
             product = "2 * data.max_length" if self.rows_are_pairs else "data.max_length"

@@ -192,14 +192,16 @@ def _num_equal(sides: tuple[Tokens, ...]) -> int:
 
 
 def in_micro_batches(
-    examples: Sequence[Example], *, workload: TransformerWorkload, max_tokens: int
+    examples: Sequence[Example], *, workload: TransformerWorkload, max_tokens: int, num_multiple: int = 1
 ) -> list[MicroBatch]:
     """Divide whole examples into micro-batches of at most ``max_tokens`` computed tokens and about equal work.
+
+    Their number is a multiple of ``num_multiple``, unless there are fewer examples.
 
     Computed are an example's prompt once, and each response without its last token.
     """
     tokens = [e[0].prompt_ids.size + sum(s.response_ids.size - 1 for s in e) for e in examples]
     lengths = [np.array([s.response_ids.size for s in e]) for e in examples]
     costs = [float(workload.group_flops(e[0].prompt_ids.size, own)) for e, own in zip(examples, lengths, strict=True)]
-    parts = micro_batches(tokens, max_tokens=max_tokens, costs=costs)
-    return [[sample for i in part.tolist() for sample in examples[i]] for part in parts]
+    parts = micro_batches(tokens, max_tokens=max_tokens, num_multiple=num_multiple, costs=costs)
+    return [[sample for i in part.tolist() for sample in examples[i]] for part in parts if part.size]

@@ -1,9 +1,10 @@
 """The training loop of `gcore-llm sft`, `reward-model` and `dpo`, from settings to a finished run."""
 
+import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,29 +14,19 @@ import torch
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import PromptLoader
-from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig, RewardModelRunConfig
+from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig
 from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load_examples, task_rows
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.finetune.warmup import make_model
+from gcore_llm.finetune.worker import FineTuneWorker, objective_of
 from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import Stop, Supervisor
 from gcore_runs.errors import UserError
-from gcore_runs.run_folder import MetricsWriter, Result, write_atomically
+from gcore_runs.run_folder import MetricsWriter, Result, RunFolder, write_atomically
 from gcore_runs.settings.parsing import resolve
-from gcore_trainer import (
-    DPOObjective,
-    MicroBatch,
-    Objective,
-    PackedModel,
-    PackedValueModel,
-    RewardModelObjective,
-    SFTObjective,
-    TokenScores,
-    TorchTrainer,
-    check_extras,
-)
+from gcore_trainer import MicroBatch, TokenScores, check_extras
 
 if TYPE_CHECKING:
     from gcore_runs.loop.recorder import Display
@@ -99,12 +90,6 @@ def _check_fits(sets: ExampleSets, model: Path | None) -> None:
         )
 
 
-def _objective(config: FineTuneConfig) -> Objective[Any]:
-    if isinstance(config, DPORunConfig):
-        return DPOObjective(config.loss)
-    return RewardModelObjective(config.loss) if isinstance(config, RewardModelRunConfig) else SFTObjective()
-
-
 class _Loop:
     """The steps of one run, with its model, checkpoints and evaluations."""
 
@@ -113,8 +98,8 @@ class _Loop:
         self._sets = sets
         self._supervisor = supervisor
         self._tokenizer = tokenizer
-        self._display = supervisor.display
-        self._objective = _objective(config)
+        self._display, self._run_async = supervisor.display, supervisor.run_async
+        self._objective = objective_of(config)
         num_rows = math.ceil(config.trainer.total_epochs * len(sets.train))
         self._total = config.trainer.total_training_steps or math.ceil(num_rows / config.data.train_batch_size)
         self._stop = Stop()
@@ -123,51 +108,54 @@ class _Loop:
     def train(self, model: Path) -> None:
         """Train from the last checkpoint, or from the initial model, to the export."""
         from gcore_llm.learning.preparation import workload_of
+        from gcore_llm.learning.trainer_worker import start_ranks
 
         config, run = self._config, self._supervisor.run
-        with Checkpointer(run.checkpoints, keep=config.trainer.max_ckpt_to_keep) as checkpointer:
-            saved = checkpointer.load() if checkpointer.steps() else None
-            if saved and saved["digest"] != self._sets.digest:
+        is_resumed = self._check_data(run)
+        first_step = self._supervisor.resume(self._total)
+        if first_step is None:
+            return
+        self._workload = workload_of(model)
+        whole = replace(config, trainer=replace(config.trainer, total_training_steps=self._total))
+        self._learner = start_ranks(FineTuneWorker, whole, whole.trainer, model, run.checkpoints)
+        try:
+            with self._stop.noted():
+                train, val = self._sets.train, self._sets.val
+                if isinstance(config, DPORunConfig):
+                    train, val = self._with_reference(is_resumed=is_resumed)
+                self._val = self._micro_batches(val)
+                self._loader: PromptLoader[Example] = PromptLoader(train, seed=config.data.shuffle_seed)
+                if is_resumed:
+                    self._loader.load_state(self._learner.load()["loader"])
+                with self._supervisor.metrics_writer(last_step=first_step) as writer:
+                    self._steps(first_step, writer)
+            self._supervisor.export(self._export)
+        finally:
+            self._learner.close()
+
+    def _check_data(self, run: RunFolder) -> bool:
+        """Return whether there is a checkpoint; raise `UserError` if it is of other training rows."""
+        with Checkpointer(run.checkpoints) as checkpointer:
+            if not checkpointer.steps():
+                return False
+            if checkpointer.load(only=["digest"])["digest"] != self._sets.digest:
                 raise UserError(
                     f"the training rows are not those that {run.path} was started with; expected the same data to "
                     "resume it, or --resume never, or another --name"
                 )
-            first_step = self._supervisor.resume(self._total)
-            if first_step is None:
-                return
-            self._workload = workload_of(model)
-            self._packed = (PackedValueModel if self._objective.scores == "values" else PackedModel).from_pretrained(
-                model,
-                device=config.device,
-                compute_dtype=getattr(torch, config.dtype),
-                gradient_checkpointing=config.enable_gradient_checkpointing,
-                max_length=config.data.max_length,
-            )
-            optimizer = config.optim.build(total_training_steps=self._total)
-            self._trainer = TorchTrainer(self._packed, optimizer=optimizer, objective=self._objective)
-            with self._stop.noted():
-                train, val = self._sets.train, self._sets.val
-                if isinstance(config, DPORunConfig):
-                    train, val = self._with_reference(is_resumed=saved is not None)
-                self._val = self._micro_batches(val)
-                self._loader: PromptLoader[Example] = PromptLoader(train, seed=config.data.shuffle_seed)
-                if saved:
-                    self._trainer.load_state(saved["trainer"])
-                    self._loader.load_state(saved["loader"])
-                with self._supervisor.metrics_writer(last_step=first_step) as writer:
-                    self._steps(first_step, checkpointer, writer)
-            checkpointer.wait()
-        self._supervisor.export(self._export)
+            return True
 
     def _export(self, path: Path) -> None:
         """Write a Hugging Face folder."""
+        self._learner.save_pretrained(path)
+        self._tokenizer.save_pretrained(path)
         if self._objective.scores == "values":
             # transformers scores the last token that is no padding: if padding ends responses, it would score a padded
             # batch before its end. Without a padding token it refuses such a batch.
-            pad = self._tokenizer.pad_token_id
-            self._packed.model.config.pad_token_id = None if pad == self._tokenizer.eos_token_id else pad
-        self._trainer.save_pretrained(path)
-        self._tokenizer.save_pretrained(path)
+            pad, file = self._tokenizer.pad_token_id, path / "config.json"
+            settings = json.loads(file.read_text())
+            settings["pad_token_id"] = None if pad == self._tokenizer.eos_token_id else pad
+            file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
     def _with_reference(self, *, is_resumed: bool) -> tuple[list[Example], list[Example]]:
         """Return the training and held-out pairs with their log-probs under the initial model.
@@ -181,10 +169,9 @@ class _Loop:
         if not is_resumed:
             self._display.phase("reference log-probs", total=len(examples))
             found: dict[int, Any] = {}
-            for batch in self._micro_batches(examples):
-                found |= {id(s): own for s, own in zip(batch, self._trainer.log_probs([batch])[0], strict=True)}
+            for batch, log_probs in self._scored(self._micro_batches(examples)):
+                found |= {id(s): own for s, own in zip(batch, log_probs, strict=True)}
                 self._display.progressed(len(found) // 2)
-                self._stop.check()
             log_probs = np.concatenate([found[id(s)] for e in examples for s in e])
 
             def write(partial: Path) -> None:
@@ -208,14 +195,21 @@ class _Loop:
         examples = [[replace(s, ref_log_probs=next(parts)) for s in example] for example in examples]
         return examples[: len(self._sets.train)], examples[len(self._sets.train) :]
 
-    def _steps(self, first_step: int, checkpointer: Checkpointer, writer: MetricsWriter) -> None:
+    def _scored(self, micro_batches: Sequence[MicroBatch]) -> Generator[tuple[MicroBatch, list[Any]]]:
+        """Yield micro-batches and the scores [R] of their samples, by the present model."""
+        count = self._learner.num_replicas
+        for first in range(0, len(micro_batches), count):
+            some = micro_batches[first : first + count]
+            yield from zip(some, self._run_async(self._learner.score("actor", some)), strict=True)
+            self._stop.check()
+
+    def _steps(self, first_step: int, writer: MetricsWriter) -> None:
         config, total, loader = self._config, self._total, self._loader
         self._display.phase("training", total=total, done=first_step)
         step = saved_step = first_step
 
         def save() -> None:
-            state = {"step": step, "trainer": self._trainer.state(), "loader": loader.state()}
-            checkpointer.save(step, {**state, "digest": self._sets.digest})
+            self._learner.save(step, {"step": step, "loader": loader.state(), "digest": self._sets.digest})
 
         try:
             if not self._supervisor.is_evaluated(step, total):
@@ -224,7 +218,7 @@ class _Loop:
                 self._stop.check()
                 start_s = time.perf_counter()
                 batch = [example for _, example in loader.take(config.data.train_batch_size)]
-                metrics = self._trainer.train_step(self._micro_batches(batch))
+                metrics = self._run_async(self._learner.train_step("actor", self._micro_batches(batch)))
                 step += 1
                 num_tokens = sum(s.prompt_ids.size + s.response_ids.size for example in batch for s in example)
                 step_s = time.perf_counter() - start_s
@@ -247,7 +241,12 @@ class _Loop:
             raise
 
     def _micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        return in_micro_batches(examples, workload=self._workload, max_tokens=self._config.max_token_len)
+        return in_micro_batches(
+            examples,
+            workload=self._workload,
+            max_tokens=self._config.max_token_len,
+            num_multiple=self._learner.num_replicas,
+        )
 
     def _record(self, step: int, metrics: dict[str, float], writer: MetricsWriter) -> None:
         writer.write(step, metrics)
@@ -272,14 +271,13 @@ class _Loop:
             return
         totals = self._objective.totals([s for batch in self._val for s in batch])
         sums: dict[str, float] = {}
-        for batch in self._val:
-            scores: Any = torch.from_numpy(self._packed.predict([batch])[0])
+        for batch, found_scores in self._scored(self._val):
+            scores: Any = torch.from_numpy(np.concatenate(found_scores))
             if self._objective.scores == "tokens":
                 # Predictions come without entropies.
                 scores = TokenScores(log_probs=scores, entropies=torch.zeros_like(scores))
             for name, value in self._objective.partial_loss(scores, batch, totals)[1].items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-            self._stop.check()
         found = {name: value for name, value in self._objective.metrics(sums).items() if name != "sft/entropy"}
         writer.write(step, {f"val/{name}": value for name, value in found.items()})
         shown = {name.rpartition("/")[2].replace("_", " "): f"{value:.3f}" for name, value in found.items()}

@@ -267,6 +267,7 @@ def _state(config: TrainConfig, policy: ModelShape, device: Device) -> TrainingS
         adapter_parameters=adapters,
         checkpointed_share=actor.checkpointed_layers,
         activation_offload=actor.activation_offload,
+        fsdp_size=config.trainer.parallel.fsdp_size,
         gradient_sync="update" if sync == "update" or (sync == "auto" and is_small) else "micro_batch",
     )
 

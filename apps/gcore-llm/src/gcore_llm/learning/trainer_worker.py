@@ -10,8 +10,10 @@ from typing import Any, Literal
 import gcore_trainer
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_llm.config import TrainConfig
+from gcore_llm.learning.config import RanksConfig
 from gcore_llm.learning.preparation import memory, sample_flops, workload_of
 from gcore_runs import BaseTrainerWorker, UserError
+from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_trainer import MicroBatch
 
 
@@ -49,7 +51,7 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         super().__init__(config, model, checkpoints)
         self._device = config.device
         self.engine_dtype = config.dtype
-        parallel = _join(config) if config.trainer.num_processes > 1 or config.trainer.backend == "megatron" else None
+        parallel = join_ranks(config.trainer, config.device)
         self.is_one_at_a_time = config.actor.offload == "all"
         self._frozen: dict[str, gcore_trainer.FrozenModel] = {}
         self.trainers = {"actor": _build(config, "actor", model, parallel)}
@@ -89,23 +91,37 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
 
 def start_trainer(config: TrainConfig, model: Path, checkpoints: Path) -> SharedTrainerGroup[MicroBatch]:
     """Load the models in training, in this process or on ranks in local processes."""
-    if config.trainer.num_processes == 1 and config.trainer.backend == "torch":
-        return InProcessTrainerGroup(LLMTrainerWorker(config, model, checkpoints))
+    return start_ranks(LLMTrainerWorker, config, config.trainer, model, checkpoints)
+
+
+def start_ranks(
+    worker: type[BaseTrainerWorker[MicroBatch]],
+    config: BaseRunConfig,
+    ranks: RanksConfig,
+    model: Path,
+    checkpoints: Path,
+) -> SharedTrainerGroup[MicroBatch]:
+    """Start workers of one kind, by the config of a run: in this process, or on ranks in local processes."""
+    if ranks.num_processes == 1 and ranks.backend == "torch":
+        return InProcessTrainerGroup(worker(config, model, checkpoints))
     preload = ["gcore_trainer.trainer", "gcore_trainer.torch.frozen_model", "torch._dynamo"]
-    if config.trainer.backend == "megatron":
+    if ranks.backend == "megatron":
         preload.append("gcore_trainer.megatron.trainer")
-    spec = LLMTrainerWorker.spec(config, model, checkpoints, num_threads=config.threads, preload=preload)
+    spec = worker.spec(config, model, checkpoints, num_threads=config.threads, preload=preload)
     return LocalTrainerGroup(spec, cost_of=partial(sample_flops, workload_of(model)))
 
 
-def _join(config: TrainConfig) -> "gcore_trainer.TorchParallel":
-    if config.trainer.backend == "megatron":
-        needed = config.trainer.megatron.environment(config.trainer.parallel, config.device.split(":")[0])
-        for name, value in needed.items():
+def join_ranks(ranks: RanksConfig, device: str) -> "gcore_trainer.TorchParallel | None":
+    """Join the other ranks, in the process of one; None: there are no others."""
+    if ranks.num_processes == 1 and ranks.backend == "torch":
+        return None
+    device_type = device.split(":")[0]
+    if ranks.backend == "megatron":
+        for name, value in ranks.megatron.environment(ranks.parallel, device_type).items():
             os.environ.setdefault(name, value)
     # The reference does not run on Megatron; there it is sharded over all ranks.
-    parallel = gcore_trainer.ParallelConfig() if config.trainer.backend == "megatron" else config.trainer.parallel
-    return gcore_trainer.TorchParallel.join(parallel, device_type=config.device.split(":")[0])
+    parallel = gcore_trainer.ParallelConfig() if ranks.backend == "megatron" else ranks.parallel
+    return gcore_trainer.TorchParallel.join(parallel, device_type=device_type)
 
 
 ray_trainer_spec = LLMTrainerWorker.spec
@@ -119,7 +135,7 @@ def _model_options(config: TrainConfig, parallel: "gcore_trainer.TorchParallel |
         "device": config.device,
         "sharded": parallel is not None,
         "compute_dtype": getattr(torch, config.dtype),
-        "gradient_checkpointing": _is_checkpointed(config),
+        "gradient_checkpointing": is_checkpointed(config.actor.enable_gradient_checkpointing, config.device),
         "checkpointed_layers": config.actor.checkpointed_layers,
         "activation_offload": config.actor.activation_offload,
         "max_length": config.data.max_length,
@@ -127,13 +143,16 @@ def _model_options(config: TrainConfig, parallel: "gcore_trainer.TorchParallel |
     }
 
 
-def _is_checkpointed(config: TrainConfig) -> "bool | Literal['auto']":
-    setting = config.actor.enable_gradient_checkpointing
-    return setting if config.device != "cpu" or setting != "auto" else False
+def is_checkpointed(setting: "bool | Literal['auto']", device: str) -> "bool | Literal['auto']":
+    """Return a setting of gradient checkpointing, which is never automatic on CPU."""
+    return setting if device != "cpu" or setting != "auto" else False
 
 
-def _megatron(config: TrainConfig) -> "gcore_trainer.MegatronConfig":
-    own, setting = config.trainer.megatron, _is_checkpointed(config)
+def megatron_config(
+    ranks: RanksConfig, setting: "bool | Literal['auto']", device: str
+) -> "gcore_trainer.MegatronConfig":
+    """Return the settings of Megatron-Core, with those of gradient checkpointing where it has none of its own."""
+    own, setting = ranks.megatron, is_checkpointed(setting, device)
     if own.recompute_granularity != "auto" or setting == "auto":
         return own
     return replace(own, recompute_granularity="full" if setting else "none")
@@ -163,7 +182,7 @@ def _build(
             objective=objective,
             dtype=getattr(torch, config.dtype),
             share_prefix=actor.share_prefix,
-            megatron=_megatron(config),
+            megatron=megatron_config(config.trainer, actor.enable_gradient_checkpointing, config.device),
             device=torch.device(config.device),
             temperature=temperature,
             lora=lora,

@@ -31,9 +31,11 @@ class BaseDataConfig(Checked, section="data"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Checked, section="trainer"):
-    """The run's length, its checkpoints and evaluations, and where its metrics go."""
+class BaseTrainerConfig(Checked, section="trainer"):
+    """Training ranks, the run's length, its checkpoints and evaluations, and where its metrics go."""
 
+    num_processes: Count = 1
+    """Training ranks, each a process with a device of its own."""
     total_training_steps: Count = 200
     """Steps of the whole run."""
     save_freq: Count = 25
@@ -50,14 +52,6 @@ class ScheduleConfig(Checked, section="trainer"):
     """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
     prometheus_host: str = "127.0.0.1"
     """Address to serve them at; 127.0.0.1: to this machine alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseTrainerConfig(ScheduleConfig):
-    """Settings of training and of the run's length."""
-
-    num_processes: Count = 1
-    """Training ranks, each a process with a device of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +91,7 @@ class BaseRunConfig(Checked):
     """Settings of every command that makes a run."""
 
     may_change: ClassVar[tuple[str, ...]] = (
+        "trainer.num_processes",
         "trainer.total_training_steps",
         "trainer.total_epochs",
         "trainer.save_freq",
@@ -124,7 +119,7 @@ class BaseRunConfig(Checked):
     """Threads of matrix products; 0: one a core."""
     device: str = "auto"
     """cpu, cuda, cuda:NUMBER, or auto: cuda where there is one."""
-    trainer: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: BaseTrainerConfig = field(default_factory=BaseTrainerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +170,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
         "sim",
         "placement",
         "controllers",
-        "trainer.num_processes",
         "rollout.num_processes",
     )
 
@@ -190,7 +184,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
     ray: RayConfig = field(default_factory=RayConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     rollout: PolicyReplicas
-    trainer: BaseTrainerConfig = field(default_factory=BaseTrainerConfig)
     sim: Simulated
 
     def __post_init__(self) -> None:
@@ -237,7 +230,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     @property
     def can_take_turns(self) -> bool:
-        """False if settings need trainer and engines at the same time, or ranks that cannot sleep."""
+        """False if settings need trainer and engines at the same time."""
         return True
 
     @property

@@ -198,6 +198,8 @@ class TrainingState(Checked):
     gradient_sync: Literal["micro_batch", "update"] = "micro_batch"
     """When ranks of the torch backend exchange gradients; update: in the last micro-batch, and until then each has all
     gradients, in float32."""
+    fsdp_size: Amount = 0
+    """Ranks of the torch backend that share parameters and moments, of which other ranks have copies; 0: all do."""
     max_logits: Positive = 1 << 28
     """Most logits of a chunk of the head: the trainer's budget on a GPU; on a CPU it is 2^24."""
 
@@ -225,9 +227,10 @@ def training_memory(
 
     - weights c P, gradients 4 P (they are summed in float32), and the optimizer's 8 P of moments with 4 P of float32
       master weights where c is 2: 16 P in float32, 18 P in bfloat16; with 8-bit moments 10 P and 12 P;
-    - torch (ZeRO-3, Rajbhandari et al. 2019, arXiv 1910.02054, section 5; FSDP2) has 1 / s of all of these, and of what
-      is gathered two layers, the embedding and the head, and one's gradients in float32; with gradients that are
-      exchanged once an update 4 P more, from its first micro-batch to its last;
+    - torch (ZeRO-3, Rajbhandari et al. 2019, arXiv 1910.02054, section 5; FSDP2) has 1 / s of all of these, with
+      s = ``fsdp_size`` where that is set (HSDP), and of what is gathered two layers, the embedding and the head, and
+      one's gradients in float32; with gradients that are exchanged once an update 4 P more, from its first micro-batch
+      to its last;
     - megatron (ZeRO-1, section 5.1; its distributed optimizer) has 1 / s of the optimizer's;
     - with LoRA frozen weights c P, and gradients, masters and moments of the adapters alone;
     - activations by Korthikanti et al. 2022 (arXiv 2205.05198, equations 4 and 5, tensor with sequence parallelism),
@@ -259,7 +262,8 @@ def training_memory(
     unsynced: list[Floats] = []
     waits = is_gathered & (micro_batches > 1) & (state.gradient_sync == "update")
     kept: list[Floats] = []
-    of_shard = np.where(layouts.sharded, ranks, 1.0)
+    sharing = np.where(layouts.sharded, np.minimum(state.fsdp_size or ranks, ranks), ranks)
+    of_shard = np.where(layouts.sharded, sharing, 1.0)
     for number, model in enumerate(job.trained):
         # Experts that are divided over more ranks are on fewer that share their moments.
         trained, stepped, held = held_parameters(model, layouts), _divided(model, layouts), 0.0
@@ -271,7 +275,7 @@ def training_memory(
         weights.append(compute_bytes * held / of_shard)
         gradients.append(MASTER_BYTES * trained / of_shard)
         unsynced.append(np.where(waits, MASTER_BYTES * trained, 0.0))
-        optimizer = optimizer + optimizer_bytes * stepped / ranks
+        optimizer = optimizer + optimizer_bytes * stepped / sharing
         layer, outer = model.num_layer_parameters, model.num_outer_parameters
         together = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(layer, outer)
         gathered.append(np.where(is_gathered, together, 0.0))

@@ -1,6 +1,7 @@
 """The torch backend of diffusion models: in one process, or sharded over many."""
 
 import copy
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -180,9 +181,10 @@ class DiffusionTrainer(BaseTrainer):
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""
-        weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
         if not self._is_first:
+            deque(self.export_weights(averaged=averaged), maxlen=0)
             return
+        weights = {name: tensor.cpu() for name, tensor in self.export_weights(averaged=averaged)}
         own = self._models.policy.model
         model = type(own).from_config(copy.deepcopy(dict(own.config)))
         buffers = {n: t for n, t in model.state_dict().items() if n not in weights}

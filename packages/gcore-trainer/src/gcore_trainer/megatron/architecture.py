@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from gcore_trainer.config import ParallelConfig
+from gcore_trainer.config import ParallelConfig, require
 from gcore_trainer.context_parallel.groups import ContextParallel, make_context_parallel
 from gcore_trainer.errors import ConfigError, UnsupportedModelError
 
@@ -63,6 +63,8 @@ class Architecture:
 
     def check_layout(self, parallel: ParallelConfig, world_size: int) -> None:
         """Raise `ConfigError` for a layout that does not divide the world or the model."""
+        shards = parallel.fsdp_size
+        require("fsdp_size", shards, shards == 0, "0 for the megatron backend, or the torch backend")
         pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
         ranks_of_stage = parallel.data_parallel_size(world_size) * (parallel.model_parallel_size // pp)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: reading slices of their safetensors files, and writing them a file at a time."""
+"""Hugging Face folders: reading slices of their safetensors files, and writing them."""
 
 import copy
 import json
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -21,8 +20,8 @@ from transformers.models.auto.modeling_auto import (
 
 from gcore_trainer.errors import UnsupportedModelError
 from gcore_trainer.megatron.pieces import Piece
+from gcore_trainer.torch.streamed_folder import write_tensors
 
-MAX_FILE_BYTES = 5 << 30
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _QKV = re.compile(r"\.[qkv]_proj\.")
@@ -100,37 +99,8 @@ def write_folder(
         hf_config.num_labels = 1
     if (source / "generation_config.json").exists() and source.resolve() != folder.resolve():
         shutil.copy(source / "generation_config.json", folder)
-    parts: list[Path] = []
-    file_of: dict[str, int] = {}
-    size_bytes = 0
-    for tensors in _by_file(_on_disk(weights)):
-        parts.append(folder / f"part-{len(parts)}.safetensors.tmp")
-        save_file(tensors, parts[-1], metadata={"format": "pt"})
-        file_of |= dict.fromkeys(tensors, len(parts) - 1)
-        size_bytes += sum(t.nbytes for t in tensors.values())
-        hf_config.dtype = next(iter(tensors.values())).dtype
-    files = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
-    if len(files) == 1:
-        files = [_SINGLE]
-    else:
-        index = {
-            "metadata": {"total_size": size_bytes},
-            "weight_map": {name: files[i] for name, i in sorted(file_of.items())},
-        }
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    for part, name in zip(parts, files, strict=True):
-        part.rename(folder / name)
+    hf_config.dtype = write_tensors(folder, _on_disk(weights))
     hf_config.save_pretrained(folder)
-
-
-def _by_file(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in weights:
-        if tensors and sum(t.nbytes for t in tensors.values()) + tensor.nbytes > MAX_FILE_BYTES:
-            yield tensors
-            tensors = {}
-        tensors[name] = tensor.contiguous().cpu()
-    yield tensors
 
 
 def _on_disk(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

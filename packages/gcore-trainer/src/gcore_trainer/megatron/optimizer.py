@@ -101,6 +101,14 @@ class DistributedAdamW(AdamW):
     def tensors(self) -> dict[str, dict[str, Any]]:
         return {group: dict(self._parts(group)) for group in _GROUPS}
 
+    def kept(self) -> dict[str, dict[str, Any]]:
+        """Return the shards and their moments by number; those of float32 parameters are views of these."""
+        groups: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
+        for number, shard in enumerate(self._shards):
+            for group in _GROUPS:
+                groups[group][str(number)] = shard.main if group == "model" else shard.moments[group]
+        return groups
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over the tensors of a state and its ``optimizer_step``; afterwards all ranks have all parameters."""

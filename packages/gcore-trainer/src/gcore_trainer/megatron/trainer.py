@@ -141,6 +141,7 @@ class MegatronTrainer(Trainer):
             if megatron.overlap_grad_reduce:
                 no_sync: Any = [chunk.no_sync for chunk in self._chunks]
                 config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+            self._module = torch.nn.ModuleList(self._chunks)
             adamw = DistributedAdamW(optimizer, self._chunks, self._trained, dtype=dtype, device=device)
             super().__init__(config=optimizer, optimizer=adamw, objective=objective, replicas=Replicas(replicas))
             self._routers = LayerRouters(architecture, parallel, stages)
@@ -154,12 +155,21 @@ class MegatronTrainer(Trainer):
             replay_routing=not self._has_value_head,
         )
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def sleep(self) -> None:
+        if self._sleeper is None or not self._sleeper.is_asleep:
+            self._finish_param_gather()
+        super().sleep()
+
+    def _finish_param_gather(self) -> None:
+        """Gather what the last update changed, if no forward pass has; afterwards no gather is in flight."""
         if self._megatron.overlap_param_gather:
-            # No forward pass may have gathered what the last update changed.
             with megatron_runtime(self._device):
                 for chunk in self._chunks:
                     chunk.start_param_sync(force_sync=True)
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._check_awake()
+        self._finish_param_gather()
         weights = self._gather(self._pieces)
         if self._lora is not None:
             weights = merge_lora(weights, dict(self._gather(self._trained)), self._lora)

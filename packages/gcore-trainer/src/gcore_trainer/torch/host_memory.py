@@ -84,7 +84,8 @@ class Sleeper:
     The memory of a tensor is freed by resizing its storage to 0 bytes, as FSDP does. Views and `DTensor` shards of it
     stay valid, and hold nothing until `wake`.
 
-    Gradients are not kept: they are 0 after `wake`, since every update starts from there.
+    Gradients are not kept: they are 0 after `wake`, since every update starts from there. Those of
+    Megatron-Core are views of its buffers, as its parameters are.
 
     Args:
         module: the model; what FSDP has gathered of it is given back first.
@@ -117,8 +118,9 @@ class Sleeper:
                 module.reshard()
         parameters = list(self._module.parameters())
         device = self._device = local(parameters[0]).device
-        kept = _storages([*parameters, *chain(*(own.values() for own in self._states().values()))], device)
-        discarded = _storages([p.grad for p in parameters if p.grad is not None], device)
+        tensors = [*parameters, *chain(*(own.values() for own in self._states().values()))]
+        kept = _storages(tensors, device)
+        discarded = _storages(chain(*map(_gradients, tensors)), device)
         needed = sum(piece_bytes(storage.nbytes()) for storage in kept)
         if self._arena is None or self._arena.size_bytes < needed:
             self._arena = None
@@ -152,6 +154,12 @@ class Sleeper:
         # The host memory may be written to again.
         _synchronize(self._device)
         self._moved, self.is_asleep = [], False
+
+
+def _gradients(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradients of a parameter: torch's, and the one that Megatron-Core adds them up in."""
+    found = [tensor.grad] if tensor.is_leaf else []
+    return [gradient for gradient in (*found, getattr(tensor, "main_grad", None)) if gradient is not None]
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.UntypedStorage]:

@@ -28,6 +28,7 @@ from gcore_trainer.packing.row import PackedPlan, Row, describe_mask, make_rows,
 from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name, copy_processor
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
+from gcore_trainer.torch.streamed_folder import save_streamed
 from gcore_trainer.trainer import AdamW
 
 ATTENTION_NAME = "gcore_packed"
@@ -238,9 +239,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
 
         return make_adamw(trained, config, offload=offload)
 
-    def save_pretrained(self, path: str | Path, weights: dict[str, torch.Tensor] | None) -> None:
-        """Write a Hugging Face folder of whole tensors; None: the model's own."""
-        self.model.save_pretrained(path, state_dict=weights)
+    def save_pretrained(self, path: str | Path, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
+        """Write a Hugging Face folder of whole tensors, a file's at a time; None: the model's own."""
+        self.model.save_pretrained(path) if weights is None else save_streamed(self.model, Path(path), weights)
         if self.vision is not None:
             copy_processor(Path(self.model.name_or_path), Path(path))
 

@@ -1,4 +1,4 @@
-"""The ranks of a torch trainer: FSDP2 over all of them, samples over replicas, tokens within a replica."""
+"""The ranks of a torch trainer: FSDP2 over all of them or a node's, samples over replicas, tokens within a replica."""
 
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class TorchParallel:
     """This rank's place. Rank = replica x context_parallel_size + place in the sequence."""
 
     mesh: DeviceMesh
-    """All ranks, over which parameters and moments are sharded."""
+    """All ranks: parameters and moments are sharded over its last dimension, and equal along the first of two."""
     replicas: dist.ProcessGroup
     """One rank of each replica."""
     context: ContextParallel
@@ -43,9 +43,11 @@ class TorchParallel:
         world_size, cp_size = dist.get_world_size(), config.context_parallel_size
         dp_size = config.data_parallel_size(world_size)
         grid = init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))
+        num_shards = config.fsdp_size or world_size
+        shape = (world_size,) if num_shards == world_size else (world_size // num_shards, num_shards)
         cp_groups = [list(range(first, first + cp_size)) for first in range(0, world_size, cp_size)]
         return cls(
-            mesh=init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",)),
+            mesh=init_device_mesh(device_type, shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :]),
             replicas=grid["dp"].get_group(),
             context=make_context_parallel(cp_groups, config.ulysses_sequence_parallel_size),
             gradient_sync=config.gradient_sync,
@@ -58,6 +60,8 @@ class TorchParallel:
 
     def shard(self, packed: PackedTransformer[Any]) -> None:
         """Shard the model's parameters in place, layer by layer (FSDP2, ZeRO-3: arXiv 1910.02054).
+
+        Over a mesh of two dimensions gradients are scattered along the last and then summed along the first (HSDP).
 
         Raises:
             ConfigError: the attention heads cannot be divided among the Ulysses ranks.

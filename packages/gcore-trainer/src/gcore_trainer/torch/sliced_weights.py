@@ -246,11 +246,14 @@ def _zeros(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _first_row(parameter: torch.Tensor) -> int:
-    """Return the row of a parameter that is this rank's first: FSDP gives each rank as many, the last ones the rest."""
+    """Return the row of a parameter that is this rank's first: FSDP gives each rank as many, the last ones the rest.
+
+    Ranks share it along the last dimension of the mesh.
+    """
     if not isinstance(parameter, DTensor):
         return 0
     mesh, num_rows = parameter.device_mesh, parameter.shape[0]
-    return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)
+    return min(mesh.get_local_rank(-1) * -(-num_rows // mesh.size(-1)), num_rows)
 
 
 def _conversion(modules: list[Any], dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:

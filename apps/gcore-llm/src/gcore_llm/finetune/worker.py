@@ -1,0 +1,68 @@
+"""The model in fine-tuning on one rank: all of it, or this rank's shards of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gcore_trainer
+from gcore_llm.finetune.config import DPORunConfig, FineTuneConfig, RewardModelRunConfig
+from gcore_llm.learning.trainer_worker import join_ranks, megatron_config
+from gcore_runs import BaseTrainerWorker
+from gcore_trainer import MicroBatch, Objective
+
+
+def objective_of(config: FineTuneConfig) -> Objective[Any]:
+    """Return what a command minimises."""
+    if isinstance(config, DPORunConfig):
+        return gcore_trainer.DPOObjective(config.loss)
+    is_reward = isinstance(config, RewardModelRunConfig)
+    return gcore_trainer.RewardModelObjective(config.loss) if is_reward else gcore_trainer.SFTObjective()
+
+
+class FineTuneWorker(BaseTrainerWorker[MicroBatch]):
+    """The model of `gcore-llm sft`, `dpo` or `reward-model`, as the ``actor``.
+
+    The config's ``trainer.total_training_steps`` are those of the run.
+    """
+
+    rest: ClassVar = ("step", "loader", "digest")
+
+    def __init__(self, config: FineTuneConfig, model: Path, checkpoints: Path) -> None:
+        super().__init__(config, model, checkpoints)
+        self.engine_dtype = config.dtype
+        self._scores = objective_of(config).scores
+        self.trainers = {"actor": _build(config, model)}
+
+    def score(self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool) -> list[list[Any]]:
+        """Return log-probabilities or values, [R] of each sample."""
+        del with_routing
+        trainer = self.trainers[role]
+        return trainer.values(micro_batches) if self._scores == "values" else trainer.log_probs(micro_batches)
+
+
+def _build(config: FineTuneConfig, model: Path) -> "gcore_trainer.Trainer":
+    import torch
+
+    parallel, objective, ranks = join_ranks(config.trainer, config.device), objective_of(config), config.trainer
+    optimizer = config.optim.build(total_training_steps=ranks.total_training_steps)
+    dtype, checkpointing = getattr(torch, config.dtype), config.enable_gradient_checkpointing
+    if ranks.backend == "megatron":
+        return gcore_trainer.MegatronTrainer(
+            model,
+            parallel=ranks.parallel,
+            optimizer=optimizer,
+            objective=objective,
+            dtype=dtype,
+            megatron=megatron_config(ranks, checkpointing, config.device),
+            device=torch.device(config.device),
+        )
+    kind = gcore_trainer.PackedValueModel if objective.scores == "values" else gcore_trainer.PackedModel
+    packed = kind.from_pretrained(
+        model,
+        device=config.device,
+        sharded=parallel is not None,
+        compute_dtype=dtype,
+        gradient_checkpointing=checkpointing,
+        max_length=config.data.max_length,
+    )
+    return gcore_trainer.TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)

@@ -1,0 +1,92 @@
+"""Hugging Face folders that are written a file at a time, from weights that come one by one."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+MAX_FILE_BYTES = 5 << 30
+"""Most bytes of a file, which are in memory at a time, if that is not less than a tensor."""
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PART = re.compile(r".*?\.\d+\.")
+"""The part of a name that the tensors of a layer share."""
+
+
+def save_streamed(model: Any, folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write what ``model.save_pretrained`` writes.
+
+    Args:
+        weights: the whole parameters by the model's names, those of a layer together.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ignored: set[str] = set(model._keys_to_ignore_on_save or ())
+    everything = chain(weights, _saved_buffers(model))
+    write_tensors(folder, _as_published(model, ((n, t) for n, t in everything if n not in ignored)))
+    model.config.dtype = str(model.dtype).split(".")[1]
+    # FSDP2 makes a class of its own of the model's.
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def write_tensors(folder: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> torch.dtype:
+    """Write safetensors files, with an index if there are several, and return the last one's data type."""
+    parts: list[Path] = []
+    file_of: dict[str, int] = {}
+    size_bytes, dtype = 0, torch.float32
+    for tensors in _by_file(weights):
+        parts.append(folder / f"part-{len(parts)}.safetensors.tmp")
+        save_file(tensors, parts[-1], metadata={"format": "pt"})
+        file_of |= dict.fromkeys(tensors, len(parts) - 1)
+        size_bytes += sum(t.nbytes for t in tensors.values())
+        dtype = next(iter(tensors.values())).dtype
+        tensors.clear()
+    files = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+    if len(files) == 1:
+        files = [_SINGLE]
+    else:
+        index = {
+            "metadata": {"total_size": size_bytes},
+            "weight_map": {name: files[i] for name, i in sorted(file_of.items())},
+        }
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    for part, name in zip(parts, files, strict=True):
+        part.rename(folder / name)
+    return dtype
+
+
+def _by_file(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    tensors: dict[str, torch.Tensor] = {}
+    size_bytes = 0
+    for name, tensor in weights:
+        if tensors and size_bytes + tensor.nbytes > MAX_FILE_BYTES:
+            yield tensors
+            tensors, size_bytes = {}, 0
+        tensors[name] = tensor.detach().cpu().contiguous()
+        size_bytes += tensor.nbytes
+    yield tensors
+
+
+def _saved_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def _as_published(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Undo what transformers changed on loading: names, and tensors that it has fused, those of a layer together."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    def part(pair: tuple[str, torch.Tensor]) -> str:
+        found = _PART.match(pair[0])
+        return found[0] if found else pair[0]
+
+    for _, pairs in groupby(weights, part):
+        yield from revert_weight_conversion(model, dict(pairs)).items()
