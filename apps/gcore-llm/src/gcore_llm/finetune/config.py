@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least
-from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig, ScheduleConfig, check_one_source
+from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least, check_one_source
+from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig, ScheduleConfig
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
 
 
