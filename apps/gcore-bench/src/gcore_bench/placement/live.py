@@ -9,7 +9,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from gcore_bench.harness.options import BenchError
@@ -27,7 +29,7 @@ SHOWN_CAUSES = ("long_tail", "waiting_for_generation", "waiting_for_reward", "wa
 _VERDICT_TOKENS = 24
 _SCORE = r"(\d)\d"
 """Rare enough in verdicts of a random model that about half of the groups have no signal and are replaced."""
-_SLOTS = 2
+_SLOTS = 4
 """Samples that an engine runs at once."""
 _N = 4
 _MOVE = re.compile(r"(\d+) engines? moved from the (\w+) to the \w+")
@@ -74,7 +76,7 @@ def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str,
     """
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
     disable_progress_bar()
-    make_tiny_model(folder / "model", seed=options.seed)
+    _make_model(folder / "model", seed=options.seed)
     write_jsonl(folder / "prompts.jsonl", [{"prompt": f"{i}+{i % 7}="} for i in range(400)])
     rows: list[Row] = []
     first: list[dict[str, Any]] = []
@@ -96,6 +98,16 @@ def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str,
         if not row["is_alike"]:
             raise BenchError(f"{strategy} had other samples or training than {rows[0]['strategy']} (see {run})")
     return {"rows": rows}
+
+
+def _make_model(path: Path, *, seed: int) -> None:
+    """Make the embedded model with a single layer: what it computes is to take less time than its pace."""
+    make_tiny_model(path, seed=seed)
+    config = AutoConfig.from_pretrained(path)
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:

@@ -46,11 +46,11 @@ class PlacementOptions(QuickOptions):
     follows the load."""
     live_devices: Annotated[int, at_least(3)] = 4
     """Devices of a live run."""
-    live_phase_steps: Count = 4
+    live_phase_steps: Count = 5
     """Steps of each of its three phases: judging takes most, then generation, then judging again."""
     live_batch: Count = 8
     """Prompts of a step, each with four responses; about half of what is sampled has no signal and is replaced."""
-    live_step_ms: _NonNegativeFloat = 16.0
+    live_step_ms: _NonNegativeFloat = 32.0
     """Least milliseconds of a decoding step of its engines, so that a few cores can stand for many devices."""
     live_train_ms: _NonNegativeFloat = 8.0
     """Milliseconds for which a training rank waits for each token that it trains on, for the same reason."""
