@@ -363,7 +363,7 @@ async def test_no_replacement_starts_while_all_are_asleep() -> None:
         await asyncio.sleep(0)
     assert [engine.weight_version for engine in made] == [1]
     await replicas.sleep()
-    for engine in replicas.engines:
+    for engine in (second, made[0]):
         engine.die()
     await replicas.wake(cache=False)
     await replicas.update_weights(weights(2.0), version=2)

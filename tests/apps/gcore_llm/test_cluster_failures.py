@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from command_line import Cli, assert_same_metrics, option_set, read_rows, step_rows
@@ -12,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.slow
 
-NODE = {"num_cpus": 3, "object_store_memory": 100 << 20}
+NODE: dict[str, Any] = {"num_cpus": 3, "object_store_memory": 100 << 20}
 """Capacity for a controller and an engine over two devices, on which ranks train by turns."""
 WHOLE = "2 controllers, 2 engines and 2 training ranks"
 HALF = "1 controller, 1 engine and 1 training rank"
@@ -101,10 +102,10 @@ def test_losses_of_each_kind_cost_no_sample(cli: Cli, own_args: list[str], clust
     assert not left_after(workers, 10.0)
 
 
-def raylet_of(node: object) -> int:
+def raylet_of(node: Any) -> int:
     """The process of a node's raylet, whose children are the node's actors."""
-    [process] = node.all_processes["raylet"]  # pyright: ignore[reportAttributeAccessIssue]
-    return process.process.pid
+    [raylet] = node.all_processes["raylet"]
+    return raylet.process.pid
 
 
 def test_megatron_ranks_on_two_nodes(cli: Cli, own_args: list[str], cluster: Cluster) -> None:

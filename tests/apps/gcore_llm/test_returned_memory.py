@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +78,7 @@ class Watched:
 
 
 @contextmanager
-def watching(command: Command) -> Iterator[Watched]:
+def watching(command: Command) -> Generator[Watched]:
     watched, is_over = Watched(), threading.Event()
 
     def watch() -> None:
