@@ -1,6 +1,5 @@
 """The memory of a role that is asleep is returned to the system: measured in the processes of a run on Ray."""
 
-import itertools
 import threading
 import time
 from collections.abc import Generator
@@ -15,7 +14,7 @@ from process_tree import descendants
 
 from gcore_llm.tiny_model import tiny_tokenizer
 
-LAYERS, KV_HEADS, HEAD_DIM = 4, 8, 64
+LAYERS, KV_HEADS, HEAD_DIM = 2, 8, 64
 BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
 NUM_TOKENS = 56
 """Tokens of each response and each verdict, which no token ends."""
@@ -83,7 +82,7 @@ def watching(command: Command) -> Generator[Watched]:
 
     def watch() -> None:
         looked_s = 0.0
-        while not is_over.wait(0.01):
+        while not is_over.wait(0.02):
             if time.monotonic() - looked_s > 1.0:
                 watched.role_of |= {pid: r for r, title in TITLES.items() for pid in descendants(command.pid, title)}
                 looked_s = time.monotonic()
@@ -106,11 +105,11 @@ def watching(command: Command) -> Generator[Watched]:
 
 @pytest.mark.slow
 def test_memory_of_what_sleeps_is_returned(cli: Cli, own_args: list[str], wide: tuple[Path, int]) -> None:
-    """An hf policy and a vLLM judge, on whose devices two ranks train; from the second step on."""
+    """An hf policy and a vLLM judge, on whose devices two ranks train; in the second step."""
     model, weights_bytes = wide
     (cli.cwd / "noting.py").write_text(LOSS)
     (cli.cwd / "question.txt").write_text("> {completion}")
-    args = option_set(option_set(own_args, "--model", str(model)), "--trainer.total-training-steps", "3")
+    args = option_set(option_set(own_args, "--model", str(model)), "--trainer.total-training-steps", "2")
     args = option_set(args, "--data.max-response-length", str(NUM_TOKENS))
     judge = {
         "engine": "vllm",
@@ -132,18 +131,18 @@ def test_memory_of_what_sleeps_is_returned(cli: Cli, own_args: list[str], wide: 
         finished = command.wait()
     assert finished.code == 0, finished
     times = sorted(float(line) for line in (cli.cwd / "trained").read_text().split())
-    assert len(times) == 3 * 2
+    assert len(times) == 2 * 2
     # Each step has a micro-batch on each of the two ranks.
-    training = [(times[i], times[i + 1] + 0.1) for i in range(0, 6, 2)]
+    training = [(times[i], times[i + 1] + 0.1) for i in (0, 2)]
     # Keys and values of all responses, or of all verdicts. The weights that the policy drops are in the object store.
     cache_bytes = NUM_SAMPLES * NUM_TOKENS * BYTES_PER_TOKEN
     # Half of the parameters, gradients and two moments; copies of what is kept are in memory all the time.
     states_bytes = 4 * weights_bytes // 2
-    for (_, trained), (start, end) in itertools.pairwise(training):
-        between = {role: watched.sizes(role, trained, start) for role in TITLES}
-        within = {role: watched.sizes(role, start, end) for role in TITLES}
-        assert len(between["engine"]) == len(between["rank"]) == 2
-        for awake, asleep in zip(between["engine"], within["engine"], strict=True):
-            assert max(awake) - max(asleep) > cache_bytes
-        for asleep, awake in zip(between["rank"], within["rank"], strict=True):
-            assert min(awake) - min(asleep) > states_bytes
+    (_, trained), (start, end) = training
+    between = {role: watched.sizes(role, trained, start) for role in TITLES}
+    within = {role: watched.sizes(role, start, end) for role in TITLES}
+    assert len(between["engine"]) == len(between["rank"]) == 2
+    for awake, asleep in zip(between["engine"], within["engine"], strict=True):
+        assert max(awake) - max(asleep) > cache_bytes
+    for asleep, awake in zip(between["rank"], within["rank"], strict=True):
+        assert min(awake) - min(asleep) > states_bytes
