@@ -32,6 +32,8 @@ _SCORE = r"(\d)\d"
 _SLOTS = 4
 """Samples that an engine runs at once."""
 _N = 4
+_LEARNING_RATE = "1e-9"
+"""So low that rounding, which differs with the number of ranks, changes no sample in the whole run."""
 _MOVE = re.compile(r"(\d+) engines? moved from the (\w+) to the \w+")
 _ALIKE = (
     *("sampling/waves", "response_length/mean", "response_length/max", "critic/score/mean", "critic/score/min"),
@@ -135,7 +137,8 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
         *("--reward-model.judge.engine", f"{engine}:judge", "--reward-model.judge.pattern", _SCORE),
         *("--reward-model.judge.unparsable-score", "0.25"),
         *("--reward-model.judge.max-response-length", str(_VERDICT_TOKENS)),
-        *("--actor.loss.loss-mode", f"{engine}:loss", "--actor.optim.lr", "1e-6", "--trainer.tensorboard", "False"),
+        *("--actor.loss.loss-mode", f"{engine}:loss", "--actor.optim.lr", _LEARNING_RATE),
+        *("--trainer.tensorboard", "False"),
         *("--trainer.total-training-steps", str(num_steps), "--trainer.test-freq", "100000"),
         *("--trainer.save-freq", "100000"),
     ]

@@ -43,6 +43,8 @@ class PacedEngine(HFEngine):
     step_s = 0.0
     swap_s = 0.0
     most_tokens: MostTokens = None
+    _is_away = False
+    """Whether the weights are asleep."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -71,13 +73,15 @@ class PacedEngine(HFEngine):
                 yield completion
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        if not self._are_weights_asleep:
-            await super().sleep(keep_weights=keep_weights)
+        await super().sleep(keep_weights=keep_weights)
+        if not self._is_away:
             await asyncio.sleep(self.swap_s)
+        self._is_away = True
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
-        if weights and self._are_weights_asleep:
+        if weights and self._is_away:
             await asyncio.sleep(self.swap_s)
+            self._is_away = False
         await super().wake(weights=weights, cache=cache)
 
     def _begin(self, *_: Any) -> None:

@@ -105,7 +105,7 @@ class FineTuneConfig(BaseRunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_source(self.data, self.task.name, of="rows")
+        check_one_source(self.data.train_files, self.task.name, of="rows")
         longest = (2 if self.rows_are_pairs else 1) * self.data.max_length
         if self.max_token_len < longest:
             product = "2 * data.max_length" if self.rows_are_pairs else "data.max_length"
