@@ -36,6 +36,7 @@ LONGEST_FIRST = (
     "workspace/test_readmes.py",
     "apps/gcore_llm/test_learner_ranks.py",
     "apps/gcore_llm/test_on_ray.py",
+    "apps/gcore_llm/test_cluster_failures.py",
     "apps/gcore_llm/test_live_placement.py",
     "apps/gcore_bench/test_bench_placement.py",
     "apps/gcore_llm/test_elastic.py",

@@ -7,7 +7,8 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,14 @@ class Command:
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         return bool(select.select([self._pidfd], [], [], timeout_s)[0])
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that the command does before it ends."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert not self.has_ended(), self.wait()
+            assert time.monotonic() < deadline, self.out
+            time.sleep(0.02)
 
     def wait(self) -> Finished:
         if not self.has_ended(TIMEOUT_S):

@@ -147,11 +147,13 @@ class FakeEngine:
         self._goes.set()
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
+        self._check_alive()
         if self._running:
             raise RolloutError(f"{len(self._running)} samples are running")
         self.calls.append("sleep" if keep_weights else "sleep without weights")
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+        self._check_alive()
         parts = {"weights": weights, "cache": cache}
         self.calls.append("wake" if all(parts.values()) else f"wake {' '.join(p for p in parts if parts[p])}")
 

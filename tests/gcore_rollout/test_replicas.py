@@ -341,6 +341,60 @@ async def test_an_update_waits_for_a_replacement_when_all_are_dead() -> None:
     await replicas.close()
 
 
+async def test_no_replacement_starts_while_all_are_asleep() -> None:
+    """Something else has the devices: it starts when they wake, or for an update when none is left that takes it."""
+    made: list[FakeEngine] = []
+
+    async def restart() -> FakeEngine:
+        made.extend(fakes(1))
+        return made[-1]
+
+    first, second = fakes(2)
+    replicas = EngineReplicas([first, second], restart=restart)
+    await replicas.sleep(keep_weights=False)
+    first.die()
+    await replicas.wake(cache=False)
+    assert replicas.engines == [second]
+    await replicas.update_weights(weights(1.0), version=1)
+    await asyncio.sleep(0.01)
+    assert not made
+    await replicas.wake()
+    while len(replicas.engines) < 2:
+        await asyncio.sleep(0)
+    assert [engine.weight_version for engine in made] == [1]
+    await replicas.sleep()
+    for engine in (second, made[0]):
+        engine.die()
+    await replicas.wake(cache=False)
+    await replicas.update_weights(weights(2.0), version=2)
+    await replicas.wake()
+    assert len(await collect(replicas, *requests_of(6))) == 18
+    assert {engine.weight_version for engine in replicas.engines} == {2}
+    assert made[1].calls[:3] == ["sleep", "wake weights", "wake"]
+    await replicas.close()
+
+
+async def test_sleep_waits_for_replacements_that_are_being_started() -> None:
+    replacement = fakes(1)[0]
+    has_started = asyncio.Event()
+
+    async def restart() -> FakeEngine:
+        await has_started.wait()
+        return replacement
+
+    first, second = fakes(2)
+    replicas = EngineReplicas([first, second], restart=restart)
+    first.die()
+    await collect(replicas, *requests_of(6))
+    sleeping = asyncio.create_task(replicas.sleep())
+    await asyncio.sleep(0.01)
+    assert not sleeping.done()
+    has_started.set()
+    await sleeping
+    assert replacement.calls == second.calls == ["sleep"]
+    await replicas.close()
+
+
 async def test_replacing_has_an_end() -> None:
     made: list[FakeEngine] = []
 

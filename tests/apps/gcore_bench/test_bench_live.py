@@ -1,21 +1,32 @@
 """The live part of the bench of placement: its engine, its tables; the runs are those of `--quick`."""
 
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from gcore_bench.harness.report import Row
 from gcore_bench.placement.live import aims, run_options, table
-from gcore_bench.placement.paced_engine import PacedEngine, phase_tokens
+from gcore_bench.placement.paced_engine import PacedEngine, paced_loss, phase_tokens
+from gcore_ckpt import load
 from gcore_placement.ledger import CAUSES
 from gcore_rollout import HFEngine, Request, SamplingParams
+from gcore_trainer import PolicyLossConfig, PolicyTokens
 
-OPTIONS = ("--rollout.num-processes", "--reward-model.judge.num-processes")
+OPTIONS = ("--rollout.num-processes", "--reward-model.judge.num-processes", "--trainer.num-processes")
 
 ROW: Row = {
     **{"strategy": "dynamic", "seconds": 80.0, "phase_s": [40.0, 40.0], "moved_to_judge": 1, "moved_to_policy": 2},
-    **{"idle_share": 0.3, "shares": dict.fromkeys(CAUSES, 0.03), "is_alike": True, "load": 1.0},
+    **{
+        "step_s": 10.0,
+        "train_share": 0.2,
+        "idle_share": 0.3,
+        "shares": dict.fromkeys(CAUSES, 0.03),
+        "is_alike": True,
+        "load": 1.0,
+    },
 }
 
 
@@ -48,33 +59,68 @@ async def test_a_paced_engine_samples_the_same_but_for_lengths(tiny: Path, tmp_p
     await engine.close()
 
 
-def test_every_split_and_both_other_strategies_run() -> None:
+async def test_only_a_swap_of_weights_takes_time(tiny: Path) -> None:
+    """Once, however often it is asked for, and not for keys and values alone."""
+    engine = PacedEngine.paced(tiny, step_s=0.0, swap_s=0.05)
+    start_s = time.monotonic()
+    await engine.sleep(keep_weights=False)
+    await engine.sleep()
+    await engine.wake(cache=False)
+    await engine.update_weights(load(tiny).items(), version=1)
+    await engine.wake()
+    assert 0.1 <= time.monotonic() - start_s < 10.0
+    await engine.close()
+
+
+def test_training_is_paced_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    log_probs, advantages = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), torch.tensor([1.0, -1.0, 0.5])
+    tokens = PolicyTokens(
+        log_probs=log_probs,
+        old_log_probs=log_probs.detach(),
+        advantages=advantages,
+        mask=torch.ones(3, dtype=torch.bool),
+        lengths=[2, 1],
+    )
+    loss = paced_loss(0.25, tokens, PolicyLossConfig())
+    assert waits == [0.75]
+    loss.sum().backward()
+    torch.testing.assert_close(log_probs.grad, -advantages, rtol=0, atol=0)
+
+
+def test_every_placement_runs_on_the_same_number_of_devices() -> None:
     chosen = run_options(4)
-    assert list(chosen) == ["colocated", "split 1 + 3", "split 2 + 2", "split 3 + 1", "dynamic"]
-    assert list(run_options(2)) == ["colocated", "split 1 + 1", "dynamic"]
-    assert list(run_options(2, ("dynamic", "colocated"))) == ["colocated", "dynamic"]
-    assert chosen["split 3 + 1"][-4:] == ["--rollout.num-processes", "3", "--reward-model.judge.num-processes", "1"]
+    static = ["static 1 + 3", "static 2 + 2", "static 3 + 1"]
+    assert list(chosen) == ["split 1 + 1 + 2", "colocated", *static, "dynamic"]
+    assert list(run_options(3, ("dynamic", "split"))) == ["split 1 + 1 + 1", "dynamic"]
+    for num_devices in (3, 4, 5, 8):
+        for name, options in run_options(num_devices).items():
+            policy, judge, ranks = (int(options[options.index(option) + 1]) for option in OPTIONS)
+            shares = options[options.index("--rollout.colocated") + 1] == "True"
+            assert shares == (not name.startswith("split"))
+            assert (ranks if shares else policy + judge + ranks) == num_devices
+            assert (policy == judge == num_devices) if name == "colocated" else (policy + judge <= num_devices)
+            assert min(policy, judge, ranks) > 0
 
 
-def test_aims_are_judged_against_the_best_of_the_others() -> None:
-    split = ROW | {"strategy": "split 2 + 2", "seconds": 100.0, "idle_share": 0.35}
-    moves, idle, seconds = aims([split, split | {"strategy": "colocated", "seconds": 120.0}, ROW])
+def test_aims_are_judged_against_the_best_of_each_kind() -> None:
+    split = ROW | {"strategy": "split 1 + 1 + 2", "seconds": 200.0, "idle_share": 0.6}
+    static = ROW | {"strategy": "static 2 + 2", "seconds": 100.0, "idle_share": 0.35}
+    worse = static | {"strategy": "static 1 + 3", "idle_share": 0.5}
+    moves, *idle, seconds = aims([split, worse, static, ROW])
     assert "each way (met)" in moves
-    assert "30.0% to 35.0% (split 2 + 2; met)" in idle
+    assert [line.partition(":")[0] + line.partition(":")[2] for line in idle] == [
+        "aim dynamic idles less than split: 30.0% to 60.0% (split 1 + 1 + 2; met)",
+        "aim dynamic idles less than static: 30.0% to 35.0% (static 2 + 2; met)",
+    ]
     assert "1.25 times" in seconds
-    moves, idle, _ = aims([split | {"idle_share": 0.2}, ROW | {"moved_to_judge": 0}])
+    moves, idle, _ = aims([static | {"idle_share": 0.2}, ROW | {"moved_to_judge": 0}])
     assert "each way (not met)" in moves
-    assert "(split 2 + 2; not met)" in idle
+    assert "(static 2 + 2; not met)" in idle
     assert aims([split]) == aims([ROW]) == []
 
 
 def test_the_table_shows_moves_of_the_dynamic_strategy_only() -> None:
     moves = table({"rows": [ROW, ROW | {"strategy": "colocated"}]}).columns[4]
     assert list(moves.cells) == ["1 + 2", "-"]
-
-
-@pytest.mark.parametrize("num_devices", [2, 3])
-def test_all_devices_are_used(num_devices: int) -> None:
-    for name, options in run_options(num_devices).items():
-        policy, judge = (int(options[options.index(option) + 1]) for option in OPTIONS)
-        assert (policy, judge) == (num_devices,) * 2 if name == "colocated" else policy + judge == num_devices

@@ -140,10 +140,10 @@ def test_bench_measures_the_planner(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_bench_measures_live_runs(tmp_path: Path) -> None:
-    # A static run and a dynamic one: whose samples are compared. A split differs in options of gcore-llm only.
-    part, printed = bench(tmp_path, "live", "--live-strategies", "colocated", "dynamic")
+    # Two runs, whose samples and training are compared; the others differ in options of gcore-llm only.
+    part, printed = bench(tmp_path, "live", "--live-strategies", "split", "dynamic")
     rows = {row["strategy"]: row for row in part["rows"]}
-    assert list(rows) == ["colocated", "dynamic"]
+    assert list(rows) == ["split 1 + 1 + 1", "dynamic"]
     for name, row in rows.items():
         assert name in printed
         assert row["is_alike"]
@@ -151,7 +151,8 @@ def test_bench_measures_live_runs(tmp_path: Path) -> None:
         assert sum(row["phase_s"]) <= row["seconds"] + 1e-6
         assert 0 < row["idle_share"] < 1
         assert sum(row["shares"].values()) == pytest.approx(row["idle_share"])
-    assert rows["colocated"]["shares"]["swap"] > 0
+        assert 0 < row["train_share"] < 1
+    assert rows["dynamic"]["shares"]["swap"] > rows["split 1 + 1 + 1"]["shares"]["swap"] == 0
     assert "no request is lost (met" in part["aims"][0]
 
 

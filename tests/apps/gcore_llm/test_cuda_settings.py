@@ -12,9 +12,10 @@ from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.forecast import run_forecast
 from gcore_llm.learning.device_plan import planned
 from gcore_llm.learning.preparation import memory, speed
+from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_llm.sampling import engine_factory
 from gcore_placement import Device
-from gcore_runs import UserError, resolve
+from gcore_runs import PlacementConfig, UserError, resolve
 
 GPU = "NVIDIA H100 80GB HBM3"
 
@@ -87,6 +88,33 @@ def test_clusters_with_gpus_take_turns_by_default(tiny: Path) -> None:
     assert replace(on_gpus, trainer=replace(on_gpus.trainer, backend="megatron")).takes_turns
     assert not replace(on_gpus, device="cpu").takes_turns
     assert not replace(on_gpus, runtime="inline").takes_turns
+
+
+def test_engines_follow_the_load_by_default_on_clusters_with_gpus(tiny: Path) -> None:
+    """Where any can move: of three or more engines of the policy and of a judge on devices of this run."""
+    judge = RewardModelConfig(kind="judge", path=str(tiny), judge=JudgeConfig(num_processes=1))
+    on_gpus = config(tiny, device="cuda", runtime="ray", rollout=RolloutConfig(num_processes=2), reward_model=judge)
+    assert (on_gpus.placement.strategy, on_gpus.strategy) == (None, "dynamic")
+    assert on_gpus.takes_turns
+    # Where a node is lost, the engines that are left may become more again.
+    smaller = on_gpus.with_sizes(replace(on_gpus.sizes, engines=1))
+    assert smaller.sizes.engines + smaller.sizes.judges == 2
+    assert smaller.strategy == "dynamic"
+    on_servers = JudgeConfig(engine="vllm_server", urls=("http://127.0.0.1:1",))
+    for other in (
+        replace(on_gpus, device="cpu"),
+        replace(on_gpus, runtime="inline"),
+        replace(on_gpus, rollout=RolloutConfig(num_processes=1)),
+        replace(on_gpus, reward_model=RewardModelConfig()),
+        replace(on_gpus, reward_model=replace(judge, judge=on_servers)),
+        replace(on_gpus, trainer=replace(on_gpus.trainer, schedule="async")),
+        replace(on_gpus, placement=PlacementConfig(strategy="split")),
+    ):
+        assert other.strategy == "split"
+    asked = replace(on_gpus, placement=PlacementConfig(strategy="auto"))
+    assert asked.strategy == "auto"
+    # What decides is the device that a run finds.
+    assert resolve(config(tiny, runtime="ray", rollout=on_gpus.rollout, reward_model=judge)).strategy == "dynamic"
 
 
 def test_metrics_of_the_gpu() -> None:

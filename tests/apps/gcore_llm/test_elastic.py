@@ -1,11 +1,11 @@
 """Runs on clusters whose nodes come and go: several Ray nodes on this machine."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from command_line import Cli, Command, assert_same_metrics, option_set, step_rows
+from command_line import Cli, assert_same_metrics, option_set, step_rows
 from hypothesis import given, strategies as st
 from ray.cluster_utils import Cluster
 
@@ -41,14 +41,6 @@ def cluster() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def wait_for(command: Command, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600
-    while not condition():
-        assert not command.has_ended(), command.wait()
-        assert time.monotonic() < deadline, command.out
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_a_run_grows_and_shrinks_with_its_cluster(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
     """The samples and the training are those of a run that nothing happened to."""
@@ -65,18 +57,18 @@ def test_a_run_grows_and_shrinks_with_its_cluster(cli: Cli, own_args: list[str],
     def num_steps() -> int:
         return len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
 
-    wait_for(command, lambda: num_steps() >= 2)
+    command.wait_until(lambda: num_steps() >= 2)
     hold.touch()
     second = cluster.add_node(num_cpus=4, object_store_memory=100 << 20)
     time.sleep(6)  # nodes that join are waited for, in case there are more
     hold.unlink()
     whole, half = "2 controllers, 2 engines and 2 training ranks", "1 controller, 1 engine and 1 training rank"
-    wait_for(command, lambda: f"has joined; the run has {whole} now" in command.out)
+    command.wait_until(lambda: f"has joined; the run has {whole} now" in command.out)
     before = num_steps()
-    wait_for(command, lambda: num_steps() >= before + 2)
+    command.wait_until(lambda: num_steps() >= before + 2)
     hold.touch()
     cluster.remove_node(second, allow_graceful=False)
-    wait_for(command, lambda: f"; the run has {half} now, of {whole}" in command.out)
+    command.wait_until(lambda: f"; the run has {half} now, of {whole}" in command.out)
     hold.unlink()
     finished = command.wait()
     assert finished.code == 0, finished

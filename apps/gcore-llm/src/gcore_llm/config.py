@@ -227,7 +227,7 @@ class TrainConfig(BaseRLConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_source(self.data, self.task.name, of="prompts")
+        check_one_source(self.data.train_files, self.task.name, of="prompts")
         self._check_group()
         algorithm, rollout = self.algorithm, self.rollout
         longest, response = self.data.max_length, self.data.max_response_length

@@ -7,7 +7,12 @@ from .command_line import (
     run_command as run_command,
     run_training as run_training,
 )
-from .errors import UserError as UserError, one_line as one_line, said as said
+from .errors import (
+    UserError as UserError,
+    check_one_source as check_one_source,
+    one_line as one_line,
+    said as said,
+)
 from .inputs import (
     build_tokenizer as build_tokenizer,
     check_model as check_model,
@@ -82,6 +87,5 @@ from .settings.run_config import (
     BaseTrainerConfig as BaseTrainerConfig,
     PlacementConfig as PlacementConfig,
     RayConfig as RayConfig,
-    check_one_source as check_one_source,
 )
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

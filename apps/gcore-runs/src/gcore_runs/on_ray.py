@@ -155,13 +155,13 @@ async def start_ray_backend(
     engines = RoleActors(
         list(factories), factory, start=start_engine_actor, end=end_engine_actor, connect=RayEngine[Any, Any].connect
     )
-    follows_load = STRATEGIES[config.placement.strategy].follows_load
+    placement = replace(config.placement, strategy=config.strategy)
     backend = RayBackend[JobT, ConfigT](
         config,
         engines=engines,
         trainer_spec=trainer_spec,
         program=lambda job: partial(_run_controller, job, run_controller, logs),
-        placement=partial(LivePlacement, config=config.placement) if follows_load else None,
+        placement=partial(LivePlacement, config=placement) if STRATEGIES[config.strategy].follows_load else None,
         engine_errors=(EngineDiedError,),
         announce=announce,
     )
@@ -186,7 +186,7 @@ async def _run_controller(job: Any, run_controller: RunController[Any], logs: Pa
     connected = partial(_connect_engines, devices, Announcer(ctx.report), start_timeout_s=config.ray.timeout_s)
     engines = _own(ctx.roles.engines, ctx.rank, ctx.world_size)
     judges = _own(ctx.roles.judges, ctx.rank, ctx.world_size)
-    in_turns, takes_turns = STRATEGIES[config.placement.strategy].is_time_shared, config.takes_turns
+    in_turns, takes_turns = STRATEGIES[config.strategy].is_time_shared, config.takes_turns
     async with AsyncExitStack() as to_close:
         judge = None
         if judges:

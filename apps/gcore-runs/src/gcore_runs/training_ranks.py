@@ -13,7 +13,7 @@ from gcore_controller import State, TrainerSpec
 from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, logs_of
-from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_trainer import TrainerError
 
 if TYPE_CHECKING:
@@ -150,13 +150,14 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         """
         checkpoints = checkpoints.absolute()
         num_ranks = config.trainer.num_processes
+        sends_deltas = isinstance(config, BaseRLConfig) and config.ray.weight_sync == "delta"
         return TrainerSpec(
             make_worker=partial(cls._on_device, config, model.absolute(), checkpoints),
             num_ranks=num_ranks,
             device=config.device,
             num_threads=num_threads or max(1, config.threads // num_ranks),
             enter_process=partial(_log, logs_of(checkpoints)),
-            put_weights=_put_deltas() if config.ray.weight_sync == "delta" else _put_weights,
+            put_weights=_put_deltas() if sends_deltas else _put_weights,
             write_weights=_write_weights,
             open_memory=_open_memory,
             expected_errors=(CheckpointError, TrainerError, UserError),

@@ -75,8 +75,7 @@ class DeviceTurns:
                 await self._move_trainer(is_awake=False)
                 if all_asleep is not None:
                     await all_asleep()
-                for engine in (self._policy, *self._others):
-                    await engine.wake()
+                await _all(engine.wake() for engine in (self._policy, *self._others))
             else:
                 if before != "training":
                     await self._end_sampling(keep_weights=turn == "sync")
@@ -88,9 +87,12 @@ class DeviceTurns:
             self.current = turn
 
     async def _end_sampling(self, *, keep_weights: bool) -> None:
-        for engine in (self._policy, *self._others):
+        async def end(engine: SleepingEngine) -> None:
             await engine.abort()
             await engine.sleep(keep_weights=keep_weights or engine is not self._policy)
+
+        # Together: those of a policy and of a judge are on different devices, unless these take turns themselves.
+        await _all(map(end, (self._policy, *self._others)))
 
     async def _move_trainer(self, *, is_awake: bool) -> None:
         with self._devices.stage("swap", *self._ranks):
@@ -98,3 +100,10 @@ class DeviceTurns:
                 await self._trainer.wake()
             else:
                 await self._trainer.sleep()
+
+
+async def _all(swaps: Iterable[Awaitable[None]]) -> None:
+    """Wait until all swaps have ended, and raise the first error."""
+    for result in await asyncio.gather(*swaps, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

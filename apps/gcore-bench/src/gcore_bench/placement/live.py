@@ -1,4 +1,4 @@
-"""The part live: real runs on Ray whose load moves from one role to the other, under every strategy of placement."""
+"""The part live: real runs on Ray whose load moves from one role to the other, under every placement."""
 
 import os
 import re
@@ -9,7 +9,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from gcore_bench.harness.options import BenchError
@@ -22,32 +24,45 @@ from gcore_runs import read_jsonl, write_jsonl
 
 PHASE_TOKENS = (8, 72, 8)
 """Tokens of a response in each phase. A verdict has 24: judging takes 3/4 of the work, then 1/4, then most again."""
-SHOWN_CAUSES = ("long_tail", "waiting_for_generation", "waiting_for_reward", "waiting_for_weights", "swap")
+SHOWN_CAUSES = ("long_tail", "waiting_for_generation", "waiting_for_reward", "waiting_for_weights", "swap", "imbalance")
 
 _VERDICT_TOKENS = 24
+_SCORE = r"(\d)\d"
+"""Rare enough in verdicts of a random model that about half of the groups have no signal and are replaced."""
 _SLOTS = 4
 """Samples that an engine runs at once."""
 _N = 4
-_ROLES = ("engine", "judge")
+_LEARNING_RATE = "1e-9"
+"""So low that rounding, which differs with the number of ranks, changes no sample in the whole run."""
 _MOVE = re.compile(r"(\d+) engines? moved from the (\w+) to the \w+")
-_ALIKE = ("response_length/mean", "response_length/max", "critic/score/mean", "critic/score/min", "critic/score/max")
+_ALIKE = (
+    *("sampling/waves", "response_length/mean", "response_length/max", "critic/score/mean", "critic/score/min"),
+    *("critic/score/max", "actor/pg_loss", "actor/grad_norm"),
+)
 _TOLERANCE = 1e-4
 
 
 def run_options(num_devices: int, strategies: Sequence[str] = get_args(LiveStrategy)) -> dict[str, list[str]]:
-    """Return the runs of each strategy on so many devices, and the options of gcore-llm for each."""
-    half = num_devices // 2
+    """Return the runs of each strategy on so many devices, and the options of gcore-llm for each.
+
+    The name of a split has the devices of the policy, of the judge and of training; that of a static partition those of
+    the policy and of the judge.
+    """
+    half, rest = num_devices // 2, num_devices - num_devices // 2
+    partitions = [(policy, num_devices - policy) for policy in range(1, num_devices)]
     processes = {
-        "colocated": (num_devices, num_devices),
-        **{f"split {p} + {num_devices - p}": (p, num_devices - p) for p in range(1, num_devices)},
-        "dynamic": (half, num_devices - half),
+        f"split {rest - rest // 2} + {rest // 2} + {half}": ("split", rest - rest // 2, rest // 2, half),
+        "colocated": ("colocated", num_devices, num_devices, num_devices),
+        **{f"static {policy} + {judge}": ("split", policy, judge, num_devices) for policy, judge in partitions},
+        "dynamic": ("dynamic", half, rest, num_devices),
     }
     return {
         name: [
-            *("--placement.strategy", name.split()[0], "--rollout.num-processes", str(policy)),
-            *("--reward-model.judge.num-processes", str(judge)),
+            *("--placement.strategy", strategy, "--rollout.num-processes", str(policy)),
+            *("--reward-model.judge.num-processes", str(judge), "--trainer.num-processes", str(ranks)),
+            *("--rollout.colocated", str(ranks == num_devices)),
         ]
-        for name, (policy, judge) in processes.items()
+        for name, (strategy, policy, judge, ranks) in processes.items()
         if name.split()[0] in strategies
     }
 
@@ -57,13 +72,13 @@ def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str,
 
     Returns:
         ``rows``, one a run: its ``seconds``, from the start of the first step to the end of the last, moves included;
-        those of each phase; engines moved; idle shares of the time of the devices that engines and judges are on, in
-        all and by cause; and ``is_alike``: each step had the samples and scores of the first run, so that no request
-        was lost, and none came twice.
+        those of each phase and, on average, of a step; engines moved; the share of all devices' time that is training,
+        and those that are idle, in all and by cause; and ``is_alike``: each step had the samples, the scores and the
+        training of the first run, so that no request was lost, and none came twice.
     """
     folder = Path(tempfile.mkdtemp(prefix="gcore-bench-live-"))
     disable_progress_bar()
-    make_tiny_model(folder / "model", seed=options.seed)
+    _make_model(folder / "model", seed=options.seed)
     write_jsonl(folder / "prompts.jsonl", [{"prompt": f"{i}+{i % 7}="} for i in range(400)])
     rows: list[Row] = []
     first: list[dict[str, Any]] = []
@@ -79,12 +94,22 @@ def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str,
         row = {"strategy": strategy, **_figures(run, log, options), "is_alike": _are_alike(steps, first), "load": load}
         rows.append(row)
         say(
-            f"live: {strategy}: {row['seconds']:.1f} s, idle {row['idle_share']:.1%}, moved {row['moved_to_judge']} to "
-            f"the judge and {row['moved_to_policy']} to the policy, load {load:.1f}"
+            f"live: {strategy}: {row['step_s']:.1f} s a step, idle {row['idle_share']:.1%}, moved "
+            f"{row['moved_to_judge']} to the judge and {row['moved_to_policy']} to the policy, load {load:.1f}"
         )
         if not row["is_alike"]:
-            raise BenchError(f"{strategy} had other samples than {rows[0]['strategy']} (see {run})")
+            raise BenchError(f"{strategy} had other samples or training than {rows[0]['strategy']} (see {run})")
     return {"rows": rows}
+
+
+def _make_model(path: Path, *, seed: int) -> None:
+    """Make the embedded model with a single layer: what it computes is to take less time than its pace."""
+    make_tiny_model(path, seed=seed)
+    config = AutoConfig.from_pretrained(path)
+    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
@@ -93,11 +118,12 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
     engine.write_text(
         "from functools import partial\n"
         "from pathlib import Path\n"
-        "from gcore_bench.placement.paced_engine import PacedEngine, phase_tokens\n"
+        "from gcore_bench.placement.paced_engine import PacedEngine, paced_loss, phase_tokens\n"
         f"pace = {{'step_s': {options.live_step_ms / 1000}, 'swap_s': {options.live_swap_ms / 1000}}}\n"
         "judge = partial(PacedEngine.paced, **pace)\n"
         f"phase = partial(phase_tokens, Path({str(metrics)!r}), {options.live_phase_steps}, {PHASE_TOKENS})\n"
         "policy = partial(judge, most_tokens=phase)\n"
+        f"loss = partial(paced_loss, {options.live_train_ms / 1000})\n"
     )
     model, num_steps = str(folder / "model"), options.live_phase_steps * len(PHASE_TOKENS)
     return [
@@ -108,10 +134,11 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
         *("--rollout.engine", f"{engine}:policy", "--rollout.max-num-seqs", str(_SLOTS)),
         *("--seed", str(options.seed)),
         *("--reward-model.kind", "judge", "--reward-model.path", model),
-        *("--reward-model.judge.engine", f"{engine}:judge", "--reward-model.judge.pattern", r"(\d)"),
+        *("--reward-model.judge.engine", f"{engine}:judge", "--reward-model.judge.pattern", _SCORE),
         *("--reward-model.judge.unparsable-score", "0.25"),
         *("--reward-model.judge.max-response-length", str(_VERDICT_TOKENS)),
-        *("--algorithm.filter-groups", "False", "--actor.optim.lr", "1e-6", "--trainer.tensorboard", "False"),
+        *("--actor.loss.loss-mode", f"{engine}:loss", "--actor.optim.lr", _LEARNING_RATE),
+        *("--trainer.tensorboard", "False"),
         *("--trainer.total-training-steps", str(num_steps), "--trainer.test-freq", "100000"),
         *("--trainer.save-freq", "100000"),
     ]
@@ -120,18 +147,18 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
 def _figures(run: Path, log: Path, options: PlacementOptions) -> Row:
     steps = read_spans(run)
     ledger = Ledger.of(steps)
-    total_ns = sum(ledger.total_ns.get(role, 0) for role in _ROLES)
-    idle_ns = [ledger.device_ns[role] for role in _ROLES if role in ledger.device_ns]
-    shares = {cause: sum(role_ns[cause] for role_ns in idle_ns) / total_ns for cause in CAUSES}
     phases = [steps[i : i + options.live_phase_steps] for i in range(0, len(steps), options.live_phase_steps)]
     moves = _MOVE.findall(log.read_text(errors="replace"))
+    seconds = (steps[-1].stop_ns - steps[0].start_ns) / 1e9
     return {
-        "seconds": (steps[-1].stop_ns - steps[0].start_ns) / 1e9,
+        "seconds": seconds,
         "phase_s": [(phase[-1].stop_ns - phase[0].start_ns) / 1e9 for phase in phases],
+        "step_s": seconds / len(steps),
         "moved_to_judge": sum(int(count) for count, left in moves if left == "policy"),
         "moved_to_policy": sum(int(count) for count, left in moves if left == "judge"),
-        "idle_share": sum(shares.values()),
-        "shares": shares,
+        "train_share": ledger.share("training"),
+        "idle_share": ledger.idle_share(),
+        "shares": {cause: ledger.share(cause) for cause in CAUSES},
     }
 
 
@@ -148,13 +175,13 @@ def table(figures: Mapping[str, Any]) -> Table:
     rows = figures["rows"]
     phases = [f"phase {i} s" for i in range(1, len(rows[0]["phase_s"]) + 1)]
     causes = [f"{name.replace('_', ' ')} %" for name in SHOWN_CAUSES]
-    title = "real runs on Ray, of the devices that generate and judge"
-    shown = figures_table(title, "run s", *phases, "moves", "idle %", *causes, "other %")
+    title = "real runs on Ray, of all devices"
+    shown = figures_table(title, "step s", *phases, "moves", "train %", "idle %", *causes, "other %")
     for row in rows:
         found = [row["shares"][name] for name in SHOWN_CAUSES]
-        shares = [row["idle_share"], *found, row["idle_share"] - sum(found)]
+        shares = [row["train_share"], row["idle_share"], *found, row["idle_share"] - sum(found)]
         moves = f"{row['moved_to_judge']} + {row['moved_to_policy']}" if row["strategy"] == "dynamic" else "-"
-        seconds = [f"{seconds:.1f}" for seconds in (row["seconds"], *row["phase_s"])]
+        seconds = [f"{seconds:.1f}" for seconds in (row["step_s"], *row["phase_s"])]
         shown.add_row(row["strategy"], *seconds, moves, *(f"{100 * share:.1f}" for share in shares))
     return shown
 
@@ -166,12 +193,19 @@ def aims(rows: Sequence[Row]) -> list[str]:
     if dynamic is None or not others:
         return []
     moves = min(dynamic["moved_to_judge"], dynamic["moved_to_policy"])
-    fastest, least = (min(others, key=itemgetter(name)) for name in ("seconds", "idle_share"))
+    kinds = {name.split()[0]: [row for row in others if row["strategy"].startswith(name.split()[0])] for name in runs}
+    compared: list[str] = []
+    for kind, found in kinds.items():
+        least = min(found, key=itemgetter("idle_share"))
+        compared.append(
+            f"aim: dynamic idles less than {kind}: {dynamic['idle_share']:.1%} to {least['idle_share']:.1%} "
+            f"({least['strategy']}; {verdict(dynamic['idle_share'] < least['idle_share'])})"
+        )
+    fastest = min(others, key=itemgetter("seconds"))
     return [
         f"aim: dynamic moves an engine each way ({verdict(moves > 0)}), and no request is lost (met: every "
-        "step has the samples and scores of all runs)",
-        f"aim: dynamic idles less than all static strategies: {dynamic['idle_share']:.1%} to {least['idle_share']:.1%} "
-        f"({least['strategy']}; {verdict(dynamic['idle_share'] < least['idle_share'])})",
-        f"the run takes {fastest['seconds'] / dynamic['seconds']:.2f} times as long with the best static strategy "
+        "step has the samples, scores and gradients of all runs)",
+        *compared,
+        f"the run takes {fastest['seconds'] / dynamic['seconds']:.2f} times as long with the best of the others "
         f"({fastest['strategy']})",
     ]

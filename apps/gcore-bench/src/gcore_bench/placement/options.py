@@ -12,7 +12,7 @@ from gcore_runs import Bound
 PartName = Literal["balancer", "planner", "live", "study"]
 Counts = Literal["free", "equal", "close"]
 Lengths = Literal["lognormal", "pareto"]
-LiveStrategy = Literal["colocated", "split", "dynamic"]
+LiveStrategy = Literal["split", "colocated", "static", "dynamic"]
 _NonNegativeFloat = Annotated[float, at_least(0)]
 
 
@@ -22,7 +22,7 @@ class PlacementOptions(QuickOptions):
 
     parts: tuple[PartName, ...] = ("balancer", "planner", "live")
     """balancer: sequences over ranks, by simulated work, compared with verl and random; planner: seconds and memory of
-    small runs, predicted by laws fitted to others; live: runs on Ray whose load drifts, under each strategy; study:
+    small runs, predicted by laws fitted to others; live: runs on Ray whose load drifts, under each placement; study:
     simulations that answer the open questions of gcore-placement's docs."""
     samples: tuple[Count, ...] = (512, 4096, 16_384, 100_352, 1_000_448)
     """Sequences of a batch: multiples of each number of ranks."""
@@ -40,17 +40,23 @@ class PlacementOptions(QuickOptions):
     steps: Count = 3
     """Steps of each run of the planner in a round."""
     live_strategies: tuple[LiveStrategy, ...] = get_args(LiveStrategy)
-    """Strategies of live runs; split: a run for every split of the devices."""
-    live_devices: Annotated[int, at_least(2)] = 4
-    """Devices that engines and judges of a live run share."""
-    live_phase_steps: Count = 6
+    """Placements of live runs. split: half of the devices train, the others generate and judge; all have one role.
+    In the others, all devices train while all engines sleep; before, colocated: all generate, then all judge; static: a
+    run for every partition of the devices into those that generate and those that judge; dynamic: the partition
+    follows the load."""
+    live_devices: Annotated[int, at_least(3)] = 4
+    """Devices of a live run."""
+    live_phase_steps: Count = 5
     """Steps of each of its three phases: judging takes most, then generation, then judging again."""
-    live_batch: Count = 32
-    """Prompts of a step, each with four responses: several times what engines run at once, as in large runs."""
-    live_step_ms: _NonNegativeFloat = 16.0
+    live_batch: Count = 8
+    """Prompts of a step, each with four responses; about half of what is sampled has no signal and is replaced."""
+    live_step_ms: _NonNegativeFloat = 32.0
     """Least milliseconds of a decoding step of its engines, so that a few cores can stand for many devices."""
+    live_train_ms: _NonNegativeFloat = 8.0
+    """Milliseconds for which a training rank waits for each token that it trains on, for the same reason."""
     live_swap_ms: _NonNegativeFloat = 1000.0
-    """Milliseconds in which an engine of a live run goes to sleep, and in which it wakes."""
+    """Milliseconds in which an engine of a live run goes to sleep, and in which it wakes: a device's change from one
+    model to another is one of each."""
     study_folder: Annotated[
         Path, Bound(lambda path: path.absolute().parent.is_dir(), "a path in an existing folder")
     ] = Path("study")
@@ -67,10 +73,11 @@ class PlacementOptions(QuickOptions):
         "ranks": (4, 8),
         "rounds": 1,
         "steps": 1,
-        "live_devices": 2,
+        "live_devices": 3,
         "live_phase_steps": 1,
-        "live_batch": 16,
+        "live_batch": 4,
         "live_step_ms": 1.0,
+        "live_train_ms": 0.1,
         "live_swap_ms": 20.0,
         "study_steps": 2,
     }

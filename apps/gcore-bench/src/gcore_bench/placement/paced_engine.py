@@ -1,4 +1,4 @@
-"""An engine as slow as one of a large model on an accelerator, so that a few cores can stand for many devices."""
+"""Engines and training as slow as a large model's on accelerators, so that a few cores can stand for many devices."""
 
 import asyncio
 import time
@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+from torch import Tensor
+
 from gcore_rollout import Completion, HFEngine, Request
+from gcore_trainer import PolicyLossConfig, PolicyTokens
 
 MostTokens: TypeAlias = Callable[[], int] | None
 """Returns the most tokens of a response at present; None: as many as are asked for."""
@@ -23,13 +26,25 @@ def phase_tokens(metrics: Path, num_steps: int, max_tokens: Sequence[int]) -> in
     return max_tokens[min(steps // num_steps, len(max_tokens) - 1)]
 
 
+def paced_loss(token_s: float, tokens: PolicyTokens, config: PolicyLossConfig) -> Tensor:
+    """Return the plain policy gradient's loss, -A r, after ``token_s`` seconds a token of the micro-batch.
+
+    The wait stands for the forward and the backward pass of a rank over the tokens that it trains on.
+    """
+    del config
+    time.sleep(token_s * sum(tokens.lengths))
+    return -tokens.advantages * tokens.ratio
+
+
 class PacedEngine(HFEngine):
     """`HFEngine` that waits: a pass of the model takes at least ``step_s``, however few samples run, and to sleep or to
-    wake takes ``swap_s``. No token ends a response, so that lengths are known."""
+    wake with its weights takes ``swap_s``. No token ends a response, so that lengths are known."""
 
     step_s = 0.0
     swap_s = 0.0
     most_tokens: MostTokens = None
+    _is_away = False
+    """Whether the weights are asleep."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -59,10 +74,14 @@ class PacedEngine(HFEngine):
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         await super().sleep(keep_weights=keep_weights)
-        await asyncio.sleep(self.swap_s)
+        if not self._is_away:
+            await asyncio.sleep(self.swap_s)
+        self._is_away = True
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
-        await asyncio.sleep(self.swap_s)
+        if weights and self._is_away:
+            await asyncio.sleep(self.swap_s)
+            self._is_away = False
         await super().wake(weights=weights, cache=cache)
 
     def _begin(self, *_: Any) -> None:

@@ -6,12 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
-from gcore_runs.errors import UserError
 from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
 from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
 from gcore_trainer import LoRAConfig
 
 _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
+_PORT = Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,7 @@ class BaseTrainerConfig(Checked, section="trainer"):
     """Steps between evaluations on held-out rows; the first and last step always evaluate."""
     tensorboard: bool = True
     """Write TensorBoard events alongside metrics.jsonl."""
-    prometheus_port: Annotated[
-        int, Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
-    ] = 0
+    prometheus_port: Annotated[int, _PORT] = 0
     """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
     prometheus_host: str = "127.0.0.1"
     """Address to serve them at; 127.0.0.1: to this machine alone."""
@@ -149,12 +147,12 @@ class RayConfig(Checked, section="ray"):
 class PlacementConfig(Checked, section="placement"):
     """Division of the engines of a run on ray between the policy and a judge; all ranks train."""
 
-    strategy: Strategy = "split"
+    strategy: Strategy | None = None
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
-    then, between steps, an engine at a time moves from the role that idles to the one that is busy, more at once where
-    the load has jumped, as long as that saves more than it costs. colocated: each of rollout.num-processes devices has
-    an engine of both, and all generate, then all judge; the engines that wait are asleep. auto: dynamic, or colocated
-    where that takes less, swaps included."""
+    then, between steps, engines move from the role that idles to the one that is busy, as long as that saves more than
+    it costs. colocated: each of rollout.num-processes devices has an engine of both, and all generate, then all judge;
+    the engines that wait are asleep. auto: dynamic, or colocated where that takes less, swaps included. None or unset:
+    dynamic on a cluster with GPUs, three or more engines of both roles, and schedule sync; otherwise split."""
     horizon_steps: Count = 20
     """Steps over which a move must save more time than it takes; how long moves take is measured."""
 
@@ -196,7 +194,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
         (section, judge), size = self.judge, self.devices_per_engine
         is_alike = self.runtime != "ray" or judge is None or judge.tensor_parallel_size == size
         self.require(f"{section}.tensor_parallel_size", is_alike, f"{size}, as of rollout, with runtime 'ray'")
-        if self.placement.strategy != "split":
+        if self.placement.strategy not in (None, "split"):
             self._check_placement()
 
     @property
@@ -234,10 +232,17 @@ class BaseRLConfig(BaseRunConfig, ABC):
         return True
 
     @property
+    def strategy(self) -> Strategy:
+        """The placement strategy that is set, or else the one that suits the devices."""
+        (_, judge), engines = self.judge, self.rollout.num_processes or self.controllers
+        can_move = judge is not None and engines + (judge.num_processes or 1) > 2 and self.loop.schedule == "sync"
+        has_gpus = self.runtime == "ray" and self.device.startswith("cuda")
+        return self.placement.strategy or ("dynamic" if can_move and has_gpus else "split")
+
+    @property
     def engines_sleep(self) -> bool:
         """True if engines are asleep while the trainer, or those of the other role, work."""
-        strategy = self.placement.strategy
-        return self.takes_turns or strategy == "auto" or STRATEGIES[strategy].is_time_shared
+        return self.takes_turns or self.strategy == "auto" or STRATEGIES[self.strategy].is_time_shared
 
     @property
     def devices_per_engine(self) -> int:
@@ -247,7 +252,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
-        in_turns, (_, judge) = STRATEGIES[self.placement.strategy].is_time_shared, self.judge
+        in_turns, (_, judge) = STRATEGIES[self.strategy].is_time_shared, self.judge
         engines, ranks = self.rollout.num_processes or self.controllers, self.trainer.num_processes
         judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
         return Sizes(
@@ -271,7 +276,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
             name = self.judge[0].partition(".")[0]
             model = getattr(self, name)
             sections[name] = replace(model, judge=replace(model.judge, num_processes=sizes.judges))
-        placement = replace(self.placement, strategy="colocated") if sizes.in_turns else self.placement
+        placement = replace(self.placement, strategy="colocated" if sizes.in_turns else self.strategy)
         # At once: the settings in between may contradict each other.
         return replace(self, controllers=sizes.controllers, placement=placement, **sections)
 
@@ -280,13 +285,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
         own_judge = f"a judge in {section} that is not on servers, with whose engines the policy's share devices"
         expected = f"'split', or runtime 'ray' (now {self.runtime!r}) and {own_judge}"
         self.require("placement.strategy", self.runtime == "ray" and judge is not None, expected)
-        engines, is_time_shared = self.sizes.engines, STRATEGIES[self.placement.strategy].is_time_shared
-        is_even = not is_time_shared or judge is None or judge.num_processes in (0, engines)
+        engines, in_turns = self.sizes.engines, self.sizes.in_turns
+        is_even = not in_turns or judge is None or judge.num_processes in (0, engines)
         expected = f"rollout.num_processes={engines}, or 0 for as many, with placement.strategy 'colocated'"
         self.require(f"{section}.num_processes", is_even, expected)
-
-
-def check_one_source(data: BaseDataConfig, task: str, *, of: str) -> None:
-    """Raise `UserError` if both files and a task are given."""
-    if data.train_files and task:
-        raise UserError(f"task.name is {task!r} and data.train_files is set; expected one source of {of}")

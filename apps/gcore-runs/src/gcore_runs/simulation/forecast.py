@@ -41,7 +41,7 @@ def forecast_job(config: BaseRLConfig, job: Job, path: Path, *, num_engines: int
     correction = Correction(most=_MOST)
     if path.exists():
         correction.load_state(Correction.load(path).state())
-    is_time_shared, num_ranks = STRATEGIES[config.placement.strategy].is_time_shared, config.trainer.num_processes
+    is_time_shared, num_ranks = STRATEGIES[config.strategy].is_time_shared, config.trainer.num_processes
     num_judges = max(1, config.sizes.judges) if job.judge else 0
     in_all = max(num_engines, num_judges) if is_time_shared else num_engines + num_judges
     num_devices = max(in_all, num_ranks)

@@ -75,6 +75,9 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         self._is_asleep = False
         """Whether the keys and values are asleep, with the weights or alone."""
         self._are_weights_asleep = False
+        self._may_start = asyncio.Event()
+        """Cleared while all are asleep, and something else has their devices: a replacement starts awake."""
+        self._may_start.set()
         self._closed = False
 
     @property
@@ -106,8 +109,23 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         await self._all(lambda engine: engine.resume())
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
-        await self._all(lambda engine: engine.sleep(keep_weights=keep_weights))
+        """Put all replicas to sleep, and replacements that are being started; those of later deaths start after `wake`.
+
+        If all have died, the next `update_weights` starts one.
+        """
+        while self._restarts and self._may_start.is_set():
+            await asyncio.wait(self._restarts)
+        self._may_start.clear()
+        before = self._is_asleep, self._are_weights_asleep
+        # First, because a replica that joins meanwhile is not called.
         self._is_asleep = self._are_weights_asleep = True
+        try:
+            await self._all(lambda engine: engine.sleep(keep_weights=keep_weights))
+        except Exception:
+            self._is_asleep, self._are_weights_asleep = before
+            if not self._is_asleep:
+                self._may_start.set()
+            raise
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
         before = self._is_asleep, self._are_weights_asleep
@@ -119,6 +137,8 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         except Exception:
             self._is_asleep, self._are_weights_asleep = before
             raise
+        if not self._is_asleep:
+            self._may_start.set()
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Update all replicas; weights that cannot be read again are first written to shared memory, once for all.
@@ -143,6 +163,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
                     while not await self._broadcast_weights(kept, version):
                         if not self._restarts:
                             raise EngineDiedError(self._why_none_serves())
+                        self._may_start.set()
                         await asyncio.wait(self._restarts, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 if isinstance(kept, SharedCudaWeights) and kept is not weights:
@@ -292,6 +313,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         return task
 
     async def _replace(self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]], name: str) -> None:
+        await self._may_start.wait()
         try:
             engine = await restart()
         except Exception as error:

@@ -1,5 +1,6 @@
 """Host memory for tensors that leave the device: pinned where the device is CUDA, and exactly as large as needed."""
 
+import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -138,6 +139,7 @@ class Sleeper:
             storage.resize_(0)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        _return_free_memory()
 
     @torch.no_grad()
     def wake(self) -> None:
@@ -180,3 +182,10 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tenso
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _return_free_memory() -> None:
+    """Return the free pages of the C heap to the system, where its C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, GenerationConfig
 
 from gcore_rollout.engines.queueing import check_weights
+from gcore_rollout.engines.sleeping import return_free_memory
 from gcore_rollout.engines.vllm import ranks
 from gcore_rollout.errors import MissingExtraError, UnsupportedModelError
 from gcore_rollout.images.vision_processor import VISION_MODELS, VisionProcessor
@@ -127,7 +128,10 @@ def shut_down(engine: "LLMEngine", *, is_last: bool, made_process_group: bool) -
 
 
 def free_kv_cache(worker: Any) -> None:
-    """Return the pages of a CPU worker's keys and values to Linux, as vLLM's own sleep does not; they become zeros."""
+    """Return the pages of a CPU worker's keys and values to Linux, as vLLM's own sleep does not; they become zeros.
+
+    The memory of freed activations goes with them.
+    """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -140,6 +144,7 @@ def free_kv_cache(worker: Any) -> None:
         if length > 0 and libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
             code = ctypes.get_errno()
             raise OSError(code, f"madvise of the key-value cache: {os.strerror(code)}")
+    return_free_memory()
 
 
 def repack_head(model: torch.nn.Module) -> None:
