@@ -52,7 +52,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """Who would be where, in how much memory, and for how long."""
+    """A run on a cluster: the map of its processes, the memory of its GPUs, and the predicted step."""
 
     device_map: DeviceMap
     cluster: Cluster

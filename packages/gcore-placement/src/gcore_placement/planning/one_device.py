@@ -21,7 +21,7 @@ from gcore_placement.planning.options import EngineRoofline
 from gcore_placement.quantities import Amount, Checked, Positive
 
 Resident = Literal["trainer", "policy engine", "judge"]
-"""Who is on a device; the trainer with its critic and reference."""
+"""A role that is on a device; the trainer has its critic and reference with it."""
 PlanStage = Literal["generate", "prepare", "train", "sync"]
 """A stage of a step, by what has to be in memory: generate, the engines; prepare, models that score; train; sync, the
 trainer's state and the weights of the engine that takes them over."""
