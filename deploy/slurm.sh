@@ -24,14 +24,15 @@ export RAY_AUTH_MODE=token
 export RAY_AUTH_TOKEN_PATH="$PWD/.ray-token-$SLURM_JOB_ID"
 (umask 077 && openssl rand -hex 32 >"$RAY_AUTH_TOKEN_PATH")
 # The steps of srun end with this script.
-trap 'rm -f "$RAY_AUTH_TOKEN_PATH"; kill $(jobs -p)' EXIT
+trap 'rm -f "$RAY_AUTH_TOKEN_PATH"; kill $(jobs -p) || true' EXIT
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-host=$(hostname --ip-address | cut -d " " -f 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Where nodes have several networks, set it to the address on the fastest one.
+host=$(hostname --all-ip-addresses | cut -d " " -f 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
 resources=(--num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="${SLURM_GPUS_ON_NODE:-0}" --disable-usage-stats --block)
 
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$first" \
   ray start --head --node-ip-address="$host" --port="$port" --include-dashboard=false "${resources[@]}" &
 for _ in {1..120}; do
   (: </dev/tcp/"$host"/"$port") 2>/dev/null && break
@@ -39,7 +40,7 @@ for _ in {1..120}; do
 done
 if ((SLURM_NNODES > 1)); then
   others=$((SLURM_NNODES - 1))
-  srun --overlap --nodes="$others" --ntasks="$others" --ntasks-per-node=1 --exclude="$head" \
+  srun --overlap --nodes="$others" --ntasks="$others" --ntasks-per-node=1 --exclude="$first" \
     ray start --address="$host:$port" "${resources[@]}" &
 fi
 

@@ -1,4 +1,4 @@
-"""The memory that programs of this machine can have: what the machine has free, and what its container may still take."""
+"""The memory that programs can have: what the machine has free, and what its container may still take."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

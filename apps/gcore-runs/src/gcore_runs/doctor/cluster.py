@@ -107,7 +107,7 @@ def _read(found: Mapping[str, dict[str, Any]], folder: Path) -> list[Node]:
     probes = {name: probe for name, probe in probes.items() if name in answers}
     for name, probe in probes.items():
         start_s = time.time()
-        there_s = ray.get(probe.time_s.remote())
+        there_s: float = ray.get(probe.time_s.remote())
         end_s = time.time()
         skew_s = there_s - (start_s + end_s) / 2
         nodes[name] = replace(nodes[name], skew_s=skew_s, skew_error_s=(end_s - start_s) / 2)

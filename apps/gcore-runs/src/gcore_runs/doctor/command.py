@@ -67,16 +67,16 @@ def _findings(address: str, folder: Path, *, expected: int, parameters: int) -> 
         for finding in [*check_machine(own, parameters=parameters), *check_ports(own), *check_token(own)]:
             yield "", finding
         return
-    from gcore_controller import ClusterError
-    from gcore_runs.doctor.cluster import read_cluster
+    from gcore_controller import ClusterError, check_token as check_access
 
     try:
+        check_access(address)
+        from gcore_runs.doctor.cluster import read_cluster
+
         nodes = read_cluster(address, folder, expected=expected)
     except (ClusterError, ConnectionError) as error:
-        yield (
-            "",
-            Finding(check="cluster", verdict="error", found=one_line(error), advice="ray start --head, or its token"),
-        )
+        advice = "start the head (ray start --head), or give this process its token"
+        yield "", Finding(check="cluster", verdict="error", found=one_line(error), advice=advice)
         for finding in check_machine(read_machine(folder), parameters=parameters):
             yield "", finding
         return
@@ -101,8 +101,5 @@ def lines(found: Sequence[Located]) -> list[str]:
         where = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: " if names else ""
         advice = f"; to do: {finding.advice}" if finding.advice else ""
         shown.append(f"{finding.verdict:8} {finding.check:14} {where}{finding.found}{advice}")
-    counts = [sum(finding.verdict == verdict for _, finding in found) for verdict in ("error", "warning")]
-    errors, warnings = (
-        f"{count or 'no'} {name}{'s' * (count != 1)}" for count, name in zip(counts, ("error", "warning"))
-    )
-    return [*shown, f"{errors}, {warnings}"]
+    counts = {verdict: sum(finding.verdict == verdict for _, finding in found) for verdict in ("error", "warning")}
+    return [*shown, ", ".join(f"{count or 'no'} {name}{'s' * (count != 1)}" for name, count in counts.items())]

@@ -93,7 +93,7 @@ def check_gpus_of_ray(nodes: Sequence[Node]) -> Iterator[Finding]:
         has_gpus = has_gpus or bool(present)
         if present and node.gpus < present:
             found = f"Ray has {node.gpus:g} of the {present} GPUs of {node.name}"
-            advice = "ray start there with --num-gpus, or without CUDA_VISIBLE_DEVICES; a head may be left without on purpose"
+            advice = "ray start there with --num-gpus, unless it is a head without work for them"
             yield Finding(check="gpus of ray", verdict="warning", found=found, advice=advice)
     if has_gpus:
         yield Finding(check="gpus of ray", verdict="ok", found=f"{sum(node.gpus for node in nodes):g}")
