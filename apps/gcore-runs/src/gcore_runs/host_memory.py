@@ -15,7 +15,7 @@ class HostMemory:
     limit_bytes: int | None = None
     """Limit of the container, or of a cgroup above it, that leaves least; None: there is none."""
     used_bytes: int = 0
-    """What that cgroup uses, without the file cache that it would give back."""
+    """Memory that this cgroup uses, without the file cache that it would give back."""
 
     @property
     def available_bytes(self) -> int:

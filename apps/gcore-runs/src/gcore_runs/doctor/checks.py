@@ -30,7 +30,7 @@ class Finding:
     verdict: Verdict
     found: str
     advice: str = ""
-    """What to do; empty where nothing is wrong."""
+    """The way to repair it; empty where nothing is wrong."""
 
 
 def check_machine(own: Readings, *, parameters: int = 0) -> list[Finding]:

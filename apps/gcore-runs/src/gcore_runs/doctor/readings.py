@@ -1,4 +1,4 @@
-"""What a machine says of itself: read here, and judged in `checks`."""
+"""Facts of this machine, for `checks` to judge."""
 
 import ctypes
 import importlib.metadata
@@ -96,7 +96,7 @@ class Readings:
     """Error of writing into it."""
     disk_free_bytes: int = 0
     busy_ports: Sequence[int] = ()
-    """Those of `RAY_PORTS` on which something listens."""
+    """Ports of `RAY_PORTS` on which something listens."""
     token: Token = field(default_factory=Token)
     time_s: float = 0.0
     """Time of its clock, in seconds since 1970."""
