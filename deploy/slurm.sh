@@ -23,6 +23,8 @@ ulimit -n "$(ulimit -Hn)"
 export RAY_AUTH_MODE=token
 export RAY_AUTH_TOKEN_PATH="$PWD/.ray-token-$SLURM_JOB_ID"
 (umask 077 && openssl rand -hex 32 >"$RAY_AUTH_TOKEN_PATH")
+# srun does not take over sbatch's option by itself, and would bind each step to one core.
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 # The steps of srun end with this script.
 trap 'rm -f "$RAY_AUTH_TOKEN_PATH"; kill $(jobs -p) || true' EXIT
 

@@ -19,17 +19,17 @@ PORTS = {
 """Files that listen on a port, and their row in the table of sockets."""
 
 UNPICKLES = re.compile(
-    r"\bpickle\.loads?\(|\bUnpickler\(|\btorch\.load\(|\bobject_list\(|\ball_gather_object\(|\.recv\(\)"
+    r"\bpickle\.loads?\(|\bUnpickler\(|\btorch\.load\(|broadcast_object_list\(|\ball_gather_object\(|\.recv\(\)"
 )
 PICKLES = {
-    "packages/gcore-ckpt/src/gcore_ckpt/tools/dcp.py": "a file that a user names, by an unpickler that makes records alone",
+    "packages/gcore-ckpt/src/gcore_ckpt/tools/dcp.py": "a file, by an unpickler that makes records alone",
     "packages/gcore-controller/src/gcore_controller/runtimes/local.py": "a pipe",
     "packages/gcore-rollout/src/gcore_rollout/engines/remote/fork_server.py": "a socket pair",
-    "packages/gcore-rollout/src/gcore_rollout/engines/remote/process.py": "a socket pair",
     "packages/gcore-rollout/src/gcore_rollout/engines/remote/session.py": "a socket pair, or a call of Ray",
     "packages/gcore-rollout/src/gcore_rollout/engines/remote/ray_actor.py": "a call of Ray",
     "packages/gcore-rollout/src/gcore_rollout/engines/remote/ray_engine.py": "a call of Ray",
     "packages/gcore-rollout/src/gcore_rollout/weight_sync/shared_weights.py": "a socket pair",
+    "packages/gcore-rollout/src/gcore_rollout/images/models.py": "a file, with weights_only",
     "packages/gcore-trainer/src/gcore_trainer/megatron/architecture.py": "torch.distributed",
     "packages/gcore-trainer/src/gcore_trainer/megatron/pieces.py": "torch.distributed",
     "packages/gcore-trainer/src/gcore_trainer/megatron/trainer.py": "torch.distributed",

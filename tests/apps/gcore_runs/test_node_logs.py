@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -58,7 +59,7 @@ def private_mounts_work() -> bool:
 @pytest.mark.skipif(not private_mounts_work(), reason="a node with a file system of its own needs the right to mount")
 def test_logs_of_a_node_without_the_folder_are_collected(tmp_path: Path) -> None:
     """One that has an own, empty file system where the run's folder is; also of a process that was killed."""
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     logs = tmp_path / "logs"
     cluster = Cluster()
     cluster.add_node(num_cpus=1, object_store_memory=100 << 20, include_dashboard=False)
