@@ -194,6 +194,16 @@ def test_what_is_in_order_on_all_nodes_is_one_line() -> None:
     ]
 
 
+def test_a_process_on_a_node_sees_the_gpus_that_ray_hides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From one that reserves none."""
+    from gcore_runs.doctor.cluster import Probe
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES" not in Probe().read(str(tmp_path)).environment
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert Probe().read(str(tmp_path)).environment["CUDA_VISIBLE_DEVICES"] == "0"
+
+
 def test_lines_of_the_driver_are_read() -> None:
     out = "NVIDIA H100 80GB HBM3, 81559, 580.82.07, 00000000:19:00.0\n" * 2
     gpus, driver = parse_gpus(out)

@@ -32,6 +32,9 @@ class Probe:
 
     def read(self, folder: str) -> Readings:
         """See `read_machine`."""
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+            # Ray hides all GPUs from a process that reserves none.
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         return read_machine(Path(folder))
 
     def time_s(self) -> float:
