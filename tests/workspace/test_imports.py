@@ -49,6 +49,8 @@ ADAPTERS = {
         "packages/gcore-rollout/src/gcore_rollout/engines/remote/ray_engine.py",
         "packages/gcore-rollout/src/gcore_rollout/weight_sync/weight_references.py",
         "apps/gcore-bench/src/gcore_bench/controller/",
+        "apps/gcore-runs/src/gcore_runs/doctor/cluster.py",
+        "apps/gcore-runs/src/gcore_runs/node_logs.py",
         "apps/gcore-runs/src/gcore_runs/on_ray.py",
     ],
     "prometheus_client": ["apps/gcore-runs/src/gcore_runs/prometheus.py"],

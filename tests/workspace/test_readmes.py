@@ -18,15 +18,23 @@ from house import APPS, READMES, ROOT, fenced_blocks, names_of_tests, relative
 
 from gcore_llm.config import TrainConfig
 
-DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "docs/on-one-gpu.md"]
+DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "docs/on-one-gpu.md", ROOT / "docs/on-a-cluster.md"]
 
 HERE = "tests/workspace/test_readmes.py"
 WHEELS = "tests/workspace/test_wheels.py"
+CUDA, DEPLOY = "tests/workspace/test_cuda_environment.py", "tests/apps/test_deploy.py"
 LLM, DIFFUSION, BENCH = (f"tests/apps/gcore_{app}" for app in ("llm", "diffusion", "bench"))
 
 CHECKED_ELSEWHERE = {
     r"pip install uv": ".ci/run",
     r"uv sync": ".ci/run",
+    r"(export UV_\w+=1 UV_NO_SYNC=1|uv sync --group dev --group cuda)": f"{CUDA}::test_uv_run_leaves_it_as_it_is",
+    r"(source|ulimit|export RAY_AUTH_MODE=token|chmod 600) ?.*": f"{DEPLOY}::test_the_slurm_script_runs_on_two_nodes",
+    r"(docker|kubectl|sbatch) .*": f"{DEPLOY}::test_files_that_commands_of_the_page_name_exist",
+    r"ray (start|get-auth-token) .*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
+    r"gcore-placement plan --model /shared/.*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
+    r"gcore-llm (doctor --ray|train --config run.toml).*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
+    r"(uv run )?gcore-llm doctor": "tests/apps/gcore_runs/test_doctor.py::test_the_command_checks_this_machine",
     r"uv run ruff check": ".ci/run",
     r"uv run ruff format --check": ".ci/run",
     r"uv run basedpyright": ".ci/run",

@@ -18,6 +18,7 @@ from gcore_runs import (
     Count,
     NonNegative,
     RunArgs,
+    doctor_command,
     logs_command,
     parse,
     parse_arguments,
@@ -35,6 +36,7 @@ commands:
   sample RUN PROMPT   make images with a run's latest policy
   report RUN          write the run's report.html again
   logs RUN            print what the run's processes logged, by time
+  doctor              check this machine, or the nodes of a Ray cluster, before a run
 
 gcore-diffusion COMMAND --help documents every option.
 """
@@ -100,4 +102,5 @@ _COMMANDS: dict[str, Command] = {
     "sample": _sample,
     "report": _report,
     "logs": partial(logs_command, "gcore-diffusion"),
+    "doctor": partial(doctor_command, "gcore-diffusion"),
 }

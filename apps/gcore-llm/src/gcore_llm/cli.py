@@ -26,6 +26,7 @@ from gcore_runs import (
     Count,
     NonNegative,
     RunArgs,
+    doctor_command,
     logs_command,
     parse,
     parse_arguments,
@@ -48,6 +49,7 @@ commands:
   eval RUN            score a run's latest policy on its held-out prompts
   report RUN          write the run's report.html again
   logs RUN            print what the run's processes logged, by time
+  doctor              check this machine, or the nodes of a Ray cluster, before a run
   simulate            predict the time of a step of train, on up to 100,000 modelled devices
 
 gcore-llm COMMAND --help documents every option.
@@ -151,5 +153,6 @@ _COMMANDS: dict[str, Command] = {
     "eval": _eval,
     "report": partial(report_command, "gcore-llm", KINDS),
     "logs": partial(logs_command, "gcore-llm"),
+    "doctor": partial(doctor_command, "gcore-llm"),
     "simulate": _simulate,
 }

@@ -7,12 +7,14 @@ from .command_line import (
     run_command as run_command,
     run_training as run_training,
 )
+from .doctor.command import doctor_command as doctor_command
 from .errors import (
     UserError as UserError,
     check_one_source as check_one_source,
     one_line as one_line,
     said as said,
 )
+from .host_memory import available_host_bytes as available_host_bytes
 from .inputs import (
     build_tokenizer as build_tokenizer,
     check_model as check_model,

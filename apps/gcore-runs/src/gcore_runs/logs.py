@@ -28,6 +28,8 @@ MAX_FILE_BYTES = 16 * 2**20
 """Size at which a file is renamed to NAME.log.1, and a new one started."""
 NUM_OLD_FILES = 3
 """Number of renamed files that are kept."""
+MAIN = "main.log"
+"""The file of a run's main process."""
 MARK = "MARK"
 """Level of a line that dates the output above it."""
 _MARK_EVERY_S = 0.5
@@ -211,7 +213,8 @@ def merged_lines(
     files: dict[Path, _LogFile] = {}
     with ExitStack() as opened:
         while True:
-            paths = sorted(folder.glob("*.log"))
+            # Nodes that do not share the folder have one of their own in it.
+            paths = sorted([*folder.glob("*.log"), *folder.glob("*/*.log")])
             for path in paths:
                 its_role, _, its_rank = path.stem.partition("-")
                 is_wanted = role in ("", its_role) and (rank is None or str(rank) == its_rank)

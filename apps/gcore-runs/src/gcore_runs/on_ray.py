@@ -54,6 +54,7 @@ from gcore_rollout import (
 )
 from gcore_runs import BaseRLConfig, PlacementConfig, RunJob, UserError, log_to, logged, logs_of
 from gcore_runs.engines import Instrumentation, allocator_variables
+from gcore_runs.node_logs import NodeLogs
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
@@ -164,6 +165,7 @@ async def start_ray_backend(
         placement=partial(LivePlacement, config=placement) if STRATEGIES[config.strategy].follows_load else None,
         engine_errors=(EngineDiedError,),
         announce=announce,
+        after_end=NodeLogs(logs).collect,
     )
     return await backend.start()
 

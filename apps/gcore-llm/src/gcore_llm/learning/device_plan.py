@@ -21,7 +21,7 @@ from gcore_placement import (
     TrainingState,
     plan_one_device,
 )
-from gcore_runs import UserError, count_parameters
+from gcore_runs import UserError, available_host_bytes, count_parameters
 from gcore_runs.simulation.forecast import model_shape
 from gcore_trainer import LARGE_MODEL, SHARE_OF_GRADIENTS
 
@@ -198,12 +198,6 @@ def summary(plan: DevicePlan, device: Device) -> list[str]:
 
 def _host_items(host: Mapping[str, float]) -> str:
     return ", ".join(f"{item} {size / _GB:.1f}" for item, size in host.items() if size >= _GB / 20) or "less than 0.1"
-
-
-def available_host_bytes() -> float:
-    """Return the memory of this machine that programs can have without swapping."""
-    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: float) -> None:

@@ -82,6 +82,8 @@ def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection)
     spec.enter_process(rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process decides
     os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
+    # Gloo asks for no password: its ports are for this machine alone, whatever address the host's name stands for.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - documented, not in __all__
 

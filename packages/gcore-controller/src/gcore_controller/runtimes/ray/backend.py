@@ -92,6 +92,8 @@ class RayBackend(Generic[JobT, ConfigT]):
     """Errors of a program that mean that an engine died."""
     announce: Callable[[str], None] | None = None
     """Prints a line on the screen, such as what an engine died of."""
+    after_end: Callable[[], Awaitable[None]] | None = None
+    """Called after processes have ended: when lost ones were replaced, and when all were closed."""
 
     def __post_init__(self) -> None:
         self.learner = RayTrainerGroup()
@@ -151,6 +153,8 @@ class RayBackend(Generic[JobT, ConfigT]):
             raise error
         before = self._capacity.whole
         keeps_models = await self._settle(keeps_models=keeps_models)
+        if self.after_end is not None:
+            await self.after_end()
         if self._capacity.whole != before:
             done = f"the run has {self._capacity.whole} now, of {self._asked.sizes}"
         return Recovery(
@@ -167,6 +171,8 @@ class RayBackend(Generic[JobT, ConfigT]):
             await self.engines.close()
             if self._controllers is not None:
                 await self._controllers.close()
+            if self.after_end is not None:
+                await self.after_end()
             ray.shutdown()
 
     async def _take_in(self, recorder: Recorder, rank: int, event: Event) -> None:

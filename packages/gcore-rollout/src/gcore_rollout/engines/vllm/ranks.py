@@ -37,6 +37,8 @@ def rank_options(
         return {}
     # A fork would copy threads' locks without their threads.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    # All ranks are on this machine; gloo's ports, which ask for no password, need not be open to others.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if on_cpu:
         # By itself, vLLM refuses more ranks than there are NUMA nodes; the ranks share the threads of this process.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -1,0 +1,158 @@
+"""The readings of every node of a Ray cluster, taken by a process on each."""
+
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import worker as ray_worker
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from gcore_controller import connect
+from gcore_runs.doctor.node_checks import Node
+from gcore_runs.doctor.readings import Readings, read_machine
+
+_TIMEOUT_S = 120.0
+"""Starting a process on a node, and importing torch there, may take a minute from a shared file system."""
+_JOIN_TIMEOUT_S = 60.0
+_REACH_TIMEOUT_S = 3.0
+_SEEN_TIMEOUT_S = 5.0
+"""A file may be seen on another client of NFS this much later."""
+
+
+class Probe:
+    """A process on a node, which reads its machine and meets those of the others."""
+
+    def read(self, folder: str) -> Readings:
+        """See `read_machine`."""
+        if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+            # Ray hides all GPUs from a process that reserves none.
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        return read_machine(Path(folder))
+
+    def time_s(self) -> float:
+        """Return the time of this node's clock."""
+        return time.time()
+
+    def sees(self, marker: str) -> bool:
+        """Return whether a file that was written on another machine is here."""
+        deadline_s = time.monotonic() + _SEEN_TIMEOUT_S
+        while not (found := Path(marker).is_file()) and time.monotonic() < deadline_s:
+            with suppress(OSError):
+                # Listing a folder makes NFS ask for what is new in it.
+                os.listdir(Path(marker).parent)  # noqa: PTH208 - iterdir would be lazy
+            time.sleep(0.2)
+        return found
+
+    def listen(self) -> tuple[str, int]:
+        """Listen on a free port of the address by which Ray knows this node, as training ranks do."""
+        self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
+        return self._listener.getsockname()[:2]
+
+    def unreachable(self, places: Mapping[str, tuple[str, int]]) -> list[str]:
+        """Return the names of places that this node cannot connect to."""
+        missed: list[str] = []
+        for name, place in places.items():
+            try:
+                socket.create_connection(place, timeout=_REACH_TIMEOUT_S).close()
+            except OSError:
+                missed.append(name)
+        return missed
+
+
+def read_cluster(address: str, folder: Path, *, expected: int = 0) -> list[Node]:
+    """Connect to a cluster, wait a minute for the ``expected`` number of nodes, and read each.
+
+    Raises:
+        ClusterError: it requires a token that this process does not have.
+        ConnectionError: no cluster answers at the address.
+    """
+    setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
+    connect(address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        return _read(_joined(expected), folder.absolute())
+    finally:
+        ray.shutdown()
+
+
+def _joined(expected: int) -> dict[str, dict[str, Any]]:
+    deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
+    while True:
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        if len(alive) >= expected or time.monotonic() > deadline_s:
+            return {f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})": node for node in alive}
+        time.sleep(1.0)
+
+
+def _read(found: Mapping[str, dict[str, Any]], folder: Path) -> list[Node]:
+    remote: Any = ray.remote
+    probes: dict[str, Any] = {}
+    nodes: dict[str, Node] = {}
+    for name, node in found.items():
+        place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        probes[name] = remote(Probe).options(num_cpus=0, scheduling_strategy=place).remote()
+        resources: Mapping[str, float] = node["Resources"]
+        nodes[name] = Node(
+            name=name,
+            object_store_bytes=int(resources.get("object_store_memory", 0)),
+            gpus=resources.get("GPU", 0.0),
+        )
+    answers, errors = _asked(probes, lambda probe: probe.read.remote(str(folder)))
+    for name in nodes:
+        nodes[name] = replace(nodes[name], readings=answers.get(name), error=errors.get(name, ""))
+    probes = {name: probe for name, probe in probes.items() if name in answers}
+    for name, probe in probes.items():
+        start_s = time.time()
+        there_s: float = ray.get(probe.time_s.remote())
+        end_s = time.time()
+        skew_s = there_s - (start_s + end_s) / 2
+        nodes[name] = replace(nodes[name], skew_s=skew_s, skew_error_s=(end_s - start_s) / 2)
+    with ExitStack() as stack:
+        if marker := _marker(folder, stack):
+            seen, _ = _asked(probes, lambda probe: probe.sees.remote(str(marker)))
+            for name in probes:
+                nodes[name] = replace(nodes[name], sees_folder=seen.get(name, False))
+    places, _ = _asked(probes, lambda probe: probe.listen.remote())
+    missed, _ = _asked(probes, lambda probe: probe.unreachable.remote(places))
+    for name in probes:
+        nodes[name] = replace(nodes[name], unreachable=missed.get(name, list(places)))
+    return list(nodes.values())
+
+
+def _marker(folder: Path, stack: ExitStack) -> Path | None:
+    """Write a file into the folder of runs, or the one that it will be in; None: it cannot be written."""
+    there = next(path for path in [folder, *folder.parents] if path.is_dir())
+    marker = there / f".gcore-doctor-{uuid.uuid4().hex}"
+    try:
+        marker.touch()
+    except OSError:
+        return None
+    stack.callback(marker.unlink, missing_ok=True)
+    return marker
+
+
+def _asked(probes: Mapping[str, Any], ask: Callable[[Any], Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the answers of all nodes, and the errors of those that did not answer."""
+    calls = {name: ask(probe) for name, probe in probes.items()}
+    done: Sequence[Any] = []
+    if calls:
+        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_TIMEOUT_S)
+    answers: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+    for name, call in calls.items():
+        if call not in done:
+            errors[name] = f"no answer within {_TIMEOUT_S:.0f} s"
+            continue
+        try:
+            answers[name] = ray.get(call)
+        except Exception as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            errors[name] = lines[-1] if lines else type(error).__name__
+    return answers, errors
