@@ -120,7 +120,7 @@ def train_with_naps(
     with mock.patch.object(optimizers, "_SMALLEST", 300):
         trainer = TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel, offload=offload)
     if optimizer.name == "adamw_8bit":
-        assert len(trainer._adamw.kept()["values"]) > 10  # pyright: ignore[reportPrivateUsage]  # what is in memory
+        assert len(trainer._optimizer.kept()["values"]) > 10  # pyright: ignore[reportPrivateUsage]  # what is in memory
     metrics: list[dict[str, float]] = []
     held = 0
     for replicas in steps:

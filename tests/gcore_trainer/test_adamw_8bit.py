@@ -50,7 +50,7 @@ def losses(trainer: TorchTrainer, steps: range) -> list[float]:
 
 
 def quantized(trainer: TorchTrainer) -> AdamW8bit:
-    adamw = trainer._adamw  # pyright: ignore[reportPrivateUsage]  # what is in memory
+    adamw = trainer._optimizer  # pyright: ignore[reportPrivateUsage]  # what is in memory
     assert isinstance(adamw, AdamW8bit)
     return adamw
 

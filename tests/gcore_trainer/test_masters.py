@@ -86,7 +86,7 @@ def test_memory_of_offloaded_states_is_one_block(qwen2: Path) -> None:
 def test_adapters_alone_have_masters(qwen2: Path) -> None:
     trainer = make_trainer(qwen2, lora=LoRAConfig(rank=4), **BF16)
     assert all("lora" in name for name in trainer.state()["model"])
-    assert all(p.dtype == torch.bfloat16 for p in trainer._packed.model.parameters())  # pyright: ignore[reportPrivateUsage]  # what is in memory
+    assert all(p.dtype == torch.bfloat16 for p in trainer._model.model.parameters())  # pyright: ignore[reportPrivateUsage]  # what is in memory
     losses(trainer, 1)
 
 

@@ -150,7 +150,7 @@ def _predicted(
         most = max(1, min(config.rollout.max_num_seqs, int(held / longest)))
         return EngineLayout(num_engines=count, devices_per_engine=size, max_num_seqs=most)
 
-    plans, judge, strategy = memory.values(), None, config.placement.strategy
+    plans, judge, strategy = memory.values(), None, config.strategy
     if job.judge is not None:
         _, read, written = job.engine_role("reward")
         held = [plan.judge_kv_tokens for plan in plans]

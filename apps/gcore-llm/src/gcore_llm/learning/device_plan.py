@@ -53,7 +53,7 @@ def plan_memory(
     if judged.kind == "classifier" and residents is None:
         others["reward model"] = float(job.compute_bytes * count_parameters(Path(judged.path)))
     is_auto = rollout.colocated == "auto" and config.can_take_turns and residents is None
-    is_mapped, strategy = residents is not None, config.placement.strategy
+    is_mapped, strategy = residents is not None, config.strategy
     engine = EngineSettings(
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens or _batched_tokens(config, device),

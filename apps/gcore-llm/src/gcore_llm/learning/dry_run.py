@@ -7,7 +7,6 @@ from gcore_llm.config import TrainConfig
 from gcore_llm.learning.cluster_plan import dry_run_cluster
 from gcore_llm.learning.device_plan import (
     CHECKPOINTED,
-    available_host_bytes,
     check_fits,
     check_host_fits,
     fitted,
@@ -16,7 +15,7 @@ from gcore_llm.learning.device_plan import (
 )
 from gcore_llm.recipes.shapes import shape_folder
 from gcore_placement import Device, DevicePlan, PlacementError
-from gcore_runs import UserError, check_model, count_parameters, print_table
+from gcore_runs import UserError, available_host_bytes, check_model, count_parameters, print_table
 
 _STAND_IN = "H100"
 """Device that a dry run plans for on a machine without a GPU."""
