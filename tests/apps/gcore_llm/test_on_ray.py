@@ -220,6 +220,34 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
     assert Checkpointer(tmp_path / "checkpoints").steps() == [1]
 
 
+BROKEN = """
+import torch
+import torch.distributed as dist
+
+num_calls = 0
+
+def broken(tokens, config):
+    global num_calls
+    num_calls += 1
+    if num_calls > 1 and dist.get_rank() == 1:
+        return tokens.advantages + torch.zeros(3, 5)
+    return -tokens.advantages * tokens.ratio
+"""
+
+
+def test_an_error_of_a_loss_ends_the_run_at_once(cli: Cli, own_args: list[str]) -> None:
+    """In one rank, for which the other one waits in a collective."""
+    (cli.cwd / "own.py").write_text(BROKEN)
+    loss = ["--actor.loss.loss-mode", f"{cli.cwd / 'own.py'}:broken", "--trainer.save-freq", "1"]
+    finished = cli(*own_args, *loss, "--runtime", "ray", "--trainer.num-processes", "2")
+    assert finished.code == 2, finished
+    assert "training rank 1, process " in finished.err
+    assert "in broken" in finished.err
+    assert "must match the size of tensor" in finished.err
+    assert "started again" not in finished.out
+    assert Checkpointer(cli.cwd / "runs/default/checkpoints").steps() == [1]
+
+
 def test_a_cluster_that_is_not_there(cli: Cli, own_args: list[str]) -> None:
     error = cli.refused(*own_args, "--runtime", "ray", "--ray.address", "127.0.0.1:1")
     assert "ray.address is '127.0.0.1:1': no Ray cluster answers there" in error

@@ -16,6 +16,7 @@ from .errors import (
     ControllerDiedError as ControllerDiedError,
     ControllerError as ControllerError,
     DeadlineError as DeadlineError,
+    RankCodeError as RankCodeError,
     RankError as RankError,
 )
 from .rlhf.batch_producer import (

@@ -45,7 +45,11 @@ class ReferenceLostError(ControllerError):
 
 
 class RankError(ControllerError):
-    """A training rank failed or died, and with it the trainer group."""
+    """A training rank died, or another one lost it, and with it the trainer group."""
+
+
+class RankCodeError(ControllerError):
+    """The code of a training rank raised an error, with its traceback: starting the ranks again would not help."""
 
 
 class DeadlineError(ControllerError):

@@ -5,6 +5,7 @@ the run holds, and a `TrainerClient` for each controller: `runtimes.inline` in t
 processes, and `runtimes.ray` on Ray actors. Ranks in processes of their own answer the messages of this module.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gcore_controller.context import StageTimer
+from gcore_controller.errors import RankCodeError, RankError
 from gcore_controller.turns import Turn
 
 if TYPE_CHECKING:
@@ -175,6 +177,11 @@ def digests_of(weights: Weights) -> Mapping[str, Any]:
     return getattr(weights, "digests", {})
 
 
+_LOSSES = {"DistError", "RayError"}
+"""Names of the errors of torch.distributed and of Ray, neither of which is imported here."""
+_LOSS = re.compile(r"gloo/|NCCL|\bnccl[A-Z]|Connection (closed|reset|refused)|Broken pipe|TCPStore")
+"""Words of the errors of collectives whose other ranks are gone."""
+
 Message = Callable[[TrainerWorker[Any]], Any]
 """A question to a rank: called with its worker, in its process, it returns the answer. It can be pickled."""
 
@@ -298,9 +305,22 @@ class TrainerSpec:
     """Make memory that holds weights, whose ``write`` calls their ``write_to`` with the path of a file and takes the
     layout that is returned; needed by local ranks."""
     expected_errors: tuple[type[Exception], ...] = ()
-    """Errors that callers get as they were raised; any other becomes a `RankError` with its traceback."""
+    """Errors that callers get as they were raised; any other becomes what `rank_failure` says, with its traceback."""
     preload: Sequence[str] = ()
     """Modules that all local processes need; they are imported once."""
+
+
+def rank_failure(error: BaseException, message: str, expected: tuple[type[Exception], ...]) -> BaseException:
+    """Return what callers get of an error that a rank raised: itself, if it is ``expected``, or one with a message.
+
+    That is a `RankError` if the rank says that it has lost another one, and else a `RankCodeError`.
+    """
+    if isinstance(error, (RankError, *expected)):
+        return error
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    is_loss = isinstance(error, ConnectionError) or not kinds.isdisjoint(_LOSSES)
+    is_loss = is_loss or (isinstance(error, RuntimeError) and _LOSS.search(str(error)) is not None)
+    return RankError(message) if is_loss else RankCodeError(message)
 
 
 def join_ranks(spec: TrainerSpec, rank: int, store: Any, device: str) -> tuple[TrainerWorker[Any], dict[str, Replica]]:

@@ -18,6 +18,7 @@ from gcore_controller import (
     Backend,
     DeviceTurns,
     InlineBackend,
+    RankCodeError,
     RankError,
     SharedTrainerGroup,
     VirtualTimeLoop,
@@ -207,6 +208,9 @@ class Supervisor:
 
             try:
                 self.run_async(run())
+            except RankCodeError as error:
+                # Its ranks wait for each other, and would not answer.
+                return _Loss(error)
             except BaseException as error:
                 with suppress(RankError):
                     recorder.save_last()

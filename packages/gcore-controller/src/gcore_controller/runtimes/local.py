@@ -31,6 +31,7 @@ from gcore_controller.trainer_group import (
     close,
     deal_message,
     join_ranks,
+    rank_failure,
 )
 
 if TYPE_CHECKING:
@@ -100,8 +101,8 @@ def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection)
     except (EOFError, BrokenPipeError):  # the group was closed, or the main process is gone
         return
     except Exception as error:
-        if not isinstance(error, (RankError, *spec.expected_errors)):
-            error = RankError(f"a training rank failed:\n{''.join(traceback.format_exception(error))}")
+        message = f"training rank {rank} failed:\n{''.join(traceback.format_exception(error))}"
+        error = rank_failure(error, message, spec.expected_errors)
         with suppress(OSError, EOFError):
             connection.send((error, None))
             connection.recv()  # until it is ended

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import ray
 
 from gcore_controller.context import Context, Span, run_until_done
-from gcore_controller.errors import ControllerDiedError, ControllerError, RankError
+from gcore_controller.errors import ControllerDiedError, ControllerError, RankCodeError, RankError
 from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating
 from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import RoleActors
@@ -150,6 +150,9 @@ class RayBackend(Generic[JobT, ConfigT]):
         )
         done = next((remedy for kinds, remedy in remedies if isinstance(error, kinds)), None)
         if done is None:
+            if isinstance(error, RankCodeError):
+                # The others wait for the one that failed, and would not answer.
+                self.learner.kill()
             raise error
         before = self._capacity.whole
         keeps_models = await self._settle(keeps_models=keeps_models)

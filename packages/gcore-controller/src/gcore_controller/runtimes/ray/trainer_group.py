@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import DeviceTimers, StageTimer, rank_name
-from gcore_controller.errors import ClusterError, RankError
+from gcore_controller.errors import ClusterError, RankCodeError, RankError
 from gcore_controller.runtimes.ray.actors import ActorGroup, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
 from gcore_controller.runtimes.ray.devices import Device
@@ -34,6 +34,7 @@ from gcore_controller.trainer_group import (
     deal_message,
     digests_of,
     join_ranks,
+    rank_failure,
     sleep,
     wake,
 )
@@ -110,11 +111,7 @@ class RankHandles(ActorGroup):
     """See `TrainerSpec.expected_errors`."""
 
     def failure(self, rank: int, error: BaseException) -> BaseException:
-        """Return the error that a rank raised if callers expect its kind, and else one that holds its traceback."""
-        cause = cause_of(error)
-        if isinstance(cause, (RankError, *self.expected_errors)):
-            return cause
-        return RankError(f"{self.name(rank)} failed:\n{error}")
+        return rank_failure(cause_of(error), f"{self.name(rank)} failed:\n{error}", self.expected_errors)
 
 
 class RayTrainerGroup(MessageTrainerGroup):
@@ -139,7 +136,8 @@ class RayTrainerGroup(MessageTrainerGroup):
         ``num_gpus``.
 
         Raises:
-            RankError: a rank failed or died.
+            RankError: a rank died.
+            RankCodeError: a rank failed.
             ClusterError: the cluster lacks the capacity for the ranks, or they have not started in time.
         """
         self.kill()
@@ -186,6 +184,9 @@ class RayTrainerGroup(MessageTrainerGroup):
             except RayTaskError as error:
                 # It may be that of a rank that misses a dead one.
                 failure = failure or self.ranks.failure(ranks[call], error)
+                if isinstance(failure, RankCodeError):
+                    # Others wait for this one in a collective.
+                    raise failure from None
             except RayActorError as error:
                 raise self.ranks.death(ranks[call], error) from None
         if failure is not None:
