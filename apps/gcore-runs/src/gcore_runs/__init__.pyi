@@ -7,12 +7,7 @@ from .command_line import (
     run_command as run_command,
     run_training as run_training,
 )
-from .errors import (
-    UserError as UserError,
-    check_one_source as check_one_source,
-    one_line as one_line,
-    said as said,
-)
+from .errors import UserError as UserError, one_line as one_line, said as said
 from .inputs import (
     build_tokenizer as build_tokenizer,
     check_model as check_model,

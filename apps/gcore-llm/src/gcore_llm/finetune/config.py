@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least, check_one_source
+from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least
 from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig, ScheduleConfig
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
 
@@ -105,7 +105,7 @@ class FineTuneConfig(BaseRunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_source(self.data.train_files, self.task.name, of="rows")
+        self.task.check_only_source(self.data.train_files, of="rows")
         longest = (2 if self.rows_are_pairs else 1) * self.data.max_length
         if self.max_token_len < longest:
             product = "2 * data.max_length" if self.rows_are_pairs else "data.max_length"
