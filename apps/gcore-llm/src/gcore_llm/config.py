@@ -20,7 +20,6 @@ from gcore_runs import (
     Positive,
     UserError,
     above,
-    check_one_source,
 )
 from gcore_runs.engines import EngineConfig, PolicyEngineConfig, SpeculativeConfig
 from gcore_runs.simulation.config import SimConfig
@@ -48,6 +47,11 @@ class TaskConfig(Checked, section="task"):
     """Training problems to generate; those that are also held out are left out."""
     num_val: Count = 256
     """Held-out problems to generate."""
+
+    def check_only_source(self, train_files: tuple[str, ...], *, of: str) -> None:
+        """Raise `UserError` if there are files, too."""
+        if train_files and self.name:
+            raise UserError(f"task.name is {self.name!r} and data.train_files is set; expected one source of {of}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +231,7 @@ class TrainConfig(BaseRLConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_source(self.data.train_files, self.task.name, of="prompts")
+        self.task.check_only_source(self.data.train_files, of="prompts")
         self._check_group()
         algorithm, rollout = self.algorithm, self.rollout
         longest, response = self.data.max_length, self.data.max_response_length

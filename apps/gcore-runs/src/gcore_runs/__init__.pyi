@@ -10,7 +10,6 @@ from .command_line import (
 from .doctor.command import doctor_command as doctor_command
 from .errors import (
     UserError as UserError,
-    check_one_source as check_one_source,
     one_line as one_line,
     said as said,
 )

@@ -1,16 +1,8 @@
 """The error that a command line shows without a traceback, and other errors in one line."""
 
-from collections.abc import Sequence
-
 
 class UserError(Exception):
     """Wrong input; the message names the field, the value and what would be accepted."""
-
-
-def check_one_source(train_files: Sequence[str], task: str, *, of: str) -> None:
-    """Raise `UserError` if both files and a task are given."""
-    if train_files and task:
-        raise UserError(f"task.name is {task!r} and data.train_files is set; expected one source of {of}")
 
 
 def one_line(error: BaseException) -> str:

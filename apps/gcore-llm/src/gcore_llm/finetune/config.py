@@ -7,7 +7,7 @@ import tyro
 
 from gcore_llm.config import TaskConfig
 from gcore_llm.learning.config import RanksConfig
-from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least, check_one_source
+from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least
 from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
 
@@ -112,7 +112,7 @@ class FineTuneConfig(BaseRunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_source(self.data.train_files, self.task.name, of="rows")
+        self.task.check_only_source(self.data.train_files, of="rows")
         is_plain = self.trainer.backend == "torch" or self.optim.name == "adamw"
         self.require("optim.name", is_plain, f"'adamw' with trainer.backend {self.trainer.backend!r}")
         longest = (2 if self.rows_are_pairs else 1) * self.data.max_length
