@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.slow
 
-NODE: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 << 20}
+NODE: dict[str, Any] = {"num_cpus": 3, "object_store_memory": 100 << 20}
 """Capacity for all controllers and an engine over two devices, on which ranks train by turns: not for two engines."""
 WHOLE = "2 controllers, 2 engines and 2 training ranks"
 HALF = "1 controller, 1 engine and 1 training rank"

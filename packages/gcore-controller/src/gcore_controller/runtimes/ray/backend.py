@@ -11,11 +11,16 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import ray
 
 from gcore_controller.context import Context, Span, run_until_done
-from gcore_controller.errors import ControllerDiedError, ControllerError, RankCodeError, RankError
+from gcore_controller.errors import ClusterError, ControllerDiedError, ControllerError, RankCodeError, RankError
 from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating
 from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import RoleActors
-from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch
+from gcore_controller.runtimes.ray.cluster import (
+    CapacityChangedError,
+    CapacityWatch,
+    check_capacity,
+    free_resources,
+)
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.devices import Device, DeviceMap
 from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup
@@ -225,18 +230,17 @@ class RayBackend(Generic[JobT, ConfigT]):
             self._controllers = None
         self.config = config
         if self._controllers is None:
-            self._controllers = await RayControllers.start(
-                world_size=config.sizes.controllers,
-                num_cpus=config.ray.cpus_per_process,
-                start_timeout_s=config.ray.timeout_s,
-            )
+            check_capacity({"CPU": config.ray.cpus_per_process}, config.sizes.controllers)
         takes_turns = config.sizes.ranks_in_turns
         if takes_turns and keeps_models:
             # New engines start where ranks are.
             await self.learner.sleep()
         elif takes_turns:
             self.learner.kill()
+        # Before the controllers: those that are too many leave their capacity, and larger ones need it on one node.
         await self.engines.resize(config.sizes, config)
+        if self._controllers is None:
+            await self._start_controllers(config)
         if self._placement is not None and self._placement.swap_s is None:
             self._placement.swap_s = await self.engines.swap_seconds(config)
         devices: Sequence[Device] = []
@@ -255,6 +259,20 @@ class RayBackend(Generic[JobT, ConfigT]):
                 devices=self._devices.ranks,
             )
         return keeps_models
+
+    async def _start_controllers(self, config: ConfigT) -> None:
+        """Start controllers, which fit between engines over several devices, once these are placed."""
+        if config.sizes.devices_per_engine > 1:
+            try:
+                await asyncio.wait_for(self.engines.devices(), config.ray.timeout_s)
+            except TimeoutError:
+                free = f"within {config.ray.timeout_s} s: free are {free_resources()}"
+                raise ClusterError(f"{config.sizes.num_engine_places} engines found no capacity {free}") from None
+        self._controllers = await RayControllers.start(
+            world_size=config.sizes.controllers,
+            num_cpus=config.ray.cpus_per_process,
+            start_timeout_s=config.ray.timeout_s,
+        )
 
     async def _watch_capacity(self) -> None:
         """Raise `CapacityChangedError` once not all processes fit any more."""
