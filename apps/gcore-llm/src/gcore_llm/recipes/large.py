@@ -57,10 +57,10 @@ def qwen3_32b_gsm8k() -> TrainConfig:
 
 
 def qwen3_30b_a3b_gsm8k() -> TrainConfig:
-    """Qwen3-30B-A3B on GSM8K, on 32 GPUs: Megatron-Core on 16, vLLM on 16. Planned only; no GPU has run it.
+    """Qwen3-30B-A3B on GSM8K, on 32 GPUs: 32 ranks of Megatron-Core, 8 engines by turns. Planned only; no GPU has run it.
 
     Hyperparameters, TP 4, PP 2 and EP 4: verl's examples/grpo_trainer/run_qwen3moe-30b_megatron.sh, in which ranks and
-    engines share 32 GPUs; ranks of Megatron-Core cannot sleep here, so each have half of them.
+    engines share 32 GPUs, too.
     """
     parallel = ParallelConfig(
         tensor_model_parallel_size=4,
@@ -68,7 +68,7 @@ def qwen3_30b_a3b_gsm8k() -> TrainConfig:
         expert_model_parallel_size=4,
         sequence_parallel=True,
     )
-    trainer = TrainerConfig(backend="megatron", num_processes=16, parallel=parallel, total_training_steps=1700)
+    trainer = TrainerConfig(backend="megatron", num_processes=32, parallel=parallel, total_training_steps=1700)
     return TrainConfig(
         model="Qwen3-30B-A3B",
         runtime="ray",
@@ -77,10 +77,10 @@ def qwen3_30b_a3b_gsm8k() -> TrainConfig:
         rollout=RolloutConfig(
             engine="vllm",
             n=5,
-            num_processes=4,
+            num_processes=8,
             tensor_parallel_size=4,
             enable_expert_parallel=True,
-            colocated=False,
+            colocated=True,
         ),
         algorithm=AlgorithmConfig(filter_groups=False),
         actor=ActorConfig(loss=_grpo(0.001)),

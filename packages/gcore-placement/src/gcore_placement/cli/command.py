@@ -94,7 +94,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", choices=PLANNED, help="use this one instead of the fastest")
     text = f"correct the laws by the measurements of a run: its folder, or its {RUN_FILE}"
     parser.add_argument("--correction", metavar="FILE", help=text)
-    text = "also layouts that gcore-llm does not run: Megatron's by turns with engines, engines over several nodes"
+    text = "also layouts for which no settings are written: Megatron-Core's, and engines over several nodes"
     parser.add_argument("--all-layouts", action="store_true", help=text)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of tables")

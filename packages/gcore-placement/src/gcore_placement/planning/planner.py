@@ -89,7 +89,7 @@ def plan(
         correction: measurements of a run of such a job.
         most_num_seqs: most sequences of an engine at once, however much memory there is.
         engine_devices: devices of each engine; None: whatever is fastest.
-        runnable: only what `gcore-llm train` runs: ranks of the torch backend, whose state is in the host's memory
+        runnable: only plans that have settings of `gcore-llm train`: torch ranks, whose state is in the host's memory
             while engines work, and engines within a node, those of a judge over as many devices as the policy's.
     """
     if strategy is not None:
