@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import yaml
 
 from gcore_llm.cli import parse_train
+from gcore_llm.learning.dry_run import dry_run
 from gcore_placement.cli import main as plan
 from gcore_runs.doctor.command import DoctorArgs
 from gcore_runs.doctor.readings import TESTED
@@ -202,6 +204,9 @@ def test_commands_of_the_page_are_parsed(tmp_path: Path, capsys: pytest.CaptureF
                 assert (
                     config.rollout.num_processes * config.rollout.tensor_parallel_size == config.trainer.num_processes
                 )
+                if config.dry_run:
+                    dry_run(replace(config, model=str(tmp_path)))
+                    assert capsys.readouterr().out.splitlines()[-1] == "fits"
             case "gcore-placement", own:
                 plan([str(tmp_path / "config.json") if a.startswith("/shared/models") else a for a in own])
                 assert "H100" in capsys.readouterr().out
@@ -211,7 +216,7 @@ def test_commands_of_the_page_are_parsed(tmp_path: Path, capsys: pytest.CaptureF
             case _:
                 continue
         parsed.append(program)
-    assert {program: parsed.count(program) for program in parsed} == {"ray": 3, "gcore-llm": 3, "gcore-placement": 1}
+    assert {program: parsed.count(program) for program in parsed} == {"ray": 3, "gcore-llm": 4, "gcore-placement": 1}
 
 
 def test_files_that_commands_of_the_page_name_exist() -> None:
