@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from process_tree import grandchildren, is_running
 
 TIMEOUT_S = 900.0
 
@@ -192,3 +193,17 @@ def step_rows(run: Path) -> list[dict[str, float]]:
 def val_rows(run: Path) -> list[dict[str, float]]:
     """The rows of held-out evaluations."""
     return [row for row in read_rows(run / "metrics.jsonl") if "val/greedy/score/mean" in row]
+
+
+def kill_a_rank(command: Command, run: Path) -> None:
+    """Kill the second of two local training ranks after some steps: the command ends, and names it."""
+    metrics = run / "metrics.jsonl"
+    command.wait_until(lambda: len(read_rows(metrics) if metrics.exists() else []) >= 4)
+    ranks = grandchildren(command.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    finished = command.wait()
+    assert finished.code == 2
+    assert f"training rank 1 (process {ranks[1]}) was killed by SIGKILL" in finished.err
+    assert "Traceback" not in finished.err
+    assert not any(is_running(pid) for pid in ranks)

@@ -12,6 +12,18 @@ def reward(prompt, completion, row):
     return sum(ord(c) % 2 == 0 for c in completion) / max(len(completion), 1)
 '''
 
+HOLDING = '''
+import asyncio
+from pathlib import Path
+
+
+async def reward(prompt, completion, row):
+    """The same, once there is no file of this name."""
+    while Path("hold").exists():
+        await asyncio.sleep(0.02)
+    return sum(ord(c) % 2 == 0 for c in completion) / max(len(completion), 1)
+'''
+
 
 def make_chatty_model(path: Path, *, tiny: Path) -> None:
     """Copy the embedded model to one that ends its responses at any digit: their lengths have a long tail."""

@@ -10,6 +10,7 @@ import pytest
 from command_line import Cli, assert_same_metrics, option_set, read_rows, step_rows
 from process_tree import descendants, left_after
 from ray.cluster_utils import Cluster
+from tiny_jobs import HOLDING
 
 pytestmark = pytest.mark.slow
 
@@ -17,18 +18,6 @@ NODE: dict[str, Any] = {"num_cpus": 3, "object_store_memory": 100 << 20}
 """Capacity for all controllers and an engine over two devices, on which ranks train by turns: not for two engines."""
 WHOLE = "2 controllers, 2 engines and 2 training ranks"
 HALF = "1 controller, 1 engine and 1 training rank"
-
-# Scores wait while there is a file of this name.
-REWARD = """
-import asyncio
-from pathlib import Path
-
-
-async def reward(prompt, completion, row):
-    while Path("hold").exists():
-        await asyncio.sleep(0.02)
-    return sum(ord(c) % 2 == 0 for c in completion) / max(len(completion), 1)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 def test_losses_of_each_kind_cost_no_sample(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
     """vLLM over two devices twice, and two ranks on them by turns: one of each is killed, a node is lost, one joins."""
-    (cli.cwd / "holding.py").write_text(REWARD)
+    (cli.cwd / "holding.py").write_text(HOLDING)
     # Slowly: rounding differs with who computed what, and a policy that is nearly certain makes much of it.
     args = option_set(option_set(own_args, "--actor.optim.lr", "1e-4"), "--reward", "holding.py:reward")
     args = [*option_set(args, "--trainer.total-training-steps", "10"), "--rollout.engine", "vllm"]

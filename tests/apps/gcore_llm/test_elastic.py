@@ -8,6 +8,7 @@ import pytest
 from command_line import Cli, assert_same_metrics, option_set, step_rows
 from hypothesis import given, strategies as st
 from ray.cluster_utils import Cluster
+from tiny_jobs import HOLDING
 
 from gcore_controller import Sizes
 from gcore_controller.errors import ClusterError
@@ -16,18 +17,6 @@ from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
 from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_runs.settings.run_config import RayConfig
 from gcore_trainer import ParallelConfig
-
-# Scores wait while there is a file of this name.
-REWARD = """
-import asyncio
-from pathlib import Path
-
-
-async def reward(prompt, completion, row):
-    while Path("hold").exists():
-        await asyncio.sleep(0.02)
-    return sum(ord(c) % 2 == 0 for c in completion) / max(len(completion), 1)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +33,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.slow
 def test_a_run_grows_and_shrinks_with_its_cluster(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
     """The samples and the training are those of a run that nothing happened to."""
-    (cli.cwd / "holding.py").write_text(REWARD)
+    (cli.cwd / "holding.py").write_text(HOLDING)
     args = option_set(own_args, "--reward", "holding.py:reward")
     args = option_set(args, "--trainer.total-training-steps", "10")
     args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]

@@ -1,15 +1,11 @@
 """`gcore-llm sft`, `dpo` and `reward-model` on several ranks: one process's run, and what happens when one dies."""
 
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import Cli, metrics_of, option_set, read_rows, write_rows
+from command_line import Cli, kill_a_rank, metrics_of, option_set, write_rows
 from finetune_cases import pairs
-from process_tree import grandchildren, is_running
 
 from gcore_ckpt import load
 
@@ -60,19 +56,7 @@ def test_ranks_train_as_one_process_and_others_continue(
 def test_a_killed_rank_is_named_and_the_same_command_continues(cli: Cli, job: list[str]) -> None:
     args = ["sft", *option_set(job, "--trainer.total-training-steps", "300"), "--data.train-files", "answers.jsonl"]
     command = cli.start(*args, *FSDP)
-    metrics = cli.cwd / "runs/sft/metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while len(read_rows(metrics) if metrics.exists() else []) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    ranks = grandchildren(command.pid)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    finished = command.wait()
-    assert finished.code == 2
-    assert f"training rank 1 (process {ranks[1]}) was killed by SIGKILL" in finished.err
-    assert "Traceback" not in finished.err
-    assert not any(is_running(pid) for pid in ranks)
+    kill_a_rank(command, cli.cwd / "runs/sft")
     done = max(int(row["step"]) for row in metrics_of(cli.cwd / "runs/sft"))
     out = cli.ok(*option_set(args, "--trainer.total-training-steps", str(done + 1)), *FSDP)
     assert "resuming after step" in out

@@ -1,13 +1,9 @@
 """Training on ranks of their own, over gloo: the same run as in one process, and what happens when a rank dies."""
 
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
-from command_line import Cli, option_set, read_rows, step_rows
-from process_tree import grandchildren, is_running
+from command_line import Cli, kill_a_rank, option_set, step_rows
 
 pytestmark = pytest.mark.slow
 
@@ -88,19 +84,7 @@ def test_what_one_backend_saved_the_other_resumes(
 def test_a_killed_rank_is_named_and_the_run_continues(cli: Cli, own_args: list[str]) -> None:
     many = option_set(own_args, "--trainer.total-training-steps", "500")
     command = cli.start(*many, "--trainer.save-freq", "1", *RANKS)
-    metrics = cli.cwd / "runs/default/metrics.jsonl"
-    deadline = time.monotonic() + 600
-    while len(read_rows(metrics) if metrics.exists() else []) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    ranks = grandchildren(command.pid)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    finished = command.wait()
-    assert finished.code == 2
-    assert f"training rank 1 (process {ranks[1]}) was killed by SIGKILL" in finished.err
-    assert "Traceback" not in finished.err
-    assert not any(is_running(pid) for pid in ranks)
+    kill_a_rank(command, cli.cwd / "runs/default")
     done = max(row["step"] for row in step_rows(cli.cwd / "runs/default"))
     out = cli.ok(*option_set(many, "--trainer.total-training-steps", str(int(done) + 1)), "--trainer.save-freq", "1")
     assert "resuming after step" in out
