@@ -298,8 +298,9 @@ def test_a_run_that_needs_too_much_host_memory_is_refused_with_the_numbers(tiny:
     config = replace(config, trainer=replace(config.trainer, num_processes=2))
     plan = plan_memory(config, tiny, Device.named("H100"))
     count = count_parameters(tiny)
-    # Of both ranks together: states of 16 bytes, weights, and a checkpoint's 12; the engine's weights are there once.
-    needed = (16 + 2 + 12 + 2) * count
+    # Of both ranks together: states of 16 bytes, weights, and a checkpoint's 12; the engine's weights are there once,
+    # and so are new ones.
+    needed = (16 + 2 + 12 + 2 + 2) * count
     check_host_fits(config, plan, needed * 1.001)
     with pytest.raises(UserError, match=r"needs 0\.0 GB of the host's memory; expected at most") as refused:
         check_host_fits(config, plan, needed * 0.999)

@@ -204,6 +204,9 @@ def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: floa
     """Raise `UserError` with the numbers, and what to set, if all ranks and engines need more host memory than that."""
     ranks, engines = config.trainer.num_processes, max(1, config.rollout.num_processes)
     host = {item: size * (engines if item == "engines" else ranks) for item, size in plan.host.items()}
+    if ranks > 1:
+        # All ranks write them to one memory, from which engines copy.
+        host["new weights"] = plan.roles["policy engine"]["weights"] * config.rollout.tensor_parallel_size
     if (needed := sum(host.values())) <= available_bytes:
         return
     less = {
@@ -212,6 +215,7 @@ def check_host_fits(config: TrainConfig, plan: DevicePlan, available_bytes: floa
         "engines": "rollout.colocated false",
         "activations": "actor.activation_offload false",
         "checkpoint": "actor.lora_rank 16" if not config.actor.lora_rank else "",
+        "new weights": "",
     }
     advice = " or ".join(dict.fromkeys(less[item] for item, size in host.items() if size and less[item]))
     raise UserError(
