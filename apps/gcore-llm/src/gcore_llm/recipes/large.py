@@ -59,8 +59,8 @@ def qwen3_32b_gsm8k() -> TrainConfig:
 def qwen3_30b_a3b_gsm8k() -> TrainConfig:
     """Qwen3-30B-A3B on GSM8K, on 32 GPUs: 32 ranks of Megatron-Core, 8 engines by turns.
 
-    Planned only; no GPU has run it. Hyperparameters, TP 4, PP 2 and EP 4: verl's examples/grpo_trainer/run_qwen3moe-30b_megatron.sh, in which ranks and
-    engines share 32 GPUs, too.
+    Planned only; no GPU has run it. Hyperparameters, TP 4, PP 2 and EP 4: verl's
+    examples/grpo_trainer/run_qwen3moe-30b_megatron.sh, in which ranks and engines share 32 GPUs, too.
     """
     parallel = ParallelConfig(
         tensor_model_parallel_size=4,
