@@ -4,8 +4,11 @@ import asyncio
 import importlib
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ import torch
 from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, assert_equal, collect, errors, make_request
 from process_tree import descendants, left_after
 from ray_cluster import ray_cluster
+from safetensors import safe_open
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gcore_rollout import (
     EngineDiedError,
@@ -87,6 +92,64 @@ async def test_two_devices_are_as_one(tied: TinyModel, monkeypatch: pytest.Monke
         await engine.update_weights(iter(tied.old.state_dict().items()), version=2)
     await engine.close()
     assert not left_after(workers, 10.0)
+
+
+async def test_an_update_takes_little_more_memory_than_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 68 MB in buckets of 8 MB: each rank has half of it, and takes less than two buckets more."""
+    config = Qwen2Config(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(ranks, "_BUCKET_BYTES", 8 << 20)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what ranks free goes back to the system
+    engine = VLLMEngine.from_pretrained(
+        tmp_path, max_num_seqs=2, tensor_parallel_size=2, kv_cache_memory_bytes=16 << 20
+    )
+    processes = [os.getpid(), *descendants(os.getpid(), WORKER)]
+    assert len(processes) == 3
+    file = tmp_path / "model.safetensors"
+    assert file.stat().st_size > 65e6
+    peaks: list[list[float]] = []
+    for version in (1, 2):
+        with safe_open(file, "pt") as stored, growing(processes) as growth:
+            await engine.update_weights(((name, stored.get_tensor(name)) for name in stored.keys()), version=version)  # noqa: SIM118
+        peaks.append(growth)
+    await engine.close()
+    # The first time, buffers of the libraries come on top.
+    assert all(peak < 2 * 8.4 for peak in peaks[1]), peaks
+    assert max(peaks[1]) > 4, "it was measured while a bucket was there"
+
+
+@contextmanager
+def growing(pids: list[int]) -> Generator[list[float]]:
+    """By how many MB the private and shared memory of each process was above its present one, at most."""
+
+    def memory_mb() -> list[float]:
+        lines = [dict(line.split(":", 1) for line in Path(f"/proc/{p}/status").read_text().splitlines()) for p in pids]
+        return [sum(int(of[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024 / 1e6 for of in lines]
+
+    before, growth, is_over = memory_mb(), [0.0] * len(pids), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.002):
+            growth[:] = [max(most, now - then) for most, now, then in zip(growth, memory_mb(), before, strict=True)]
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield growth
+    finally:
+        is_over.set()
+        watcher.join()
 
 
 async def test_a_killed_rank_costs_its_engine_a_restart(tied: TinyModel) -> None:
