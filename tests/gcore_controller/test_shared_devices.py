@@ -11,7 +11,8 @@ import ray
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 
-from gcore_controller import RayTrainerGroup, RoleActors, Sizes, TrainerSpec
+from gcore_controller import Context, RayTrainerGroup, RoleActors, Sizes, TrainerSpec
+from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.devices import DeviceMap
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarning")]
@@ -85,6 +86,22 @@ def node_of(actor: Any) -> str:
 
 def places(group: RayTrainerGroup) -> list[tuple[str, str | None]]:
     return [ray.get(actor.ask.remote(place)) for actor in group.ranks.actors]
+
+
+async def visible_gpus(ctx: Context[None]) -> tuple[str, str | None]:
+    """A program: the node of a controller, and the GPUs that it sees."""
+    del ctx
+    return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+async def test_controllers_with_models_have_gpus_of_their_own() -> None:
+    controllers = await RayControllers.start(world_size=4, num_cpus=0.5, resources={"GPU": 1.0})
+    try:
+        found = await controllers.run(visible_gpus, roles=None)
+    finally:
+        await controllers.close()
+    assert len(set(found)) == NUM_NODES * GPUS_PER_NODE
+    assert {gpu for _, gpu in found} == {"0", "1"}
 
 
 async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:

@@ -99,6 +99,17 @@ def test_ranks_go_by_whole_replicas(gpus: list[int], expected: Sizes) -> None:
     assert largest([{"CPU": 32.0, "GPU": float(count)} for count in gpus], CONFIG) == expected
 
 
+def test_a_classifier_of_each_controller_has_a_gpu() -> None:
+    """Besides those of engines and ranks, which take turns."""
+    reward = RewardModelConfig(kind="classifier", path="scores")
+    config = replace(CONFIG, reward_model=reward, rollout=RolloutConfig(num_processes=4, colocated=True))
+    config = replace(config, ray=RayConfig(gpus_per_reward_model=0.5), trainer=TrainerConfig(num_processes=4))
+    assert config.gpus_per_controller == 0.5
+    assert replace(config, device="cpu").gpus_per_controller == 0.0
+    assert largest([{"CPU": 32.0, "GPU": 5.0}], config) == config.sizes
+    assert largest([{"CPU": 32.0, "GPU": 4.0}], config).engines == 3
+
+
 def test_a_judge_needs_room_too() -> None:
     judge = RewardModelConfig(kind="judge", path="somewhere", judge=JudgeConfig(num_processes=2))
     config = replace(CONFIG, reward_model=judge)

@@ -300,6 +300,11 @@ class TrainConfig(BaseRLConfig):
         return "reward_model.judge", judge if self.reward_model.is_judge and not judge.is_on_servers else None
 
     @property
+    def gpus_per_controller(self) -> float:
+        has_own = self.reward_model.kind == "classifier" and self.device.startswith("cuda")
+        return self.ray.gpus_per_reward_model if has_own else 0.0
+
+    @property
     def devices_per_engine(self) -> int:
         return self.rollout.tensor_parallel_size
 

@@ -268,7 +268,9 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
         return tokenizer(text, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
 
     dtype: torch.dtype = getattr(torch, config.dtype)
-    classifier = SequenceClassifierReward.from_pretrained(path, encode=encode, dtype=dtype, device=config.device)
+    # Ray shows a controller its own GPU alone.
+    device = "cuda" if config.runtime == "ray" and config.device.startswith("cuda") else config.device
+    classifier = SequenceClassifierReward.from_pretrained(path, encode=encode, dtype=dtype, device=device)
     models.callback(classifier.close)
     return classifier
 

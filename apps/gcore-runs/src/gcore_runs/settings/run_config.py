@@ -133,6 +133,8 @@ class RayConfig(Checked, section="ray"):
     """GPUs that each engine, of the policy or a judge, reserves where device is cuda; parts of one may be shared."""
     gpus_per_rank: Amount = 1.0
     """GPUs that each training rank reserves where device is cuda."""
+    gpus_per_reward_model: Amount = 1.0
+    """GPUs that each controller reserves for a classifier that rewards, where device is cuda."""
     elastic: bool = True
     """Where nodes are lost or missing, continue with as many processes as the cluster has capacity for, and grow to the
     numbers of controllers, engines and ranks that are set as nodes join; False: the run ends without that capacity."""
@@ -243,6 +245,11 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def engines_sleep(self) -> bool:
         """True if engines are asleep while the trainer, or those of the other role, work."""
         return self.takes_turns or self.strategy == "auto" or STRATEGIES[self.strategy].is_time_shared
+
+    @property
+    def gpus_per_controller(self) -> float:
+        """GPUs that each controller reserves on ray, for reward models that are no engines."""
+        return 0.0
 
     @property
     def devices_per_engine(self) -> int:

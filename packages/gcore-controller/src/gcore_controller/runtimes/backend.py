@@ -131,6 +131,11 @@ class SizedConfig(Protocol):
         ...
 
     @property
+    def gpus_per_controller(self) -> float:
+        """GPUs that each controller reserves for models of its own."""
+        ...
+
+    @property
     def sizes(self) -> Sizes:
         """The sizes that the settings ask for."""
         ...

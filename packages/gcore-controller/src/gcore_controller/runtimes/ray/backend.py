@@ -230,7 +230,8 @@ class RayBackend(Generic[JobT, ConfigT]):
             self._controllers = None
         self.config = config
         if self._controllers is None:
-            check_capacity({"CPU": config.ray.cpus_per_process}, config.sizes.controllers)
+            needs = {"CPU": config.ray.cpus_per_process, "GPU": config.gpus_per_controller}
+            check_capacity(needs, config.sizes.controllers)
         takes_turns = config.sizes.ranks_in_turns
         if takes_turns and keeps_models:
             # New engines start where ranks are.
@@ -271,6 +272,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         self._controllers = await RayControllers.start(
             world_size=config.sizes.controllers,
             num_cpus=config.ray.cpus_per_process,
+            resources={"GPU": config.gpus_per_controller} if config.gpus_per_controller else None,
             start_timeout_s=config.ray.timeout_s,
         )
 

@@ -188,7 +188,7 @@ def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
 def _needs(config: SizedConfig, sizes: Sizes) -> list[dict[str, float]]:
     """Return the resources that each process reserves."""
     cpus, is_on_gpu = config.ray.cpus_per_process, config.device.startswith("cuda")
-    controller = {"CPU": cpus, "GPU": 0.0}
+    controller = {"CPU": cpus, "GPU": config.gpus_per_controller}
     engine = {"CPU": cpus, "GPU": config.ray.gpus_per_engine if is_on_gpu else 0.0}
     engine = {name: amount * sizes.devices_per_engine for name, amount in engine.items()}
     rank = {"CPU": cpus, "GPU": config.ray.gpus_per_rank if is_on_gpu else 0.0}

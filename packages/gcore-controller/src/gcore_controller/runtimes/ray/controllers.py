@@ -194,7 +194,7 @@ class RayControllers:
         """Reserve resources for the controllers.
 
         Args:
-            num_cpus: that each controller reserves, with other ``resources`` by Ray's names.
+            num_cpus: that each controller reserves, with other ``resources`` by Ray's names, such as GPU.
             start_timeout_s: how long it may take to reserve the resources and, at every run, to start the controllers.
             address: of the cluster, as `ray.init` takes it; default: the one that this process is connected to, the one
                 that RAY_ADDRESS names, or a new one on this machine, until `close`.
@@ -277,8 +277,9 @@ class RayControllers:
         """Start a controller; an error shows when it is introduced to the others."""
         make: Any = ray.remote(ControllerActor)
         place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
-        others = {name: amount for name, amount in self._bundle.items() if name != "CPU"}
-        options = {"num_cpus": self._bundle["CPU"], "resources": others, "scheduling_strategy": place}
+        others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
+        own = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0), "resources": others}
+        options = {**own, "scheduling_strategy": place}
         return make.options(**options).remote(rank, self._world_size)
 
     async def _introduced(self) -> _Controllers:
