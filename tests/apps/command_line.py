@@ -203,7 +203,7 @@ def kill_a_rank(command: Command, run: Path) -> None:
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
     finished = command.wait()
-    assert finished.code == 2
+    assert finished.code == 2, finished
     assert f"training rank 1 (process {ranks[1]}) was killed by SIGKILL" in finished.err
     assert "Traceback" not in finished.err
     assert not any(is_running(pid) for pid in ranks)

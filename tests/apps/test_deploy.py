@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -266,7 +267,8 @@ def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path, own_args: list[str])
         try:
             code = process.wait(timeout=600)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
     said = log.read_text()
     assert code == 0, said
     assert "nodes          2 nodes: " in said

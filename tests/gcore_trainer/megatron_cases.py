@@ -220,7 +220,9 @@ def _held_bytes() -> int:
     gc.collect()
     storages: dict[int, int] = {}
     for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor) and found.layout == torch.strided and found.numel() >= 1024:
+        # Not fake tensors, which other cases leave.
+        is_own = type(found) in (torch.Tensor, torch.nn.Parameter)
+        if is_own and found.layout == torch.strided and found.numel() >= 1024:
             storage = found.untyped_storage()
             if storage.resizable():
                 storages[storage.data_ptr()] = storage.nbytes()

@@ -199,7 +199,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
 
     def _send(self, messages: Sequence[Message]) -> None:
         for connection, message in zip(self._connections, messages, strict=True):
-            with suppress(BrokenPipeError):  # `_collect` says which rank died, and how
+            with suppress(ConnectionError):  # `_collect` says which rank died, and how
                 connection.send(message)
 
     def _collect(self) -> list[Any]:
