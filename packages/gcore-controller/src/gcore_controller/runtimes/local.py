@@ -37,7 +37,7 @@ from gcore_controller.trainer_group import (
 if TYPE_CHECKING:
     import torch
 
-_DEATH_S = 0.5
+_DEATH_S = 5.0
 """How long a rank's error waits for news of another rank's death."""
 
 
