@@ -4,9 +4,7 @@ import asyncio
 import importlib
 import os
 import signal
-import threading
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_oracles import VLLM_IMPORT_WARNINGS, TinyModel, assert_equal, collect, errors, make_request
+from memory_growth import PRIVATE, SHARED, growing
 from process_tree import descendants, left_after
 from ray_cluster import ray_cluster
 from safetensors import safe_open
@@ -118,38 +117,15 @@ async def test_an_update_takes_little_more_memory_than_a_bucket(
     assert len(processes) == 3
     file = tmp_path / "model.safetensors"
     assert file.stat().st_size > 65e6
-    peaks: list[list[float]] = []
+    peaks_mb: list[list[float]] = []
     for version in (1, 2):
-        with safe_open(file, "pt") as stored, growing(processes) as growth:
+        with safe_open(file, "pt") as stored, growing(PRIVATE, SHARED, pids=processes) as growth:
             await engine.update_weights(((name, stored.get_tensor(name)) for name in stored.keys()), version=version)  # noqa: SIM118
-        peaks.append(growth)
+        peaks_mb.append([growth_bytes / 1e6 for growth_bytes in growth])
     await engine.close()
     # The first time, buffers of the libraries come on top.
-    assert all(peak < 2 * 8.4 for peak in peaks[1]), peaks
-    assert max(peaks[1]) > 4, "it was measured while a bucket was there"
-
-
-@contextmanager
-def growing(pids: list[int]) -> Generator[list[float]]:
-    """By how many MB the private and shared memory of each process was above its present one, at most."""
-
-    def memory_mb() -> list[float]:
-        lines = [dict(line.split(":", 1) for line in Path(f"/proc/{p}/status").read_text().splitlines()) for p in pids]
-        return [sum(int(of[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024 / 1e6 for of in lines]
-
-    before, growth, is_over = memory_mb(), [0.0] * len(pids), threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(0.002):
-            growth[:] = [max(most, now - then) for most, now, then in zip(growth, memory_mb(), before, strict=True)]
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield growth
-    finally:
-        is_over.set()
-        watcher.join()
+    assert all(peak < 2 * 8.4 for peak in peaks_mb[1]), peaks_mb
+    assert max(peaks_mb[1]) > 4, "it was measured while a bucket was there"
 
 
 async def test_a_killed_rank_costs_its_engine_a_restart(tied: TinyModel) -> None:
@@ -191,10 +167,13 @@ async def test_a_killed_rank_of_an_actor(tied: TinyModel) -> None:
     make: Any = partial(VLLMEngine.from_pretrained, tied.path, max_num_seqs=2, tensor_parallel_size=2)
     handle = start_engine_actor(make, num_cpus=0, num_threads=2)
     engine: RayEngine[Any, Any] = await RayEngine.connect(handle)
+    other: RayEngine[Any, Any] = await RayEngine.connect(handle)
     expected = await collect(engine, *REQUESTS)
     kill_a_rank(engine.pid)
     with pytest.raises(EngineDiedError, match="a rank of the engine died"):
         await collect(engine, *REQUESTS)
+    with pytest.raises(EngineDiedError, match=r"a rank of the engine died; .*: connect again"):
+        await collect(other, *REQUESTS)
     # The actor's process goes on, with another engine.
     pid = engine.pid
     engine = await RayEngine.connect(handle)

@@ -1,16 +1,11 @@
 """What the ranks do in `test_sliced_weights.py`: models loaded whole and by slices, sharded by FSDP2."""
 
-import ctypes
-import gc
 import logging
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from memory_growth import PRIVATE, growing
 from rank import Rank
 
 from gcore_trainer import (
@@ -27,9 +22,6 @@ from gcore_trainer import (
 )
 from gcore_trainer.torch import streamed_folder
 from gcore_trainer.torch.host_memory import local
-
-_M_MMAP_THRESHOLD = -3
-"""Of malloc.h."""
 
 
 def compare(
@@ -74,7 +66,7 @@ def frozen_scores(rank: Rank, path: str, micro_batches: list[MicroBatch]) -> lis
 def peak_bytes(rank: Rank, path: str, sharded: bool) -> int:
     """The most memory that a rank has at a time while it loads and shards a model."""
     parallel = TorchParallel.join(ParallelConfig())
-    with peak_memory() as peak:
+    with growing(PRIVATE) as peak:
         packed = PackedModel.from_pretrained(path, sharded=sharded)
         parallel.shard(packed)
     return peak[0]
@@ -90,35 +82,6 @@ def peak_bytes_of_export(rank: Rank, path: str, to: str, file_bytes: int) -> tup
         parallel=TorchParallel.join(ParallelConfig()),
     )
     exported = [(tensor.dtype, tensor.nbytes) for _, tensor in trainer.export_weights()]
-    with mock.patch.object(streamed_folder, "MAX_FILE_BYTES", file_bytes), peak_memory() as peak:
+    with mock.patch.object(streamed_folder, "MAX_FILE_BYTES", file_bytes), growing(PRIVATE) as peak:
         trainer.save_pretrained(to)
     return peak[0], {dtype for dtype, _ in exported}, sum(size for _, size in exported)
-
-
-@contextmanager
-def peak_memory() -> Generator[list[int]]:
-    """Yield a list that gets the most memory, of its own and not of files, that a process takes within the context."""
-    peak, found = 0, list[int]()
-    is_done = threading.Event()
-
-    def used() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
-
-    def watch() -> None:
-        nonlocal peak
-        while not is_done.wait(0.001):
-            peak = max(peak, used())
-
-    gc.collect()
-    mallopt = ctypes.CDLL(None).mallopt
-    # What is freed goes back to the system, and does not count.
-    mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-    before = used()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    yield found
-    is_done.set()
-    thread.join()
-    mallopt(_M_MMAP_THRESHOLD, 1 << 25)
-    found.append(peak - before)
