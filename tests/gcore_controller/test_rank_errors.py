@@ -1,5 +1,10 @@
 """Errors of training ranks: those of collectives that miss a rank, and those of code."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from ray.exceptions import ObjectLostError
 from torch.distributed import DistBackendError, DistNetworkError
@@ -43,3 +48,13 @@ def test_a_rank_that_misses_another_one_is_a_loss(error: Exception) -> None:
 def test_an_error_of_code_is_none(error: Exception) -> None:
     assert type(rank_failure(error, "training rank 1 failed", ())) is RankCodeError
     assert rank_failure(error, "training rank 1 failed", (type(error),)) is error
+
+
+@pytest.mark.slow
+def test_a_loss_is_named_by_every_later_call() -> None:
+    """Of local ranks: the caller that met it may have carried on."""
+    program = Path(__file__).with_name("ranks_that_are_killed.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["errors"] == [f"training rank 0 (process {found['pid']}) was killed by SIGKILL"] * 4

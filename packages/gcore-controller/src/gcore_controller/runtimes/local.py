@@ -37,7 +37,7 @@ from gcore_controller.trainer_group import (
 if TYPE_CHECKING:
     import torch
 
-_DEATH_S = 5.0
+_DEATH_S = 0.5
 """How long a rank's error waits for news of another rank's death."""
 
 
@@ -130,6 +130,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         self._turn = asyncio.Lock()
         self._processes: list[BaseProcess] = []
         self._connections: list[Any] = []
+        self._how_it_ended = "the training ranks have ended"
         for rank in range(spec.num_ranks):
             ours, theirs = context.Pipe()
             arguments = rank, spec, self._folder / "store", theirs
@@ -182,11 +183,12 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         return parts, [of_replica[replica] for replica in range(len(parts))]
 
     def _ask_all(self, message: Message) -> Any:
-        if not self._connections:
-            raise RankError("the training ranks have ended")
-        return self._ask([message] * len(self._connections))[0]
+        return self._ask([message] * len(self._processes))[0]
 
     def _ask(self, messages: Sequence[Message]) -> list[Any]:
+        if not self._connections:
+            # An earlier call met the loss, and its caller carried on.
+            raise RankError(self._how_it_ended)
         self._send(messages)
         return self._collect()
 
@@ -194,7 +196,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         """Have all ranks write their parts of the weights to a file; return its layout, and the digests of all."""
         assert self._write is not None, "write_weights is None; expected a function for local ranks"
         message = _ExportWeights(averaged=averaged, path=path, write=self._write)
-        answers = self._ask([message] * len(self._connections))
+        answers = self._ask([message] * len(self._processes))
         return answers[0][0], {name: digest for _, digests in answers for name, digest in digests.items()}
 
     def _send(self, messages: Sequence[Message]) -> None:
@@ -227,7 +229,8 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         for dead, (process, code) in enumerate(zip(self._processes, codes, strict=True)):
             if code is not None:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                raise RankError(f"training rank {dead} (process {process.pid}) {how}") from error
+                self._how_it_ended = f"training rank {dead} (process {process.pid}) {how}"
+                raise RankError(self._how_it_ended) from error
         assert error is not None
         raise error
 
