@@ -48,7 +48,9 @@ class Incarnation:
 class _ClientSession(Session):
     """A client's messages in the order in which it sent them, and the answers until they are fetched."""
 
-    def __init__(self, engine: AnyEngine, on_death: Callable[[], None], mirror: "Callable[[], WeightMirror]") -> None:
+    def __init__(
+        self, engine: AnyEngine, on_death: Callable[[EngineDiedError], None], mirror: "Callable[[], WeightMirror]"
+    ) -> None:
         super().__init__(self._put, lambda references: references.fetch())
         self.engine = engine
         self._mirror = mirror
@@ -59,8 +61,8 @@ class _ClientSession(Session):
         self._num_taken = 0
         self._on_death = on_death
 
-    def engine_died(self) -> None:
-        self._on_death()
+    def engine_died(self, error: EngineDiedError) -> None:
+        self._on_death(error)
 
     def take(self, call_id: int, message: EngineCall) -> None:
         if isinstance(message, UpdateWeights) and hasattr(message.source, "apply_to"):
@@ -95,6 +97,7 @@ class EngineActor:
         self._factory = b""
         self._incarnation = Incarnation()
         self._engine: AnyEngine | None = None
+        self._why_dead = _RESTARTED  # to clients of an engine before this one
         self._mirror: WeightMirror | None = None
         self._is_making = asyncio.Lock()
         self._sessions: dict[str, _ClientSession] = {}
@@ -108,7 +111,7 @@ class EngineActor:
         try:
             async with self._is_making:
                 if factory != self._factory:
-                    await self._end_engine()
+                    await self._end_engine(_RESTARTED)
                     self._factory = factory
                 if self._engine is None:
                     self._engine = await make_engine(self._factory, self._num_threads)
@@ -125,7 +128,7 @@ class EngineActor:
         if session := self._session(token, client):
             session.arrive(number, call)
         elif session := self._sessions.get(client):
-            session.outgoing.put_nowait(_restarted(call[0]))
+            session.outgoing.put_nowait(failure(call[0], EngineDiedError(self._why_dead)))
 
     async def stream(self, token: str, client: str, heartbeat_timeout_s: float) -> AsyncIterator[bytes]:
         """Yield packed lists of messages to a client, and beats.
@@ -134,7 +137,7 @@ class EngineActor:
         """
         session = self._session(token, client)
         if session is None:
-            yield pickle.dumps([_restarted()], protocol=5)
+            yield pickle.dumps([failure(0, EngineDiedError(self._why_dead))], protocol=5)
             return
         loop = asyncio.get_running_loop()
         self.lease(client, _CLIENT_PATIENCE * heartbeat_timeout_s)
@@ -166,29 +169,30 @@ class EngineActor:
         if self._engine is not None:
             await self._engine.close()
 
-    async def _end_engine(self) -> None:
-        """Free the engine, which is dead for its clients."""
+    async def _end_engine(self, reason: str) -> None:
+        """Free the engine, which is dead for its clients, for this reason."""
         if self._engine is None:
             return
+        self._why_dead = reason
         engine, self._engine, self._mirror = self._engine, None, None
         self._incarnation = Incarnation()
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
-            await asyncio.gather(*session.abandon_all(_RESTARTED), return_exceptions=True)
+            await asyncio.gather(*session.abandon_all(reason), return_exceptions=True)
             session.engine = None
-            session.outgoing.put_nowait(_restarted())
+            session.outgoing.put_nowait(failure(0, EngineDiedError(reason)))
         await engine.close()
         del engine
         # Models are held by cycles; free them before the next one is loaded.
         gc.collect()
 
-    def _bury(self, engine: AnyEngine) -> None:
+    def _bury(self, engine: AnyEngine, error: EngineDiedError) -> None:
         """End an engine of which a part has died, so that the next `make` makes another one."""
 
         async def bury() -> None:
             async with self._is_making:
                 if self._engine is engine:
-                    await self._end_engine()
+                    await self._end_engine(f"{error.reason}: connect again")
 
         self._burial = asyncio.create_task(bury())
 
@@ -209,7 +213,3 @@ class EngineActor:
             assert self._engine is not None
             self._mirror = WeightMirror(cast(Any, self._engine))
         return self._mirror
-
-
-def _restarted(call_id: int = 0) -> Failed:
-    return failure(call_id, EngineDiedError(_RESTARTED))

@@ -194,11 +194,11 @@ class Session:
         except Exception as error:
             self._send(failure(call_id, error))
             if isinstance(error, EngineDiedError):
-                self.engine_died()
+                self.engine_died(error)
         else:
             self._send(Done(call_id, self.engine.stats(), value))
 
-    def engine_died(self) -> None:
+    def engine_died(self, error: EngineDiedError) -> None:
         """Do nothing: the client ends this process."""
 
     async def _generate(self, call_id: int, requests: tuple[AnyRequest, ...]) -> None:
