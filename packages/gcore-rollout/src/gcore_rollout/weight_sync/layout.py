@@ -59,21 +59,30 @@ def aligned(end_bytes: int) -> int:
     return -(-end_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-class PackedTensors(ABC):
-    """Tensors that are copied to a flat uint8 buffer one after the other."""
+class Packing:
+    """The places of tensors that follow each other in a flat buffer; `unpacked` finds them again."""
 
     def __init__(self) -> None:
         self.layout: dict[str, TensorSpec] = {}
         self.size_bytes = 0
+
+    def place(self, name: str, tensor: torch.Tensor) -> int:
+        """Return the place of the next tensor, which may be on the meta device."""
+        start = aligned(self.size_bytes)
+        self.size_bytes = start + tensor.nbytes
+        self.layout[name] = TensorSpec.of(tensor)
+        return start
+
+
+class PackedTensors(Packing, ABC):
+    """Tensors that are copied to a flat uint8 buffer one after the other."""
 
     @abstractmethod
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """Return the buffer, with at least so many bytes; what it has is kept."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        start = aligned(self.size_bytes)
-        self.size_bytes = start + tensor.nbytes
-        self.layout[name] = TensorSpec.of(tensor)
+        start = self.place(name, tensor)
         self.layout[name].view(self.buffer(self.size_bytes), start).copy_(tensor.detach())
 
 

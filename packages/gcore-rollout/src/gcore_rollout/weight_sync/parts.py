@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from gcore_rollout.weight_sync.layout import Layout, TensorSpec, aligned
+from gcore_rollout.weight_sync.layout import Layout, Packing
 
 
 def divide_weights(
@@ -30,16 +30,13 @@ def write_part(weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> tuple
     Returns:
         The layout, and the size of the file in bytes once all ranks have written.
     """
-    layout: dict[str, TensorSpec] = {}
-    size_bytes = 0
+    packing = Packing()
     with path.open("r+b", buffering=0) as file:
         for name, tensor in weights:
-            start = aligned(size_bytes)
-            size_bytes = start + tensor.nbytes
-            layout[name] = TensorSpec.of(tensor)
+            start = packing.place(name, tensor)
             if not tensor.is_meta and tensor.nbytes:
                 data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                 while data:
                     written = os.pwrite(file.fileno(), data, start)
                     data, start = data[written:], start + written
-    return layout, size_bytes
+    return packing.layout, packing.size_bytes

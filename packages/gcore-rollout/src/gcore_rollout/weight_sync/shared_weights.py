@@ -37,6 +37,10 @@ class _Memory(PackedTensors):
         self.readers: set[asyncio.Future[None]] = set()
         self._mapping = torch.empty(0, dtype=torch.uint8)
 
+    @property
+    def path(self) -> Path:
+        return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
+
     def buffer(self, size_bytes: int) -> torch.Tensor:
         if not self._mapping.numel() or size_bytes > self._mapping.numel():
             # Twice as much as before: unwritten pages take no memory, and mapping again takes time.
@@ -79,6 +83,11 @@ class SharedWeights:
         """The file descriptor of the memory that holds the weights; another write may make it another."""
         return self._whole().fd
 
+    @property
+    def path(self) -> Path:
+        """The path by which processes of this machine open that memory, as long as this one keeps it."""
+        return self._whole().path
+
     def write(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy weights, one at a time, to memory without readers, so that the weights in use stay as they are.
 
@@ -97,7 +106,7 @@ class SharedWeights:
         memory.layout, memory.size_bytes = {}, 0
         memory.buffer(0)
         if (write_to := getattr(weights, "write_to", None)) is not None:
-            memory.layout, memory.size_bytes = write_to(Path(f"/proc/{os.getpid()}/fd/{memory.fd}"))
+            memory.layout, memory.size_bytes = write_to(memory.path)
             memory.buffer(memory.size_bytes)
         else:
             for name, tensor in weights:

@@ -61,8 +61,7 @@ def send_weights(engine: "LLMEngine", weights: Mapping[str, torch.Tensor], *, bu
         shared = SharedWeights()
         try:
             shared.write(bucket.items())
-            path = f"/proc/{os.getpid()}/fd/{shared.fileno()}"
-            engine.collective_rpc(partial(_take_bucket, path=path, layout=shared.layout))
+            engine.collective_rpc(partial(_take_bucket, path=str(shared.path), layout=shared.layout))
         finally:
             shared.close()
     engine.collective_rpc(_end_update)
