@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
-from gcore_llm.learning.config import ActorConfig, CriticConfig, RanksConfig
+from gcore_llm.learning.config import ActorConfig, CriticConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
@@ -18,6 +18,7 @@ from gcore_runs import (
     Fraction,
     NonNegative,
     Positive,
+    RanksConfig,
     UserError,
     above,
 )

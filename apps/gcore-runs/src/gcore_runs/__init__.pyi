@@ -8,11 +8,7 @@ from .command_line import (
     run_training as run_training,
 )
 from .doctor.command import doctor_command as doctor_command
-from .errors import (
-    UserError as UserError,
-    one_line as one_line,
-    said as said,
-)
+from .errors import UserError as UserError, one_line as one_line, said as said
 from .host_memory import available_host_bytes as available_host_bytes
 from .inputs import (
     build_tokenizer as build_tokenizer,
@@ -87,6 +83,7 @@ from .settings.run_config import (
     BaseRunConfig as BaseRunConfig,
     BaseTrainerConfig as BaseTrainerConfig,
     PlacementConfig as PlacementConfig,
+    RanksConfig as RanksConfig,
     RayConfig as RayConfig,
 )
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_llm.learning.config import RanksConfig
-from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, UserError, at_least
+from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, RanksConfig, UserError, at_least
 from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
 

@@ -1,18 +1,11 @@
-"""Settings of the models in training, the policy and the critic, and of their ranks."""
+"""Settings of the models in training: the policy and the critic."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from gcore_runs import BaseActorConfig, BaseTrainerConfig, Checked, Count, Fraction, NonNegative, UserError
-from gcore_trainer import (
-    ConfigError,
-    MegatronConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyLossConfig,
-    ValueLossConfig,
-)
+from gcore_runs import BaseActorConfig, Checked, Count, Fraction, NonNegative
+from gcore_trainer import OptimizerConfig, PolicyLossConfig, ValueLossConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,39 +52,3 @@ class CriticConfig(Checked, section="critic"):
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)
     warmup_steps: NonNegative = 0
     """First steps that train the critic alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RanksConfig(BaseTrainerConfig):
-    """Training ranks and the library that they compute with."""
-
-    backend: Literal["torch", "megatron"] = "torch"
-    """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
-    num_processes: Count = 1
-    """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    megatron: MegatronConfig = field(default_factory=MegatronConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            if self.backend == "torch":
-                self.parallel.check_torch()
-            self.parallel.data_parallel_size(self.num_processes)
-        except ConfigError as error:
-            raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
-        shards = self.backend == "torch" or not self.parallel.fsdp_size
-        self.require("parallel.fsdp_size", shards, f"0 with trainer.backend {self.backend!r}")
-        plain = MegatronConfig()
-        try:
-            if self.megatron != plain:
-                self.megatron.check()
-        except ConfigError as error:
-            raise UserError(f"trainer.megatron.{error}") from None
-        for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
-            value, default = (getattr(config, own.name) for config in (self.megatron, plain))
-            self.require(
-                f"megatron.{own.name}",
-                value == default,
-                f"{str(default).lower()} with trainer.backend {self.backend!r}",
-            )

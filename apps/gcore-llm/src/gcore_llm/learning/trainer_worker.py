@@ -10,9 +10,8 @@ from typing import Any, Literal
 import gcore_trainer
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_llm.config import TrainConfig
-from gcore_llm.learning.config import RanksConfig
 from gcore_llm.learning.preparation import memory, sample_flops, workload_of
-from gcore_runs import BaseTrainerWorker, UserError
+from gcore_runs import BaseTrainerWorker, RanksConfig, UserError
 from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_trainer import MicroBatch
 

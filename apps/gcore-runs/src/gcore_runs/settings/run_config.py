@@ -1,14 +1,15 @@
 """The settings that runs of several commands share, documented and bounded in their types; apps extend them."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
+from gcore_runs.errors import UserError
 from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
 from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
-from gcore_trainer import LoRAConfig
+from gcore_trainer import ConfigError, LoRAConfig, MegatronConfig, ParallelConfig
 
 _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
 _PORT = Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
@@ -50,6 +51,42 @@ class BaseTrainerConfig(Checked, section="trainer"):
     """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
     prometheus_host: str = "127.0.0.1"
     """Address to serve them at; 127.0.0.1: to this machine alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksConfig(BaseTrainerConfig):
+    """Training ranks and the library that they compute with."""
+
+    backend: Literal["torch", "megatron"] = "torch"
+    """torch: a transformers model, sharded by FSDP2 over several processes; megatron: Megatron-Core."""
+    num_processes: Count = 1
+    """Ranks, each a process with a device of its own; 1 with torch: training runs in the main process."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            if self.backend == "torch":
+                self.parallel.check_torch()
+            self.parallel.data_parallel_size(self.num_processes)
+        except ConfigError as error:
+            raise UserError(f"trainer.parallel: {error} (trainer.num_processes={self.num_processes})") from None
+        shards = self.backend == "torch" or not self.parallel.fsdp_size
+        self.require("parallel.fsdp_size", shards, f"0 with trainer.backend {self.backend!r}")
+        plain = MegatronConfig()
+        try:
+            if self.megatron != plain:
+                self.megatron.check()
+        except ConfigError as error:
+            raise UserError(f"trainer.megatron.{error}") from None
+        for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
+            value, default = (getattr(config, own.name) for config in (self.megatron, plain))
+            self.require(
+                f"megatron.{own.name}",
+                value == default,
+                f"{str(default).lower()} with trainer.backend {self.backend!r}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
