@@ -63,6 +63,6 @@ class RolloutOptions(QuickOptions):
         "max_prompt_length": 12,
         "hidden_size": 128,
         "vocab_size": 256,
-        "sync_mb": 1,
+        "sync_mb": 2,
         "calls": 2,
     }
