@@ -14,9 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import ray
-from ray._private import worker as ray_worker
-
 from gcore_controller import (
     ActorRole,
     Announcer,
@@ -31,7 +28,7 @@ from gcore_controller import (
     Span,
     TrainerSpec,
     check_token,
-    connect,
+    connect_quietly,
 )
 from gcore_placement import (
     STRATEGIES,
@@ -108,18 +105,16 @@ def check_cluster(config: BaseRLConfig) -> None:
 
 def _connect_to_cluster(config: BaseRLConfig) -> None:
     """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine that is large enough."""
-    setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address := config.ray.address or os.environ.get("RAY_ADDRESS", ""):
         try:
-            connect(address, **quiet)
+            connect_quietly(address)
         except ClusterError as error:
             raise UserError(f"ray.address: {error}") from None
         except (ConnectionError, ValueError) as error:
             raise UserError(f"ray.address is {address!r}: no Ray cluster answers there ({error})") from error
     else:
         num_cpus = max(os.cpu_count() or 1, round(config.sizes.num_reserved * config.ray.cpus_per_process + 0.5))
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+        connect_quietly("local", num_cpus=num_cpus, include_dashboard=False)
 
 
 async def start_ray_backend(

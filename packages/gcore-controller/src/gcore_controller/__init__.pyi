@@ -71,6 +71,7 @@ from .runtimes.ray import (
     RoleActors as RoleActors,
     check_token as check_token,
     connect as connect,
+    connect_quietly as connect_quietly,
     run_ray as run_ray,
 )
 from .runtimes.simulated import VirtualTimeLoop as VirtualTimeLoop, run_simulated as run_simulated

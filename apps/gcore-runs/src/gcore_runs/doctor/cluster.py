@@ -1,6 +1,5 @@
 """The readings of every node of a Ray cluster, taken by a process on each."""
 
-import logging
 import os
 import socket
 import time
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import worker as ray_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gcore_controller import connect
+from gcore_controller import connect_quietly
 from gcore_runs.doctor.node_checks import Node
 from gcore_runs.doctor.readings import Readings, read_machine
 
@@ -47,7 +45,7 @@ class Probe:
         while not (found := Path(marker).is_file()) and time.monotonic() < deadline_s:
             with suppress(OSError):
                 # Listing a folder makes NFS ask for what is new in it.
-                os.listdir(Path(marker).parent)  # noqa: PTH208 - iterdir would be lazy
+                list(Path(marker).parent.iterdir())
             time.sleep(0.2)
         return found
 
@@ -74,8 +72,7 @@ def read_cluster(address: str, folder: Path, *, expected: int = 0) -> list[Node]
         ClusterError: it requires a token that this process does not have.
         ConnectionError: no cluster answers at the address.
     """
-    setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
-    connect(address, log_to_driver=False, logging_level=logging.ERROR)
+    connect_quietly(address)
     try:
         return _read(_joined(expected), folder.absolute())
     finally:

@@ -14,6 +14,7 @@ try:
         RayReference as RayReference,
         check_token as check_token,
         connect as connect,
+        connect_quietly as connect_quietly,
         put as put,
     )
     from gcore_controller.runtimes.ray.controllers import RayControllers as RayControllers, run_ray as run_ray

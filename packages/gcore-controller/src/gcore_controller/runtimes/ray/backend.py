@@ -15,12 +15,7 @@ from gcore_controller.errors import ClusterError, ControllerDiedError, Controlle
 from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating
 from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import RoleActors
-from gcore_controller.runtimes.ray.cluster import (
-    CapacityChangedError,
-    CapacityWatch,
-    check_capacity,
-    free_resources,
-)
+from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch, check_capacity, free_resources
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.devices import Device, DeviceMap
 from gcore_controller.runtimes.ray.trainer_group import RankHandles, RayTrainerGroup

@@ -1,6 +1,7 @@
 """A Ray cluster as a run uses it: the connection, its capacity while nodes come and go, and its object stores."""
 
 import asyncio
+import logging
 import math
 import os
 import re
@@ -13,7 +14,9 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
-# Private, because Ray has no public way to ask whether it would be let in, or to pass a token to `ray.init`.
+# Private, because Ray has no public way to keep off logs of processes, to ask whether it would be let in, or to pass a
+# token to `ray.init`.
+from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_setup import (
     ensure_token_if_auth_enabled,
     maybe_enable_token_auth_if_token_available,
@@ -48,6 +51,12 @@ def connect(address: str | None = None, **options: Any) -> None:
     """
     check_token(address)
     ray.init(address=address, **options)
+
+
+def connect_quietly(address: str | None = None, **options: Any) -> None:
+    """Connect as `connect` does, and keep what Ray and the processes of the cluster log off the screen."""
+    setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
+    connect(address, log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 def check_token(address: str | None = None) -> None:

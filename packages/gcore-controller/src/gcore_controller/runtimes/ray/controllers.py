@@ -278,8 +278,8 @@ class RayControllers:
         make: Any = ray.remote(ControllerActor)
         place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
         others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
-        own = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0), "resources": others}
-        options = {**own, "scheduling_strategy": place}
+        num_cpus, num_gpus = self._bundle["CPU"], self._bundle.get("GPU", 0)
+        options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": others, "scheduling_strategy": place}
         return make.options(**options).remote(rank, self._world_size)
 
     async def _introduced(self) -> _Controllers:
