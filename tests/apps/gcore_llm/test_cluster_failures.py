@@ -4,10 +4,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Cli, assert_same_metrics, option_set, read_rows, step_rows
+from command_line import Cli, Command, assert_same_metrics, option_set, read_rows, step_rows
 from process_tree import descendants, left_after
 from ray.cluster_utils import Cluster
 from tiny_jobs import HOLDING
@@ -32,56 +33,76 @@ def cluster() -> Iterator[Cluster]:
         cluster.shutdown()
 
 
+class Watched:
+    """A run on the cluster, whose processes are killed."""
+
+    def __init__(self, command: Command, run: Path, cluster: Cluster) -> None:
+        self.command, self.run, self._cluster = command, run, cluster
+
+    def processes(self, title: str) -> list[int]:
+        nodes = self._cluster.list_all_nodes()
+        return [pid for node in nodes for pid in descendants(raylet_of(node), title)]
+
+    def wait_for_a_step(self) -> None:
+        before = self._num_steps()
+        self.command.wait_until(lambda: self._num_steps() > before)
+
+    def _num_steps(self) -> int:
+        return len(step_rows(self.run)) if (self.run / "metrics.jsonl").exists() else 0
+
+    def kill_a_process_of_each(self) -> list[int]:
+        """Kill a process of a vLLM engine and, a step later, a training rank; return the engines' processes before."""
+        self.wait_for_a_step()
+        workers = self.processes("VLLM::Worker_TP")
+        assert len(workers) == 4
+        os.kill(workers[1], signal.SIGKILL)
+        self.wait_for_a_step()
+        os.kill(self.processes("ray::TrainingRank")[1], signal.SIGKILL)
+        self.command.wait_until(lambda: "all training ranks were started again" in self.command.out)
+        self.wait_for_a_step()
+        return workers
+
+
+def run_args(own_args: list[str], num_steps: int) -> list[str]:
+    # Slowly: rounding differs with who computed what, and a policy that is nearly certain makes much of it.
+    args = option_set(own_args, "--actor.optim.lr", "1e-4")
+    args = [*option_set(args, "--trainer.total-training-steps", str(num_steps)), "--rollout.engine", "vllm"]
+    return [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
+
+
+def cluster_args(cluster: Any) -> list[str]:
+    """Two engines over two devices each, with whose ranks training ranks take turns."""
+    args = ["--runtime", "ray", "--ray.address", cluster.address, "--controllers", "2"]
+    return [
+        *args,
+        *("--rollout.num-processes", "2", "--rollout.tensor-parallel-size", "2", "--rollout.colocated", "true"),
+    ]
+
+
 def test_losses_of_each_kind_cost_no_sample(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
     """vLLM over two devices twice, and two ranks on them by turns: one of each is killed, a node is lost, one joins."""
     (cli.cwd / "holding.py").write_text(HOLDING)
-    # Slowly: rounding differs with who computed what, and a policy that is nearly certain makes much of it.
-    args = option_set(option_set(own_args, "--actor.optim.lr", "1e-4"), "--reward", "holding.py:reward")
-    args = [*option_set(args, "--trainer.total-training-steps", "10"), "--rollout.engine", "vllm"]
-    args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
+    args = option_set(run_args(own_args, 10), "--reward", "holding.py:reward")
     alone = cli(*args, "--name", "alone")
     assert alone.code == 0, alone
 
-    command = cli.start(
-        *args,
-        *("--runtime", "ray", "--ray.address", cluster.address, "--controllers", "2", "--trainer.num-processes", "2"),
-        *("--rollout.num-processes", "2", "--rollout.tensor-parallel-size", "2", "--rollout.colocated", "true"),
-    )
+    command = cli.start(*args, *cluster_args(cluster), "--trainer.num-processes", "2")
     run, hold = cli.cwd / "runs/default", cli.cwd / "hold"
-
-    def wait_for_a_step() -> None:
-        before = num_steps()
-        command.wait_until(lambda: num_steps() > before)
-
-    def num_steps() -> int:
-        return len(step_rows(run)) if (run / "metrics.jsonl").exists() else 0
-
-    def of_cluster(title: str) -> list[int]:
-        return [pid for node in cluster.list_all_nodes() for pid in descendants(raylet_of(node), title)]
-
-    wait_for_a_step()
-    workers = of_cluster("VLLM::Worker_TP")
-    assert len(workers) == 4
-    os.kill(workers[1], signal.SIGKILL)
-    wait_for_a_step()
-    ranks = of_cluster("ray::TrainingRank")
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    command.wait_until(lambda: "all training ranks were started again" in command.out)
-    wait_for_a_step()
+    watched = Watched(command, run, cluster)
+    workers = watched.kill_a_process_of_each()
 
     hold.touch()
     [lost] = cluster.worker_nodes
     cluster.remove_node(lost, allow_graceful=False)
     command.wait_until(lambda: f"; the run has {HALF} now, of {WHOLE}" in command.out)
     hold.unlink()
-    wait_for_a_step()
+    watched.wait_for_a_step()
     hold.touch()
     cluster.add_node(**NODE)
     time.sleep(6)  # nodes that join are waited for, in case there are more
     hold.unlink()
     command.wait_until(lambda: f"has joined; the run has {WHOLE} now" in command.out)
-    workers += of_cluster("VLLM::Worker_TP")
+    workers += watched.processes("VLLM::Worker_TP")
     finished = command.wait()
     assert finished.code == 0, finished
     assert "a rank of the engine died" in finished.out + (run / "logs/main.log").read_text()
@@ -98,13 +119,15 @@ def raylet_of(node: Any) -> int:
 
 
 def test_megatron_ranks_on_two_nodes(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
-    """TP=2 x 2: the metrics of one process that trains with torch."""
-    args = [*option_set(own_args, "--actor.optim.lr", "1e-4"), "--trainer.tensorboard", "False"]
-    cli.ok(*args, "--name", "alone")
-    finished = cli(
-        *args,
-        *("--runtime", "ray", "--ray.address", cluster.address, "--trainer.backend", "megatron"),
-        *("--trainer.num-processes", "4", "--trainer.parallel.tensor-model-parallel-size", "2", "--name", "megatron"),
-    )
+    """TP=2 x 2 on the devices of vLLM's TP=2 x 2, through kills: the metrics of one process that trains with torch."""
+    args = run_args(own_args, 5)
+    alone = cli(*args, "--name", "alone")
+    assert alone.code == 0, alone
+    megatron = ["--trainer.backend", "megatron", "--trainer.parallel.tensor-model-parallel-size", "2"]
+    command = cli.start(*args, *cluster_args(cluster), *megatron, "--trainer.num-processes", "4")
+    run = cli.cwd / "runs/default"
+    workers = Watched(command, run, cluster).kill_a_process_of_each()
+    finished = command.wait()
     assert finished.code == 0, finished
-    assert_same_metrics(cli.cwd / "runs/megatron", cli.cwd / "runs/alone")
+    assert_same_metrics(run, cli.cwd / "runs/alone")
+    assert not left_after(workers, 10.0)
