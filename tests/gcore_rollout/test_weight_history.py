@@ -1,6 +1,7 @@
 """Weights that ranks send as changes: engines have exactly the sent weights, also one that starts late."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -8,7 +9,22 @@ import ray
 import torch
 from ray_cluster import ray_cluster
 
-from gcore_rollout import DeltaSender, DigestedWeights, Engine, WeightHistory, WeightMirror, divide_weights
+from gcore_rollout import (
+    CheckedEngine,
+    DeltaSender,
+    DigestedWeights,
+    Engine,
+    EngineStats,
+    HeldWeights,
+    UnmergedWeights,
+    WeightHistory,
+    WeightMirror,
+    WrongWeightsError,
+    divide_weights,
+)
+from gcore_rollout.weight_sync.checked import held
+from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, FullWeights
+from gcore_trainer import LoRAConfig, merge_lora
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +94,60 @@ async def test_engines_follow_changes_exactly() -> None:
             assert same(engine.own, state)
     assert lengths[:4] == [1, 2, 3, 1], "all weights again after changes of many bytes"
     assert lengths[4:21] == [*range(2, 18), 1], "and after many changes"
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_of_weights_with_adapters_these_alone_are_sent() -> None:
+    """After the frozen weights; an engine merges them as a trainer does, exactly, and one that starts late, too."""
+    frozen = {f"layers.{i}.weight": torch.randn(96, 64).bfloat16() for i in range(5)} | {"norm.weight": torch.randn(64)}
+    senders, history = [DeltaSender() for _ in range(NUM_RANKS)], None
+    early, late, other_ranks = Sink(), Sink(), [DeltaSender() for _ in range(NUM_RANKS)]
+    for version in range(1, 6):
+        adapters = {f"layers.{i}{A_OF}": torch.randn(2, 64) for i in (0, 3)}
+        adapters |= {f"layers.{i}{B_OF}": torch.randn(96, 2) for i in (0, 3)}
+        if version == 5:
+            senders = other_ranks
+        parts: list[WeightHistory] = []
+        for rank, sender in enumerate(senders):
+            divided = partial(divide_weights, rank=rank, num_ranks=NUM_RANKS)
+            unmerged = UnmergedWeights(
+                frozen=partial(divided, frozen.items()), adapters=partial(divided, adapters.items()), scaling=0.5
+            )
+            base_version = history and history.next_base
+            parts.append(sender.put(DigestedWeights([], unmerged=unmerged), version=version, base_version=base_version))
+        history = parts[0].joined(parts).after(history)
+        sizes = [sum(tensor.nbytes for tensor in own.values()) for own in (adapters, frozen)]
+        assert history.sent_bytes == (sum(sizes) if version in (1, 5) else sizes[0])
+        assert len(history.updates) == (1 if version in (1, 5) else 2)
+        expected = dict(merge_lora(frozen.items(), adapters, LoRAConfig(rank=2, alpha=1)))
+        for engine in (early, late) if version >= 3 else (early,):
+            await history.apply_to(engine.mirror)
+            assert engine.weight_version == version
+            assert same(engine.own, expected)
+
+
+class WrongSink(Sink):
+    """It computes with other weights than it was given."""
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            prompt_tokens=0, completion_tokens=0, num_running=0, num_waiting=0, weight_version=self.weight_version
+        )
+
+    async def held_weights(self, names: object) -> HeldWeights:
+        del names
+        return HeldWeights(version=self.weight_version, tensors=[held(n, (t + 1).clone) for n, t in self.own.items()])
+
+
+async def test_merged_weights_are_compared_where_they_are_merged() -> None:
+    """They have no digests of the sender's."""
+    engine = WrongSink()
+    mirror = WeightMirror(CheckedEngine(cast(Any, engine), name="the engine"))
+    tensors = {f"layer{A_OF}": torch.ones(1, 4), f"layer{B_OF}": torch.ones(3, 1)}
+    adapters = AdapterWeights(base_version=1, version=1, scaling=1.0, tensors=tensors)
+    update = FullWeights(version=1, tensors={"layer.weight": torch.ones(3, 4)}.items(), adapters=adapters)
+    with pytest.raises(WrongWeightsError, match=r"the engine does not have the trainer's weights of version 1"):
+        await mirror.apply(update)
 
 
 @pytest.mark.usefixtures("cluster")

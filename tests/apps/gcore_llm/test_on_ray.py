@@ -122,6 +122,14 @@ def kills(command: Command, run: Path, *, seed: int) -> Iterator[str]:
         yield kind
 
 
+def test_adapters_alone_are_sent(cli: Cli, own_args: list[str]) -> None:
+    args = [*own_args, "--actor.lora-rank", "4", "--trainer.tensorboard", "False"]
+    cli.ok(*args, "--name", "here")
+    sizes = ["--controllers", "2", "--trainer.num-processes", "2"]
+    cli.ok(*args, "--name", "ray", "--runtime", "ray", *sizes, "--ray.weight-sync", "delta")
+    assert_same_metrics(cli.cwd / "runs/ray", cli.cwd / "runs/here")
+
+
 def test_every_prompt_is_trained_on_once_despite_kills(cli: Cli, own_args: list[str]) -> None:
     """New weights are sent as changes, of which an engine that is replaced has none."""
     # Slowly: rounding differs with who computed what, and a policy that is nearly certain makes much of it.

@@ -14,7 +14,7 @@ from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, logs_of
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
-from gcore_trainer import TrainerError
+from gcore_trainer import LoRAWeights, TrainerError
 
 if TYPE_CHECKING:
     from gcore_rollout import DigestedWeights
@@ -70,16 +70,26 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     def export_weights(self, *, averaged: bool = False) -> "DigestedWeights":
         import torch
 
-        from gcore_rollout import DigestedWeights, divide_weights
+        from gcore_rollout import DigestedWeights, UnmergedWeights, divide_weights
 
         self.wake()
         self.use("actor")
         options = {"averaged": True} if averaged else {}
         weights = self.trainers["actor"].export_weights(**options)
-        if torch.distributed.is_initialized() and (num_ranks := torch.distributed.get_world_size()) > 1:
-            weights = divide_weights(weights, rank=torch.distributed.get_rank(), num_ranks=num_ranks)
+        rank, num_ranks = 0, 1
+        if torch.distributed.is_initialized():
+            rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        divided = partial(divide_weights, rank=rank, num_ranks=num_ranks)
+        unmerged = None
+        if isinstance(weights, LoRAWeights):
+            unmerged = UnmergedWeights(
+                frozen=lambda: divided(weights.frozen()),
+                adapters=lambda: divided(weights.adapters().items()),
+                scaling=weights.config.alpha / weights.config.rank,
+            )
         # Some parameters stay in float32 in engines of another type.
-        return DigestedWeights(weights, dtypes=[torch.float32, getattr(torch, self.engine_dtype)])
+        dtypes = [torch.float32, getattr(torch, self.engine_dtype)]
+        return DigestedWeights(divided(weights), dtypes=dtypes, unmerged=unmerged)
 
     def save_pretrained(self, path: Path) -> None:
         self.wake()

@@ -189,6 +189,7 @@ from .weight_sync.checked import (
     CheckedEngine as CheckedEngine,
     DigestedWeights as DigestedWeights,
     TimedEngine as TimedEngine,
+    UnmergedWeights as UnmergedWeights,
     WeightRecord as WeightRecord,
     WrappedEngine as WrappedEngine,
     all_digests as all_digests,

@@ -79,7 +79,7 @@ from .errors import (
     UnsupportedModelError as UnsupportedModelError,
 )
 from .extras import check_extras as check_extras
-from .lora import merge_lora as merge_lora
+from .lora import LoRAWeights as LoRAWeights, merge_lora as merge_lora
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
 from .megatron_config import MegatronConfig as MegatronConfig
 from .objectives.policy import (

@@ -3,7 +3,8 @@
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,6 +65,27 @@ def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> torc
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
     a = torch.empty(rank, in_features, dtype=torch.float32)
     return torch.nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+
+
+@dataclass(frozen=True)
+class LoRAWeights:
+    """A model's frozen weights and its adapters; iterating yields names and merged weights, one at a time.
+
+    Each is gathered from all ranks when it is called, or iterated over: all ranks make the same calls.
+    """
+
+    parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    """Names and whole tensors of the model, its adapters among them or not."""
+    adapters: Callable[[], Mapping[str, torch.Tensor]]
+    """Names and whole tensors of the adapters."""
+    config: LoRAConfig
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return merge_lora(self.parameters(), self.adapters(), self.config)
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the frozen weights, under the names of merged ones."""
+        return merge_lora(self.parameters(), {}, self.config)
 
 
 def merge_lora(

@@ -4,7 +4,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
-from gcore_trainer.lora import merge_lora
+from gcore_trainer.lora import LoRAWeights
 from gcore_trainer.objectives.policy import BatchTotals, Objective, PartialLoss, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.sample import NOTHING, MicroBatch, by_sample, filled_up
@@ -311,8 +311,11 @@ class Trainer(BaseTrainer, ABC):
         return self._objective.partial_loss(scores, samples, totals)
 
     @abstractmethod
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield Hugging Face names and whole tensors, one at a time, on every rank; a tied head is left out."""
+    def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return Hugging Face names and whole tensors, on every rank; a tied head is left out.
+
+        They are gathered while all ranks iterate over them, one at a time. With adapters they are `LoRAWeights`.
+        """
 
     @abstractmethod
     def save_pretrained(self, path: str | Path) -> None:
@@ -362,14 +365,18 @@ class TorchTrainer(Trainer):
         self.num_routers = packed.num_routers
         packed.model.eval()  # dropout would make every ratio to the sampling policy noise
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         self._check_awake()
-        parameters = ((name, whole(p.detach())) for name, p in self._parameters.items())
         if self._model.lora is not None:
-            masters = self._optimizer.kept()["model"]
-            adapters = {n: whole(masters[n].to(p.device)) for n, p in self._optimizer.parameters.items()}
-            parameters = merge_lora(parameters, adapters, self._model.lora)
-        yield from parameters
+            return LoRAWeights(self._whole_parameters, self._whole_adapters, self._model.lora)
+        return self._whole_parameters()
+
+    def _whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, whole(p.detach())) for name, p in self._parameters.items())
+
+    def _whole_adapters(self) -> dict[str, torch.Tensor]:
+        masters = self._optimizer.kept()["model"]
+        return {name: whole(masters[name].to(p.device)) for name, p in self._optimizer.parameters.items()}
 
     def save_pretrained(self, path: str | Path) -> None:
         self._check_awake()

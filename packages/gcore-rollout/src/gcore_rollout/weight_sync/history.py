@@ -1,20 +1,32 @@
-"""Weights sent as their changes since those before, through Ray's object store, as far as they are sparse.
+"""Weights sent as their changes since those before, through Ray's object store, as far as they are sparse or low-rank.
 
 Each rank compares the tensors that it sends with a copy of what it sent last. An engine keeps a copy of all tensors
 (`WeightMirror`), to which it applies the changes. A history begins with whole tensors, so that an engine which has just
-started can follow, too.
+started can follow, too. Of weights with adapters (`UnmergedWeights`) these are the frozen ones; then the adapters alone
+are sent, and merged by the engine's node.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
 from gcore_rollout.engines.protocol import Digest, Digests
-from gcore_rollout.weight_sync.checked import digests_of
+from gcore_rollout.weight_sync.checked import UnmergedWeights, digests_of
 from gcore_rollout.weight_sync.layout import Layout, TensorSpec, host_copy
-from gcore_rollout.weight_sync.updates import FullWeights, SparseValues, WeightDelta, WeightMirror, make_delta
+from gcore_rollout.weight_sync.updates import (
+    A_OF,
+    B_OF,
+    AdapterWeights,
+    FullWeights,
+    SparseValues,
+    WeightDelta,
+    WeightMirror,
+    WeightUpdate,
+    make_delta,
+)
 from gcore_rollout.weight_sync.weight_references import WeightReferences
 
 _INDICES, _VALUES = "/indices", "/values"
@@ -36,12 +48,23 @@ class _Update:
     tensors: WeightReferences
     size_bytes: int
     """Bytes of what is sent."""
+    scaling: float | None = None
+    """Scaling of the adapters among the tensors; None: there are none."""
 
-    async def fetch(self) -> FullWeights | WeightDelta:
+    async def fetch(self) -> WeightUpdate:
         """Return the update once it is on this node."""
         found = dict(await self.tensors.fetch())
+        adapters = None
+        if self.scaling is not None:
+            base_version = self.version if self.base_version is None else self.base_version
+            tensors = {name: found.pop(name) for name in [*found] if name.endswith((A_OF, B_OF))}
+            adapters = AdapterWeights(
+                base_version=base_version, version=self.version, scaling=self.scaling, tensors=tensors
+            )
         if self.base_version is None:
-            return FullWeights(version=self.version, tensors=found.items())
+            return FullWeights(version=self.version, tensors=found.items(), adapters=adapters)
+        if adapters is not None:
+            return adapters
         sparse = {
             name: SparseValues(indices=found[name + _INDICES], values=found[name + _VALUES])
             for name in self.layout
@@ -98,12 +121,15 @@ class WeightHistory:
         if self.updates[0].base_version is None:
             return self
         assert before is not None
-        return replace(self, updates=[*before.updates, *self.updates])
+        # Adapters replace those of before.
+        kept = before.updates if self.updates[0].scaling is None else before.updates[:1]
+        return replace(self, updates=[*kept, *self.updates])
 
     async def apply_to(self, mirror: WeightMirror) -> None:
         """Give the engine of a mirror these weights; what it has already is not sent again."""
-        known = [place for place, update in enumerate(self.updates) if update.version == mirror.version]
-        missing = self.updates[known[0] + 1 :] if known else self.updates
+        here = mirror.version, mirror.base_version
+        known = [place for place, update in enumerate(self.updates) if update.version in here]
+        missing = self.updates[known[-1] + 1 :] if known else self.updates
         await mirror.apply(*[await update.fetch() for update in missing])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,12 +143,14 @@ class WeightHistory:
 class DeltaSender:
     """Sends a rank's part of the weights: whole tensors at first, and then their changes.
 
-    It keeps a copy of its tensors in the host's memory.
+    It keeps a copy of its tensors in the host's memory, unless they have adapters.
     """
 
     def __init__(self) -> None:
         self._sent: dict[str, torch.Tensor] = {}
         self._version: int | None = None
+        self._frozen_version = 0
+        """Version with which the frozen weights were sent, of weights with adapters."""
 
     def put(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int, base_version: int | None
@@ -130,16 +158,21 @@ class DeltaSender:
         """Put this rank's part of the weights into the object store of this node.
 
         Args:
-            weights: those on the meta device are put by other ranks.
+            weights: those on the meta device are put by other ranks. If they have adapters (`DigestedWeights`), these
+                are put, at first with the frozen weights, and the weights are not iterated over.
             base_version: version that changes should be made to; None, or another one than this rank has sent last:
                 the tensors are sent whole.
         """
+        if base_version != self._version:
+            base_version = None
+        unmerged: UnmergedWeights | None = getattr(weights, "unmerged", None)
+        if unmerged is not None:
+            return self._put_unmerged(unmerged, version=version, base_version=base_version)
         own = ((name, tensor) for name, tensor in weights if not tensor.is_meta)
-        if base_version is None or base_version != self._version:
+        if base_version is None:
             self._sent = {}
             tensors = WeightReferences.put(self._copied(own))
             sent = self._sent
-            base_version = None
         else:
             changes = make_delta(self._sent, self._copied(own), base_version=base_version, version=version)
             sent = dict(changes.dense)
@@ -156,6 +189,31 @@ class DeltaSender:
             size_bytes=sum(tensor.nbytes for tensor in sent.values()),
         )
         return WeightHistory([update], tensors.digests)
+
+    def _put_unmerged(self, weights: UnmergedWeights, *, version: int, base_version: int | None) -> WeightHistory:
+        if base_version is None:
+            self._frozen_version = version
+        else:
+            base_version = self._frozen_version
+        size_bytes = 0
+
+        def own() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal size_bytes
+            for name, tensor in chain(weights.frozen() if base_version is None else (), weights.adapters()):
+                size_bytes += 0 if tensor.is_meta else tensor.nbytes
+                yield name, tensor
+
+        tensors = WeightReferences.put(own())
+        self._version = version
+        update = _Update(
+            version=version,
+            base_version=base_version,
+            layout={},
+            tensors=tensors,
+            size_bytes=size_bytes,
+            scaling=weights.scaling,
+        )
+        return WeightHistory([update])
 
     def _copied(self, own: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors, and keep a copy of each once it has been compared with the one before."""

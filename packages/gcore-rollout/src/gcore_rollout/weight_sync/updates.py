@@ -7,14 +7,16 @@ weights: W = W0 + scaling B A (arXiv 2106.09685, section 4.1), where scaling is 
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
-from gcore_rollout.engines.protocol import Engine
+from gcore_rollout.engines.protocol import Digest, Engine
 from gcore_rollout.errors import WrongBaseError
+from gcore_rollout.weight_sync.checked import DigestedWeights, digest, dtype_name
 from gcore_rollout.weight_sync.layout import Layout, TensorSpec, bits, check_layout, host_copy, layout_of
 
 _MOST_INT32 = 2**31 - 1
@@ -213,6 +215,8 @@ class FullWeights:
     version: int
     tensors: Iterable[tuple[str, torch.Tensor]]
     """Hugging Face names and full tensors; a tensor may change once the next is requested."""
+    adapters: AdapterWeights | None = None
+    """Adapters of the same version, to be merged into the tensors; None: there are none."""
 
 
 WeightUpdate = FullWeights | WeightDelta | AdapterWeights
@@ -222,9 +226,10 @@ class WeightMirror:
     """A copy in the host's memory of the weights that an engine runs, and their version.
 
     It takes updates in any form and gives the engine all full tensors. Adapters are merged into the last full weights
-    and their deltas, never into merged weights, which are not kept. If the engine refuses an update or fails at it, the
-    mirror goes back to what it was, so a sender may try again; the next update repairs whatever a failed one left. It
-    takes the memory of the weights once, and twice while it takes a full update.
+    and their deltas, never into merged weights, which are not kept. The trainer has no digests of merged weights: they
+    are digested here, for an engine that compares what it has taken (`CheckedEngine`). If the engine refuses an
+    update or fails at it, the mirror goes back to what it was, so a sender may try again; the next update repairs
+    whatever a failed one left. It takes the memory of the weights once, and twice while it takes a full update.
 
     From now on, the engine is updated through this object alone. Without the ``weights`` that it runs, the first update
     has to be a full one.
@@ -242,6 +247,11 @@ class WeightMirror:
     def version(self) -> int | None:
         """Version of the weights that are here; None: there are none."""
         return self._base_version if self._adapters is None else self._adapters.version
+
+    @property
+    def base_version(self) -> int | None:
+        """Version of the weights that are here without adapters; None: there are none."""
+        return self._base_version
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over names and full tensors of the current version, read-only and valid until the next update."""
@@ -268,7 +278,8 @@ class WeightMirror:
             try:
                 for update in updates:
                     self._take(update, changes_back)
-                await self._engine.update_weights(iter(self), version=updates[-1].version)
+                weights = iter(self) if self._adapters is None else self._digested(self._adapters)
+                await self._engine.update_weights(weights, version=updates[-1].version)
             except BaseException:
                 # Otherwise it failed after it had taken the weights.
                 if self._engine.weight_version == version_before:
@@ -285,6 +296,8 @@ class WeightMirror:
             case FullWeights():
                 self._base = {name: host_copy(tensor) for name, tensor in update.tensors}
                 self._base_version, self._adapters = update.version, None
+                if update.adapters is not None:
+                    self._take_adapters(update.adapters)
             case WeightDelta():
                 if self._base_version is None or self._adapters is not None:
                     raise _wrong_base(update, version=None, adapters=self._adapters)
@@ -292,8 +305,33 @@ class WeightMirror:
                 changes_back.append((self._base, change_back))
                 self._base_version = update.version
             case AdapterWeights():
-                if update.base_version != self._base_version:
-                    raise _wrong_base(update, version=self._base_version)
-                check_adapters(self._base, update)
-                copies = {name: host_copy(tensor) for name, tensor in update.tensors.items()}
-                self._adapters = replace(update, tensors=copies)
+                self._take_adapters(update)
+
+    def _take_adapters(self, update: AdapterWeights) -> None:
+        if update.base_version != self._base_version:
+            raise _wrong_base(update, version=self._base_version)
+        check_adapters(self._base, update)
+        copies = {name: host_copy(tensor) for name, tensor in update.tensors.items()}
+        self._adapters = replace(update, tensors=copies)
+
+    def _digested(self, adapters: AdapterWeights) -> DigestedWeights:
+        def merge(name: str) -> torch.Tensor:
+            return dict(merged({name: self._base[name]}, adapters))[name]
+
+        return DigestedWeights(self, digests={name: _DigestsOnDemand(partial(merge, name)) for name in self._base})
+
+
+class _DigestsOnDemand(Mapping[str, Digest]):
+    """Digests of a tensor by data type, of which few are asked for after an update."""
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self._make = make
+
+    def __getitem__(self, dtype: str) -> Digest:
+        return digest(self._make().to(getattr(torch, dtype)))
+
+    def __iter__(self) -> Iterator[str]:
+        yield dtype_name(self._make().dtype)
+
+    def __len__(self) -> int:
+        return 1

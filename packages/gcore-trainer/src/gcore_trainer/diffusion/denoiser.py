@@ -3,7 +3,7 @@
 import copy
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.sample import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
-from gcore_trainer.lora import add_lora, merge_lora
+from gcore_trainer.lora import LoRAWeights, add_lora
 from gcore_trainer.torch.activations import is_checkpointed
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import shard_modules
@@ -123,13 +123,19 @@ class Denoiser:
         """Return those of `parameters` that are trained."""
         return {name: p for name, p in self.parameters().items() if p.requires_grad}
 
-    def weights(self, trained: dict[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors by diffusers' names, adapters merged in, on every rank; ``trained`` replaces its own."""
+    def weights(self, trained: dict[str, torch.Tensor] | None = None) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return diffusers' names and whole tensors, on every rank; ``trained`` replaces the model's own.
+
+        See `Trainer.export_weights`.
+        """
         own: dict[str, torch.Tensor] = trained or {n: p.detach() for n, p in self.trained_parameters().items()}
-        named = ((n, whole(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
+
+        def named() -> Iterator[tuple[str, torch.Tensor]]:
+            return ((n, whole(own[n] if n in own else p.detach())) for n, p in self.parameters().items())
+
         if self.lora is not None:
-            named = merge_lora(named, {name: whole(tensor) for name, tensor in own.items()}, self.lora)
-        yield from named
+            return LoRAWeights(named, lambda: {name: whole(tensor) for name, tensor in own.items()}, self.lora)
+        return named()
 
 
 def pipeline_component(path: str | Path) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -169,15 +169,15 @@ class DiffusionTrainer(BaseTrainer):
                     add_sums(sums, parts)
         return {name: value.item() for name, value in sums.items()}
 
-    def export_weights(self, *, averaged: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield diffusers' names and whole tensors of the policy that samples, one at a time, on every rank.
+    def export_weights(self, *, averaged: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return diffusers' names and whole tensors of the policy that samples; see `Trainer.export_weights`.
 
         Raises:
             ConfigError: there is no such average.
         """
         if averaged and self._ema is None:
             raise ConfigError("ema_decay is None: there is no average of the weights")
-        yield from self._models.policy.weights(self._averages().get("ema" if averaged else "old"))
+        return self._models.policy.weights(self._averages().get("ema" if averaged else "old"))
 
     def save_pretrained(self, path: str | Path, *, averaged: bool = False) -> None:
         """Write the model's folder, which diffusers loads; all ranks call it, one writes."""

@@ -1,7 +1,7 @@
 """The Megatron-Core backend."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from gcore_trainer.config import ABOVE_ZERO, LoRAConfig, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.lora import merge_lora
+from gcore_trainer.lora import LoRAWeights
 from gcore_trainer.megatron.adapters import add_adapters, check_targets, target_layers
 from gcore_trainer.megatron.architecture import Architecture, join_groups
 from gcore_trainer.megatron.cpu import megatron_runtime
@@ -167,13 +167,13 @@ class MegatronTrainer(Trainer):
                 for chunk in self._chunks:
                     chunk.start_param_sync(force_sync=True)
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         self._check_awake()
         self._finish_param_gather()
-        weights = self._gather(self._pieces)
         if self._lora is not None:
-            weights = merge_lora(weights, dict(self._gather(self._trained)), self._lora)
-        yield from weights
+            gather = self._gather
+            return LoRAWeights(lambda: gather(self._pieces), lambda: dict(gather(self._trained)), self._lora)
+        return self._gather(self._pieces)
 
     def save_pretrained(self, path: str | Path) -> None:
         weights, is_classifier = self.export_weights(), self._has_value_head
