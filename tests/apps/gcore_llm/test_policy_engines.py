@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from server_processes import free_port, served  # pyright: ignore[reportMissingI
 
 from gcore_runs.engines import SpeculativeConfig
 
+SERVED = ("--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.weights-dir", "x")
+ON_RAY = (*SERVED, "--runtime", "ray")
 # What happens at the n-th call of the reward, which is in the middle of generation; the run knows by nothing else.
 REWARD = """
 import os
@@ -178,10 +181,16 @@ def test_speculation_settings_of_vllm() -> None:
 
 @pytest.fixture(scope="module")
 def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with vllm_server(tiny, tmp_path_factory.mktemp("vllm")) as address:
+        yield address
+
+
+def vllm_server(model: Path, folder: Path) -> AbstractContextManager[str]:
+    """Start a server of a model, and yield its URL."""
     port = free_port()
     command = [
         # The `vllm` command asks for a distribution of that name, which vLLM's build for CPU is not.
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny)),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--skip-tokenizer-init", "--no-enable-chunked-prefill", "--max-num-seqs", "64"),
@@ -198,9 +207,7 @@ def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         # Else the first log-probs wait for a compiler.
         "TORCH_COMPILE_DISABLE": "1",
     }
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with served(command, port=port, env=env, log=log, timeout_s=1800) as address:
-        yield address
+    return served(command, port=port, env=env, log=folder / "log", timeout_s=1800)
 
 
 @pytest.fixture
@@ -226,6 +233,32 @@ def test_a_server(cli: Cli, own_args: list[str], server_args: list[str], url: st
     config = cli.cwd / "runs/second/config.toml"
     config.write_text(config.read_text().replace(url, "http://127.0.0.1:1"))
     assert "step 2: held-out score" in cli.ok("eval", "runs/second")
+
+
+@pytest.mark.slow
+def test_servers_on_ray(cli: Cli, server_args: list[str], tiny: Path, url: str) -> None:
+    """Each controller has a server of its own, and what they make is what they make for a run in one process."""
+    with vllm_server(tiny, cli.cwd) as other:
+        args = [each for arg in server_args for each in ([url, other] if arg == url else [arg])]
+        args += ["--controllers", "2"]
+        cli.ok(*args, "--name", "here")
+        cli.ok(*args, "--name", "ray", "--runtime", "ray", "--trainer.num-processes", "2")
+        assert_same_metrics(cli.cwd / "runs/ray", cli.cwd / "runs/here")
+        engines = {name for row in read_rows(cli.cwd / "runs/ray/spans.jsonl") for name in row["devices"]}
+        assert {"engine 0", "engine 1"} <= engines
+        assert list((cli.cwd / "weights").iterdir()) == []
+        args = option_set(args, "--trainer.total-training-steps", "50")
+        command = cli.start(*args, "--name", "lost", "--runtime", "ray")
+        metrics = cli.cwd / "runs/lost/metrics.jsonl"
+        command.wait_until(lambda: metrics.exists() and len(step_rows(cli.cwd / "runs/lost")) > 0)
+    # The run needs them both: it ends, and can be resumed on others.
+    finished = command.wait()
+    assert finished.code == 2
+    assert f"the server at {other} was lost" in finished.err
+    num_steps = len(step_rows(cli.cwd / "runs/lost"))
+    args = option_set(option_set(args, "--controllers", "1"), "--trainer.total-training-steps", str(num_steps + 1))
+    cli.ok(*(arg for arg in args if arg != other), "--name", "lost", "--runtime", "ray")
+    assert len(step_rows(cli.cwd / "runs/lost")) == num_steps + 1
 
 
 @pytest.mark.slow
@@ -282,6 +315,16 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         (
             ["--rollout.engine", "vllm_server", "--rollout.urls", "http://h:1", "--rollout.num-processes", "2"],
             "rollout.num_processes is 2 and rollout.engine is 'vllm_server'; expected 0",
+        ),
+        (
+            [*ON_RAY, "--controllers", "2"],
+            "controllers is 2; expected at most one for each of the 1 rollout.urls",
+        ),
+        ([*ON_RAY, "--rollout.colocated", "true"], "rollout.colocated is true; expected auto or false with rollout.en"),
+        ([*ON_RAY, "--ray.weight-sync", "delta"], "ray.weight_sync is 'delta'; expected 'full' with rollout.engine"),
+        (
+            [*ON_RAY, "--placement.strategy", "dynamic", "--reward-model.kind", "judge", "--reward-model.path", "x"],
+            "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'ray') and a policy and a judge",
         ),
         (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf'; expected 'vllm'"),
         (

@@ -270,8 +270,8 @@ class TrainConfig(BaseRLConfig):
         has_te = own.megatron.transformer_engine is True
         for other in ("actor.lora_rank" * (self.actor.lora_rank > 0), "device cpu" * (self.device == "cpu")):
             self.require("trainer.megatron.transformer_engine", not (has_te and other), f"auto or false with {other}")
-        can_be_on_ray = self.runtime != "ray" or not rollout.is_on_servers
-        self.require("rollout.engine", can_be_on_ray, "hf or vllm with runtime 'ray'")
+        if self.runtime == "ray" and rollout.is_on_servers:
+            self._check_servers_on_ray()
         can_record = rollout.decode_mode != "cuda_graphs" or self.device != "cpu"
         self.require("rollout.decode_mode", can_record, "None, dynamic or static with device cpu")
         if self.data.image_key:
@@ -293,7 +293,11 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def can_take_turns(self) -> bool:
-        return self.trainer.schedule == "sync"
+        return self.trainer.schedule == "sync" and (self.num_engines > 0 or self.runtime != "ray")
+
+    @property
+    def num_engines(self) -> int:
+        return 0 if self.rollout.is_on_servers else super().num_engines
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:
@@ -340,6 +344,15 @@ class TrainConfig(BaseRLConfig):
         }
         for reason, fewest in needed_by.items():
             self.require("rollout.n", self.rollout.n >= fewest, f"at least {fewest} {reason}")
+
+    def _check_servers_on_ray(self) -> None:
+        """Raise `UserError` for settings of a cluster that servers of the policy do not take."""
+        num_urls, engine = len(self.rollout.urls), f"rollout.engine {self.rollout.engine!r} and runtime 'ray'"
+        self.require(
+            "controllers", self.controllers <= num_urls, f"at most one for each of the {num_urls} rollout.urls"
+        )
+        self.require("rollout.colocated", self.rollout.colocated is not True, f"auto or false with {engine}")
+        self.require("ray.weight_sync", self.ray.weight_sync == "full", f"'full' with {engine}")
 
     def _check_memory_settings(self) -> None:
         """Raise `UserError` for settings of the torch backend's memory with another one."""

@@ -55,13 +55,45 @@ async def start_policy(
 ) -> Engine:
     """Start the policy's engine, with the weights of a model folder."""
     if config.rollout.is_on_servers:
-        # Servers may have the last weights of another run. A new engine calls the weights that they have version 0.
-        engine = await start_engine(config.rollout, config, model, eos_token_ids, instrumentation)
-        try:
-            await engine.update_weights(load(model).items(), version=1)
-        finally:
-            await engine.close()
+        await load_servers(config, model, eos_token_ids=eos_token_ids)
     return await start_engine(config.rollout, config, model, eos_token_ids, instrumentation)
+
+
+async def load_servers(config: TrainConfig, model: Path, *, eos_token_ids: Sequence[int]) -> None:
+    """Load the weights of a model folder on the policy's servers, which may have the last ones of another run.
+
+    An engine that connects to them from here on calls these weights version 0.
+    """
+    engine, _ = await connect_engine(config.rollout, config, model, eos_token_ids, Instrumentation())
+    try:
+        await engine.update_weights(load(model).items(), version=1)
+    finally:
+        await engine.close()
+
+
+async def connect_engine(
+    settings: EngineConfig,
+    config: TrainConfig,
+    model: Path,
+    eos_token_ids: Sequence[int],
+    instrumentation: Instrumentation,
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[Engine, int]:
+    """Connect controller ``rank`` to its share of a model's servers; return them as one engine, and their number."""
+    own = dict(list(enumerate(settings.urls))[rank::world_size])
+    servers = await asyncio.to_thread(
+        connect_servers,
+        settings.engine,
+        list(own.values()),
+        weights_dir=settings.weights_dir if isinstance(settings, RolloutConfig) else None,
+        model_path=model,
+        max_num_seqs=config.rollout.max_num_seqs,
+        eos_token_ids=eos_token_ids,
+    )
+    engines = [instrumentation.instrument(server, number) for number, server in zip(own, servers, strict=True)]
+    engine = EngineReplicas(engines, announce=instrumentation.announce) if len(engines) > 1 else engines[0]
+    return engine, len(engines)
 
 
 def check_engine(settings: EngineConfig, model: Path, *, setting: str, max_length: int | None = None) -> None:
@@ -114,16 +146,8 @@ async def start_engine(
 ) -> Engine:
     """Connect to the servers of the policy or a judge, or start its engine."""
     if settings.is_on_servers:
-        servers = connect_servers(
-            settings.engine,
-            settings.urls,
-            weights_dir=settings.weights_dir if isinstance(settings, RolloutConfig) else None,
-            model_path=model,
-            max_num_seqs=config.rollout.max_num_seqs,
-            eos_token_ids=eos_token_ids,
-        )
-        engines = [instrumentation.instrument(server, place) for place, server in enumerate(servers)]
-        return EngineReplicas(engines, announce=instrumentation.announce) if len(engines) > 1 else engines[0]
+        engine, _ = await connect_engine(settings, config, model, eos_token_ids, instrumentation)
+        return engine
     # All processes that generate at the same time share the cores.
     judges = config.reward_model.judge.num_processes if config.reward_model.is_judge else 0
     return await instrumentation.start(

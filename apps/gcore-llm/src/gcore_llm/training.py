@@ -22,7 +22,16 @@ from gcore_llm.prompts import (
     require_worked_examples,
 )
 from gcore_llm.report import KINDS
-from gcore_llm.sampling import Evaluation, Rewards, check_engine, engine_factory, evaluate, start_policy
+from gcore_llm.sampling import (
+    Evaluation,
+    Rewards,
+    check_engine,
+    connect_engine,
+    engine_factory,
+    evaluate,
+    load_servers,
+    start_policy,
+)
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Engine, Failed, Request, RolloutRoles, SamplingParams
 from gcore_runs import (
@@ -192,6 +201,9 @@ async def _start_on_ray(
 
     # Each controller starts rewards of its own.
     await rewards.close()
+    eos = eos_token_ids(tokenizer, model)
+    if config.rollout.is_on_servers:
+        await load_servers(config, model, eos_token_ids=eos)
     judge, path = None, Path(config.reward_model.path)
     if config.sizes.judges:
         judge = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
@@ -203,7 +215,19 @@ async def _start_on_ray(
         run_controller=partial(_run_controller, tokenizer),
         checkpoints=run.checkpoints,
         announce=announce,
+        connect_policy=partial(_connect_policy, model.absolute(), eos),
     )
+
+
+async def _connect_policy(
+    model: Path,
+    eos: Sequence[int],
+    config: TrainConfig,
+    instrumentation: Instrumentation,
+    rank: int,
+    world_size: int,
+) -> tuple[Engine, int]:
+    return await connect_engine(config.rollout, config, model, eos, instrumentation, rank, world_size)
 
 
 def _engines(

@@ -78,6 +78,8 @@ class ControllerServices:
     """The engines that share devices with training ranks, and take turns with them; the policy's first."""
 
 
+ConnectPolicy = Callable[[ConfigT, Instrumentation, int, int], Awaitable[tuple[Engine[Any, Any], int]]]
+"""Connects a controller, by its rank among so many, to its share of a policy's servers, and returns their number."""
 RunController = Callable[[JobT, Context[Handles], ControllerServices, Recorder], Awaitable[None]]
 """Runs the program of a job on one controller, with the services that it is connected to."""
 
@@ -126,6 +128,7 @@ async def start_ray_backend(
     run_controller: RunController[JobT],
     checkpoints: Path,
     announce: Callable[[str], None] | None = None,
+    connect_policy: ConnectPolicy[ConfigT] | None = None,
 ) -> RayBackend[JobT, ConfigT]:
     """Start the actors of all roles, on the cluster that the config names or a new one on this machine.
 
@@ -134,6 +137,7 @@ async def start_ray_backend(
         engine, judge: what builds the engines of these roles for given settings.
         trainer_spec: the training ranks for given settings.
         run_controller: called in the process of each controller, for every job.
+        connect_policy: called there, too, where the config has no engines of the policy.
 
     Raises:
         ClusterError: the cluster lacks the capacity.
@@ -156,7 +160,7 @@ async def start_ray_backend(
         config,
         engines=engines,
         trainer_spec=trainer_spec,
-        program=lambda job: partial(_run_controller, job, run_controller, logs),
+        program=lambda job: partial(_run_controller, job, run_controller, connect_policy, logs),
         placement=partial(LivePlacement, config=placement) if STRATEGIES[config.strategy].follows_load else None,
         engine_errors=(EngineDiedError,),
         announce=announce,
@@ -171,7 +175,13 @@ def _with_allocator(config: BaseRLConfig, make: EngineFactory) -> Engine[Any, An
     return make()
 
 
-async def _run_controller(job: Any, run_controller: RunController[Any], logs: Path, ctx: Context[Handles]) -> None:
+async def _run_controller(
+    job: Any,
+    run_controller: RunController[Any],
+    connect_policy: ConnectPolicy[Any] | None,
+    logs: Path,
+    ctx: Context[Handles],
+) -> None:
     """Set this process up for a controller, connect it to the engines that it uses, and run its program."""
     import torch
 
@@ -180,8 +190,10 @@ async def _run_controller(job: Any, run_controller: RunController[Any], logs: Pa
     log_to(logs, "controller", ctx.rank, redirect=True)
     torch.set_num_threads(max(1, config.threads // ctx.world_size))
     devices = DeviceTimers(shared=ctx.roles.shared_devices)
-    connected = partial(_connect_engines, devices, Announcer(ctx.report), start_timeout_s=config.ray.timeout_s)
+    announce = Announcer(ctx.report)
+    connected = partial(_connect_engines, devices, announce, start_timeout_s=config.ray.timeout_s)
     engines = _own(ctx.roles.engines, ctx.rank, ctx.world_size)
+    num_engines = len(engines)
     judges = _own(ctx.roles.judges, ctx.rank, ctx.world_size)
     in_turns, takes_turns = STRATEGIES[config.strategy].is_time_shared, config.takes_turns
     async with AsyncExitStack() as to_close:
@@ -191,15 +203,22 @@ async def _run_controller(job: Any, run_controller: RunController[Any], logs: Pa
             to_close.push_async_callback(judge.close)
             if in_turns:
                 await judge.sleep()
-        policy = await connected("engine", engines)
+        if engines:
+            policy = await connected("engine", engines)
+        else:
+            assert connect_policy is not None, "connect_policy is None; expected a function where there are no engines"
+            own = Instrumentation(devices=devices, announce=announce)
+            policy, num_engines = await connect_policy(config, own, ctx.rank, ctx.world_size)
         to_close.push_async_callback(policy.close)
         if in_turns and judge is not None:
             if not takes_turns:
                 await policy.wake()
             policy, judge = TimeSharedEngines([policy, judge], first_is_awake=not takes_turns).engines
         sharing = [policy, *filter(None, [judge])] if takes_turns else []
-        own = ControllerServices(policy=policy, judge=judge, devices=devices, num_engines=len(engines), sharing=sharing)
-        await run_controller(job, ctx, own, ctx.report)
+        services = ControllerServices(
+            policy=policy, judge=judge, devices=devices, num_engines=num_engines, sharing=sharing
+        )
+        await run_controller(job, ctx, services, ctx.report)
 
 
 def _own(engines: Sequence[EngineHandle], rank: int, world_size: int) -> dict[int, EngineHandle]:

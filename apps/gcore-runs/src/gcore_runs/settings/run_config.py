@@ -177,7 +177,8 @@ class RayConfig(Checked, section="ray"):
     numbers of controllers, engines and ranks that are set as nodes join; False: the run ends without that capacity."""
     weight_sync: Literal["full", "delta"] = "full"
     """full: ranks send all new weights. delta: what has changed, where that is less, as in bfloat16 at small learning
-    rates; ranks and engines then keep a copy of what they send and have in the host's memory."""
+    rates; ranks and engines then keep a copy of what they send and have in the host's memory. With actor.lora-rank
+    delta sends the adapters alone, after the frozen weights; engines keep these, and ranks keep no copy."""
     timeout_s: Annotated[float, above(0, "above 0")] = 600.0
     """Seconds until the cluster has capacity for the processes of a role, and they have started."""
 
@@ -273,8 +274,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     def strategy(self) -> Strategy:
         """The placement strategy that is set, or else the one that suits the devices."""
-        (_, judge), engines = self.judge, self.rollout.num_processes or self.controllers
-        can_move = judge is not None and engines + (judge.num_processes or 1) > 2 and self.loop.schedule == "sync"
+        (_, judge), engines, is_sync = self.judge, self.num_engines, self.loop.schedule == "sync"
+        can_move = judge is not None and engines > 0 and engines + (judge.num_processes or 1) > 2 and is_sync
         has_gpus = self.runtime == "ray" and self.device.startswith("cuda")
         return self.placement.strategy or ("dynamic" if can_move and has_gpus else "split")
 
@@ -282,6 +283,11 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def engines_sleep(self) -> bool:
         """True if engines are asleep while the trainer, or those of the other role, work."""
         return self.takes_turns or self.strategy == "auto" or STRATEGIES[self.strategy].is_time_shared
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of the policy that the run starts on ray; 0: it connects to servers."""
+        return self.rollout.num_processes or self.controllers
 
     @property
     def gpus_per_controller(self) -> float:
@@ -297,7 +303,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
         in_turns, (_, judge) = STRATEGIES[self.strategy].is_time_shared, self.judge
-        engines, ranks = self.rollout.num_processes or self.controllers, self.trainer.num_processes
+        engines, ranks = self.num_engines, self.trainer.num_processes
         judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
         return Sizes(
             controllers=self.controllers,
@@ -326,9 +332,10 @@ class BaseRLConfig(BaseRunConfig, ABC):
 
     def _check_placement(self) -> None:
         section, judge = self.judge
-        own_judge = f"a judge in {section} that is not on servers, with whose engines the policy's share devices"
-        expected = f"'split', or runtime 'ray' (now {self.runtime!r}) and {own_judge}"
-        self.require("placement.strategy", self.runtime == "ray" and judge is not None, expected)
+        own_engines = f"a policy and a judge in {section} that are not on servers, whose engines share devices"
+        expected = f"'split', or runtime 'ray' (now {self.runtime!r}) and {own_engines}"
+        can_share = self.runtime == "ray" and judge is not None and self.num_engines > 0
+        self.require("placement.strategy", can_share, expected)
         engines, in_turns = self.sizes.engines, self.sizes.in_turns
         is_even = not in_turns or judge is None or judge.num_processes in (0, engines)
         expected = f"rollout.num_processes={engines}, or 0 for as many, with placement.strategy 'colocated'"

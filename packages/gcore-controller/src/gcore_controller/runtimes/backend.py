@@ -58,6 +58,7 @@ class Sizes:
 
     controllers: int
     engines: int
+    """Engines of the policy that the run starts; 0: controllers connect to engines that run elsewhere."""
     judges: int = 0
     ranks: int
     in_turns: bool = False

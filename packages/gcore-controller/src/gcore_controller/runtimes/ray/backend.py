@@ -144,7 +144,7 @@ class RayBackend(Generic[JobT, ConfigT]):
     async def recover(self, error: Exception, *, keeps_models: bool) -> Recovery:
         remedies = (
             (ControllerDiedError, "another one takes over its share"),
-            (self.engine_errors, "they were started again"),
+            (self.engine_errors, "they were started again" if self.config.sizes.engines else "connecting again"),
             (RankError, "all training ranks were started again"),
             ((CapacityChangedError, PlacementMovedError), ""),
         )

@@ -184,7 +184,7 @@ def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
         controllers, engines, judges, units = (
             min(count, max(1, math.floor(count * fraction + 1e-9))) for count in counts
         )
-        controllers = min(controllers, engines)
+        controllers = min(controllers, engines or controllers)
         sizes = replace(whole, controllers=controllers, engines=engines, judges=judges, ranks=units * unit)
         if has_capacity(nodes, config, sizes):
             return sizes
