@@ -70,26 +70,26 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     def export_weights(self, *, averaged: bool = False) -> "DigestedWeights":
         import torch
 
-        from gcore_rollout import DigestedWeights, UnmergedWeights, divide_weights
+        from gcore_rollout import DigestedWeights, divide_weights
 
         self.wake()
         self.use("actor")
         options = {"averaged": True} if averaged else {}
-        weights = self.trainers["actor"].export_weights(**options)
-        rank, num_ranks = 0, 1
-        if torch.distributed.is_initialized():
-            rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        divided = partial(divide_weights, rank=rank, num_ranks=num_ranks)
-        unmerged = None
-        if isinstance(weights, LoRAWeights):
-            unmerged = UnmergedWeights(
-                frozen=lambda: divided(weights.frozen()),
-                adapters=lambda: divided(weights.adapters().items()),
-                scaling=weights.config.alpha / weights.config.rank,
-            )
+        weights, divided = self.trainers["actor"].export_weights(**options), iter
+        if torch.distributed.is_initialized() and (num_ranks := torch.distributed.get_world_size()) > 1:
+            divided = partial(divide_weights, rank=torch.distributed.get_rank(), num_ranks=num_ranks)
         # Some parameters stay in float32 in engines of another type.
         dtypes = [torch.float32, getattr(torch, self.engine_dtype)]
-        return DigestedWeights(divided(weights), dtypes=dtypes, unmerged=unmerged)
+        if not isinstance(weights, LoRAWeights):
+            return DigestedWeights(divided(weights), dtypes=dtypes)
+        from gcore_rollout import MergedWeights, UnmergedWeights
+
+        unmerged = UnmergedWeights(
+            frozen=lambda: divided(weights.frozen()),
+            adapters=lambda: divided(weights.adapters().items()),
+            scaling=weights.config.alpha / weights.config.rank,
+        )
+        return MergedWeights(divided(weights), unmerged, dtypes=dtypes)
 
     def save_pretrained(self, path: Path) -> None:
         self.wake()

@@ -189,7 +189,6 @@ from .weight_sync.checked import (
     CheckedEngine as CheckedEngine,
     DigestedWeights as DigestedWeights,
     TimedEngine as TimedEngine,
-    UnmergedWeights as UnmergedWeights,
     WeightRecord as WeightRecord,
     WrappedEngine as WrappedEngine,
     all_digests as all_digests,
@@ -205,6 +204,8 @@ from .weight_sync.store.versions import WeightPublisher as WeightPublisher, Weig
 from .weight_sync.updates import (
     AdapterWeights as AdapterWeights,
     FullWeights as FullWeights,
+    MergedWeights as MergedWeights,
+    UnmergedWeights as UnmergedWeights,
     WeightDelta as WeightDelta,
     WeightMirror as WeightMirror,
     apply_delta as apply_delta,

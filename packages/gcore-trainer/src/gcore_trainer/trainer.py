@@ -255,8 +255,7 @@ class Trainer(BaseTrainer, ABC):
             micro_batches: this replica's; another may have more of them, or none.
 
         Returns:
-            metrics of the objective and the update, and ``perf/computed_tokens`` (those that passed through the model,
-            in all replicas); the same on all ranks.
+            metrics, the same on all ranks; ``perf/computed_tokens`` have passed through the models of all replicas.
 
         Raises:
             BatchError: the samples lack what the objective needs, hold numbers that are not finite at tokens that
@@ -312,10 +311,7 @@ class Trainer(BaseTrainer, ABC):
 
     @abstractmethod
     def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return Hugging Face names and whole tensors, on every rank; a tied head is left out.
-
-        They are gathered while all ranks iterate over them, one at a time. With adapters they are `LoRAWeights`.
-        """
+        """Return names and whole tensors but a tied head, for all ranks to iterate over; adapters: `LoRAWeights`."""
 
     @abstractmethod
     def save_pretrained(self, path: str | Path) -> None:
@@ -367,16 +363,13 @@ class TorchTrainer(Trainer):
 
     def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         self._check_awake()
-        if self._model.lora is not None:
-            return LoRAWeights(self._whole_parameters, self._whole_adapters, self._model.lora)
-        return self._whole_parameters()
-
-    def _whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, whole(p.detach())) for name, p in self._parameters.items())
-
-    def _whole_adapters(self) -> dict[str, torch.Tensor]:
+        if (lora := self._model.lora) is None:
+            return self._whole(self._parameters)
         masters = self._optimizer.kept()["model"]
-        return {name: whole(masters[name].to(p.device)) for name, p in self._optimizer.parameters.items()}
+        return LoRAWeights(lambda: self._whole(self._parameters), lambda: dict(self._whole(masters)), lora)
+
+    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, whole(t.detach().to(self._parameters[name].device))) for name, t in tensors.items())
 
     def save_pretrained(self, path: str | Path) -> None:
         self._check_awake()

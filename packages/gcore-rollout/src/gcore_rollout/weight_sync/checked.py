@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
@@ -141,18 +140,6 @@ def held(name: str, read: Callable[[], "torch.Tensor"], *, source: str | None = 
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnmergedWeights:
-    """Frozen weights, and adapters that are to be merged into them; see `weight_sync.updates.AdapterWeights`.
-
-    Both are made when they are iterated over, by all ranks in this order.
-    """
-
-    frozen: Callable[[], Iterable[tuple[str, "torch.Tensor"]]]
-    adapters: Callable[[], Iterable[tuple[str, "torch.Tensor"]]]
-    scaling: float
-
-
 class DigestedWeights:
     """Weights for engines, with a digest of every tensor that has been iterated over, made before anything is copied.
 
@@ -163,7 +150,6 @@ class DigestedWeights:
         dtypes: data types in which engines hold tensors; each tensor is cast to each of them for its digests. Those
             that engines hold in another type cannot be compared. None: float32.
         digests: filled by the source of the weights, while it is iterated over; None: they are made here.
-        unmerged: the same weights before their adapters were merged into them; None: they have none.
     """
 
     def __init__(
@@ -172,11 +158,10 @@ class DigestedWeights:
         *,
         dtypes: Sequence["torch.dtype"] | None = None,
         digests: Digests | None = None,
-        unmerged: "UnmergedWeights | None" = None,
     ) -> None:
         import torch
 
-        self._weights, self.unmerged = weights, unmerged
+        self._weights = weights
         self._dtypes = [torch.float32] if dtypes is None else list(dict.fromkeys(dtypes))
         self._made: dict[str, Mapping[str, Digest]] = {}
         self._reads: DeviceReads | None = None
