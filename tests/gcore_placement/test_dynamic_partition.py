@@ -94,27 +94,24 @@ def test_constraints_hold_for_any_measurement(space: PartitionSpace, seed: int) 
         assert partition.num_devices == space.num_devices
 
 
-@settings(max_examples=20)
-@given(
-    space=spaces,
-    works=st.tuples(works, works),
-    noise=st.sampled_from([0.02, 0.05, 0.1]),
-    has_waves=st.booleans(),
-    seed=st.integers(0, 999),
-)
-def test_noise_moves_little(
-    space: PartitionSpace, works: tuple[float, float], noise: float, has_waves: bool, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    policy = DynamicPartition(space, space.partitions[best_index(space, works)])
-    moves = 0
-    for _ in range(150):
-        before = policy.partition
-        size = float(rng.choice([1.0, 0.5, 0.05])) if has_waves else 1.0
-        factor = size * np.exp(noise / np.sqrt(size) * rng.standard_normal(2))
-        policy.observe(*loads(before, (works[0] * factor[0], works[1] * factor[1])), size=size)
-        moves += policy.partition != before
-    assert moves <= (25 if has_waves else 15)
+@pytest.mark.parametrize("has_waves", [False, True])
+@pytest.mark.parametrize(("noise", "most"), [(0.05, 0.02), (0.1, 0.03)])
+def test_noise_moves_little(noise: float, most: float, has_waves: bool) -> None:
+    """In few rounds, in the mean over clusters and loads that are drawn once for all: single ones have long tails."""
+    rng = np.random.default_rng(0)
+    num_rounds, num_moves = 1200, 0
+    for _ in range(num_rounds // 150):
+        limits = [RoleLimits(devices_per_replica=int(rng.choice(sizes))) for sizes in ([1, 2, 4], [1, 2, 8])]
+        space = PartitionSpace(num_devices=8 * int(rng.integers(3, 13)), policy=limits[0], reward=limits[1])
+        work = tuple((10 ** rng.uniform(1, 4, 2)).tolist())
+        policy = DynamicPartition(space, space.partitions[best_index(space, work)])
+        for _ in range(150):
+            before = policy.partition
+            size = float(rng.choice([1.0, 0.5, 0.05])) if has_waves else 1.0
+            factor = size * np.exp(noise / np.sqrt(size) * rng.standard_normal(2))
+            policy.observe(*loads(before, (work[0] * factor[0], work[1] * factor[1])), size=size)
+            num_moves += policy.partition != before
+    assert num_moves <= most * num_rounds
 
 
 @given(
