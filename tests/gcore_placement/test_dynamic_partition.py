@@ -95,15 +95,18 @@ def test_constraints_hold_for_any_measurement(space: PartitionSpace, seed: int) 
 
 
 @pytest.mark.parametrize("has_waves", [False, True])
-@pytest.mark.parametrize(("noise", "most"), [(0.05, 0.02), (0.1, 0.03)])
+@pytest.mark.parametrize(("noise", "most"), [(0.05, 0.016), (0.1, 0.038)])
 def test_noise_moves_little(noise: float, most: float, has_waves: bool) -> None:
-    """In few rounds, in the mean over clusters and loads that are drawn once for all: single ones have long tails."""
+    """In few rounds, in the mean over clusters and loads that are drawn once for all: single ones have long tails.
+
+    With `EAGER` they would be 1.05 to 3 times as many, and too many in each case.
+    """
     rng = np.random.default_rng(0)
     num_rounds, num_moves = 1200, 0
     for _ in range(num_rounds // 150):
         limits = [RoleLimits(devices_per_replica=int(rng.choice(sizes))) for sizes in ([1, 2, 4], [1, 2, 8])]
         space = PartitionSpace(num_devices=8 * int(rng.integers(3, 13)), policy=limits[0], reward=limits[1])
-        work = tuple((10 ** rng.uniform(1, 4, 2)).tolist())
+        work = tuple((1000 * rng.uniform(1, 3, 2)).tolist())
         policy = DynamicPartition(space, space.partitions[best_index(space, work)])
         for _ in range(150):
             before = policy.partition
