@@ -99,7 +99,7 @@ def test_constraints_hold_for_any_measurement(space: PartitionSpace, seed: int) 
 def test_noise_moves_little(noise: float, most: float, has_waves: bool) -> None:
     """In few rounds, in the mean over clusters and loads that are drawn once for all: single ones have long tails.
 
-    With `EAGER` they would be 1.05 to 3 times as many, and too many in each case.
+    With `EAGER` they would be 1.3 to 3.7 times as many, and too many in each case.
     """
     rng = np.random.default_rng(0)
     num_rounds, num_moves = 1200, 0

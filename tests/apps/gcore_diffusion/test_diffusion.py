@@ -192,9 +192,11 @@ def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> 
     """Two controllers, engines and ranks are actors, the last two on the same devices; one of each is killed."""
     args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
     args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "100", "--actor.optim.lr", "1e-4"]
+    # Adapters alone are sent: an engine that is replaced gets the frozen weights with them.
+    args = [*args, "--actor.lora-rank", "2"]
     cli.ok(*args, "--name", "one")
     options = ["--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2", "--rollout.colocated", "true"]
-    command = cli.start(*args, *options)
+    command = cli.start(*args, *options, "--ray.weight-sync", "delta")
     run = cli.cwd / "runs/default"
     for number, title in enumerate(("ray::EngineActor", "ray::TrainingRank", "ray::ControllerActor"), start=1):
         while not command.has_ended() and not ((run / "metrics.jsonl").exists() and len(step_rows(run)) >= number):
