@@ -26,10 +26,12 @@ def growing(*lines: str, pids: Sequence[int] | None = None) -> Generator[list[in
         found = [dict(line.split(":", 1) for line in status) for status in statuses]
         return [sum(int(status[line].split()[0]) for line in lines) * 1024 for status in found]
 
-    gc.collect()
-    mallopt = ctypes.CDLL(None).mallopt
+    libc = ctypes.CDLL(None)
     if pids is None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+        # Freed memory that the C library kept would be taken again without growth.
+        gc.collect()
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+        libc.malloc_trim(0)
     before, growth, is_over = taken(), [0] * len(measured), threading.Event()
 
     def watch() -> None:
@@ -44,4 +46,4 @@ def growing(*lines: str, pids: Sequence[int] | None = None) -> Generator[list[in
         is_over.set()
         watcher.join()
         if pids is None:
-            mallopt(_M_MMAP_THRESHOLD, 1 << 25)
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)
