@@ -146,18 +146,19 @@ def test_a_rank_needs_its_shards_and_little_more(rank_server: RankServer, tmp_pa
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     del model
     export, file_bytes = tmp_path / "export", 4 << 20
-    for number, (peak, dtypes, exported_bytes) in enumerate(
-        rank_server.shared(2).run("peak_bytes_of_export", str(tmp_path), str(export), file_bytes, size=2)
-    ):
-        # bfloat16, not the originals in float32; a file's tensors on the first rank, and one on the other.
+    # Processes of its own: where others' tests have run, allocations take what they left, and freed memory stays.
+    with rank_server.pool(2) as ranks:
+        peaks = {s: ranks.run("peak_bytes", str(tmp_path), s, size=2) for s in (True, False)}
+        exports = ranks.run("peak_bytes_of_export", str(tmp_path), str(export), file_bytes, size=2)
+    assert max(peaks[True]) < 0.75 * size_bytes
+    assert min(peaks[False]) > 0.9 * size_bytes
+    for number, (peak, dtypes, exported_bytes) in enumerate(exports):
+        # bfloat16, not the originals in float32; a file's tensors and a layer on the first rank, a layer on the other.
         assert (dtypes, exported_bytes) == ({torch.bfloat16}, size_bytes // 2)
-        assert peak < (file_bytes if number == 0 else 0) + 3e6, (number, peak)
+        assert peak < (file_bytes if number == 0 else 0) + 8e6 < 0.25 * exported_bytes, (number, peak)
     assert len(list(export.glob("model-*-of-*.safetensors"))) > 9
     loaded = AutoModelForCausalLM.from_pretrained(export).state_dict()
     torch.testing.assert_close({name: loaded[name] for name in expected}, expected, rtol=0, atol=0)
-    peaks = {s: rank_server.shared(2).run("peak_bytes", str(tmp_path), s, size=2) for s in (True, False)}
-    assert max(peaks[True]) < 0.75 * size_bytes
-    assert min(peaks[False]) > 0.9 * size_bytes
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5_text"])
