@@ -236,9 +236,10 @@ class Instrumentation:
     announce: Callable[[str], None] | None = None
     """Called with a line when a replica has died; see `EngineReplicas`."""
 
-    def instrument(self, engine: "Engine[RequestT, SampleT]", number: int) -> "Engine[RequestT, SampleT]":
-        """Wrap the replica of this number."""
-        name, stage = f"{self.role} {number}", "gen" if self.role == "engine" else "reward"
+    def instrument(self, engine: "Engine[RequestT, SampleT]", name: int | str) -> "Engine[RequestT, SampleT]":
+        """Wrap the replica of this number or, if another role lends it, of this name."""
+        name = name if isinstance(name, str) else f"{self.role} {name}"
+        stage = "gen" if self.role == "engine" else "reward"
         if self.role == "engine":
             engine = gcore_rollout.CheckedEngine(engine, name=name, record=self.record)
         if self.devices is None:

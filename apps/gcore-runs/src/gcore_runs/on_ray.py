@@ -1,6 +1,5 @@
 """A run on Ray: gcore-controller's backend with a run's engines, their placement from step to step, and its logs."""
 
-import asyncio
 import logging
 import os
 import re
@@ -42,14 +41,13 @@ from gcore_placement import (
 from gcore_rollout import (
     Engine,
     EngineDiedError,
-    EngineHandle,
-    EngineReplicas,
     RayEngine,
     TimeSharedEngines,
     end_engine_actor,
     start_engine_actor,
 )
 from gcore_runs import BaseRLConfig, PlacementConfig, RunJob, UserError, log_to, logged, logs_of
+from gcore_runs.actor_engines import ActorEngines, lend
 from gcore_runs.engines import Instrumentation, allocator_variables
 from gcore_runs.node_logs import NodeLogs
 
@@ -71,7 +69,7 @@ class ControllerServices:
 
     policy: Engine[Any, Any]
     num_engines: int
-    """Engines of the policy."""
+    """Engines of the policy; with loans, all that it may have, so that what waits for one shows in their queues."""
     judge: Engine[Any, Any] | None
     devices: DeviceTimers
     sharing: Sequence[Engine[Any, Any]] = ()
@@ -149,8 +147,8 @@ async def start_ray_backend(
     if judge is not None:
         factories["judge"] = judge
 
-    def factory(role: ActorRole, config: ConfigT, number: int) -> EngineFactory:
-        return partial(logged, logs, role, number, partial(_with_allocator, config, factories[role](config)))
+    def factory(role: ActorRole, config: ConfigT, process: tuple[ActorRole, int]) -> EngineFactory:
+        return partial(logged, logs, *process, partial(_with_allocator, config, factories[role](config)))
 
     engines = RoleActors(
         list(factories), factory, start=start_engine_actor, end=end_engine_actor, connect=RayEngine[Any, Any].connect
@@ -191,26 +189,34 @@ async def _run_controller(
     torch.set_num_threads(max(1, config.threads // ctx.world_size))
     devices = DeviceTimers(shared=ctx.roles.shared_devices)
     announce = Announcer(ctx.report)
-    connected = partial(_connect_engines, devices, announce, start_timeout_s=config.ray.timeout_s)
-    engines = _own(ctx.roles.engines, ctx.rank, ctx.world_size)
-    num_engines = len(engines)
-    judges = _own(ctx.roles.judges, ctx.rank, ctx.world_size)
-    in_turns, takes_turns = STRATEGIES[config.strategy].is_time_shared, config.takes_turns
+    connected = partial(
+        ActorEngines.connect,
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        instrumentation=Instrumentation(devices=devices, announce=announce),
+        start_timeout_s=config.ray.timeout_s,
+    )
+    traits, takes_turns = STRATEGIES[config.strategy], config.takes_turns
     async with AsyncExitStack() as to_close:
-        judge = None
-        if judges:
-            judge = await connected("judge", judges)
-            to_close.push_async_callback(judge.close)
-            if in_turns:
-                await judge.sleep()
-        if engines:
-            policy = await connected("engine", engines)
+        judge: Engine[Any, Any] | None = None
+        judges = await connected("judge", ctx.roles.judges) if ctx.roles.judges else None
+        if judges is not None:
+            judge = judges.replicas
+            to_close.push_async_callback(judges.replicas.close)
+            if traits.is_time_shared:
+                await judges.replicas.sleep()
+        if ctx.roles.engines:
+            engines = await connected("engine", ctx.roles.engines)
+            policy, num_engines = engines.replicas, len(engines.replicas.engines)
+            if traits.follows_load and judges is not None and engines.are_own and judges.are_own:
+                num_engines += len(judges.replicas.engines)
+                policy, judge = lend(engines, judges, devices=devices, announce=announce).engines
         else:
             assert connect_policy is not None, "connect_policy is None; expected a function where there are no engines"
             own = Instrumentation(devices=devices, announce=announce)
             policy, num_engines = await connect_policy(config, own, ctx.rank, ctx.world_size)
         to_close.push_async_callback(policy.close)
-        if in_turns and judge is not None:
+        if traits.is_time_shared and judge is not None:
             if not takes_turns:
                 await policy.wake()
             policy, judge = TimeSharedEngines([policy, judge], first_is_awake=not takes_turns).engines
@@ -219,50 +225,6 @@ async def _run_controller(
             policy=policy, judge=judge, devices=devices, num_engines=num_engines, sharing=sharing
         )
         await run_controller(job, ctx, services, ctx.report)
-
-
-def _own(engines: Sequence[EngineHandle], rank: int, world_size: int) -> dict[int, EngineHandle]:
-    """Return every ``world_size``-th engine by its number; if there are fewer, several controllers share one."""
-    return dict(list(enumerate(engines))[rank % len(engines) :: world_size]) if engines else {}
-
-
-async def _connect_engines(
-    devices: DeviceTimers,
-    announce: Callable[[str], None],
-    role: ActorRole,
-    actors: Mapping[int, EngineHandle],
-    *,
-    start_timeout_s: float,
-) -> Engine[Any, Any]:
-    """Return the engines of some actors as one; it connects again to one that died, after Ray has restarted it."""
-    instrumentation = Instrumentation(role=role, devices=devices)
-
-    async def connect(number: int) -> Engine[Any, Any]:
-        engine = await RayEngine.connect(actors[number], start_timeout_s=start_timeout_s)
-        return instrumentation.instrument(engine, number)
-
-    clients = dict(zip(actors, await asyncio.gather(*map(connect, actors)), strict=True))
-
-    async def reconnect() -> Engine[Any, Any]:
-        serving = set(map(id, replicas.engines))
-        number, dead = next((number, client) for number, client in clients.items() if id(client) not in serving)
-        # Another call must not find it.
-        del clients[number]
-        try:
-            clients[number] = await connect(number)
-        except BaseException:
-            clients[number] = dead
-            raise
-        return clients[number]
-
-    found = list(clients.values())
-    newest = max(client.weight_version for client in found)
-    replicas = EngineReplicas([c for c in found if c.weight_version == newest], restart=reconnect, announce=announce)
-    for client in found:
-        # Engines that an earlier job has left with older weights.
-        if client.weight_version < newest:
-            await replicas.add(client)
-    return replicas
 
 
 class LivePlacement:
@@ -378,7 +340,8 @@ class LivePlacement:
         }
 
     def _started_at(self, policy_devices: int) -> DynamicPartition:
-        config = DynamicPartitionConfig(horizon_steps=self._horizon_steps)
+        # Loans within a step change the devices of a role, so that its time on them says nothing of its work.
+        config = DynamicPartitionConfig(horizon_steps=self._horizon_steps, is_corrected=False)
         return DynamicPartition(self._space, self._space.nearest(policy_devices), config)
 
 

@@ -95,6 +95,8 @@ class DeviceTimers:
     ) -> None:
         self.generated: Counter[str] = Counter()
         """Number of tokens, or images, generated in each stage since the last `drain`."""
+        self.num_lent = 0
+        """Engines that changed their role within a step, since the last `drain`."""
         self._clock, self._wall_clock = clock, wall_clock
         self._shared = shared
         self._timers: dict[str, StageTimer] = {}
@@ -111,6 +113,7 @@ class DeviceTimers:
     def drain(self) -> dict[str, list[Span]]:
         """Return the spans since the last call, by device, in seconds of UTC; a running stage is cut and continues."""
         self.generated.clear()
+        self.num_lent = 0
         now_s = self._clock()
         return {name: on_wall_clock(timer.drain(), now_s, self._wall_clock) for name, timer in self._timers.items()}
 

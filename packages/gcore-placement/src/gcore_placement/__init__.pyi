@@ -33,6 +33,7 @@ from .partition.dynamic_partition import (
     DynamicPartitionConfig as DynamicPartitionConfig,
     StrategyChoice as StrategyChoice,
 )
+from .partition.lending import LendingRule as LendingRule
 from .partition.space import (
     EngineWork as EngineWork,
     Partition as Partition,

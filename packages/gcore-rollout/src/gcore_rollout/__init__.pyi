@@ -16,6 +16,7 @@ from .engines.diffusion.types import (
     Trajectory as Trajectory,
 )
 from .engines.hf.engine import HFEngine as HFEngine
+from .engines.lending import LendingEngines as LendingEngines, LendingRule as LendingRule
 from .engines.protocol import (
     AnySample as AnySample,
     Completion as Completion,

@@ -38,7 +38,8 @@ def paced_loss(token_s: float, tokens: PolicyTokens, config: PolicyLossConfig) -
 
 class PacedEngine(HFEngine):
     """`HFEngine` that waits: a pass of the model takes at least ``step_s``, however few samples run, and to sleep or to
-    wake with its weights takes ``swap_s``. No token ends a response, so that lengths are known."""
+    wake with its weights takes ``swap_s``, and to be made in place of another one both. No token ends a response, so
+    that lengths are known."""
 
     step_s = 0.0
     swap_s = 0.0
@@ -58,6 +59,7 @@ class PacedEngine(HFEngine):
     ) -> Self:
         """Return an engine of this pace, with the weights of a model folder; ``most_tokens`` limits responses."""
         options["eos_token_ids"] = ()
+        time.sleep(2 * swap_s)
         engine = cls.from_pretrained(model, **options)
         engine.step_s, engine.swap_s, engine.most_tokens = step_s, swap_s, most_tokens
         return engine

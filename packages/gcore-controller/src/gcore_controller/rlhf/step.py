@@ -141,6 +141,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             spans=on_wall_clock(spans, now_s, ctx.wall_clock),
             # Controllers of one process share the timers; the first to drain them reports everything.
             generated=Counter(devices.generated),
+            num_lent=devices.num_lent,
             devices=ahead | devices.drain(),
             load=(self._cpu_s - before_s) / step_s if ctx.roles.owns_process else None,
             rewards=self._failures.drain(),
@@ -149,12 +150,14 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         failures, failed = self._failures.merge([part.rewards for part in parts])
         if ctx.rank == 0:
             generated = sum((part.generated for part in parts), Counter[str]())
+            num_lent = sum(part.num_lent for part in parts)
             metrics = {
                 **metrics,
                 **{f"timing_s/{stage}": value for stage, value in seconds_by_stage([*spans, *batch.spans]).items()},
                 "timing_s/step": step_s,
                 "perf/throughput": metrics.get(self.modality.throughput_of, 0.0) / step_s,
                 **{f"perf/generated/{stage}": float(number) for stage, number in generated.items()},
+                **({"placement/lent": float(num_lent)} if num_lent else {}),
                 **failed,
             }
             loads = [part.load for part in parts if part.load is not None]
@@ -178,6 +181,7 @@ class _Part:
     spans: list[Span]
     devices: dict[str, list[Span]]
     generated: Counter[str]
+    num_lent: int
     load: float | None
     rewards: RewardCalls
 

@@ -24,8 +24,8 @@ class Replica(Generic[RequestT, SampleT]):
     leaves: bool = False
     has_finished: bool = False
     work: int = 0
-    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
-    """Tasks that wait for its samples."""
+    tasks: dict[asyncio.Task[None], Any] = field(default_factory=dict[asyncio.Task[None], Any])
+    """Tasks that wait for its samples, each with the part of a request that it waits for, in order of submission."""
 
     def __post_init__(self) -> None:
         self.before = self.engine.stats()
@@ -83,6 +83,16 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     @property
     def engines(self) -> list[Engine[RequestT, SampleT]]:
         return [replica.engine for replica in self._replicas]
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that requests go to."""
+        return sum(replica.serves for replica in self._replicas)
+
+    @property
+    def idle(self) -> list[Engine[RequestT, SampleT]]:
+        """The replicas that are awake and have no work of this pool."""
+        return [r.engine for r in self._replicas if r.serves and not r.tasks and not self._is_asleep]
 
     @property
     def weight_version(self) -> int:
@@ -236,7 +246,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         replica = next((r for r in self._replicas if r.engine is engine), None)
         if replica is None:
             raise ValueError("the engine to be removed is not one of the replicas")
-        if not any(r.serves for r in self._replicas if r is not replica):
+        if self.num_serving == replica.serves:
             raise ValueError("the engine to be removed is the last one that serves; add another one first")
         replica.leaves = True
         try:
@@ -253,6 +263,11 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         if replica not in self._replicas:
             raise EngineDiedError("the engine to be removed has died")
         self._depart(replica)
+
+    def start_replacement(self, name: str) -> None:
+        """Start a replica in place of one of this name that was removed, as for one that died."""
+        if self._restart is not None and not self._closed:
+            self._keep(self._restarts, self._replace(self._restart, name))
 
     async def close(self) -> None:
         self._closed = True

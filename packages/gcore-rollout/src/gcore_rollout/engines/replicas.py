@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,8 @@ class _Part(Generic[RequestT]):
     aborted: "asyncio.Future[None]"
     deaths: int = 0
     """Replicas that have died with it."""
+    moves: bool = False
+    """It is taken out of its replica's queue, for another one."""
 
     def __post_init__(self) -> None:
         self.unfinished = set(self.request.sample_indices)
@@ -53,8 +55,8 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
 
     A request goes to the replica with the least outstanding work, counted as ``work_per_sample`` for every unfinished
     sample. Its samples stay together, because their prompt is then computed once, unless they are more than a fair
-    share of all work. With engines whose samples depend on their seeds alone, results do not depend on which replica
-    made them.
+    share of all work. A replica that joins takes over requests that wait in the queues of others. With engines whose
+    samples depend on their seeds alone, results do not depend on which replica made them.
 
     A replica that raises `EngineDiedError` is gone: its unfinished samples start again on another one, each exactly
     once. When all are gone, calls raise `EngineDiedError` with what is unfinished.
@@ -85,6 +87,8 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
             raise ValueError(f"max_deaths is {max_deaths}; expected at least 1")
         self._max_deaths = max_deaths
         self._runs: set[_Run[RequestT, SampleT]] = set()
+        self.num_finished = 0
+        """Samples that replicas have finished."""
 
     async def generate(self, requests: Sequence[RequestT]) -> AsyncGenerator[SampleT]:
         self._check_open()
@@ -114,6 +118,37 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
                 if (wanted is None or part.request.request_id in wanted) and not part.aborted.done():
                     part.aborted.set_result(None)
         await self._all(lambda engine: engine.abort(request_ids))
+
+    async def _add(self, replica: Replica[RequestT, SampleT]) -> None:
+        await super()._add(replica)
+        if replica.serves:
+            await self._share_queues(replica)
+
+    async def _share_queues(self, new: Replica[RequestT, SampleT]) -> None:
+        """Have other replicas give up requests that wait in their queues, the last first, as many as make work even.
+
+        They start again, without what they may have been given meanwhile, so that samples by seeds stay the same.
+        """
+        load = {replica: replica.work for replica in self._replicas if replica.serves}
+        for replica in sorted(load.keys() - {new}, key=lambda r: -r.work):
+            num_waiting = replica.engine.stats().num_waiting
+            by_id: dict[str, list[_Part[RequestT]]] = {}
+            for part in reversed(replica.tasks.values()):
+                by_id.setdefault(part.request.request_id, []).append(part)
+            moved: list[str] = []
+            for request_id, parts in by_id.items():
+                work = sum(part.work for part in parts)
+                num_waiting -= sum(len(part.unfinished) for part in parts)
+                if num_waiting < 0 or load[new] + work >= load[replica]:
+                    break
+                load[new] += work
+                load[replica] -= work
+                for part in parts:
+                    part.moves = True
+                moved.append(request_id)
+            if moved:
+                with suppress(EngineDiedError):
+                    await replica.engine.abort(moved)
 
     def _has_fault(self, error: WrongWeightsError) -> None:
         super()._has_fault(error)
@@ -159,15 +194,19 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
-        replica.tasks.add(task)
+        replica.tasks[task] = part
         replica.work += part.work
         completions: Any = replica.engine.generate([part.request])
         cut_short: list[SampleT] = []
         try:
             async for completion in completions:
-                if completion.finish_reason == "abort" and replica.leaves and not part.aborted.done():
+                is_unwanted = completion.finish_reason == "abort" and not part.aborted.done()
+                if is_unwanted and part.moves:
+                    continue
+                if is_unwanted and replica.leaves:
                     cut_short.append(completion)
                 else:
+                    self.num_finished += 1
                     part.unfinished.remove(completion.index)
                     replica.work -= part.request.work_per_sample
                     replica.has_finished = True
@@ -185,7 +224,7 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
                 if hasattr(completions, "aclose"):
                     await completions.aclose()
             finally:
-                replica.tasks.discard(task)
+                del replica.tasks[task]
                 replica.work -= part.work
         if part.unfinished:
             rest = part.request.continuing(cut_short).part(sorted(part.unfinished))

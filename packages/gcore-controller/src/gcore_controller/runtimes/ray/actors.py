@@ -133,13 +133,13 @@ class RoleActors(Generic[ConfigT]):
 
     roles: InitVar[Sequence[ActorRole]]
     """Roles that the run has."""
-    factory: Callable[[ActorRole, ConfigT, int], Factory]
-    """Return what builds the engine of a role and number with these settings."""
+    factory: Callable[[ActorRole, ConfigT, tuple[ActorRole, int]], Factory]
+    """Return what builds the engine of a role with these settings, in the process of a role and number."""
     _: KW_ONLY
     start: Callable[..., Any]
     """Start an actor with the engine of a factory, and return a picklable handle: its ``actor`` is that of Ray, and
-    ``becoming(factory)`` one of the same actor whose next client replaces its engine. Called with ``num_threads`` of
-    torch, and options of Ray's actors."""
+    ``becoming(factory)`` one of the same actor whose next client replaces its engine, and ``lendable(factory)`` one
+    that knows another engine, too. Called with ``num_threads`` of torch, and options of Ray's actors."""
     end: Callable[[Any], Awaitable[None]]
     """End an actor."""
     connect: Callable[..., Awaitable[Any]]
@@ -178,13 +178,18 @@ class RoleActors(Generic[ConfigT]):
         self._is_in_turns = sizes.in_turns
         for role, handles in self.handles.items():
             while len(handles) < wanted[role]:
-                factory = self.factory(role, config, self._num_made[role])
+                process = role, self._num_made[role]
+                factory = self.factory(role, config, process)
                 self._num_made[role] += 1
                 neighbour = self.handles["engine"][len(handles)] if role == "judge" and sizes.in_turns else None
                 if spare and neighbour is None:
-                    handles.append(spare.pop().becoming(factory))
+                    handle = spare.pop().becoming(factory)
                 else:
-                    handles.append(await self._started(factory, config, neighbour))
+                    handle = await self._started(factory, config, neighbour)
+                if not sizes.in_turns:
+                    for other in self.handles.keys() - {role}:
+                        handle = handle.lendable(self.factory(other, config, process))
+                handles.append(handle)
         await self._end(spare)
 
     async def _have_moved(self) -> bool:

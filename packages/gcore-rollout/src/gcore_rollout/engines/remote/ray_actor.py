@@ -5,8 +5,9 @@ import gc
 import os
 import pickle
 import platform
+import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
@@ -40,6 +41,8 @@ class Incarnation:
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=platform.node)
     token: str = field(default_factory=lambda: uuid4().hex)
+    making_s: float = 0.0
+    """Seconds that it took to make the engine."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -114,7 +117,9 @@ class EngineActor:
                     await self._end_engine(_RESTARTED)
                     self._factory = factory
                 if self._engine is None:
+                    start_s = time.monotonic()
                     self._engine = await make_engine(self._factory, self._num_threads)
+                    self._incarnation = replace(self._incarnation, making_s=time.monotonic() - start_s)
                 return self._incarnation, self._engine.stats()
         except Exception as error:
             return failure(0, error)

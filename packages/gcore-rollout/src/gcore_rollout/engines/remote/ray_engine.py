@@ -42,6 +42,17 @@ class EngineHandle:
     actor: Any
     factory: bytes
     """Makes the engine there; pickled by value."""
+    other: bytes = b""
+    """Makes another engine there, once it is `lent`; empty: it is not to be lent."""
+
+    def lendable(self, factory: Factory) -> "EngineHandle":
+        """Return a handle of the same actor that can also be `lent`, with the engine of this factory."""
+        return replace(self, other=_packed(factory))
+
+    @property
+    def lent(self) -> "EngineHandle":
+        """A handle of the same actor with its other engine, as by `becoming`; its own `lent` is this one."""
+        return replace(self, factory=self.other, other=self.factory)
 
     def becoming(self, factory: Factory) -> "EngineHandle":
         """Return a handle of the same actor with another engine, to change its role without a new process.
@@ -49,7 +60,7 @@ class EngineHandle:
         The first client that connects by the result ends the current engine, which is then dead for its clients. They,
         too, must connect by the new handle from then on.
         """
-        return replace(self, factory=_packed(factory))
+        return replace(self, factory=_packed(factory), other=b"")
 
 
 def start_engine_actor(factory: Factory, *, num_threads: int | None = None, **options: Any) -> EngineHandle:
@@ -97,6 +108,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
 
     Attributes:
         handle: The handle of the actor.
+        making_s: Seconds that it took the actor to make the engine.
     """
 
     _HOW_TO_OPEN = "connect again"
@@ -106,6 +118,7 @@ class RayEngine(RemoteEngine[RequestT, SampleT]):
     ) -> None:
         super().__init__(incarnation.pid, heartbeat_timeout_s=heartbeat_timeout_s)
         self.handle = handle
+        self.making_s = incarnation.making_s
         self._actor = handle.actor
         self._incarnation = incarnation
         self._stats = stats

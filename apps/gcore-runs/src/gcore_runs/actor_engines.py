@@ -1,0 +1,104 @@
+"""The engines that a controller uses on Ray: its share of each role's actors, and loans between the two roles."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Self
+
+from gcore_controller import ActorRole, DeviceTimers
+from gcore_placement import LendingRule
+from gcore_rollout import Engine, EngineHandle, EngineReplicas, LendingEngines, RayEngine
+from gcore_runs.engines import Instrumentation
+
+
+@dataclass(eq=False)
+class ActorEngines:
+    """A controller's engines of one role, as one, and the actors of each."""
+
+    instrumentation: Instrumentation
+    are_own: bool
+    """No other controller uses them."""
+    _: KW_ONLY
+    start_timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._handles: dict[str, EngineHandle] = {}
+        """The actors by the names of their engines: those of the first role that each had in this run."""
+        self._clients: dict[str, Engine[Any, Any]] = {}
+        self.making_s = 0.0
+        """Most seconds that it took to make one of them."""
+        self.replicas: EngineReplicas[Any, Any]
+
+    @classmethod
+    async def connect(
+        cls,
+        role: ActorRole,
+        actors: Sequence[EngineHandle],
+        *,
+        rank: int,
+        world_size: int,
+        instrumentation: Instrumentation,
+        start_timeout_s: float,
+    ) -> Self:
+        """Connect to every ``world_size``-th actor from the ``rank``-th; where they are few, controllers share one.
+
+        Engines that died are connected to again, after Ray has restarted them.
+        """
+        own = replace(instrumentation, role=role)
+        engines = cls(own, len(actors) >= world_size, start_timeout_s=start_timeout_s)
+        share = list(enumerate(actors))[rank % len(actors) :: world_size]
+        named = {f"{role} {number}": actor for number, actor in share}
+        found = await asyncio.gather(*(engines._connect(name, actor) for name, actor in named.items()))
+        newest = max(client.weight_version for client in found)
+        engines.replicas = EngineReplicas(
+            [client for client in found if client.weight_version == newest],
+            restart=engines._reconnect,
+            announce=instrumentation.announce,
+        )
+        for client in found:
+            # Engines that an earlier job has left with older weights.
+            if client.weight_version < newest:
+                await engines.replicas.add(client)
+        return engines
+
+    async def take_over(self, name: str, others: "ActorEngines") -> Engine[Any, Any]:
+        """Return an engine of this role in place of the other role's engine of this name, which serves no more."""
+        engine = await self._connect(name, others._handles[name].lent)
+        del others._handles[name]
+        await others._clients.pop(name).close()
+        return engine
+
+    async def _connect(self, name: str, handle: EngineHandle) -> Engine[Any, Any]:
+        client = await RayEngine.connect(handle, start_timeout_s=self.start_timeout_s)
+        self.making_s = max(self.making_s, client.making_s)
+        engine = self.instrumentation.instrument(client, name)
+        self._handles[name], self._clients[name] = handle, engine
+        return engine
+
+    async def _reconnect(self) -> Engine[Any, Any]:
+        serving = set(map(id, self.replicas.engines))
+        name, dead = next((name, client) for name, client in self._clients.items() if id(client) not in serving)
+        # Another call must not find it.
+        del self._clients[name]
+        try:
+            return await self._connect(name, self._handles[name])
+        except BaseException:
+            self._clients[name] = dead
+            raise
+
+
+def lend(
+    policy: ActorEngines, judge: ActorEngines, *, devices: DeviceTimers, announce: Callable[[str], None]
+) -> LendingEngines:
+    """Return both roles' engines such that an idle one of either works for the other while that has more to do."""
+    roles = policy, judge
+
+    async def moved(name: str, giver: int) -> Engine[Any, Any]:
+        with devices.stage("swap", name):
+            engine = await roles[1 - giver].take_over(name, roles[giver])
+            devices.num_lent += 1
+            return engine
+
+    pools = [role.replicas for role in roles]
+    rule = LendingRule(max(role.making_s for role in roles))
+    return LendingEngines(pools, lend=moved, rule=rule, announce=announce)

@@ -1,0 +1,97 @@
+"""Decisions within a step: an idle device of one role works for the other one, which has more to do than it can."""
+
+from dataclasses import dataclass
+
+from gcore_placement.quantities import check_amounts
+
+
+@dataclass(eq=False)
+class _Queue:
+    """The queue of a role, since it last was empty."""
+
+    since_s: float | None = None
+    """None: it is empty."""
+    finished_before: int = 0
+    device_rate: float = float("inf")
+    """Samples that a device last finished in a second while others waited."""
+
+    def observe(self, now_s: float, waiting: int, finished: int, serving: int) -> None:
+        if not waiting:
+            self.since_s = None
+        elif self.since_s is None:
+            self.since_s, self.finished_before = now_s, finished
+        elif finished > self.finished_before and now_s > self.since_s:
+            self.device_rate = (finished - self.finished_before) / (now_s - self.since_s) / serving
+
+    def saved_s(self, now_s: float, waiting: int, finished: int, serving: int) -> float:
+        """Return the seconds until it is empty that another device would save."""
+        assert self.since_s is not None
+        # As long as no sample is finished, the rate is at most that of one now.
+        most = 1 / (now_s - self.since_s) if finished == self.finished_before and now_s > self.since_s else float("inf")
+        return waiting / min(self.device_rate * serving, most) / (serving + 1)
+
+
+class LendingRule:
+    """Decides when an idle device of one role is lent to the other, by rent or buy.
+
+    A device that idles while samples of the other role wait pays rent: the time that it idles. Once the idle devices of
+    a role have paid as much as a loan takes, one of them is lent, if the other role's queue is not done before that
+    pays: another device saves ``remaining / (devices + 1)`` seconds of it, at the rate at which the role's devices have
+    last finished samples. So all loans, each as long as the one before it, take no longer than devices have idled
+    beside a queue, whatever the load does (the argument of ski rental: Karlin, Manasse, Rudolph and Sleator, "Competitive snoopy caching",
+    Algorithmica 3, 1988), and nothing need be known of the work ahead.
+
+    Roles are numbered 0 and 1. Deterministic, given the times that it is told.
+
+    Args:
+        lending_s: seconds that the first loan may take; afterwards it is what the last one took.
+    """
+
+    def __init__(self, lending_s: float = 0.0) -> None:
+        check_amounts("lending_s", lending_s)
+        self.lending_s = lending_s
+        self._rent_s = [0.0, 0.0]
+        self._paid_at_s: list[float | None] = [None, None]
+        """When each role last idled beside a queue; None: it did not at the last observation."""
+        self._queues = _Queue(), _Queue()
+
+    def observe(
+        self,
+        now_s: float,
+        *,
+        idle: tuple[int, int],
+        waiting: tuple[int, int],
+        finished: tuple[int, int],
+        serving: tuple[int, int],
+    ) -> int | None:
+        """Observe both roles; return the one that lends a device now, or None.
+
+        Args:
+            now_s: never falls.
+            idle: devices of each role that have nothing to do and that it can spare.
+            waiting: samples that wait until a device has a place for them.
+            finished: samples that each role has finished so far.
+            serving: devices that work for each role, at least 1.
+        """
+        for role, queue in enumerate(self._queues):
+            queue.observe(now_s, waiting[role], finished[role], serving[role])
+        for giver, taker in ((0, 1), (1, 0)):
+            paid_at_s = self._paid_at_s[giver]
+            if not (idle[giver] and waiting[taker]):
+                self._paid_at_s[giver] = None
+                continue
+            self._paid_at_s[giver] = now_s
+            if paid_at_s is None:
+                continue
+            self._rent_s[giver] += (now_s - paid_at_s) * idle[giver]
+            saved_s = self._queues[taker].saved_s(now_s, waiting[taker], finished[taker], serving[taker])
+            if self._rent_s[giver] >= self.lending_s and saved_s > self.lending_s:
+                self._rent_s[giver] -= self.lending_s
+                return giver
+        return None
+
+    def lent(self, seconds: float) -> None:
+        """Take in how long a loan took, during which nothing was observed."""
+        check_amounts("seconds", seconds)
+        self.lending_s = seconds
+        self._paid_at_s = [None, None]

@@ -1,0 +1,130 @@
+"""Loans within a step: what they may cost on any course of events, and when they pay."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gcore_placement import LendingRule, PlacementError
+
+STEP_S = 0.05
+pairs = st.tuples(st.integers(0, 4), st.integers(0, 4))
+
+
+@settings(max_examples=200)
+@given(
+    events=st.lists(st.tuples(pairs, pairs, pairs, st.floats(0, 5)), max_size=200),
+    lending_s=st.floats(0.01, 10),
+    first_s=st.floats(0, 10),
+)
+def test_loans_take_no_longer_than_devices_idled(
+    events: list[tuple[tuple[int, int], tuple[int, int], tuple[int, int], float]], lending_s: float, first_s: float
+) -> None:
+    rule = LendingRule(first_s)
+    now_s, idled_s, taken_s = 0.0, 0.0, 0.0
+    finished = [0, 0]
+    for idle, waiting, more, wait_s in events:
+        now_s += wait_s
+        idled_s += wait_s * sum(idle)
+        finished = [before + new for before, new in zip(finished, more, strict=True)]
+        before_s = rule.lending_s
+        giver = rule.observe(
+            now_s, idle=idle, waiting=waiting, finished=(finished[0], finished[1]), serving=(idle[0] + 1, idle[1] + 1)
+        )
+        if giver is not None:
+            assert idle[giver] > 0, "the lent device was idle"
+            assert waiting[1 - giver] > 0, "it has something to do"
+            taken_s += before_s
+            now_s += lending_s
+            rule.lent(lending_s)
+        assert taken_s <= idled_s * (1 + 1e-9) + 1e-9
+
+
+@dataclass
+class Queues:
+    """Devices of two roles with a queue each; a sample takes ``sample_s`` of a device of its role."""
+
+    sample_s: tuple[float, float]
+    serving: list[int]
+    waiting: list[float]
+    rule: LendingRule | None
+    lending_s: float = 1.0
+    now_s: float = 0.0
+    loans: list[int] = field(default_factory=list[int])
+
+    def run(self) -> float:
+        """Work until both queues are empty; return the seconds. A device on its way works for nobody."""
+        first, on_its_way, finished = list(self.waiting), None, [0, 0]
+        while any(count > 0 for count in self.waiting):
+            self.now_s += STEP_S
+            for role in range(2):
+                self.waiting[role] -= self.serving[role] * STEP_S / self.sample_s[role]
+                finished[role] = int(first[role] - max(0.0, self.waiting[role]))
+            if on_its_way is not None:
+                taker, arrives_s = on_its_way
+                if self.now_s < arrives_s:
+                    continue
+                self.serving[taker] += 1
+                on_its_way = None
+                assert self.rule is not None
+                self.rule.lent(self.lending_s)
+            idle = [n - 1 if w <= 0 else 0 for n, w in zip(self.serving, self.waiting, strict=True)]
+            waiting = [max(0, int(w)) for w in self.waiting]
+            giver = self.rule and self.rule.observe(
+                self.now_s,
+                idle=(idle[0], idle[1]),
+                waiting=(waiting[0], waiting[1]),
+                finished=(finished[0], finished[1]),
+                serving=(self.serving[0], self.serving[1]),
+            )
+            if giver is not None:
+                self.loans.append(giver)
+                self.serving[giver] -= 1
+                on_its_way = 1 - giver, self.now_s + self.lending_s
+        return self.now_s
+
+
+def test_idle_devices_shorten_a_long_queue() -> None:
+    alone_s = Queues((1.0, 1.0), [1, 7], [100, 0], None).run()
+    helped = Queues((1.0, 1.0), [1, 7], [100, 0], LendingRule(1.0))
+    # All seven but one that stays, one after the other: 100 = 1 + 2 + ... + 6 + 7 t - 21, and rents before them.
+    assert helped.run() < 0.25 * alone_s
+    assert helped.loans == [1] * 6
+
+
+def test_devices_return_when_the_load_turns() -> None:
+    rule = LendingRule(1.0)
+    queues = Queues((1.0, 1.0), [1, 7], [100, 0], rule)
+    queues.run()
+    queues.waiting, queues.loans = [0, 100], []
+    queues.run()
+    assert queues.loans
+    assert set(queues.loans) == {0}
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_no_loan_for_a_queue_that_is_done_before_it_pays(count: int) -> None:
+    rule = LendingRule(1.0)
+    queues = Queues((0.25, 0.25), [4, 4], [100, 0], rule)
+    queues.run()
+    queues.waiting, queues.serving, queues.loans = [count, 0], [1, 7], []
+    queues.run()
+    assert queues.loans == []
+
+
+def test_slower_samples_than_ever_before_show_in_time() -> None:
+    """The known rate says that the queue is soon done; that nothing is finished says that it is not."""
+    rule = LendingRule(1.0)
+    queues = Queues((0.05, 1.0), [1, 3], [100, 0], rule)
+    queues.run()
+    slow = Queues((20.0, 1.0), [1, 3], [10, 0], rule, now_s=queues.now_s)
+    assert slow.run() < 0.5 * 200
+    assert slow.loans == [1, 1]
+
+
+@pytest.mark.parametrize("lending_s", [-1.0, float("nan")])
+def test_seconds_are_amounts(lending_s: float) -> None:
+    with pytest.raises(PlacementError, match=r"lending_s is .*; expected"):
+        LendingRule(lending_s)
+    with pytest.raises(PlacementError, match=r"seconds is .*; expected"):
+        LendingRule().lent(lending_s)

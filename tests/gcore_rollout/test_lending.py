@@ -1,0 +1,210 @@
+"""Engines of two models that help each other: with real engines, the samples of engines that are left alone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from engine_oracles import TinyModel, collect, make_request, until
+
+from gcore_rollout import Completion, Engine, EngineReplicas, HFEngine, LendingEngines, Request
+from gcore_rollout.weight_sync.checked import WrappedEngine
+
+NUM_SLOTS = 2
+
+
+class NamedEngine(WrappedEngine[Request, Completion]):
+    def __init__(self, engine: Engine, name: str) -> None:
+        super().__init__(engine)
+        self.name = name
+        self.num_finished = 0
+
+    async def generate(self, requests: Any) -> AsyncIterator[Completion]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        async for completion in super().generate(requests):
+            self.num_finished += completion.finish_reason != "abort"
+            yield completion
+
+
+@dataclass
+class Script:
+    """A rule that lends whenever it may, as often as it is told."""
+
+    num_loans: int
+    seen: list[int] = field(default_factory=list[int])
+    seconds: list[float] = field(default_factory=list[float])
+
+    def observe(
+        self,
+        now_s: float,
+        *,
+        idle: tuple[int, int],
+        waiting: tuple[int, int],
+        finished: tuple[int, int],
+        serving: tuple[int, int],
+    ) -> int | None:
+        del now_s, finished, serving
+        giver = next((role for role in range(2) if idle[role] and waiting[1 - role]), None)
+        if giver is None or len(self.seen) == self.num_loans:
+            return None
+        self.seen.append(giver)
+        return giver
+
+    def lent(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+class Cluster:
+    """A policy, which has new weights, and a judge, with engines of their own that are made anew when they are lent."""
+
+    def __init__(self, model: TinyModel, counts: tuple[int, int], num_loans: int) -> None:
+        self.model = model
+        self.engines: dict[str, NamedEngine] = {}
+        self.lent: list[tuple[str, int]] = []
+        self.lines: list[str] = []
+        self.before_lending: Callable[[], Awaitable[None]] | None = None
+        self.rule = Script(num_loans)
+        roles = ("engine", "judge")
+        self.pools = [
+            EngineReplicas(
+                [self.make(f"{role} {i}") for i in range(n)], restart=self.restart, announce=self.lines.append
+            )
+            for role, n in zip(roles, counts, strict=True)
+        ]
+        self.both = LendingEngines(self.pools, lend=self.lend, rule=self.rule, announce=self.lines.append)
+        self.policy, self.judge = self.both.engines
+
+    def make(self, name: str) -> NamedEngine:
+        engine = HFEngine.from_pretrained(self.model.path, max_num_seqs=NUM_SLOTS)
+        self.engines[name] = NamedEngine(engine, name)
+        return self.engines[name]
+
+    async def lend(self, name: str, giver: int) -> Engine:
+        if self.before_lending is not None:
+            await self.before_lending()
+        self.lent.append((name, giver))
+        await self.engines[name].close()
+        return self.make(name)
+
+    async def restart(self) -> Engine:
+        return self.make("replacement")
+
+    async def close(self) -> None:
+        await asyncio.gather(self.policy.close(), self.judge.close())
+
+
+def requests_of(count: int, prefix: str = "r", *, n: int = 2) -> list[Request]:
+    return [make_request(f"{prefix}{i}", 3 + i % 5, n=n, seed=i, max_tokens=10 + i % 20) for i in range(count)]
+
+
+def tokens(found: dict[tuple[str, int], Completion]) -> dict[tuple[str, int], tuple[list[int], str]]:
+    return {key: (c.token_ids.tolist(), c.finish_reason) for key, c in found.items()}
+
+
+async def alone(model: TinyModel, requests: list[Request], *, is_new: bool) -> dict[tuple[str, int], Any]:
+    engine: Engine = HFEngine.from_pretrained(model.path)
+    if is_new:
+        await engine.update_weights(model.new.state_dict().items(), version=1)
+    return tokens(await collect(engine, *requests))
+
+
+async def test_added_replica_takes_over_what_waits(tied: TinyModel) -> None:
+    first, second = (NamedEngine(HFEngine.from_pretrained(tied.path, max_num_seqs=NUM_SLOTS), f"{i}") for i in range(2))
+    replicas = EngineReplicas([first])
+    requests = requests_of(16)
+    running = asyncio.create_task(collect(replicas, *requests))
+    await until(lambda: replicas.stats().num_running)
+    await replicas.add(second)
+    assert tokens(await running) == await alone(tied, requests, is_new=False)
+    assert first.num_finished + second.num_finished == 32 == replicas.num_finished
+    assert second.num_finished > 10
+    await replicas.close()
+
+
+async def test_a_request_that_is_being_moved_can_be_aborted(tied: TinyModel) -> None:
+    first, second = (NamedEngine(HFEngine.from_pretrained(tied.path, max_num_seqs=NUM_SLOTS), f"{i}") for i in range(2))
+    replicas = EngineReplicas([first])
+    requests = requests_of(16)
+    running = asyncio.create_task(collect(replicas, *requests))
+    await until(lambda: replicas.stats().num_running)
+    await asyncio.gather(replicas.add(second), replicas.abort([f"r{i}" for i in range(8, 16)]))
+    found = await running
+    assert len(found) == 32
+    expected = await alone(tied, requests[:8], is_new=False)
+    assert {key: c for key, c in tokens(found).items() if key in expected} == expected
+    assert {c.finish_reason for key, c in found.items() if key not in expected} == {"abort"}
+    await replicas.close()
+
+
+async def test_idle_engines_help_the_other_model_with_its_weights(tied: TinyModel) -> None:
+    cluster = Cluster(tied, (1, 3), num_loans=2)
+    await cluster.policy.update_weights(tied.new.state_dict().items(), version=1)
+    requests = requests_of(24)
+    found = await collect(cluster.policy, *requests)
+    assert tokens(found) == await alone(tied, requests, is_new=True)
+    assert {int(v) for c in found.values() for v in c.weight_versions} == {1}
+    assert cluster.lent == [("judge 2", 1), ("judge 1", 1)]
+    assert cluster.both.num_lent == len(cluster.rule.seconds) == 2
+    assert [len(pool.engines) for pool in cluster.pools] == [3, 1]
+    assert min(cluster.engines[f"judge {i}"].num_finished for i in (1, 2)) > 0
+    # And back, with the judge's own weights.
+    cluster.rule.num_loans = 4
+    requests = requests_of(24, "j")
+    assert tokens(await collect(cluster.judge, *requests)) == await alone(tied, requests, is_new=False)
+    assert cluster.rule.seen == [1, 1, 0, 0]
+    assert [len(pool.engines) for pool in cluster.pools] == [1, 3]
+    await cluster.close()
+    assert cluster.lines == []
+
+
+async def test_sleep_waits_for_an_engine_on_its_way(tied: TinyModel) -> None:
+    cluster = Cluster(tied, (1, 2), num_loans=1)
+    may_lend, is_lending = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        is_lending.set()
+        await may_lend.wait()
+
+    cluster.before_lending = wait
+    running = asyncio.create_task(collect(cluster.policy, *requests_of(40)))
+    await is_lending.wait()
+    await cluster.policy.abort()
+    sleeping = asyncio.gather(cluster.policy.sleep(), cluster.judge.sleep())
+    await asyncio.sleep(0.2)
+    assert not sleeping.done(), "its memory would be taken by what comes after the sleep"
+    may_lend.set()
+    await sleeping
+    await running
+    assert [len(pool.engines) for pool in cluster.pools] == [2, 1]
+    await asyncio.gather(cluster.policy.wake(), cluster.judge.wake())
+    requests = requests_of(8)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=False)
+    await cluster.close()
+
+
+async def test_engine_that_cannot_be_lent_returns(tied: TinyModel) -> None:
+    cluster = Cluster(tied, (1, 2), num_loans=3)
+
+    async def fail() -> None:
+        raise MemoryError("the model does not fit")
+
+    cluster.before_lending = fail
+    requests = requests_of(24)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=False)
+    assert cluster.rule.seen == [1], "once"
+    assert cluster.lines == [
+        "judge 1 could not be lent, and no more engines are: MemoryError('the model does not fit')"
+    ]
+    await until(lambda: len(cluster.pools[1].engines) == 2)
+    assert [len(pool.engines) for pool in cluster.pools] == [1, 2]
+    await cluster.close()
+
+
+async def test_nothing_is_lent_while_nothing_samples(tied: TinyModel) -> None:
+    cluster = Cluster(tied, (2, 2), num_loans=9)
+    await collect(cluster.policy, make_request("a", 3, max_tokens=4))
+    await asyncio.sleep(0.3)
+    assert cluster.rule.seen == []
+    with pytest.raises(ValueError, match="pools has 1 models; expected 2"):
+        LendingEngines(cluster.pools[:1], lend=cluster.lend, rule=cluster.rule, announce=cluster.lines.append)
+    await cluster.close()
