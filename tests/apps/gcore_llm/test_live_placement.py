@@ -1,6 +1,9 @@
 """Engines that move between the policy and the judge while a run continues, or are both in turns."""
 
 import itertools
+import os
+import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +116,22 @@ def test_swaps_before_sampling_are_not_those_of_the_placement() -> None:
     assert placement.swap_s == pytest.approx(2.0)
 
 
+SLOW = """
+import time
+
+from gcore_rollout import HFEngine
+
+class SlowEngine(HFEngine):
+    def _step(self):
+        time.sleep(0.01)
+        super()._step()
+
+def make(model, **options):
+    options["max_num_seqs"] = 2
+    return SlowEngine.from_pretrained(model, **options)
+"""
+
+
 @pytest.fixture
 def judged(own_args: list[str], tiny: Path) -> list[str]:
     """Verdicts that take much longer than responses."""
@@ -158,3 +177,31 @@ def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) 
             # Nothing else happens in a turn.
             ends = [(start, stop) for _, start, stop in sorted(spans, key=lambda span: span[1])]
             assert all(stop <= start + 1e-6 for (_, stop), (start, _) in itertools.pairwise(ends))
+
+
+@pytest.mark.slow
+def test_idle_engines_judge_within_a_step(cli: Cli, judged: list[str]) -> None:
+    """Engines of the policy help a slow judge while its queue lasts; one is killed there, and no verdict is lost."""
+    (cli.cwd / "slow.py").write_text(SLOW)
+    args = option_set(option_set(judged, "--trainer.total-training-steps", "2"), "--reward-model.judge.n", "1")
+    cli.ok(*args, "--name", "inline")
+    args = [*args, "--reward-model.judge.engine", f"{cli.cwd / 'slow.py'}:make"]
+    run = cli.cwd / "runs/lent"
+    sizes = ["--rollout.num-processes", "3", "--reward-model.judge.num-processes", "1"]
+    placement = ["--placement.strategy", "dynamic", "--rollout.colocated", "true"]
+    command = cli.start(*args, "--runtime", "ray", *sizes, *placement, "--name", "lent")
+    log = run / "logs/controller-0.log"
+
+    def lent() -> list[str]:
+        return re.findall(r"(engine \d) has changed its model", log.read_text() if log.exists() else "")
+
+    command.wait_until(lambda: len(lent()) > 0)
+    begun = (run / f"logs/{lent()[0].replace(' ', '-')}.log").read_text()
+    os.kill(int(re.findall(r"process (\d+) on", begun)[-1]), signal.SIGKILL)
+    finished = command.wait()
+    assert finished.code == 0, finished
+    assert f"{lent()[0]} is gone: engine actor, process" in finished.out
+    assert_same_metrics(run, cli.cwd / "runs/inline")
+    assert sum(row.get("placement/lent", 0.0) for row in read_rows(run / "metrics.jsonl")) >= 2
+    stages = [{stage for stage, *_ in spans} for spans in read_rows(run / "spans.jsonl")[0]["devices"].values()]
+    assert sum({"gen", "reward"} <= found for found in stages) >= 2, "devices of both roles in a step"

@@ -38,21 +38,22 @@ class LendingRule:
     a role have paid as much as a loan takes, one of them is lent, if the other role's queue is not done before that
     pays: another device saves ``remaining / (devices + 1)`` seconds of it, at the rate at which the role's devices have
     last finished samples. So all loans, each as long as the one before it, take no longer than devices have idled
-    beside a queue, whatever the load does (the argument of ski rental: Karlin, Manasse, Rudolph and Sleator, "Competitive snoopy caching",
-    Algorithmica 3, 1988), and nothing need be known of the work ahead.
+    while others had a queue, whatever the load does, and nothing need be known of the work ahead: it is the argument of
+    ski rental (Karlin, Manasse, Rudolph and Sleator, "Competitive snoopy caching", Algorithmica 3, 1988).
 
-    Roles are numbered 0 and 1. Deterministic, given the times that it is told.
+    Roles are numbered 0 and 1. Deterministic, given the times of its calls.
 
     Args:
-        lending_s: seconds that the first loan may take; afterwards it is what the last one took.
+        lending_s: seconds that a loan may take; the first one measures it, and need not pay.
     """
 
     def __init__(self, lending_s: float = 0.0) -> None:
         check_amounts("lending_s", lending_s)
         self.lending_s = lending_s
+        self._is_measured = False
         self._rent_s = [0.0, 0.0]
         self._paid_at_s: list[float | None] = [None, None]
-        """When each role last idled beside a queue; None: it did not at the last observation."""
+        """When each role last idled while the other had a queue; None: it did not at the last observation."""
         self._queues = _Queue(), _Queue()
 
     def observe(
@@ -85,7 +86,8 @@ class LendingRule:
                 continue
             self._rent_s[giver] += (now_s - paid_at_s) * idle[giver]
             saved_s = self._queues[taker].saved_s(now_s, waiting[taker], finished[taker], serving[taker])
-            if self._rent_s[giver] >= self.lending_s and saved_s > self.lending_s:
+            pays = saved_s > self.lending_s or not self._is_measured
+            if pays and self._rent_s[giver] >= self.lending_s:
                 self._rent_s[giver] -= self.lending_s
                 return giver
         return None
@@ -93,5 +95,5 @@ class LendingRule:
     def lent(self, seconds: float) -> None:
         """Take in how long a loan took, during which nothing was observed."""
         check_amounts("seconds", seconds)
-        self.lending_s = seconds
+        self.lending_s, self._is_measured = seconds, True
         self._paid_at_s = [None, None]
