@@ -203,7 +203,7 @@ async def test_engine_that_cannot_be_lent_returns(tied: TinyModel) -> None:
 async def test_nothing_is_lent_while_nothing_samples(tied: TinyModel) -> None:
     cluster = Cluster(tied, (2, 2), num_loans=9)
     await collect(cluster.policy, make_request("a", 3, max_tokens=4))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.2)
     assert cluster.rule.seen == []
     with pytest.raises(ValueError, match="pools has 1 models; expected 2"):
         LendingEngines(cluster.pools[:1], lend=cluster.lend, rule=cluster.rule, announce=cluster.lines.append)

@@ -39,6 +39,7 @@ from gcore_rollout import (
     all_digests,
     check_weights,
     end_engine_actor,
+    sleep_engine_actor,
     start_engine_actor,
 )
 
@@ -322,6 +323,24 @@ async def test_an_actor_has_another_engine_from_now_on(slow: RayEngine) -> None:
     assert slow.weight_version != 7
     await third.close()
     await end_engine_actor(after)
+
+
+async def test_a_lent_actor_sleeps_as_what_it_is() -> None:
+    """It is put to sleep without a client; what a client of the other engine would be is not made for that."""
+    home = start(partial(FakeEngine, version=1)).lendable(partial(FakeEngine, version=2))
+    await sleep_engine_actor(home)
+    engine = await RayEngine.connect(home)
+    lent = await RayEngine.connect(home.lent)
+    assert (engine.weight_version, lent.weight_version) == (1, 2)
+    assert pid_of(lent) == pid_of(engine)
+    await sleep_engine_actor(home)
+    other = await RayEngine.connect(home.lent)
+    assert other.making_s == lent.making_s > 0, "the same engine"
+    back = await RayEngine.connect(home.lent.lent)
+    assert back.weight_version == 1
+    for client in (engine, lent, other, back):
+        await client.close()
+    await end_engine_actor(home)
 
 
 async def test_starts_that_fail() -> None:

@@ -44,6 +44,7 @@ from gcore_rollout import (
     RayEngine,
     TimeSharedEngines,
     end_engine_actor,
+    sleep_engine_actor,
     start_engine_actor,
 )
 from gcore_runs import BaseRLConfig, PlacementConfig, RunJob, UserError, log_to, logged, logs_of
@@ -151,7 +152,12 @@ async def start_ray_backend(
         return partial(logged, logs, *process, partial(_with_allocator, config, factories[role](config)))
 
     engines = RoleActors(
-        list(factories), factory, start=start_engine_actor, end=end_engine_actor, connect=RayEngine[Any, Any].connect
+        list(factories),
+        factory,
+        start=start_engine_actor,
+        end=end_engine_actor,
+        put_to_sleep=sleep_engine_actor,
+        connect=RayEngine[Any, Any].connect,
     )
     placement = replace(config.placement, strategy=config.strategy)
     backend = RayBackend[JobT, ConfigT](

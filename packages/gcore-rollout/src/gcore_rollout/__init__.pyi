@@ -51,6 +51,7 @@ from .engines.remote.ray_engine import (
     EngineHandle as EngineHandle,
     RayEngine as RayEngine,
     end_engine_actor as end_engine_actor,
+    sleep_engine_actor as sleep_engine_actor,
     start_engine_actor as start_engine_actor,
 )
 from .engines.replicas import (

@@ -142,6 +142,8 @@ class RoleActors(Generic[ConfigT]):
     that knows another engine, too. Called with ``num_threads`` of torch, and options of Ray's actors."""
     end: Callable[[Any], Awaitable[None]]
     """End an actor."""
+    put_to_sleep: Callable[[Any], Awaitable[None]]
+    """Put the engine of an actor to sleep, if it has been made."""
     connect: Callable[..., Awaitable[Any]]
     """Return an actor's engine, once it is ready, within ``start_timeout_s``: it can abort, sleep and wake."""
 
@@ -209,6 +211,13 @@ class RoleActors(Generic[ConfigT]):
             # The last engines of the policy become the last of the judge.
             own += reversed(self.handles.get("judge", []))
         return await asyncio.gather(*(handle.actor.__ray_call__.remote(_device) for handle in own))
+
+    async def end_turn(self, *, timeout_s: float) -> None:
+        """Put all engines that there are to sleep, of whichever role; those that do not answer in time have died."""
+        handles = [handle for handles in self.handles.values() for handle in handles]
+        asleep = [future_of(self.put_to_sleep(handle)) for handle in handles]
+        if asleep:
+            await asyncio.wait(asleep, timeout=timeout_s)
 
     async def sleep(self, *, timeout_s: float) -> None:
         """Put the engines of all roles to sleep, once they are ready, with the weights that they have."""

@@ -136,7 +136,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         finally:
             if self.config.sizes.ranks_in_turns:
                 # The models may be saved now, for which they wake. An engine that died is replaced by `recover`.
-                await asyncio.gather(self.engines.sleep(timeout_s=_SLEEP_TIMEOUT_S), return_exceptions=True)
+                await self.engines.end_turn(timeout_s=_SLEEP_TIMEOUT_S)
 
     def stages(self) -> Sequence[str | None]:
         return self._stages

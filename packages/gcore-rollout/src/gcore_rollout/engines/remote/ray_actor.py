@@ -169,6 +169,13 @@ class EngineActor:
         if session := self._sessions.pop(client, None):
             session.abandon_all("the client has left")
 
+    async def sleep(self) -> None:
+        """Put the engine to sleep if it has been made, whichever it is."""
+        async with self._is_making:
+            if self._engine is not None:
+                await self._engine.abort()
+                await self._engine.sleep()
+
     async def close(self) -> None:
         """Free the engine, before the actor ends."""
         if self._engine is not None:

@@ -81,6 +81,11 @@ def start_engine_actor(factory: Factory, *, num_threads: int | None = None, **op
     return EngineHandle(make.options(**options).remote(num_threads), _packed(factory))
 
 
+async def sleep_engine_actor(handle: EngineHandle) -> None:
+    """Put the engine of an actor to sleep, if there is one; unlike a client, this makes none."""
+    await handle.actor.sleep.remote()
+
+
 async def end_engine_actor(handle: EngineHandle) -> None:
     """Close an actor's engine and end the actor for good, even while it generates. Idempotent."""
     actor = handle.actor
