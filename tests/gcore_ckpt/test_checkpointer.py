@@ -1,5 +1,7 @@
 """Saving in the background, errors, retention and the lock, in one process."""
 
+import errno
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -215,6 +217,47 @@ def test_second_writer_in_the_same_process_is_refused(tmp_path: Path) -> None:
     first.close()
     second.save(2, {})
     second.close()
+
+
+def test_a_writer_whose_folder_was_replaced_writes_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints"
+    first = Checkpointer(path)
+    first.save(1, {}).wait()
+    shutil.rmtree(path)
+    with Checkpointer(path) as second:
+        second.save(1, {"by": "second"}).wait()
+        with pytest.raises(CheckpointWriteError, match=r"saving step 2 .*/\.lock is not the file that this writer has"):
+            first.save(2, {}).wait()
+        with pytest.raises(CheckpointLockedError, match=r"\.lock is not the file that this writer has locked"):
+            first.rollback(1)
+        second.save(3, {}).wait()
+    assert Checkpointer(path).steps() == [1, 3]
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointWriteError, match=f"{path} was deleted or replaced meanwhile"):
+        first.save(4, {}).wait()
+    first.close()
+
+
+def test_memory_that_there_is_none_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr("gcore_ckpt.saving.staging.mmap.mmap", refuse)
+            with pytest.raises(CheckpointWriteError, match=r"a save needs \d+ bytes of host memory .*Cannot allocate"):
+                checkpointer.save(1, {"x": torch.ones(3)})
+        checkpointer.save(2, {"x": torch.ones(3)}).wait()
+        assert checkpointer.steps() == [2]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_named(tmp_path: Path, layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    message = r"state\['m'\]\['x'\] is a nested tensor; expected a dense one"
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(TypeError, match=message):
+        checkpointer.save(1, {"m": {"x": nested}})
 
 
 def test_staging_memory_is_reused_and_grows(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Damaged, hostile and future checkpoints are refused, and the error says where."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -14,6 +15,7 @@ import torch
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, verify
 from gcore_ckpt.format.boxes import checksum
 from gcore_ckpt.format.index import decode_index
+from gcore_ckpt.storage.local import LocalStorage
 
 DATA, INDEX = "data-00000.safetensors", "index.json"
 
@@ -92,6 +94,55 @@ def test_data_file_that_is_no_file(step_dir: Path) -> None:
     (step_dir / DATA).unlink()
     (step_dir / DATA).mkdir()
     assert_refused(step_dir, f"{step_dir / DATA}: is no regular file")
+
+
+def test_index_without_an_end(step_dir: Path) -> None:
+    (step_dir / INDEX).unlink()
+    os.mkfifo(step_dir / INDEX)
+    assert_refused(step_dir, f"{step_dir / INDEX}: is no regular file")
+    (step_dir / INDEX).unlink()
+    (step_dir / INDEX).symlink_to("/dev/zero")
+    assert_refused(step_dir, f"{step_dir / INDEX}: is no regular file")
+    (step_dir / INDEX).unlink()
+    (step_dir / INDEX).touch()
+    os.truncate(step_dir / INDEX, 1 << 40)
+    assert_refused(step_dir, f"{step_dir / INDEX}: has 1099511627776 bytes; expected at most 2147483648")
+
+
+@pytest.mark.parametrize("name", ["w", "b"])
+def test_bytes_that_are_read_twice(step_dir: Path, name: str) -> None:
+    """As a small file could become any amount of memory."""
+
+    def edit(index: dict[str, Any]) -> None:
+        index["tensors"] |= {f"copy {i}": index["tensors"][name] for i in range(200)}
+
+    edit_index(step_dir, edit)
+    assert_refused(step_dir, f"{INDEX}: tensors .* and .* share bytes of {DATA}, from byte ")
+
+
+def test_a_link_is_read_and_checked_where_files_are_mapped(step_dir: Path) -> None:
+    path = step_dir.parent
+    (step_dir / DATA).rename(path / "elsewhere")
+    (step_dir / DATA).symlink_to(path / "elsewhere")
+    torch.testing.assert_close(Checkpointer(path).load(mmap=True)["w"], torch.arange(6.0).view(2, 3))
+    damaged = bytearray((path / "elsewhere").read_bytes())
+    damaged[-1] ^= 1
+    (path / "elsewhere").write_bytes(damaged)
+    with pytest.raises(CorruptCheckpointError, match=f"{step_dir / DATA}: tensor .* has checksum"):
+        Checkpointer(path).load(mmap=True)
+
+
+def test_the_file_that_was_opened_is_mapped(step_dir: Path) -> None:
+    """Not one that has taken its name since."""
+    with LocalStorage(step_dir.parent).open_step(4) as files:
+        files.open(DATA)
+        size_bytes = (step_dir / DATA).stat().st_size
+        expected = (step_dir / DATA).read_bytes()
+        (step_dir / DATA).unlink()
+        (step_dir / DATA).write_bytes(b"x" * size_bytes)
+        found = files.map(DATA, 0, size_bytes)
+        assert found is not None
+        assert found.tobytes() == expected
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "a\\b", "..", "."])

@@ -6,6 +6,7 @@ The file is one JSON object. Its first line holds the format, the version and a 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from gcore_ckpt.format import validation
@@ -103,9 +104,11 @@ def decode_index(data: bytes, where: str) -> Index:
         block_bytes = None if is_first else validation.size(content["checksum_block_bytes"], "checksum_block_bytes")
         listed, tensors = validation.member(content, "files", dict), validation.member(content, "tensors", dict)
         files = {validation.plain_name(name): _data_file(file) for name, file in listed.items()}
+        decoded = {name: decode_tensor(name, fields, files, block_bytes) for name, fields in tensors.items()}
+        _check_places(decoded)
         return Index(
             tree=content["tree"],
-            tensors={name: decode_tensor(name, fields, files, block_bytes) for name, fields in tensors.items()},
+            tensors=decoded,
             files=files,
             saved_at=str(content.get("saved_at", "")),
             num_ranks=1 if is_first else validation.size(content["num_ranks"], "num_ranks"),
@@ -154,6 +157,19 @@ def decode_tensor(name: str, entry: object, files: Mapping[str, DataFile], block
     except (ValueError, KeyError) as error:
         raise ValueError(f"tensor {name!r}: {validation.reason(error)}") from error
     return StoredTensor(dtype=dtype, shape=shape, shards=shards)
+
+
+def _check_places(tensors: Mapping[str, StoredTensor]) -> None:
+    """Check that no bytes of a file are read twice: a small one could otherwise be made into any amount of memory."""
+    places = sorted(
+        (shard.file, shard.offset_bytes, shard.box.size * tensor.itemsize, name)
+        for name, tensor in tensors.items()
+        for shard in tensor.shards
+        if shard.box.size
+    )
+    for (file, offset_bytes, size_bytes, name), (other, start, _, following) in pairwise(places):
+        if file == other and start < offset_bytes + size_bytes:
+            raise ValueError(f"tensors {name!r} and {following!r} share bytes of {file}, from byte {start} on")
 
 
 def _shard(

@@ -102,7 +102,9 @@ class _Loader:
         if len(stored.shards) != 1 or not stored.size_bytes:
             return None
         [shard] = stored.shards
-        data = np.memmap(files.folder / shard.file, np.uint8, "c", shard.offset_bytes, (stored.size_bytes,))
+        data = files.map(shard.file, shard.offset_bytes, stored.size_bytes)
+        if data is None:
+            return None
         return torch.from_numpy(data).view(TORCH_DTYPES[stored.dtype]).view(stored.shape).to(self._device)
 
     def match(self, template: State, node: Node | None, path: StatePath) -> State:

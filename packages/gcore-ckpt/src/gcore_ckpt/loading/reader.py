@@ -110,7 +110,9 @@ def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
     where = f"{storage}/{step_name(step)}"
     try:
         with storage.open_step(step) as files:
-            index = decode_index(files.read_index(), f"{where}/index.json")
+            with validation.reading(f"{where}/index.json"):
+                data = files.read_index()
+            index = decode_index(data, f"{where}/index.json")
             for name, file in index.files.items():
                 _open(files, f"{where}/{name}", name, file)
             yield StepReader(where, index, files)

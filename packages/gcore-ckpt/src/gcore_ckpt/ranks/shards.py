@@ -195,6 +195,8 @@ class _Leaves:
 
 
 def _shard_at(leaf: object, path: StatePath) -> Shard | None:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        raise TypeError(f"{describe(path)} is a nested tensor; expected a dense one, such as its values and offsets")
     try:
         return as_shard(leaf)
     except ValueError as error:

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
+from gcore_ckpt.errors import CheckpointWriteError
 from gcore_ckpt.format.boxes import DTYPES, Box, FileLayout, PlacedBox
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, NumpyArray
 from gcore_ckpt.threads import Workers
@@ -39,14 +40,25 @@ class Arena:
         if len(self._bytes) < size_bytes or (pinned and not self._pinned):
             self._pinned = self._pinned or pinned
             self._bytes = np.empty(0, np.uint8)  # the old memory goes before the new comes
-            if self._pinned:
-                self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-            else:
-                memory = mmap.mmap(-1, max(size_bytes, 1))
-                if hasattr(mmap, "MADV_HUGEPAGE"):
-                    memory.madvise(mmap.MADV_HUGEPAGE)  # a first save faults in hundreds of pages, not 100,000s
-                self._bytes = np.frombuffer(memory, np.uint8)
+            try:
+                self._bytes = _pinned(size_bytes) if self._pinned else _mapped(size_bytes)
+            except (OSError, RuntimeError, MemoryError) as error:
+                raise CheckpointWriteError(
+                    f"a save needs {size_bytes} bytes of host memory to copy what this rank writes, and gets none "
+                    f"({error}); expected that much, or staging='chunked', which takes {2 * CHUNK_BYTES}"
+                ) from error
         return self._bytes
+
+
+def _mapped(size_bytes: int) -> NumpyArray:
+    memory = mmap.mmap(-1, max(size_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # a first save faults in hundreds of pages, not 100,000s
+    return np.frombuffer(memory, np.uint8)
+
+
+def _pinned(size_bytes: int) -> NumpyArray:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 @dataclass(frozen=True)

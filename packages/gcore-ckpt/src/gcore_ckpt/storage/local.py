@@ -11,17 +11,23 @@ import os
 import re
 import shutil
 import socket
+import stat
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from io import TextIOWrapper
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt.errors import CheckpointLockedError
+from gcore_ckpt.format import validation
 from gcore_ckpt.storage import INDEX_FILE, JOURNAL_FILE, Journal, Storage, settled_steps, step_name, step_of
 from gcore_ckpt.threads import Workers
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LOCK_FILE = ".lock"
 
@@ -33,6 +39,7 @@ _PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
 _WRITE_THREADS = 4
 _MAX_OPEN_FILES = 256
+_MAX_JSON_BYTES = 1 << 31
 
 _locks: weakref.WeakSet[TextIOWrapper] = weakref.WeakSet()
 
@@ -77,13 +84,13 @@ class LocalStorage:
 
     def open_step(self, step: int) -> "LocalFiles":
         """Open a committed step; its files stay readable while it is open, also if they are deleted meanwhile."""
-        return LocalFiles(self.path / step_name(step))
+        return LocalFiles(self.path / step_name(step), maps_links=False)
 
     def acquire(self) -> None:
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
             sync_directory(self.path.parent)
-        self._lock = _lock(self.path)
+        self._lock, self._lock_text = _lock(self.path)
         try:
             self._remove_leftovers()
             self._finish_setting_aside()
@@ -98,6 +105,7 @@ class LocalStorage:
             self._lock = None
 
     def begin(self, step: int) -> str:
+        self._check_lock()
         attempt = _temp_name(step)
         (self.path / attempt).mkdir()
         return attempt
@@ -113,6 +121,7 @@ class LocalStorage:
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
         """Write and sync the index, sync the folder, rename it, and sync its parent."""
+        self._check_lock()
         temp = self.path / attempt
         for name, expected in sizes.items():
             found = (temp / name).stat().st_size if (temp / name).exists() else None
@@ -131,10 +140,12 @@ class LocalStorage:
 
     def remove(self, step: int) -> None:
         """Rename a step away, then delete it."""
+        self._check_lock()
         self._remove_folder(step_name(step), step)
 
     def set_aside(self, steps: Sequence[int]) -> None:
         """Record the steps, which is the atomic act, then rename them."""
+        self._check_lock()
         self._finish_setting_aside()  # of an earlier call that failed halfway
         if steps:
             self._write_journal(Journal(pending=tuple(steps)))
@@ -151,6 +162,18 @@ class LocalStorage:
         for entry in list(self.path.iterdir()):
             if match := _SET_ASIDE.fullmatch(entry.name):
                 self._remove_folder(entry.name, int(match[1]))
+
+    def _check_lock(self) -> None:
+        """Refuse to write where the lock file is no longer the one that was locked: another writer may have come."""
+        try:
+            is_own = (self.path / LOCK_FILE).read_text() == self._lock_text
+        except FileNotFoundError:
+            is_own = False
+        if not is_own:
+            raise CheckpointLockedError(
+                f"{self.path / LOCK_FILE} is not the file that this writer has locked: {self.path} was deleted or "
+                "replaced meanwhile; expected a new Checkpointer for what is there now"
+            )
 
     def _list_steps(self) -> set[int]:
         found = {step_of(entry.name) for entry in self.path.iterdir() if entry.is_dir()}
@@ -183,7 +206,8 @@ class LocalStorage:
     def _read_journal(self) -> Journal:
         path = self.path / JOURNAL_FILE
         try:
-            data = path.read_bytes()
+            with validation.reading(path):
+                data = _read_regular(path)
         except FileNotFoundError:
             data = None
         return Journal.decode(data, str(path))
@@ -229,8 +253,9 @@ class LocalFiles:
     folder, which may be renamed meanwhile.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, maps_links: bool = True) -> None:
         self.folder = folder
+        self._maps_links = maps_links
         self._open = ExitStack()
         self._files: dict[str, int] = {}
 
@@ -242,7 +267,7 @@ class LocalFiles:
         self._open.close()
 
     def read_index(self) -> bytes:
-        return (self.folder / INDEX_FILE).read_bytes()
+        return _read_regular(self.folder / INDEX_FILE)
 
     def open(self, name: str) -> int:
         """Open a data file and return its size."""
@@ -255,11 +280,26 @@ class LocalFiles:
         return os.fstat(self._files[name]).st_size
 
     def read_into(self, name: str, offset_bytes: int, buffer: memoryview) -> int:
+        with self._opened(name) as fd:
+            return _read_fully(fd, offset_bytes, buffer)
+
+    def map(self, name: str, offset_bytes: int, size_bytes: int) -> "np.memmap[Any, Any] | None":
+        """Return bytes of an open file, copied on write; None for a link, where a step's files are none."""
+        import numpy as np
+
+        if not self._maps_links and stat.S_ISLNK(os.lstat(name, dir_fd=self._folder_fd).st_mode):
+            return None
+        with self._opened(name) as fd, os.fdopen(os.dup(fd), "rb") as file:
+            return np.memmap(file, np.uint8, "c", offset_bytes, (size_bytes,))
+
+    @contextmanager
+    def _opened(self, name: str) -> Generator[int]:
         if name in self._files:
-            return _read_fully(self._files[name], offset_bytes, buffer)
+            yield self._files[name]
+            return
         fd = os.open(name, os.O_RDONLY, dir_fd=self._folder_fd)
         try:
-            return _read_fully(fd, offset_bytes, buffer)
+            yield fd
         finally:
             os.close(fd)
 
@@ -267,6 +307,18 @@ class LocalFiles:
         fd = os.open(path, os.O_RDONLY)
         self._open.callback(os.close, fd)
         return fd
+
+
+def _read_regular(path: Path) -> bytes:
+    """Return the bytes of a file; `ValueError` for anything that may have no end."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for ever
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("is no regular file")
+        if found.st_size > _MAX_JSON_BYTES:
+            raise ValueError(f"has {found.st_size} bytes; expected at most {_MAX_JSON_BYTES}")
+        return file.read(found.st_size)
 
 
 def _read_fully(fd: int, offset_bytes: int, buffer: memoryview) -> int:
@@ -301,25 +353,26 @@ def _pwrite_fully(fd: int, data: memoryview, offset: int) -> None:
         written += os.pwrite(fd, data[written:], offset + written)
 
 
-def _lock(path: Path) -> TextIOWrapper:
-    """Lock a folder until the file is closed or the process ends; `kill -9` leaves nothing."""
+def _lock(path: Path) -> tuple[TextIOWrapper, str]:
+    """Lock a folder until the file is closed or the process ends; `kill -9` leaves nothing. Also return its text."""
     # The file is never removed: a writer that has opened it would lock a name that no other process can see.
     file = (path / LOCK_FILE).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        holder = file.read().strip() or "another writer"
+        holder = file.readline().strip() or "another writer"
         file.close()
         raise CheckpointLockedError(f"{path} is being written to by {holder}; one writer per path") from None
     except OSError:
         file.close()
         raise
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    text = f"process {os.getpid()} on {socket.gethostname()}\n{_new_id()}\n"
+    file.write(text)
     file.flush()
     _locks.add(file)
-    return file
+    return file, text
 
 
 def write_synced(path: Path, *parts: bytes | memoryview) -> None:
