@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from gcore_rollout.engines.protocol import Engine
@@ -73,7 +73,8 @@ class LendingEngines:
         self._lend, self._rule, self._announce = lend, rule, announce
         self._num_calls = 0
         self._watch: asyncio.Task[None] | None = None
-        self._moving = asyncio.Lock()
+        self._loan: asyncio.Task[None] | None = None
+        """The latest one; it is not cancelled, which would leave an engine half-way."""
         self._has_failed = False
 
     def begin(self) -> None:
@@ -82,35 +83,31 @@ class LendingEngines:
         if self._watch is None and not self._has_failed:
             self._watch = asyncio.create_task(self._watch_queues())
 
-    async def end(self) -> None:
+    def end(self) -> None:
         self._num_calls -= 1
         if not self._num_calls:
-            await self.settle()
+            self._stop()
 
     async def settle(self) -> None:
         """Lend no more until a call samples again, and wait for an engine that is on its way."""
+        self._stop()
+        if self._loan is not None:
+            await asyncio.wait([self._loan])
+
+    def _stop(self) -> None:
         watch, self._watch = self._watch, None
-        async with self._moving:
-            if watch is not None:
-                watch.cancel()
         if watch is not None:
-            with suppress(asyncio.CancelledError):
-                await watch
+            watch.cancel()
 
     async def _watch_queues(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
-            async with self._moving:
-                # `settle` was called meanwhile.
-                if self._watch is not asyncio.current_task():
-                    return
-                giver = self._observed()
-                if giver is not None:
-                    # A caller that is cancelled must not leave an engine half-way.
-                    await asyncio.shield(self._move(self._pools[giver], self._pools[1 - giver], giver))
-                if self._has_failed:
-                    self._watch = None
-                    return
+            if self._loan is not None:
+                await asyncio.wait([self._loan])
+            if self._has_failed:
+                return
+            if (giver := self._observed()) is not None:
+                self._loan = asyncio.create_task(self._move(self._pools[giver], self._pools[1 - giver], giver))
 
     def _observed(self) -> int | None:
         policy, judge = self._pools
@@ -159,7 +156,7 @@ class _LendingEngine(WrappedEngine[Any, Any]):
                 async for sample in samples:
                     yield sample
         finally:
-            await self._lending.end()
+            self._lending.end()
 
     async def sleep(self, *, keep_weights: bool = True) -> None:
         await self._lending.settle()
