@@ -59,6 +59,20 @@ def save_for_ever(rank: Rank, path: str, log: str, options: dict[str, Any]) -> N
             previous = handle
 
 
+def save_when_one_is_asked(rank: Rank, path: str, asked: int) -> tuple[int, bool, bool]:
+    """One rank gets SIGTERM in its fifth step; return the step that was saved, and whether the signal came here."""
+    before = signal.getsignal(signal.SIGTERM)
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as checkpointer:
+        stop, step = checkpointer.stop_on(signal.SIGTERM, signal.SIGUSR1), 0
+        while not stop():
+            step += 1
+            if step == 5 and rank.number == asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+        checkpointer.save(step, state_of(step, rank.number, dist.get_world_size())).wait()
+    is_restored = signal.getsignal(signal.SIGTERM) == before and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    return step, stop.received == signal.SIGTERM, is_restored
+
+
 def save_steps(rank: Rank, path: str, steps: list[int], options: dict[str, Any]) -> None:
     with Checkpointer(path, timeout_s=TIMEOUT_S, **options) as checkpointer:
         for step in steps:

@@ -79,6 +79,47 @@ def test_a_signal_at_any_moment_ends_the_process(fork_server: ForkServer, tmp_pa
         assert len(signals) > 1 or list(path.glob(".tmp-*")) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sent_again", [False, True])
+def test_a_job_that_is_asked_to_end_saves_its_last_step(
+    fork_server: ForkServer, tmp_path: Path, is_sent_again: bool
+) -> None:
+    path = tmp_path / "checkpoints"
+    path.mkdir()
+    if is_sent_again:
+        (path / "again").touch()
+    rng = random.Random(0)
+    for number in range(ROUNDS if not is_sent_again else 1):
+        job = fork_server.fork("save_when_asked", path / f"{number}", tmp_path / f"log-{number}")
+        wait_for(lambda job=job: job.log())
+        time.sleep(rng.uniform(0.0, 0.05))
+        os.kill(job.pid, signal.SIGTERM)
+        if is_sent_again:
+            wait_for(lambda job=job: "saved" in job.log())
+            os.kill(job.pid, signal.SIGTERM)  # which acts as before: it ends the process
+        job.join()
+        *steps, saved, last = job.log()
+        assert (saved, last) == ("saved", "exited")
+        assert check_steps(path / f"{number}") == [int(steps[-1])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [0, 2])
+def test_all_ranks_save_when_one_is_asked_to_end(rank_server: RankServer, tmp_path: Path, asked: int) -> None:
+    with rank_server.pool(3) as pool:
+        outcomes = pool.run("save_when_one_is_asked", str(tmp_path / "checkpoints"), asked, size=3)
+    assert outcomes == [(5, rank == asked, True) for rank in range(3)]
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [5]
+    verify(tmp_path / "checkpoints", 5)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @contextmanager
 def handling(number: signal.Signals, handler: Callable[..., object]) -> Generator[None]:
     previous = signal.signal(number, handler)

@@ -11,6 +11,7 @@ from .errors import (
 from .format.tree import PerRank as PerRank, State as State
 from .loading.reader import verify as verify
 from .ranks.shards import Shard as Shard, Shards as Shards
+from .stopping import StopSignals as StopSignals
 from .threads import SaveHandle as SaveHandle
 from .tools.dcp import import_dcp as import_dcp
 from .tools.hugging_face import export_hf as export_hf

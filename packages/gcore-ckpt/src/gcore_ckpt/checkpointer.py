@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
-from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, attempt, open_group, root_decides
+from gcore_ckpt.ranks.group import (
+    Group,
+    ProcessGroupArgument,
+    all_succeed,
+    attempt,
+    exchange,
+    open_group,
+    root_decides,
+)
+from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import Call, Calls, Outcome, SaveHandle
 
@@ -109,6 +118,7 @@ class Checkpointer:
         self._closed = False
         self._pid: int | None = None
         self._inside: str | None = None
+        self._stops: list[StopSignals] = []
 
     def save(self, step: int, state: State) -> SaveHandle:
         """Start to save `state`; on return it is copied out of live memory, and the caller may change it.
@@ -234,6 +244,30 @@ class Checkpointer:
 
         return self._use("rollback", roll_back)
 
+    def stop_on(self, *signals: int) -> StopSignals:
+        """Take note of signals instead of ending at once, and return what says whether one has come.
+
+            stop = checkpointer.stop_on(signal.SIGTERM)
+            for step in ...:
+                ...
+                if stop():  # on all ranks, once any has got the signal
+                    checkpointer.save(step, state).wait()
+                    break
+
+        In a group all ranks ask together, and `stop()` passes a message to the root and back. `close` lets the signals
+        act as before. Only the main thread can call this, as `signal.signal` says.
+        """
+
+        def agree(call: Call, has_come: bool) -> bool:
+            group = self._open_group(call)
+            return exchange(group, lambda: has_come, lambda values: [any(values)] * len(values))
+
+        stop = StopSignals(
+            signals, lambda has_come: self._use("stop_on", lambda: self._calls.run(lambda call: agree(call, has_come)))
+        )
+        self._stops.append(stop)
+        return stop
+
     def steps(self) -> list[int]:
         """Return the committed steps, ascending."""
         return self._storage.steps()
@@ -265,6 +299,8 @@ class Checkpointer:
 
     def _close(self) -> None:
         self._closed = True
+        for stop in self._stops:
+            stop.close()
         is_idle = self._calls.close()
         _, failure = attempt(self._pipeline.close) if self._pipeline is not None else (None, None)
         if self._group is not None and is_idle:

@@ -1,0 +1,37 @@
+"""Signals that ask a job to save and to end, such as the SIGTERM of a scheduler that takes the machine away."""
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+
+class StopSignals:
+    """Whether one of some signals has come; made by `Checkpointer.stop_on`.
+
+    A handler of signals must not save, since it may run in the middle of an update: it takes note, and the training
+    loop asks at the end of a step. The first signal of a kind is noted; another one acts as before.
+    """
+
+    def __init__(self, signals: tuple[int, ...], agree: Callable[[bool], bool]) -> None:
+        self.received: signal.Signals | None = None
+        """The first signal of this process."""
+        self._agree = agree
+        self._previous = {number: signal.signal(number, self._note) for number in signals}
+
+    def __call__(self) -> bool:
+        """Return whether a signal has come; in a group, to any rank, and all ranks get the same answer."""
+        return self._agree(self.received is not None)
+
+    def close(self) -> None:
+        """Let the signals act as before. Idempotent."""
+        for number in list(self._previous):
+            self._restore(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.received = self.received or signal.Signals(number)
+        self._restore(number)
+
+    def _restore(self, number: int) -> None:
+        # None: a handler that was not installed by Python, which cannot install it again.
+        signal.signal(number, self._previous.pop(number) or signal.SIG_DFL)
