@@ -12,8 +12,8 @@ from gcore_ckpt.ranks.group import (
     Group,
     ProcessGroupArgument,
     all_succeed,
+    any_rank,
     attempt,
-    exchange,
     open_group,
     root_decides,
 )
@@ -258,13 +258,12 @@ class Checkpointer:
         act as before. Only the main thread can call this, as `signal.signal` says.
         """
 
-        def agree(call: Call, has_come: bool) -> bool:
-            group = self._open_group(call)
-            return exchange(group, lambda: has_come, lambda values: [any(values)] * len(values))
+        def agree(has_come: bool) -> bool:
+            return self._use(
+                "stop_on", lambda: self._calls.run(lambda call: any_rank(self._open_group(call), has_come))
+            )
 
-        stop = StopSignals(
-            signals, lambda has_come: self._use("stop_on", lambda: self._calls.run(lambda call: agree(call, has_come)))
-        )
+        stop = StopSignals(signals, agree)
         self._stops.append(stop)
         return stop
 

@@ -6,7 +6,7 @@ from types import FrameType
 
 
 class StopSignals:
-    """Whether one of some signals has come; made by `Checkpointer.stop_on`.
+    """Some signals, and whether one of them has come; made by `Checkpointer.stop_on`.
 
     A handler of signals must not save, since it may run in the middle of an update: it takes note, and the training
     loop asks at the end of a step. The first signal of a kind is noted; another one acts as before.

@@ -186,6 +186,11 @@ def all_succeed(group: Group, act: Callable[[], T]) -> T:
     return results[0]
 
 
+def any_rank(group: Group, is_so: bool) -> bool:
+    """Return, on all ranks, whether it is so on any of them."""
+    return exchange(group, lambda: is_so, lambda values: [any(values)] * len(values))
+
+
 def root_decides(group: Group, decide: Callable[[], T]) -> T:
     """Return what `decide` returns, or raise, at the root; a value that JSON holds."""
     return _answered(group, lambda: [decide()] * group.size)
