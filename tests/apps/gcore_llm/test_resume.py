@@ -139,18 +139,18 @@ def test_kill_again_and_again(cli: Cli, whole: Callable[[int], Whole]) -> None:
 
 @pytest.mark.parametrize("controllers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_interrupt_saves_the_last_finished_step(cli: Cli, whole: Callable[[int], Whole], controllers: int) -> None:
-    """Wherever in a step Ctrl-C hits, no finished step is made twice."""
+    """Wherever in a step Ctrl-C or SIGTERM hits, no finished step is made twice."""
     expected = whole(controllers)
     run = cli.cwd / "runs" / "interrupted"
     args = [*expected.args, "--name", "interrupted", "--trainer.save-freq", "100"]
     rng = random.Random(SEED + controllers)
     reached = 0
-    for _ in range(2):
+    for number in (signal.SIGINT, signal.SIGTERM):
         command = cli.start(*args)
         while steps_done(run) <= reached and not command.has_ended(0.002):
             pass
         command.has_ended(rng.uniform(0, 0.1))
-        command.send(signal.SIGINT)
+        command.send(number)
         finished = command.wait()
         assert (finished.code, finished.err) == (
             130,

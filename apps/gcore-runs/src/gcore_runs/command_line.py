@@ -44,7 +44,7 @@ EXIT_CODES = """exit codes:
   1    an unexpected error, with a traceback
   2    wrong input, or a reward, engine or training process that failed; one message
   3    the run was completed, but no step had anything to learn from: all rewards alike, or none
-  130  interrupted by Ctrl-C
+  130  interrupted by Ctrl-C or SIGTERM
 """
 
 

@@ -49,6 +49,8 @@ _PLAIN_EVERY_S = 10.0
 _SIGNAL = Modality.HAS_SIGNAL
 _PATIENCE = 5
 """Number of consecutive steps without a learning signal that is reported."""
+_INTERRUPTS = signal.SIGINT, signal.SIGTERM
+"""Signals that end a run between two steps: Ctrl-C, and what a scheduler sends before it takes the machine."""
 
 Present = tuple[int, list[dict[str, Any]] | None]
 """A step, and the controllers' states at its end."""
@@ -185,19 +187,20 @@ JobT = TypeVar("JobT", bound=RunJob[Any])
 
 @contextmanager
 def interrupted_by(handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
-    """Let Ctrl-C call ``handler`` inside the block; outside the main thread, which gets no signals, nothing changes."""
+    """Let Ctrl-C and SIGTERM call ``handler`` inside the block; only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, handler)
+    before = {number: signal.signal(number, handler) for number in _INTERRUPTS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class Stop:
-    """Ctrl-C that ends a loop between two steps, where the last finished one can still be saved.
+    """Ctrl-C, or a scheduler's SIGTERM, that ends a loop between two steps, where the last finished one can be saved.
 
     The second one raises Python's own `KeyboardInterrupt` immediately.
     """
@@ -230,7 +233,8 @@ class Stop:
             self._act()
 
     def _request(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in _INTERRUPTS:
+            signal.signal(number, signal.default_int_handler)
         self._is_requested = True
         if not self._is_held_back:
             self.let_through()
