@@ -78,6 +78,17 @@ def test_parts_by_their_paths(saved: Path) -> None:
         gcore_ckpt.load(saved, only=["modle", "step"])
 
 
+def test_parts_by_patterns(saved: Path) -> None:
+    whole = gcore_ckpt.load(saved)
+    part = gcore_ckpt.load(saved, only=["*.bias", "optim.*.[02].exp_avg*", "model"])
+    assert list(part) == ["model", "optim"]
+    assert part["model"].keys() == whole["model"].keys()
+    assert {i: set(own) for i, own in part["optim"]["state"].items()} == {i: {"exp_avg", "exp_avg_sq"} for i in (0, 2)}
+    assert list(gcore_ckpt.load(saved, only=["model.?.bias"])["model"]) == ["0.bias", "1.bias"]
+    with pytest.raises(CheckpointMismatchError, match=r"holds nothing under '\*\.bia'"):
+        gcore_ckpt.load(saved, only=["model", "*.bia"])
+
+
 def test_a_part_that_is_none_is_there(tmp_path: Path) -> None:
     gcore_ckpt.save(tmp_path, {"a": None, "b": {"c": None, "d": 1}, "e": 2})
     assert gcore_ckpt.load(tmp_path, only=["a", "b.c"]) == {"a": None, "b": {"c": None}}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -230,22 +231,18 @@ def _kind(node: Node | None) -> str:
 
 
 def _pruned(node: Node, only: Sequence[str], where: str) -> Node:
-    """Return the parts of a tree under dotted paths of dict keys."""
-    wanted = list(only)
-    used: set[str] = set()
+    """Return the parts of a tree under dotted paths of dict keys, or under those that match a pattern."""
 
-    def prune(node: Node, path: str) -> list[Node]:
+    def prune(node: Node, path: str, wanted: Sequence[str]) -> list[Node]:
         """Return what is left of a node, in a list; nothing if none of it is wanted."""
-        hits = [name for name in wanted if path == name or path.startswith(f"{name}.")]
-        if hits:
-            used.update(hits)
+        if any(path == name or path.startswith(f"{name}.") or fnmatchcase(path, name) for name in wanted):
             return [node]
         fields = tree.fields_of(node) or {}
-        kept = [[key, n] for key, child in fields.items() for n in prune(child, f"{path}.{key}".lstrip("."))]
+        kept = [[key, n] for key, child in fields.items() for n in prune(child, f"{path}.{key}".lstrip("."), wanted)]
         return [{"items": kept}] if kept else []
 
-    pruned = prune(node, "")
-    unknown = [name for name in wanted if name not in used]
+    pruned = prune(node, "", only)
+    unknown = [name for name in only if not prune(node, "", [name])]
     if unknown:
         names = [str(key) for key in tree.fields_of(node) or {}]
         raise CheckpointMismatchError(
