@@ -182,7 +182,7 @@ class Checkpointer:
                 dtype and device, are filled in place; tensors on the meta device are created on `device`; small
                 values and None are replaced by what was saved. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
-            only: Without a template: dotted paths to load, or patterns whose `*` matches dots: `["step", "model.*.bias"]`.
+            only: Without a template: dotted paths to load, or patterns, whose `*` matches dots: `["model.*.bias"]`.
             device: Where new tensors are made.
             mmap: Without a template: tensors that lie whole in a file are views of it, read when they are touched and
                 not checked against their checksums. Writing to one changes memory, never the file.
