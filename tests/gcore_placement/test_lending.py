@@ -112,6 +112,14 @@ def test_no_loan_for_a_queue_that_is_done_before_it_pays(count: int) -> None:
     assert queues.loans == []
 
 
+def test_the_first_loan_may_cost_less_than_it_seems() -> None:
+    """A queue of 8 s is worth a try where a loan may take 10 s, and one of 4 s is not; the try says 1 s."""
+    for seconds, loans in ((8, [1, 1]), (4, [])):
+        queues = Queues((0.1, 1.0), [1, 20], [10 * seconds, 0], LendingRule(10.0))
+        queues.run()
+        assert queues.loans[:2] == loans
+
+
 def test_slower_samples_than_ever_before_show_in_time() -> None:
     """The known rate says that the queue is soon done; that nothing is finished says that it is not."""
     rule = LendingRule(1.0)

@@ -44,7 +44,8 @@ class LendingRule:
     Roles are numbered 0 and 1. Deterministic, given the times of its calls.
 
     Args:
-        lending_s: seconds that a loan may take; the first one measures it, and need not pay.
+        lending_s: seconds that a loan may take, such as those of a first start, which often takes longer: the first
+            loan, which measures it, need only pay a quarter of it.
     """
 
     def __init__(self, lending_s: float = 0.0) -> None:
@@ -86,8 +87,8 @@ class LendingRule:
                 continue
             self._rent_s[giver] += (now_s - paid_at_s) * idle[giver]
             saved_s = self._queues[taker].saved_s(now_s, waiting[taker], finished[taker], serving[taker])
-            pays = saved_s > self.lending_s or not self._is_measured
-            if pays and self._rent_s[giver] >= self.lending_s:
+            least_s = self.lending_s if self._is_measured else self.lending_s / 4
+            if self._rent_s[giver] >= self.lending_s and saved_s > least_s:
                 self._rent_s[giver] -= self.lending_s
                 return giver
         return None
