@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_oracles import TinyModel, collect, make_request, until
 
-from gcore_rollout import Completion, Engine, EngineReplicas, HFEngine, LendingEngines, Request
+from gcore_rollout import Completion, Engine, EngineDiedError, EngineReplicas, HFEngine, LendingEngines, Request
 from gcore_rollout.weight_sync.checked import WrappedEngine
 
 NUM_SLOTS = 2
@@ -198,6 +198,29 @@ async def test_engine_that_cannot_be_lent_returns(tied: TinyModel) -> None:
     await until(lambda: len(cluster.pools[1].engines) == 2)
     assert [len(pool.engines) for pool in cluster.pools] == [1, 2]
     await cluster.close()
+
+
+@pytest.mark.parametrize("error", [EngineDiedError("it was killed"), ValueError("it is not one of the replicas")])
+async def test_engine_that_dies_before_it_leaves_is_not_lent(
+    tied: TinyModel, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    cluster = Cluster(tied, (1, 3), num_loans=2)
+    remove = cluster.pools[1].remove
+    removed: list[Engine] = []
+
+    async def fail_once(engine: Engine, *, drain: bool = True) -> None:
+        removed.append(engine)
+        if len(removed) == 1:
+            raise error
+        await remove(engine, drain=drain)
+
+    monkeypatch.setattr(cluster.pools[1], "remove", fail_once)
+    requests = requests_of(24)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=False)
+    assert cluster.both.num_lent == 1, "the other loan of the rule"
+    assert ("replacement" in cluster.engines) == isinstance(error, EngineDiedError)
+    await cluster.close()
+    assert cluster.lines == []
 
 
 async def test_nothing_is_lent_while_nothing_samples(tied: TinyModel) -> None:

@@ -63,9 +63,14 @@ class ActorEngines:
 
     async def take_over(self, name: str, others: "ActorEngines") -> Engine[Any, Any]:
         """Return an engine of this role in place of the other role's engine of this name, which serves no more."""
-        engine = await self._connect(name, others._handles[name].lent)
-        del others._handles[name]
-        await others._clients.pop(name).close()
+        # At once, so that the other role does not connect to it again in place of one that dies.
+        handle, client = others._handles.pop(name), others._clients.pop(name)
+        try:
+            engine = await self._connect(name, handle.lent)
+        except BaseException:
+            others._handles[name], others._clients[name] = handle, client
+            raise
+        await client.close()
         return engine
 
     async def _connect(self, name: str, handle: EngineHandle) -> Engine[Any, Any]:

@@ -298,7 +298,7 @@ class Checkpointer:
 
     def _close(self) -> None:
         self._closed = True
-        for stop in self._stops:
+        for stop in reversed(self._stops):
             stop.close()
         is_idle = self._calls.close()
         _, failure = attempt(self._pipeline.close) if self._pipeline is not None else (None, None)

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 
 class StopSignals:
@@ -16,7 +17,10 @@ class StopSignals:
         self.received: signal.Signals | None = None
         """The first signal of this process."""
         self._agree = agree
-        self._previous = {number: signal.signal(number, self._note) for number in signals}
+        self._previous: dict[int, Any] = {}
+        for number in dict.fromkeys(signals):
+            self._previous[number] = signal.getsignal(number)
+            signal.signal(number, self._note)
 
     def __call__(self) -> bool:
         """Return whether a signal has come; in a group, to any rank, and all ranks get the same answer."""

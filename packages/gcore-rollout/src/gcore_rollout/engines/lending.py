@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from gcore_rollout.engines.protocol import Engine
 from gcore_rollout.engines.replicas import EngineReplicas
+from gcore_rollout.errors import EngineDiedError
 from gcore_rollout.weight_sync.checked import WrappedEngine
 
 _POLL_S = 0.05
@@ -107,7 +108,8 @@ class LendingEngines:
             if self._has_failed:
                 return
             if (giver := self._observed()) is not None:
-                self._loan = asyncio.create_task(self._move(self._pools[giver], self._pools[1 - giver], giver))
+                source, target = self._pools[giver], self._pools[1 - giver]
+                self._loan = asyncio.create_task(self._move(source.idle[-1], source, target, giver))
 
     def _observed(self) -> int | None:
         policy, judge = self._pools
@@ -119,13 +121,24 @@ class LendingEngines:
             serving=(policy.num_serving, judge.num_serving),
         )
 
-    async def _move(self, source: EngineReplicas[Any, Any], target: EngineReplicas[Any, Any], giver: int) -> None:
+    async def _move(
+        self,
+        engine: Engine[Any, Any],
+        source: EngineReplicas[Any, Any],
+        target: EngineReplicas[Any, Any],
+        giver: int,
+    ) -> None:
         start_s = time.monotonic()
-        engine = source.idle[-1]
         name: str = getattr(engine, "name", "an engine")
-        owner = source
         try:
             await source.remove(engine)
+        except ValueError:
+            return  # it is dead, or all others of its model
+        except EngineDiedError:
+            source.start_replacement(name)
+            return
+        owner = source
+        try:
             lent = await self._lend(name, giver)
             owner = target
             await target.add(lent)

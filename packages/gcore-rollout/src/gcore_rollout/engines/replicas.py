@@ -1,9 +1,10 @@
 """Several engines as one: requests go to the least loaded replica, and others make what a dead one left unfinished."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,8 @@ from gcore_rollout.engines.registry import PRELOAD_HF
 from gcore_rollout.engines.remote.process import EngineProcess
 from gcore_rollout.engines.replica_pool import Replica, ReplicaPool
 from gcore_rollout.errors import EngineDiedError, WrongWeightsError
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -133,7 +136,7 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
         for replica in sorted(load.keys() - {new}, key=lambda r: -r.work):
             num_waiting = replica.engine.stats().num_waiting
             by_id: dict[str, list[_Part[RequestT]]] = {}
-            for part in reversed(replica.tasks.values()):
+            for part in reversed([part for part in replica.tasks.values() if not part.moves]):
                 by_id.setdefault(part.request.request_id, []).append(part)
             moved: list[str] = []
             for request_id, parts in by_id.items():
@@ -147,8 +150,11 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
                     part.moves = True
                 moved.append(request_id)
             if moved:
-                with suppress(EngineDiedError):
+                try:
                     await replica.engine.abort(moved)
+                except Exception as error:
+                    # Where it is dead, others make them anyway; otherwise they stay there.
+                    _logger.warning("requests were not taken out of an engine's queue: %r", error)
 
     def _has_fault(self, error: WrongWeightsError) -> None:
         super()._has_fault(error)
