@@ -204,6 +204,28 @@ def save_once_connected(rank: Rank, path: str, timeout_s: float) -> None:
         checkpointer.save(1, {})
 
 
+def load_own_values_elsewhere(rank: Rank, path: str) -> list[Any]:
+    """The first two ranks save what is their own, and three load it, by each policy; the last by none."""
+    size = dist.get_world_size()
+    if 2 in rank.groups:
+        with Checkpointer(path, process_group=rank.groups[2], timeout_s=TIMEOUT_S) as saver:
+            saver.save(1, {"rng": PerRank({"state": torch.full((3,), rank.number + 7), "step": rank.number})})
+    dist.barrier()
+    policies: list[Any] = ["first", lambda rank, size: {"state": None, "step": 10 * size + rank}, None]
+    with Checkpointer(path, timeout_s=TIMEOUT_S) as loader:
+        found: list[Any] = []
+        for otherwise in policies:
+            template = {"rng": PerRank({"state": torch.zeros(3), "step": 0}, otherwise=otherwise)}
+            try:
+                own = loader.load(template)["rng"]
+            except CheckpointError as error:
+                found.append(str(error))
+            else:
+                found.append([own["state"] if own["state"] is None else own["state"].tolist(), own["step"]])
+    assert size == 3
+    return found
+
+
 def load_step(rank: Rank, path: str, step: int) -> bool:
     """Whether a step is what was saved by as many ranks, this rank's own part too."""
     size = dist.get_world_size()

@@ -224,3 +224,12 @@ def test_loads_while_steps_come_and_go(rank_server: RankServer, tmp_path: Path) 
         writers.start("save_for_ever", str(tmp_path / "steps"), str(log), {}, ranks=[0, 1])
         wait_until(log.exists)
         assert readers.run("load_while_saving", str(tmp_path / "steps"), 1.5, size=1)[0] >= 3
+
+
+def test_own_values_on_another_number_of_ranks(rank_server: RankServer, tmp_path: Path) -> None:
+    with rank_server.pool(3) as pool:
+        outcomes = pool.run("load_own_values_elsewhere", str(tmp_path), size=3)
+    for rank, (first, made, refused) in enumerate(outcomes):
+        assert first == [[7.0] * 3, 0]
+        assert made == [None, 30 + rank]
+        assert "values that each of 2 ranks has of its own, and 3 load it; say what they get in the template" in refused

@@ -288,3 +288,8 @@ def test_a_box_outside_its_tensor_is_refused(tmp_path: Path) -> None:
     outside = Shards([Shard(global_shape=(4,), offset=(3,), tensor=torch.zeros(2))])
     with pytest.raises(ValueError, match=r"^state\['w'\] is a Shard of shape \(2,\) at \(3,\)"):
         gcore_ckpt.save(tmp_path, {"w": outside})
+
+
+def test_policies_of_own_values_are_checked() -> None:
+    with pytest.raises(ValueError, match="otherwise is 'last'; expected None, 'first' or a function of rank and size"):
+        PerRank(1, otherwise="last")  # pyright: ignore[reportArgumentType]

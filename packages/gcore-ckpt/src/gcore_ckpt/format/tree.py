@@ -36,10 +36,18 @@ _MAX_PLAIN_INT = 2**53  # what every JSON reader holds exactly
 class PerRank:
     """A part of a state that is each rank's own, such as its random number generator; `value` is any state.
 
-    It is loaded by as many ranks as saved it, each of which gets its own value.
+    It is loaded by as many ranks as saved it, each of which gets its own value; by other numbers of ranks where the
+    template says what a rank gets then.
     """
 
     value: State
+    otherwise: "Literal['first'] | Callable[[int, int], State] | None" = None
+    """In a template, what a rank gets if another number of ranks saved it: what the first rank saved; what a function
+    of the rank and the number of ranks returns, such as a new seed; None: an error."""
+
+    def __post_init__(self) -> None:
+        if not (self.otherwise in (None, "first") or callable(self.otherwise)):
+            raise ValueError(f"otherwise is {self.otherwise!r}; expected None, 'first' or a function of rank and size")
 
 
 class Leaf(NamedTuple):

@@ -79,7 +79,8 @@ class _Loader:
         if len(nodes) != self._group.size or str(self._group.rank) not in nodes:
             raise CheckpointMismatchError(
                 f"{self._reader.where} holds values that each of {len(nodes)} ranks has of its own, and "
-                f"{self._group.size} load it; leave them out of the template (or name the rest in only=)"
+                f"{self._group.size} load it; say what they get in the template (PerRank(..., otherwise=...)), "
+                "leave them out of it, or name the rest in only="
             )
         return nodes[str(self._group.rank)]
 
@@ -126,7 +127,11 @@ class _Loader:
                 nodes = tree.ranks_of(node)
                 if nodes is None:
                     raise self._mismatch(path, "is PerRank in the template and was not saved as such")
-                return self.match(template.value, self._own(nodes), path)
+                if template.otherwise is None or len(nodes) == self._group.size:
+                    return self.match(template.value, self._own(nodes), path)
+                if callable(template.otherwise):
+                    return template.otherwise(self._group.rank, self._group.size)
+                return self.match(template.value, nodes.get("0"), path)
             case Shards():
                 for part in template.parts:
                     self._match_leaf(part, node, path)
