@@ -26,9 +26,10 @@ export RAY_AUTH_TOKEN_PATH="$PWD/.ray-token-$SLURM_JOB_ID"
 # srun does not take over sbatch's option by itself, and would bind each step to one core.
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 # The steps of srun end with this script.
-trap 'rm -f "$RAY_AUTH_TOKEN_PATH"; kill $(jobs -p) || true' EXIT
+trap 'rm -f "$RAY_AUTH_TOKEN_PATH"; jobs -p | xargs -r kill || true' EXIT
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# All of it is read: with pipefail, what `head` cuts short would end the script.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 # Where nodes have several networks, set it to the address on the fastest one.
 host=$(hostname --all-ip-addresses | cut -d " " -f 1)
 port=$((20000 + SLURM_JOB_ID % 10000))

@@ -49,6 +49,10 @@ class Handle:
     def becoming(self, factory: Any) -> "Handle":
         return Handle(self.actor, factory)
 
+    def lendable(self, factory: Any) -> "Handle":
+        del factory
+        return self
+
 
 def start_engine(factory: Any, *, num_threads: int, **options: Any) -> Any:
     assert num_threads == 1
@@ -57,6 +61,10 @@ def start_engine(factory: Any, *, num_threads: int, **options: Any) -> Any:
 
 async def end_engine(handle: Any) -> None:
     ray.kill(handle.actor)
+
+
+async def put_to_sleep(handle: Any) -> None:
+    raise AssertionError(f"{handle} is not used")
 
 
 async def connect_engine(handle: Any, *, start_timeout_s: float) -> Any:
@@ -108,7 +116,12 @@ async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
     reserved = SimpleNamespace(cpus_per_process=0.5, gpus_per_engine=1.0, gpus_per_rank=1.0, timeout_s=60.0)
     config: Any = SimpleNamespace(ray=reserved, device="cuda", threads=1, sizes=SIZES)
     engines = RoleActors[Any](
-        ["engine", "judge"], lambda *_: cast(Any, None), start=start_engine, end=end_engine, connect=connect_engine
+        ["engine", "judge"],
+        lambda *_: cast(Any, None),
+        start=start_engine,
+        end=end_engine,
+        put_to_sleep=put_to_sleep,
+        connect=connect_engine,
     )
     spec = TrainerSpec(make_worker=make_worker, num_ranks=4, device="cpu", num_threads=1, enter_process=enter)
     group = RayTrainerGroup()
