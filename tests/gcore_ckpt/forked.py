@@ -61,7 +61,7 @@ def save_until_stopped_and_leave_open(path: Path, log: IO[str]) -> None:
 
 
 def save_when_asked(path: Path, log: IO[str]) -> None:
-    """Makes steps until SIGTERM, and saves the last one; logs each, `saving`, and `exited`."""
+    """Makes steps until SIGTERM, and saves the last one; logs each, `saved`, and `exited`."""
     _log_exit(log)
     with Checkpointer(path) as checkpointer:
         stop = checkpointer.stop_on(signal.SIGTERM)

@@ -4,12 +4,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 import torch
+from waiting import wait_until
 
 from gcore_ckpt import Checkpointer, CheckpointLockedError, verify
 
@@ -28,13 +28,6 @@ class Child(Protocol):
 
 class ForkServer(Protocol):
     def fork(self, function: str, path: Path, log: Path) -> Child: ...
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def leftovers(path: Path) -> list[Path]:

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
+from waiting import wait_until
 
 from gcore_ckpt import Checkpointer, verify
 from gcore_ckpt.loading.loader import load_step
@@ -42,13 +43,6 @@ class RankPool(Protocol):
 
 class RankServer(Protocol):
     def pool(self, size: int) -> AbstractContextManager[RankPool]: ...
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def check_steps(path: Path, log: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 import pytest
 import torch
+from waiting import wait_until
 
 from gcore_ckpt import Checkpointer, CheckpointError, CheckpointWriteError, verify
 from gcore_ckpt.loading.reader import StepReader
@@ -91,11 +92,11 @@ def test_a_job_that_is_asked_to_end_saves_its_last_step(
     rng = random.Random(0)
     for number in range(ROUNDS if not is_sent_again else 1):
         job = fork_server.fork("save_when_asked", path / f"{number}", tmp_path / f"log-{number}")
-        wait_for(lambda job=job: job.log())
+        wait_until(lambda job=job: job.log())
         time.sleep(rng.uniform(0.0, 0.05))
         os.kill(job.pid, signal.SIGTERM)
         if is_sent_again:
-            wait_for(lambda job=job: "saved" in job.log())
+            wait_until(lambda job=job: "saved" in job.log())
             os.kill(job.pid, signal.SIGTERM)  # which acts as before: it ends the process
         job.join()
         *steps, saved, last = job.log()
@@ -111,13 +112,6 @@ def test_all_ranks_save_when_one_is_asked_to_end(rank_server: RankServer, tmp_pa
     assert outcomes == [(5, rank == asked, True) for rank in range(3)]
     assert Checkpointer(tmp_path / "checkpoints").steps() == [5]
     verify(tmp_path / "checkpoints", 5)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from gcore_rollout import Isolation, Sandbox, SandboxError, SandboxLimits
 from gcore_rollout.sandbox import sandbox as implementation
@@ -421,10 +422,3 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
         owner.kill()
         owner.wait()
     wait_until(lambda: not processes_with(marker))
-
-
-def wait_until(holds: Any) -> None:
-    end = time.monotonic() + 300
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
