@@ -272,8 +272,7 @@ class LocalFiles:
     def open(self, name: str) -> int:
         """Open a data file and return its size."""
         path = self.folder / name
-        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-            raise ValueError("is no regular file")
+        _check_regular(path.stat())  # opening a pipe would wait for ever
         if len(self._files) >= _MAX_OPEN_FILES and name not in self._files:
             return os.stat(name, dir_fd=self._folder_fd).st_size
         self._files[name] = self._open_file(path)
@@ -314,11 +313,15 @@ def _read_regular(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for ever
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("is no regular file")
+        _check_regular(found)
         if found.st_size > _MAX_JSON_BYTES:
             raise ValueError(f"has {found.st_size} bytes; expected at most {_MAX_JSON_BYTES}")
         return file.read(found.st_size)
+
+
+def _check_regular(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("is no regular file")
 
 
 def _read_fully(fd: int, offset_bytes: int, buffer: memoryview) -> int:
