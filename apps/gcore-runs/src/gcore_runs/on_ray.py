@@ -195,11 +195,12 @@ async def _run_controller(
     torch.set_num_threads(max(1, config.threads // ctx.world_size))
     devices = DeviceTimers(shared=ctx.roles.shared_devices)
     announce = Announcer(ctx.report)
+    instrumentation = Instrumentation(devices=devices, announce=announce)
     connected = partial(
         ActorEngines.connect,
         rank=ctx.rank,
         world_size=ctx.world_size,
-        instrumentation=Instrumentation(devices=devices, announce=announce),
+        instrumentation=instrumentation,
         start_timeout_s=config.ray.timeout_s,
     )
     traits, takes_turns = STRATEGIES[config.strategy], config.takes_turns
@@ -219,8 +220,7 @@ async def _run_controller(
                 policy, judge = lend(engines, judges, devices=devices, announce=announce).engines
         else:
             assert connect_policy is not None, "connect_policy is None; expected a function where there are no engines"
-            own = Instrumentation(devices=devices, announce=announce)
-            policy, num_engines = await connect_policy(config, own, ctx.rank, ctx.world_size)
+            policy, num_engines = await connect_policy(config, instrumentation, ctx.rank, ctx.world_size)
         to_close.push_async_callback(policy.close)
         if traits.is_time_shared and judge is not None:
             if not takes_turns:

@@ -68,8 +68,6 @@ class LendingEngines:
             raise ValueError(f"pools has {len(pools)} models; expected 2")
         self.engines = [_LendingEngine(pool, self) for pool in pools]
         """The engines of each model as one; the pools themselves must not be called any more."""
-        self.num_lent = 0
-        """Loans so far."""
         self._pools = list(pools)
         self._lend, self._rule, self._announce = lend, rule, announce
         self._num_calls = 0
@@ -148,7 +146,6 @@ class LendingEngines:
             owner.start_replacement(name)
             return
         self._rule.lent(seconds := time.monotonic() - start_s)
-        self.num_lent += 1
         _logger.info("%s has changed its model within the step, in %.2f s", name, seconds)
 
 
