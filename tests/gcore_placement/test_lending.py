@@ -53,7 +53,7 @@ class Queues:
     loans: list[int] = field(default_factory=list[int])
 
     def run(self) -> float:
-        """Work until both queues are empty; return the seconds. A device on its way works for nobody."""
+        """Work until both queues are empty; return the seconds. A device on its way does no work."""
         first, on_its_way, finished = list(self.waiting), None, [0, 0]
         while any(count > 0 for count in self.waiting):
             self.now_s += STEP_S

@@ -1,7 +1,7 @@
 """Engines of two models that help each other: with real engines, the samples of engines that are left alone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,30 +20,26 @@ class NamedEngine(WrappedEngine[Request, Completion]):
         self.name = name
         self.num_finished = 0
 
-    async def generate(self, requests: Any) -> AsyncIterator[Completion]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def generate(self, requests: Sequence[Request]) -> AsyncGenerator[Completion]:
         async for completion in super().generate(requests):
             self.num_finished += completion.finish_reason != "abort"
             yield completion
 
 
+def make_engine(model: TinyModel, name: str) -> NamedEngine:
+    return NamedEngine(HFEngine.from_pretrained(model.path, max_num_seqs=NUM_SLOTS), name)
+
+
 @dataclass
 class Script:
-    """A rule that lends whenever it may, as often as it is told."""
+    """A rule that lends whenever it may, but so many times at most."""
 
     num_loans: int
     seen: list[int] = field(default_factory=list[int])
     seconds: list[float] = field(default_factory=list[float])
 
-    def observe(
-        self,
-        now_s: float,
-        *,
-        idle: tuple[int, int],
-        waiting: tuple[int, int],
-        finished: tuple[int, int],
-        serving: tuple[int, int],
-    ) -> int | None:
-        del now_s, finished, serving
+    def observe(self, now_s: float, *, idle: tuple[int, int], waiting: tuple[int, int], **_: object) -> int | None:
+        del now_s
         giver = next((role for role in range(2) if idle[role] and waiting[1 - role]), None)
         if giver is None or len(self.seen) == self.num_loans:
             return None
@@ -55,7 +51,7 @@ class Script:
 
 
 class Cluster:
-    """A policy, which has new weights, and a judge, with engines of their own that are made anew when they are lent."""
+    """A policy, which has new weights, and a judge, with engines that are made again when they are lent."""
 
     def __init__(self, model: TinyModel, counts: tuple[int, int], num_loans: int) -> None:
         self.model = model
@@ -75,8 +71,7 @@ class Cluster:
         self.policy, self.judge = self.both.engines
 
     def make(self, name: str) -> NamedEngine:
-        engine = HFEngine.from_pretrained(self.model.path, max_num_seqs=NUM_SLOTS)
-        self.engines[name] = NamedEngine(engine, name)
+        self.engines[name] = make_engine(self.model, name)
         return self.engines[name]
 
     async def lend(self, name: str, giver: int) -> Engine:
@@ -108,12 +103,20 @@ async def alone(model: TinyModel, requests: list[Request], *, is_new: bool) -> d
     return tokens(await collect(engine, *requests))
 
 
-async def test_added_replica_takes_over_what_waits(tied: TinyModel) -> None:
-    first, second = (NamedEngine(HFEngine.from_pretrained(tied.path, max_num_seqs=NUM_SLOTS), f"{i}") for i in range(2))
-    replicas = EngineReplicas([first])
-    requests = requests_of(16)
+async def started(
+    engines: list[NamedEngine], requests: list[Request]
+) -> tuple[EngineReplicas[Request, Completion], asyncio.Task[dict[tuple[str, int], Completion]]]:
+    """Engines as one, and what collects the samples of requests of which some are running now."""
+    replicas = EngineReplicas(engines)
     running = asyncio.create_task(collect(replicas, *requests))
     await until(lambda: replicas.stats().num_running)
+    return replicas, running
+
+
+async def test_added_replica_takes_over_what_waits(tied: TinyModel) -> None:
+    first, second = (make_engine(tied, f"{i}") for i in range(2))
+    requests = requests_of(16)
+    replicas, running = await started([first], requests)
     await replicas.add(second)
     assert tokens(await running) == await alone(tied, requests, is_new=False)
     assert first.num_finished + second.num_finished == 32 == replicas.num_finished
@@ -122,11 +125,9 @@ async def test_added_replica_takes_over_what_waits(tied: TinyModel) -> None:
 
 
 async def test_a_request_that_is_being_moved_can_be_aborted(tied: TinyModel) -> None:
-    first, second = (NamedEngine(HFEngine.from_pretrained(tied.path, max_num_seqs=NUM_SLOTS), f"{i}") for i in range(2))
-    replicas = EngineReplicas([first])
+    first, second = (make_engine(tied, f"{i}") for i in range(2))
     requests = requests_of(16)
-    running = asyncio.create_task(collect(replicas, *requests))
-    await until(lambda: replicas.stats().num_running)
+    replicas, running = await started([first], requests)
     await asyncio.gather(replicas.add(second), replicas.abort([f"r{i}" for i in range(8, 16)]))
     found = await running
     assert len(found) == 32
@@ -144,7 +145,7 @@ async def test_idle_engines_help_the_other_model_with_its_weights(tied: TinyMode
     assert tokens(found) == await alone(tied, requests, is_new=True)
     assert {int(v) for c in found.values() for v in c.weight_versions} == {1}
     assert cluster.lent == [("judge 2", 1), ("judge 1", 1)]
-    assert cluster.both.num_lent == len(cluster.rule.seconds) == 2
+    assert len(cluster.rule.seconds) == 2
     assert [len(pool.engines) for pool in cluster.pools] == [3, 1]
     assert min(cluster.engines[f"judge {i}"].num_finished for i in (1, 2)) > 0
     # And back, with the judge's own weights.
@@ -217,7 +218,7 @@ async def test_engine_that_dies_before_it_leaves_is_not_lent(
     monkeypatch.setattr(cluster.pools[1], "remove", fail_once)
     requests = requests_of(24)
     assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=False)
-    assert cluster.both.num_lent == 1, "the other loan of the rule"
+    assert len(cluster.rule.seconds) == 1, "the other loan of the rule"
     assert ("replacement" in cluster.engines) == isinstance(error, EngineDiedError)
     await cluster.close()
     assert cluster.lines == []

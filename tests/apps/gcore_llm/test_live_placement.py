@@ -198,8 +198,8 @@ def test_idle_engines_judge_within_a_step(cli: Cli, judged: list[str]) -> None:
         return re.findall(r"(engine \d) has changed its model", log.read_text() if log.exists() else "")
 
     command.wait_until(lambda: len(lent()) > 0)
-    begun = (run / f"logs/{lent()[0].replace(' ', '-')}.log").read_text()
-    os.kill(int(re.findall(r"process (\d+) on", begun)[-1]), signal.SIGKILL)
+    its_log = (run / f"logs/{lent()[0].replace(' ', '-')}.log").read_text()
+    os.kill(int(re.findall(r"process (\d+) on", its_log)[-1]), signal.SIGKILL)
     finished = command.wait()
     assert finished.code == 0, finished
     assert f"{lent()[0]} is gone: engine actor, process" in finished.out
