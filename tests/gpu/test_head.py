@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cases import ON_CUDA
 
 from gcore_trainer import token_scores
 from gcore_trainer.packing.fused_head import FusedHead
@@ -42,6 +43,7 @@ def test_scores_and_gradients_are_those_of_whole_logits(device: str, dtype: torc
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5, "logit_scale": 0.25}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
 def test_the_fused_kernel_gives_the_log_probs_of_token_scores(
     device: str, dtype: torch.dtype, settings: dict[str, Any]
 ) -> None:
