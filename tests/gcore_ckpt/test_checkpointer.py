@@ -239,12 +239,12 @@ def test_a_writer_whose_folder_was_replaced_writes_no_more(tmp_path: Path) -> No
 
 
 def test_memory_that_there_is_none_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with Checkpointer(tmp_path) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr("gcore_ckpt.saving.staging.mmap.mmap", refuse)
+            patch.setattr("gcore_ckpt.saving.host_memory._Pages", refuse)
             with pytest.raises(CheckpointWriteError, match=r"a save needs \d+ bytes of host memory .*Cannot allocate"):
                 checkpointer.save(1, {"x": torch.ones(3)})
         checkpointer.save(2, {"x": torch.ones(3)}).wait()

@@ -15,7 +15,7 @@ from gcore_ckpt import Checkpointer, SaveHandle
 
 _SIZE_BYTES = 18e9
 _NUM_TENSORS = 96
-_NUM_SAVES = 3
+_NUM_SAVES, _NUM_DCP_SAVES = 3, 2
 _DISK_COPIES = 3
 """Steps on the disk at a time, with one to spare."""
 _SAVE_S = 15.0
@@ -107,7 +107,7 @@ def _dcp(trial: Trial, folder: Path, state: State) -> tuple[list[float], float]:
     seconds: list[float] = []
     written = 0.0
     try:
-        for step in range(_NUM_SAVES):
+        for step in range(_NUM_DCP_SAVES):
             _change(state)
             if step and not is_reusable:
                 stager.close()

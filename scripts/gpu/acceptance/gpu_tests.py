@@ -1,6 +1,7 @@
-"""Part 1: the tests of ``tests/gpu``."""
+"""Part 1: the tests of ``tests/gpu``, and on a GPU the others that need one."""
 
 import io
+import sys
 import xml.etree.ElementTree as ElementTree
 from contextlib import redirect_stdout
 
@@ -9,8 +10,16 @@ import pytest
 from acceptance.machine import ROOT
 from acceptance.trial import Trial
 
+_ELSEWHERE = (
+    "tests/gcore_ckpt/test_round_trip.py",
+    "tests/gcore_rollout/test_weight_sync_cuda_ipc.py",
+    "tests/gcore_trainer/test_token_scores.py",
+)
+"""Other files with tests that need a GPU."""
 _SETTINGS = """\
 [pytest]
+asyncio_mode = auto
+asyncio_default_fixture_loop_scope = function
 markers =
     slow: takes long
     gpu: needs a CUDA device
@@ -22,11 +31,14 @@ def run_tests(trial: Trial) -> None:
     """Run the tests that need the device, or on a CPU the others; a small run leaves out those marked slow."""
     settings, results = trial.work / "pytest.ini", trial.work / "tests.xml"
     settings.write_text(_SETTINGS)
-    chosen = "gpu" if trial.device.startswith("cuda") else "not gpu and not slow"
+    on_gpu = trial.device.startswith("cuda")
+    chosen = ["-m", "gpu" if on_gpu else "not gpu and not slow"]
+    chosen += [str(ROOT / path) for path in ("tests/gpu", *(_ELSEWHERE if on_gpu else ()))]
     options = ["--import-mode=importlib", "-ra", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={results}"]
+    sys.path += [str(ROOT / "tests/ranks"), str(ROOT / "tests/apps")]
     output = io.StringIO()
     with redirect_stdout(output):
-        code = pytest.main(["-c", str(settings), f"--rootdir={ROOT}", *options, "-m", chosen, str(ROOT / "tests/gpu")])
+        code = pytest.main(["-c", str(settings), f"--rootdir={ROOT}", *options, *chosen])
     print(text := output.getvalue())
     if not results.is_file():
         raise RuntimeError(f"pytest ended with exit code {code}: {text}")

@@ -26,4 +26,6 @@ PARTS = (
     Part(number=8, name="sleep and wake", function="rollout:sleep", limit_s=180),
     Part(number=9, name="checkpoint of 18 GB", function="checkpoint:stalls", limit_s=420),
     Part(number=10, name="three steps of GRPO, colocated", function="grpo:three_steps", limit_s=300),
+    Part(number=11, name="Megatron-Core, one rank", function="megatron:steps", limit_s=180),
+    Part(number=12, name="three steps of Flow-GRPO", function="diffusion:three_steps", limit_s=180),
 )

@@ -13,8 +13,6 @@ from gcore_controller import (
     Backend,
     Context,
     DeviceTurns,
-    Handles,
-    RayTrainerClient,
     Recorder,
     TrainerGroup,
 )
@@ -31,6 +29,7 @@ from gcore_runs.engines import Instrumentation, device_timers
 from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:
+    from gcore_controller import Handles
     from gcore_runs.on_ray import ControllerServices
 
 
@@ -100,10 +99,12 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
         await evaluate_images(reward, grey, [first.text] * 2, [first.row] * 2)
 
 
-async def _run_controller(job: Job, ctx: Context[Handles], own: "ControllerServices", recorder: Recorder) -> None:
+async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: Recorder) -> None:
     """Build a controller's roles in its process on Ray, and run the program with them."""
     # Ray gives controllers no GPU.
     rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
+    from gcore_controller import RayTrainerClient
+
     learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing)
     roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))

@@ -214,7 +214,7 @@ class Calls:
         If the caller is interrupted, its `working` part stops, the rest continues in the background, so that the
         exchanges with other ranks stay in step, and what interrupted the caller is raised.
         """
-        call, results, use_device = Call(), list[T](), _cuda_state()
+        call, results, use_device = Call(), list[T](), cuda_state()
 
         def job() -> None:
             use_device()
@@ -240,7 +240,7 @@ class Calls:
         return not call.dropped
 
 
-def _cuda_state() -> Callable[[], None]:
+def cuda_state() -> Callable[[], None]:
     """Return a function that gives another thread this one's current CUDA device and streams."""
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     if cuda is None or not cuda.is_initialized():
@@ -248,8 +248,9 @@ def _cuda_state() -> Callable[[], None]:
     device, streams = cuda.current_device(), [cuda.current_stream(i) for i in range(cuda.device_count())]
 
     def use() -> None:
-        for stream in streams:
-            cuda.set_stream(stream)
+        for i, stream in enumerate(streams):
+            if cuda.current_stream(i) != stream:  # because to set it takes memory of a device that is not used yet
+                cuda.set_stream(stream)
         cuda.set_device(device)
 
     return use

@@ -15,6 +15,7 @@ import torch
 from gcore_ckpt.errors import CheckpointWriteError
 from gcore_ckpt.format.boxes import DTYPES, Box, FileLayout, PlacedBox
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, NumpyArray
+from gcore_ckpt.saving.host_memory import allocate, allocate_pinned
 from gcore_ckpt.threads import Workers
 
 Staging: TypeAlias = Literal["full", "chunked"]
@@ -31,7 +32,8 @@ _Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
 class Arena:
     """A block of page-aligned host memory that grows when it must, kept from save to save, pinned for CUDA."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self._bytes: NumpyArray = np.empty(0, np.uint8)
         self._pinned = False
 
@@ -41,24 +43,13 @@ class Arena:
             self._pinned = self._pinned or pinned
             self._bytes = np.empty(0, np.uint8)  # the old memory goes before the new comes
             try:
-                self._bytes = _pinned(size_bytes) if self._pinned else _mapped(size_bytes)
+                self._bytes = allocate_pinned(size_bytes, self._workers) if self._pinned else allocate(size_bytes)
             except (OSError, RuntimeError, MemoryError) as error:
                 raise CheckpointWriteError(
                     f"a save needs {size_bytes} bytes of host memory to copy what this rank writes, and gets none "
                     f"({error}); expected that much, or staging='chunked', which takes {2 * CHUNK_BYTES}"
                 ) from error
         return self._bytes
-
-
-def _mapped(size_bytes: int) -> NumpyArray:
-    memory = mmap.mmap(-1, max(size_bytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a first save faults in hundreds of pages, not 100,000s
-    return np.frombuffer(memory, np.uint8)
-
-
-def _pinned(size_bytes: int) -> NumpyArray:
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,7 @@ class Stager:
         self._workers = workers
         self._arenas: SimpleQueue[Arena] = SimpleQueue()
         for _ in range(max_in_flight if staging == "full" else 2):
-            self._arenas.put(Arena())
+            self._arenas.put(Arena(workers))
 
     def stage(self, files: Sequence[FileLayout], holdings: Holdings, working: Working) -> Iterator[StagedFile]:
         """Copy the boxes of each file, in order; wait where no memory is free."""
@@ -133,21 +124,24 @@ class Stager:
         copies: list[_Copy] = []
         streams: set[torch.cuda.Stream] = set()
         piece[: len(file.header)] = np.frombuffer(file.header, np.uint8)
-        for placed in file.boxes:
-            source = holdings.data[placed.number]
-            whole = holdings.boxes[placed.number].box
-            slices = placed.held.box.relative_to(whole).slices() if placed.held.box != whole else ()
-            target = piece[placed.offset_bytes :][: placed.held.size_bytes]
-            if isinstance(source, torch.Tensor) and source.device.type != "cpu":
-                typed = torch.from_numpy(target).view(TORCH_DTYPES[placed.held.dtype])
-                typed.view(placed.held.box.shape).copy_(source[slices], non_blocking=True)
-                if source.is_cuda:
-                    streams.add(torch.cuda.current_stream(source.device))
-            else:
-                copies.append(_as_plain_arrays(target, source, slices, placed))
-        self._workers.run(_in_jobs(copies))
-        for stream in streams:
-            stream.synchronize()
+        try:
+            for placed in file.boxes:
+                source = holdings.data[placed.number]
+                whole = holdings.boxes[placed.number].box
+                slices = placed.held.box.relative_to(whole).slices() if placed.held.box != whole else ()
+                target = piece[placed.offset_bytes :][: placed.held.size_bytes]
+                if isinstance(source, torch.Tensor) and source.device.type != "cpu":
+                    if source.is_cuda:
+                        streams.add(torch.cuda.current_stream(source.device))
+                    typed = torch.from_numpy(target).view(TORCH_DTYPES[placed.held.dtype])
+                    typed.view(placed.held.box.shape).copy_(source[slices], non_blocking=True)
+                else:
+                    copies.append(_as_plain_arrays(target, source, slices, placed))
+            self._workers.run(_in_jobs(copies))
+        finally:
+            # After an error, too: the memory may be used again, or unmapped.
+            for stream in streams:
+                stream.synchronize()
 
 
 def _as_plain_arrays(

@@ -5,6 +5,7 @@ it is divided), C tokens of a chunk.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -130,19 +131,30 @@ class Head:
         return (column_C >= 0) & (column_C < num_rows), column_C.clamp(0, num_rows - 1)[:, None]
 
     def scores(self, logits_CV: torch.Tensor, targets_C: torch.Tensor, has_bias: bool) -> tuple[torch.Tensor, ...]:
-        """Compute log-probs, entropies and log-sum-exp of a chunk, [C] each; overwrites the logits."""
-        peak_C = self._reduced(logits_CV.amax(-1), dist.ReduceOp.MAX)
+        """Compute log-probs, entropies and log-sum-exp of a chunk, [C] each; may overwrite the logits."""
         is_here_C, place_C1 = self.places(targets_C, logits_CV.shape[1])
-        below_CV = logits_CV.sub_(peak_C[:, None])
-        target_C = below_CV.gather(1, place_C1)[:, 0]
-        if is_here_C is not None:
-            target_C = torch.where(is_here_C, target_C, 0.0)
-        exp_CV = below_CV.exp()
-        sum_C = exp_CV.sum(-1)
-        dot_C = exp_CV.mul_(_finite_(below_CV, has_bias)).sum(-1)
-        sum_C, dot_C, target_C = self._reduced(torch.stack([sum_C, dot_C, target_C]), dist.ReduceOp.SUM)
+        target_C = logits_CV.gather(1, place_C1)[:, 0]
+        kernels = self._kernels(logits_CV, has_bias)
+        peak_C, sum_C, dot_C = _moments_(logits_CV, has_bias) if kernels is None else kernels.moments(logits_CV)
+        if self.vocab is not None and is_here_C is not None:
+            own_C, peak_C = peak_C, peak_C.clone()
+            dist.all_reduce(peak_C, op=dist.ReduceOp.MAX, group=self.vocab.group)
+            shift_C = own_C - peak_C
+            share_C = shift_C.exp()
+            parts = [sum_C * share_C, (dot_C + sum_C * shift_C) * share_C, torch.where(is_here_C, target_C, 0.0)]
+            sums = torch.stack(parts)
+            dist.all_reduce(sums, group=self.vocab.group)
+            sum_C, dot_C, target_C = sums
         log_sum_C = sum_C.log()
-        return target_C - log_sum_C, log_sum_C - dot_C / sum_C, peak_C + log_sum_C
+        return target_C - peak_C - log_sum_C, log_sum_C - dot_C / sum_C, peak_C + log_sum_C
+
+    def _kernels(self, logits_CV: torch.Tensor, has_bias: bool) -> Any:
+        """Return the module of kernels where they compute what this head needs."""
+        if has_bias or self.softcap is not None or not _has_kernels(logits_CV.device, logits_CV.dtype):
+            return None
+        from gcore_trainer.packing import logit_kernels
+
+        return logit_kernels
 
     def gradient(
         self,
@@ -153,16 +165,22 @@ class Head:
         entropies_C: torch.Tensor | None,
         grad_entropies_C: torch.Tensor,
         has_bias: bool,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Compute the gradient [C, V] of the product from those of the scores; overwrites the logits.
+        """Compute the gradient [C, V] of the product from those of the scores; may overwrite the logits.
 
         Args:
             entropies_C: None where entropies have no gradient.
+            dtype: that the caller rounds the gradient to, as kernels do right away.
         """
         factor = self.scale / self.temperature
+        is_here_C, place_C1 = self.places(targets_C, logits_CV.shape[1])
+        if (kernels := self._kernels(logits_CV, has_bias)) is not None:
+            column_C = place_C1[:, 0] if is_here_C is None else torch.where(is_here_C, place_C1[:, 0], -1)
+            pulls = grad_log_probs_C * -factor, None if entropies_C is None else grad_entropies_C * -factor
+            return kernels.gradient(logits_CV, column_C, log_sums_C, pulls[0], entropies_C, pulls[1], dtype)
         grad_C1 = grad_log_probs_C[:, None] * -factor
         slope_CV = self.slope(logits_CV)
-        is_here_C, place_C1 = self.places(targets_C, logits_CV.shape[1])
         log_probs_CV = logits_CV.sub_(log_sums_C[:, None])
         ones_C1 = torch.ones_like(grad_C1) if is_here_C is None else is_here_C[:, None].to(grad_C1.dtype)
         if entropies_C is None:
@@ -203,6 +221,7 @@ class Head:
                 None if entropies_N is None else entropies_N[rows],
                 grad_entropies_N[rows],
                 bias_V is not None,
+                hidden_ND.dtype,
             )
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
@@ -211,11 +230,6 @@ class Head:
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, narrow_CV.T, hidden_ND[rows])
         return grad_hidden_ND, grad_weight_VD, grad_bias_V
-
-    def _reduced(self, values: torch.Tensor, op: Any) -> torch.Tensor:
-        if self.vocab is not None:
-            dist.all_reduce(values, op=op, group=self.vocab.group)
-        return values
 
 
 class _TokenScores(torch.autograd.Function):
@@ -262,6 +276,23 @@ class _TokenScores(torch.autograd.Function):
             dist.all_reduce(grad_hidden_ND, group=head.vocab.group)
         # Autograd rounds the sums to the type in which the parameters want their gradients.
         return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None
+
+
+def _moments_(logits_CV: torch.Tensor, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `logit_kernels.moments` does; overwrites the logits."""
+    peak_C = logits_CV.amax(-1)
+    below_CV = logits_CV.sub_(peak_C[:, None])
+    exp_CV = below_CV.exp()
+    sum_C = exp_CV.sum(-1)
+    return peak_C, sum_C, exp_CV.mul_(_finite_(below_CV, has_bias)).sum(-1)
+
+
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda" or dtype != torch.float32 or find_spec("triton") is None:
+        return False
+    from gcore_trainer.packing.logit_kernels import compile_on
+
+    return compile_on(device)
 
 
 def _wide_product(a_CD: torch.Tensor, b_DV: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
+from gcore_trainer.packing.whole_row import WholeRow
 from gcore_trainer.sample import Segment, Span, Tile, rounded_length, row_tiles
 
 NUM_PADDED = 64
@@ -181,6 +182,7 @@ class RowCalls:
     def __init__(self, segments: Sequence[Segment], *, device: torch.device) -> None:
         self._segments, self._device = segments, device
         self._calls: dict[tuple[int | None, bool], list[Call]] = {}
+        self._whole_rows: dict[int | None, WholeRow] = {}
 
     def of(self, window: int | None, *, is_varlen: bool) -> list[Call]:
         """Return the calls of a layer with this sliding window."""
@@ -202,8 +204,18 @@ class RowCalls:
         device_type = q_THD.device.type
         if torch.is_autocast_enabled(device_type):
             q_THD, k_TKD, v_TKV = (x.to(torch.get_autocast_dtype(device_type)) for x in (q_THD, k_TKD, v_TKV))
-        calls = self.of(kind.sliding_window, is_varlen=has_varlen_kernel(q_THD, v_TKV, kind.softcap))
-        return RowAttention.apply(q_THD, k_TKD, v_TKV, kind.sinks, calls, scoring_of(kind, q_THD.shape[-1]))
+        scoring = scoring_of(kind, q_THD.shape[-1])
+        is_varlen = has_varlen_kernel(q_THD, v_TKV, kind.softcap)
+        heads = {"num_heads": q_THD.shape[1], "num_kv_heads": k_TKD.shape[1]}
+        if is_varlen and WholeRow.is_small(self._segments, **heads):
+            return self._whole_row(kind.sliding_window).attend(q_THD, k_TKD, v_TKV, kind.sinks, scoring.scale)
+        calls = self.of(kind.sliding_window, is_varlen=is_varlen)
+        return RowAttention.apply(q_THD, k_TKD, v_TKV, kind.sinks, calls, scoring)
+
+    def _whole_row(self, window: int | None) -> WholeRow:
+        if window not in self._whole_rows:
+            self._whole_rows[window] = WholeRow(self._segments, device=self._device, window=window)
+        return self._whole_rows[window]
 
 
 def scoring_of(kind: AttentionKind, head_dim: int) -> Scoring:

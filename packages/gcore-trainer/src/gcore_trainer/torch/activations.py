@@ -28,9 +28,13 @@ def is_checkpointed(setting: bool | Literal["auto"], model: torch.nn.Module, dev
 
 
 def checkpoint_layers(layers: Sequence[torch.nn.Module], share: float) -> None:
-    """Keep only the inputs of the first layers, a share of all, and compute the rest of them again."""
+    """Keep only the inputs of the first layers, a share of all, and compute the rest of them again.
+
+    Nothing in a layer is random, since models in training are in ``eval`` mode, without dropout.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
     for layer in layers[: round(share * len(layers))]:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(checkpoint, layer.forward, **options)
 
 
 def offload_activations(module: torch.nn.Module, *, smallest_bytes: int = _SMALL) -> None:

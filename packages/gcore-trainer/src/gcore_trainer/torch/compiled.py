@@ -11,6 +11,7 @@ import torch
 from transformers import AttentionInterface
 
 from gcore_trainer.errors import UnsupportedModelError
+from gcore_trainer.torch.fused_layers import restore_layers
 from gcore_trainer.torch.packed_model import ATTENTION_NAME, PackedTransformer
 
 _logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ def compile_layers(packed: PackedTransformer[Any], *, backend: str | None = None
             f"compile is true, and the model ({kind}) {found[0]}; expected a dense model with softmax attention, and "
             "activation_offload false"
         )
+    packed.fuses_layers = False
+    restore_layers(packed.model)
     _leave_attention_out()
     compiled = partial(torch.compile, dynamic=True, backend=backend or _backend(packed.model.device))
     for layer in layers:

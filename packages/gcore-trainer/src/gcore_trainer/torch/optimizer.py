@@ -64,9 +64,7 @@ class MasterAdamW(AdamW):
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32) if offload else master.grad
 
     def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            assert parameter.grad is not None
-            parameter.grad.zero_()
+        torch._foreach_zero_([_gradient(parameter) for parameter in self.parameters.values()])
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -92,9 +90,12 @@ class MasterAdamW(AdamW):
 
     @torch.no_grad()
     def _round(self) -> None:
-        for parameter, master in self._pairs():
-            target, source = local(parameter), local(master)
-            if self.is_offloaded and source.dtype != target.dtype:
+        pairs = [(local(parameter), local(master)) for parameter, master in self._pairs()]
+        if not self.is_offloaded and pairs:
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            return
+        for (target, source), (_, master) in zip(pairs, self._pairs(), strict=True):
+            if source.dtype != target.dtype:
                 # In the memory of the gradient, which is pinned, and of which half is enough.
                 pinned = _gradient(master).view(-1).view(target.dtype)[: target.numel()].view_as(target)
                 source = pinned.copy_(source)

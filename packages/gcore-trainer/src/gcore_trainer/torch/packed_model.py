@@ -28,6 +28,7 @@ from gcore_trainer.packing.row import PackedPlan, Row, describe_mask, make_rows,
 from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name, copy_processor
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
+from gcore_trainer.torch.fused_layers import fuse_on_cuda
 from gcore_trainer.torch.streamed_folder import save_streamed
 from gcore_trainer.trainer import AdamW
 
@@ -139,6 +140,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         """Module of the whole forward pass; FSDP wraps it."""
         self.num_computed_tokens = 0
         """Tokens that have passed through the model."""
+        self.fuses_layers = True
+        """Whether kernels compute what lies between matrix products, where there are some (`fused_layers`)."""
         routers: list[Any] = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
         self._routers = [ReplayedRouter(r, num_experts=r.num_experts, top_k=r.top_k) for r in routers]
         self.num_routers = len(routers)
@@ -165,6 +168,8 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             activations.checkpoint_layers(self.layers(), checkpointed_layers)
         if activation_offload:
             activations.offload_activations(self.root)
+        if weights is None:
+            fuse_on_cuda(self)
 
     @property
     def num_attention_heads(self) -> int:
@@ -207,6 +212,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             weights.fill(self.model)
             with weights.checking(self):
                 self._probe(self._max_length)
+            fuse_on_cuda(self)
 
     @abstractmethod
     def alone(self, sample: Sample) -> torch.Tensor:

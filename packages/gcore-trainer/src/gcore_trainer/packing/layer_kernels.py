@@ -1,0 +1,145 @@
+"""Triton kernels for what a transformer's layer does between its matrix products, on CUDA.
+
+Each is one call, forward and backward, where torch's operations are up to twelve that read and write the activations each
+time. Sums and products are in float32; results are rounded once. Shapes: T tokens, H heads, D head dimension, F size of
+the MLP.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, size, block: tl.constexpr):  # noqa: ANN001, ANN202
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = places < size
+    gate = tl.load(gate_ptr + places, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + places, mask=mask).to(tl.float32)
+    # Rounded as torch does between its two operations, so that both give the same result.
+    silu = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + places, (silu * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_gradients_kernel(  # noqa: ANN202
+    grad_ptr,  # noqa: ANN001
+    gate_ptr,  # noqa: ANN001
+    up_ptr,  # noqa: ANN001
+    grad_gate_ptr,  # noqa: ANN001
+    grad_up_ptr,  # noqa: ANN001
+    size,  # noqa: ANN001
+    block: tl.constexpr,
+):
+    places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = places < size
+    grad = tl.load(grad_ptr + places, mask=mask).to(tl.float32)
+    gate = tl.load(gate_ptr + places, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + places, mask=mask).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(grad_up_ptr + places, (grad * silu).to(grad_up_ptr.dtype.element_ty), mask=mask)
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    tl.store(grad_gate_ptr + places, (grad * up * slope).to(grad_gate_ptr.dtype.element_ty), mask=mask)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        _swiglu_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](gate, up, out, gate.numel(), block=_BLOCK)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        grad, outs = grads[0].contiguous(), (torch.empty_like(gate), torch.empty_like(up))
+        grid = (triton.cdiv(gate.numel(), _BLOCK),)
+        _swiglu_gradients_kernel[grid](grad, gate, up, *outs, gate.numel(), block=_BLOCK)
+        return outs
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Compute silu(gate) * up [..., F], differentiably (Shazeer, arXiv:2002.05202)."""
+    return _SwiGLU.apply(gate, up)
+
+
+@triton.jit
+def _rotate_kernel(  # noqa: ANN202
+    x_ptr,  # noqa: ANN001
+    out_ptr,  # noqa: ANN001
+    cos_ptr,  # noqa: ANN001
+    sin_ptr,  # noqa: ANN001
+    stride_token,  # noqa: ANN001
+    stride_head,  # noqa: ANN001
+    num_heads,  # noqa: ANN001
+    half: tl.constexpr,
+    is_inverse: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_half: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, block_heads)[:, None]
+    columns = tl.arange(0, block_half)[None, :]
+    mask = (heads < num_heads) & (columns < half)
+    places = x_ptr + token * stride_token + heads * stride_head + columns
+    first = tl.load(places, mask=mask).to(tl.float32)
+    second = tl.load(places + half, mask=mask).to(tl.float32)
+    angles = token * 2 * half + columns
+    is_column = columns < half
+    cos_first = tl.load(cos_ptr + angles, mask=is_column).to(tl.float32)
+    cos_second = tl.load(cos_ptr + angles + half, mask=is_column).to(tl.float32)
+    sin_first = tl.load(sin_ptr + angles, mask=is_column).to(tl.float32)
+    sin_second = tl.load(sin_ptr + angles + half, mask=is_column).to(tl.float32)
+    if is_inverse:
+        one = first * cos_first + second * sin_second
+        two = second * cos_second - first * sin_first
+    else:
+        one = first * cos_first - second * sin_first
+        two = second * cos_second + first * sin_second
+    out = out_ptr + (token * num_heads + heads) * 2 * half + columns
+    tl.store(out, one.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + half, two.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _rotated(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, is_inverse: bool) -> torch.Tensor:
+    num_tokens, num_heads, head_dim = x_THD.shape
+    if x_THD.stride(2) != 1:
+        x_THD = x_THD.contiguous()
+    out_THD = torch.empty((num_tokens, num_heads, head_dim), dtype=x_THD.dtype, device=x_THD.device)
+    half = head_dim // 2
+    blocks = {"block_heads": triton.next_power_of_2(num_heads), "block_half": triton.next_power_of_2(half)}
+    arguments = x_THD, out_THD, cos_TD, sin_TD, x_THD.stride(0), x_THD.stride(1), num_heads
+    _rotate_kernel[(num_tokens,)](*arguments, half=half, is_inverse=is_inverse, **blocks)
+    return out_THD
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return _rotated(x_THD, cos_TD, sin_TD, is_inverse=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _rotated(grads[0], *ctx.saved_tensors, is_inverse=True), None, None
+
+
+def rotate(
+    q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys by their positions (RoPE, arXiv:2104.09864), as ``apply_rotary_pos_emb`` of transformers.
+
+    Pairs are of the two halves of a head. Results are views [1, H, T, D] of memory that is [T, H, D].
+    """
+    assert unsqueeze_dim == 1
+    angles = cos_1TD[0].contiguous(), sin_1TD[0].contiguous()
+    rotated = (_Rotation.apply(x[0].transpose(0, 1), *angles) for x in (q_1HTD, k_1KTD))
+    q_THD, k_TKD = rotated
+    return q_THD.transpose(0, 1)[None], k_TKD.transpose(0, 1)[None]

@@ -1,0 +1,165 @@
+"""Norms, gated MLPs and rotary embeddings of transformers' layers as one kernel each, on CUDA.
+
+A layer is recognised by what it computes: its own forward pass, on random weights and inputs, has to give what the kernel
+does. What differs, such as the norms of Gemma, stays as it is.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+_logger = logging.getLogger(__name__)
+_ROTATION = "apply_rotary_pos_emb"
+_SIZE = 32
+"""Width of the layers that are compared."""
+
+Forward = Callable[..., Any]
+
+
+def fuse_on_cuda(packed: Any) -> None:
+    """Fuse the layers of a packed model whose weights are loaded, if it is on CUDA and Triton is installed."""
+    device = packed.model.device
+    if packed.fuses_layers and device.type == "cuda" and find_spec("triton") is not None:
+        fuse_layers(packed.model, device)
+
+
+def fuse_layers(model: nn.Module, device: torch.device) -> int:
+    """Replace forward passes of a model's modules by ones that call fused kernels; return how many.
+
+    In float32 results agree to rounding errors; in half precision they are rounded less often.
+    """
+    fused: dict[type, Callable[[nn.Module], Forward] | None] = {}
+    count = 0
+    for module in list(model.modules()):
+        kind = type(module)
+        if kind not in fused:
+            fused[kind] = next((make for make, agrees in _candidates(module) if _is_equal(agrees, device)), None)
+        if (make := fused[kind]) is not None:
+            module.forward = make(module)
+            count += 1
+    return count
+
+
+def restore_layers(model: nn.Module) -> None:
+    """Undo `fuse_layers`."""
+    for module in model.modules():
+        if getattr(vars(module).get("forward"), "is_fused", False):
+            del module.forward
+
+
+def _candidates(module: nn.Module) -> Iterator[tuple[Callable[[nn.Module], Forward], Callable[[torch.device], bool]]]:
+    """Yield what a module may be: how its forward pass is replaced, and whether both give the same."""
+    name, forward = type(module).__name__, type(module).forward
+    if name.endswith("RMSNorm") and _epsilon(module) is not None and list(module._parameters) == ["weight"]:
+        yield _fused_norm, partial(_norms_agree, module)
+    if name.endswith("MLP") and {"gate_proj", "up_proj", "down_proj", "act_fn"} <= module._modules.keys():
+        yield _fused_mlp, partial(_mlps_agree, module)
+    if name.endswith("Attention") and isinstance(forward, FunctionType) and _ROTATION in forward.__code__.co_names:
+        yield _fused_rotation, partial(_rotations_agree, forward.__globals__[_ROTATION])
+
+
+def _is_equal(agrees: Callable[[torch.device], bool], device: torch.device) -> bool:
+    try:
+        with torch.no_grad():
+            return agrees(device)
+    except Exception as error:  # noqa: BLE001 - what a model's own code and Triton's compilers raise
+        _logger.debug("a layer stays as it is: %s", error)
+        return False
+
+
+def _fused(module: nn.Module, function: Forward) -> Forward:
+    vars(function)["is_fused"] = True
+    return MethodType(function, module)
+
+
+def _random(*shape: int, device: torch.device) -> torch.Tensor:
+    """Return numbers that do not come from, nor change, any generator of random numbers."""
+    count = torch.Size(shape).numel()
+    return torch.linspace(1, 7 * count, count, device=device).sin_().view(shape)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _with(module: nn.Module, kind: str, parts: dict[str, Any]) -> nn.Module:
+    """Return a copy of a module with other parameters or submodules, and the forward pass of its class."""
+    other = copy.copy(module)
+    vars(other)[kind] = parts
+    vars(other).pop("forward", None)
+    return other
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    return next((vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)), None)
+
+
+def _fused_norm(module: nn.Module) -> Forward:
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        return nn.functional.rms_norm(hidden_states, weight.shape, weight, _epsilon(self))
+
+    return _fused(module, forward)
+
+
+def _norms_agree(module: nn.Module, device: torch.device) -> bool:
+    probe = _with(module, "_parameters", {"weight": nn.Parameter(_random(_SIZE, device=device))})
+    x = 3 * _random(5, _SIZE, device=device)
+    return _close(probe(x), _fused_norm(probe)(x))
+
+
+def _fused_mlp(module: nn.Module) -> Forward:
+    from gcore_trainer.packing.layer_kernels import swiglu
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+    return _fused(module, forward)
+
+
+def _mlps_agree(module: nn.Module, device: torch.device) -> bool:
+    sizes = {"gate_proj": (_SIZE, 3), "up_proj": (_SIZE, 3), "down_proj": (3, _SIZE)}
+    parts: dict[str, Any] = {"act_fn": module._modules["act_fn"]}
+    for shift, (name, (rows, width)) in enumerate(sizes.items()):
+        parts[name] = nn.Linear(width, rows, bias=False, device=device)
+        parts[name].weight.copy_(_random(rows + shift, width, device=device)[shift:])
+    probe = _with(module, "_modules", parts)
+    x = 3 * _random(5, 3, device=device)
+    return _close(probe(x), _fused_mlp(probe)(x))
+
+
+def _fused_rotation(module: nn.Module) -> Forward:
+    from gcore_trainer.packing.layer_kernels import rotate
+
+    own = type(module).forward
+    assert isinstance(own, FunctionType)
+    original = own.__globals__[_ROTATION]
+
+    def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any, **named: Any) -> Any:
+        is_whole = cos.dim() == 3 and cos.shape[0] == 1 and q.dim() == 4 and q.shape[-1] == cos.shape[-1]
+        if others or named or not is_whole or cos.dtype != q.dtype:
+            return original(q, k, cos, sin, *others, **named)
+        return rotate(q, k, cos, sin)
+
+    # The same code, but for one name, in this model alone.
+    names = {**own.__globals__, _ROTATION: rotated}
+    forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    return _fused(module, forward)
+
+
+def _rotations_agree(original: Forward, device: torch.device) -> bool:
+    from gcore_trainer.packing.layer_kernels import rotate
+
+    q, k = (_random(1, heads, 5, _SIZE, device=device) for heads in (4, 2))
+    # Angles of both halves differ, so that any other pairs give another result.
+    angles = 9 * _random(1, 5, _SIZE, device=device)
+    tensors = q, k, angles.cos(), angles.sin()
+    return all(_close(a, b) for a, b in zip(original(*tensors), rotate(*tensors), strict=True))
