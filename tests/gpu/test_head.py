@@ -1,13 +1,9 @@
 """The head's log-probabilities and entropies against logits written out in float64."""
 
-from typing import Any
-
 import pytest
 import torch
-from gpu_cases import ON_CUDA
 
 from gcore_trainer import token_scores
-from gcore_trainer.packing.fused_head import FusedHead
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 300, 64, 1000
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -39,19 +35,3 @@ def test_scores_and_gradients_are_those_of_whole_logits(device: str, dtype: torc
         assert wanted is not None
         difference = (actual - wanted.to(actual.device)).detach().abs().max()
         assert difference <= TOLERANCES[dtype] * max(1.0, float(wanted.detach().abs().max()))
-
-
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5, "logit_scale": 0.25}, {"softcap": 3.0}], ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
-def test_the_fused_kernel_gives_the_log_probs_of_token_scores(
-    device: str, dtype: torch.dtype, settings: dict[str, Any]
-) -> None:
-    pytest.importorskip("cut_cross_entropy", reason="pip install 'gcore-trainer[fused]'")
-    torch.manual_seed(0)
-    hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, device=device, dtype=dtype)
-    weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, device=device).mul_(HIDDEN_SIZE**-0.5).to(dtype)
-    targets = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), device=device)
-    found = FusedHead(dtype=dtype, **settings).log_probs(hidden, weight, targets)
-    expected = token_scores(hidden, weight, targets, **settings).log_probs
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -40,7 +40,7 @@ def test_swiglu(dtype: torch.dtype) -> None:
 def test_moments_and_gradients_of_logits(width: int) -> None:
     logits = 5 * random(9, width)
     exact = logits.double()
-    for a, b in zip(logit_kernels.moments(logits), head._moments_(exact.clone(), False), strict=True):
+    for a, b in zip(logit_kernels.moments(logits), head.moments_(exact.clone(), has_bias=False), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     columns, pulls = torch.arange(9, device="cuda"), random(9)
     log_sums, probs = exact.logsumexp(-1), exact.softmax(-1)

@@ -1,7 +1,6 @@
 """Part 11: the Megatron-Core backend on one rank, against the torch backend on the same GPU."""
 
 import gc
-import os
 
 import numpy as np
 import torch
@@ -17,9 +16,8 @@ from gcore_trainer import MegatronTrainer, OptimizerConfig, ParallelConfig, Poli
 def steps(trial: Trial) -> None:
     """Compare log-probabilities of both backends, and measure a training step."""
     on_cuda = trial.device.startswith("cuda")
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    store = dist.HashStore()
-    dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=0, world_size=1)
+    rendezvous = f"file://{trial.work}/rendezvous"
+    dist.init_process_group("nccl" if on_cuda else "gloo", init_method=rendezvous, rank=0, world_size=1)
     groups = equal_groups(trial, num=2 if trial.is_small else 8)
     batches = groups.samples(trial, seed=0)
     packed = load_packed(trial, "1.5B", gradient_checkpointing=True)

@@ -106,7 +106,6 @@ def test_a_resumed_run_keeps_its_data_type(
         ({"activation_offload": True}, "actor.activation_offload is true; expected false with"),
         ({"compile": True}, "actor.compile is true; expected false with trainer.backend 'megatron'"),
         ({"optim": OptimizerConfig(name="adamw_8bit")}, "actor.optim.name is 'adamw_8bit'; expected 'adamw' with"),
-        ({"fused_head": True}, "actor.fused_head is true; expected false with"),
         ({"checkpointed_layers": 0.5}, r"actor.checkpointed_layers is 0.5; expected 1.0 with"),
     ],
 )
@@ -262,21 +261,14 @@ def test_the_memory_law_follows_full_offload(worker: LLMTrainerWorker, tiny: Pat
     assert held_bytes(worker, "actor") == held_bytes(worker, "critic") == 0
 
 
-@pytest.mark.parametrize(
-    ("module", "actor", "message"),
-    [
-        ("bitsandbytes", ActorConfig(optim=OptimizerConfig(name="adamw_8bit")), "name is 'adamw_8bit', and"),
-        ("cut_cross_entropy", ActorConfig(fused_head=True), "fused_head is true, and"),
-    ],
-)
-def test_a_missing_library_is_refused_before_anything_is_loaded(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, module: str, actor: ActorConfig, message: str
-) -> None:
+def test_a_missing_library_is_refused_before_anything_is_loaded(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the files with the prompts and the reward, too: there are none."""
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    actor = ActorConfig(optim=OptimizerConfig(name="adamw_8bit"))
     config = TrainConfig(model=str(tiny), device="cpu", dtype="float32", reward="no.py:reward", actor=actor)
     config = replace(config, data=replace(config.data, train_files=("no.jsonl",)))
-    with pytest.raises(MissingExtraError, match=rf"{message} '{module}' is not installed: pip install 'gcore-trainer"):
+    message = "name is 'adamw_8bit', and 'bitsandbytes' is not installed: pip install 'gcore-trainer"
+    with pytest.raises(MissingExtraError, match=message):
         train(config)
 
 

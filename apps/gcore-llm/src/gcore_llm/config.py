@@ -358,7 +358,7 @@ class TrainConfig(BaseRLConfig):
         """Raise `UserError` for settings of the torch backend's memory with another one."""
         is_torch, torch_alone = self.trainer.backend == "torch", f"with trainer.backend {self.trainer.backend!r}"
         plain_values: dict[str, Any] = {"checkpointed_layers": 1.0, "offload": "none"}
-        plain_values |= dict.fromkeys(("activation_offload", "compile", "fused_head"), False)
+        plain_values |= dict.fromkeys(("activation_offload", "compile"), False)
         for name, plain in plain_values.items():
             holds = is_torch or getattr(self.actor, name) == plain
             self.require(f"actor.{name}", holds, f"{str(plain).lower()} {torch_alone}")

@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 
 
-def check_extras(*, optimizer_names: Iterable[str] = (), fused_head: bool = False) -> None:
+def check_extras(*, optimizer_names: Iterable[str]) -> None:
     """Import the optional libraries of these settings, as the trainers do after they have loaded their models.
 
     Args:
         optimizer_names: `OptimizerConfig.name` of each model in training.
-        fused_head: of `PackedModel`.
 
     Raises:
         MissingExtraError: one is not installed.
@@ -17,7 +16,3 @@ def check_extras(*, optimizer_names: Iterable[str] = (), fused_head: bool = Fals
         from gcore_trainer.torch.optimizer import quantised_kernels
 
         quantised_kernels()
-    if fused_head:
-        from gcore_trainer.packing.fused_head import fused_kernel
-
-        fused_kernel()

@@ -26,9 +26,6 @@ class ActorConfig(BaseActorConfig):
     compile: bool = False
     """Compile the layers of all models in training (torch.compile), which takes a minute or more at the start, once for
     rows of all lengths; for torch, dense models, and without activation_offload."""
-    fused_head: bool = False
-    """On CUDA, compute old and reference log-probs by a fused kernel that keeps no logits in memory, with the torch
-    backend; ``pip install 'gcore-trainer[fused]'``. Updates, which report entropies, do not use it."""
     router_replay: Literal["disabled", "R2"] = "disabled"
     """R2: in a mixture of experts, the updates of a step send tokens through the experts that they passed through when
     the old log-probs were computed, so that ratios do not jump where a router is near a tie."""

@@ -34,8 +34,8 @@ def needs_old_log_probs(config: TrainConfig) -> bool:
 def check_libraries(config: TrainConfig) -> None:
     """Raise `gcore_trainer.MissingExtraError` if an optional library that training needs is not installed."""
     names = {config.actor.optim.name, *[config.critic.optim.name] * has_critic(config)}
-    if "adamw_8bit" in names or config.actor.fused_head:
-        gcore_trainer.check_extras(optimizer_names=names, fused_head=config.actor.fused_head)
+    if "adamw_8bit" in names:
+        gcore_trainer.check_extras(optimizer_names=names)
 
 
 class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
@@ -188,9 +188,7 @@ def _build(
         )
     options = _model_options(config, parallel)
     if is_actor:
-        packed = gcore_trainer.PackedModel.from_pretrained(
-            model, temperature=temperature, lora=lora, fused_head=actor.fused_head, **options
-        )
+        packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=temperature, lora=lora, **options)
     else:
         packed = gcore_trainer.PackedValueModel.from_pretrained(model, **options)
     if actor.compile:
@@ -205,9 +203,7 @@ def _build_reference(
     config: TrainConfig, model: Path, parallel: "gcore_trainer.TorchParallel | None"
 ) -> "gcore_trainer.FrozenModel":
     options = _model_options(config, parallel)
-    packed = gcore_trainer.PackedModel.from_pretrained(
-        model, temperature=config.rollout.temperature, fused_head=config.actor.fused_head, **options
-    )
+    packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **options)
     if config.actor.compile:
         gcore_trainer.compile_layers(packed)
     return gcore_trainer.FrozenModel(packed, parallel=parallel)

@@ -19,6 +19,7 @@ from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_token
 from gcore_trainer.advantages.reward_shaping import MAX_K3
 from gcore_trainer.config import POLICY_LOSSES, KLPenalty, LossAggMode, PolicyLossConfig
 from gcore_trainer.errors import BatchError, ConfigError
+from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.sample import MicroBatch, Sample
 
 _OPTIONAL = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")
@@ -228,14 +229,14 @@ class Objective(ABC, Generic[ScoresT]):
 
 def mask_of(samples: MicroBatch, *, like: torch.Tensor) -> torch.Tensor:
     """Lay the samples' masks end to end: [N] bool, on the device of ``like``."""
-    return torch.from_numpy(np.concatenate([s.mask for s in samples])).to(like.device)
+    return on_device(np.concatenate([s.mask for s in samples]), like.device)
 
 
 def field_of(samples: MicroBatch, field: str, *, like: torch.Tensor) -> torch.Tensor:
     """Lay a per-token array of the samples end to end: [N], like ``like``, and 0 where a token does not count."""
     # Not multiplied by 0: NaN times 0 is NaN, in the gradient too.
     values, mask = np.concatenate([getattr(s, field) for s in samples]), np.concatenate([s.mask for s in samples])
-    return torch.from_numpy(np.where(mask, values, 0.0)).to(like)
+    return on_device(np.where(mask, values, 0.0), like.device).to(like.dtype)
 
 
 def token_weights(
@@ -243,7 +244,7 @@ def token_weights(
 ) -> torch.Tensor:
     """Lay the samples' `aggregation_weights` end to end: [N], on the device of ``like``."""
     weights = aggregation_weights([s.mask for s in samples], mode, totals=totals, max_response_length=longest)
-    return torch.from_numpy(np.concatenate(weights)).to(like.device)
+    return on_device(np.concatenate(weights), like.device)
 
 
 def named_scores(scores: TokenScores | torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.sample import Span
 
 _aten = torch.ops.aten
@@ -109,7 +110,7 @@ def padded_places(spans: Sequence[Span], *, num_tokens: int, device: torch.devic
     if not is_equal:
         is_padding = columns >= lengths[:, None]
         arrays |= {"write_index": np.where(is_padding, num_tokens, index).ravel(), "is_padding": is_padding}
-    tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    tensors: dict[str, Any] = {name: on_device(array, device) for name, array in arrays.items()}
     return Places(num_segments=len(spans), length=length, **tensors)
 
 
@@ -119,7 +120,7 @@ def places_end_to_end(spans: Sequence[Span], *, device: torch.device, is_reverse
     if not is_reversed and (starts[1:] == starts[:-1] + lengths[:-1]).all():
         return Places(num_segments=1, length=int(lengths.sum()), start=int(starts[0]))
     parts = [np.arange(s.start, s.start + s.length)[:: -1 if is_reversed else 1] for s in spans]
-    index = torch.from_numpy(np.concatenate(parts)).to(device)
+    index = on_device(np.concatenate(parts), device)
     return Places(num_segments=1, length=index.numel(), index=index, write_index=index)
 
 

@@ -135,7 +135,7 @@ class Head:
         is_here_C, place_C1 = self.places(targets_C, logits_CV.shape[1])
         target_C = logits_CV.gather(1, place_C1)[:, 0]
         kernels = self._kernels(logits_CV, has_bias)
-        peak_C, sum_C, dot_C = _moments_(logits_CV, has_bias) if kernels is None else kernels.moments(logits_CV)
+        peak_C, sum_C, dot_C = moments_(logits_CV, has_bias=has_bias) if kernels is None else kernels.moments(logits_CV)
         if self.vocab is not None and is_here_C is not None:
             own_C, peak_C = peak_C, peak_C.clone()
             dist.all_reduce(peak_C, op=dist.ReduceOp.MAX, group=self.vocab.group)
@@ -249,8 +249,9 @@ class _TokenScores(torch.autograd.Function):
         narrow_VD = weight_VD.to(hidden_ND.dtype)
         for begin in range(0, max(1, targets_N.shape[0]), head.chunk):
             rows = slice(begin, begin + head.chunk)
-            logits_CV = head.logits(hidden_ND[rows], narrow_VD, bias_V)
-            parts.append(head.scores(logits_CV, targets_N[rows], bias_V is not None))
+            # Logits that have no name here are gone before those of the next chunk are made.
+            own = head.scores(head.logits(hidden_ND[rows], narrow_VD, bias_V), targets_N[rows], bias_V is not None)
+            parts.append(own)
         log_probs_N, entropies_N, log_sums_N = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropies_N, log_sums_N)
         ctx.settings = head, entropy_grad
@@ -278,7 +279,7 @@ class _TokenScores(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, grad_bias_V, None, None, None
 
 
-def _moments_(logits_CV: torch.Tensor, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def moments_(logits_CV: torch.Tensor, *, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what `logit_kernels.moments` does; overwrites the logits."""
     peak_C = logits_CV.amax(-1)
     below_CV = logits_CV.sub_(peak_C[:, None])

@@ -1,8 +1,8 @@
 """Triton kernels for what a transformer's layer does between its matrix products, on CUDA.
 
-Each is one call, forward and backward, where torch's operations are up to twelve that read and write the activations each
-time. Sums and products are in float32; results are rounded once. Shapes: T tokens, H heads, D head dimension, F size of
-the MLP.
+Each is one call, forward and backward, where torch has up to twelve operations that all read and write the activations.
+Products and sums are in float32, and what is stored is rounded to its type. Shapes: T tokens, H heads, D dimension of a
+head, F size of the MLP.
 """
 
 from typing import Any
@@ -12,29 +12,32 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024
+_jit: Any = triton.jit
 
 
-@triton.jit
-def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, size, block: tl.constexpr):  # noqa: ANN001, ANN202
+@_jit
+def _swiglu_kernel(
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, block: tl.constexpr
+) -> None:
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = places < size
     gate = tl.load(gate_ptr + places, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + places, mask=mask).to(tl.float32)
     # Rounded as torch does between its two operations, so that both give the same result.
     silu = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + places, (silu * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + places, silu * up, mask=mask)
 
 
-@triton.jit
-def _swiglu_gradients_kernel(  # noqa: ANN202
-    grad_ptr,  # noqa: ANN001
-    gate_ptr,  # noqa: ANN001
-    up_ptr,  # noqa: ANN001
-    grad_gate_ptr,  # noqa: ANN001
-    grad_up_ptr,  # noqa: ANN001
-    size,  # noqa: ANN001
+@_jit
+def _swiglu_gradients_kernel(
+    grad_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    grad_gate_ptr: tl.tensor,
+    grad_up_ptr: tl.tensor,
+    size: tl.tensor,
     block: tl.constexpr,
-):
+) -> None:
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = places < size
     grad = tl.load(grad_ptr + places, mask=mask).to(tl.float32)
@@ -42,9 +45,9 @@ def _swiglu_gradients_kernel(  # noqa: ANN202
     up = tl.load(up_ptr + places, mask=mask).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    tl.store(grad_up_ptr + places, (grad * silu).to(grad_up_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_up_ptr + places, grad * silu, mask=mask)
     slope = sigmoid * (1 + gate * (1 - sigmoid))
-    tl.store(grad_gate_ptr + places, (grad * up * slope).to(grad_gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_gate_ptr + places, grad * up * slope, mask=mask)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -70,20 +73,20 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _SwiGLU.apply(gate, up)
 
 
-@triton.jit
-def _rotate_kernel(  # noqa: ANN202
-    x_ptr,  # noqa: ANN001
-    out_ptr,  # noqa: ANN001
-    cos_ptr,  # noqa: ANN001
-    sin_ptr,  # noqa: ANN001
-    stride_token,  # noqa: ANN001
-    stride_head,  # noqa: ANN001
-    num_heads,  # noqa: ANN001
+@_jit
+def _rotate_kernel(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    stride_token: tl.tensor,
+    stride_head: tl.tensor,
+    num_heads: tl.tensor,
     half: tl.constexpr,
     is_inverse: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
-):
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, block_heads)[:, None]
     columns = tl.arange(0, block_half)[None, :]
@@ -104,8 +107,8 @@ def _rotate_kernel(  # noqa: ANN202
         one = first * cos_first - second * sin_first
         two = second * cos_second + first * sin_second
     out = out_ptr + (token * num_heads + heads) * 2 * half + columns
-    tl.store(out, one.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + half, two.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, one, mask=mask)
+    tl.store(out + half, two, mask=mask)
 
 
 def _rotated(x_THD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor, *, is_inverse: bool) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.packing.row import PackedPlan
+from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.sample import PackedBatch, rounded_length
 
 
@@ -32,8 +33,8 @@ def mix(plan: PackedPlan, hidden_1TD: torch.Tensor, mixer: Callable[[torch.Tenso
     """
     plan.num_calls += 1
     rectangles, unpack_index = _rectangles(plan.batch)
-    outputs = [mixer(hidden_1TD[0][torch.from_numpy(x).to(hidden_1TD.device)]).flatten(0, 1) for x in rectangles]
-    return torch.cat(outputs).index_select(0, torch.from_numpy(unpack_index).to(hidden_1TD.device))[None]
+    outputs = [mixer(hidden_1TD[0][on_device(x, hidden_1TD.device)]).flatten(0, 1) for x in rectangles]
+    return torch.cat(outputs).index_select(0, on_device(unpack_index, hidden_1TD.device))[None]
 
 
 def _rectangles(batch: PackedBatch) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:

@@ -1,7 +1,7 @@
-"""Triton kernels that read a chunk's logits once: their softmax in the forward pass, their gradient in the backward one.
+"""Triton kernels that read a chunk's logits once for their softmax, and once for their gradient.
 
-The same sums as torch's operations of `head`, which read and write float32 logits eleven and nine times. Shapes: C tokens
-of a chunk, V vocabulary (of this rank, where it is divided).
+They compute what torch's operations in `head` do, which read and write float32 logits eleven and nine times. Shapes: C
+tokens of a chunk, V vocabulary (of this rank, where it is divided).
 """
 
 import logging
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 _logger = logging.getLogger(__name__)
+_jit: Any = triton.jit
 _BLOCK = 2048
 """Logits of a row that a program has in registers at a time."""
 _WARPS = 4
@@ -20,8 +21,16 @@ _LOWEST: Any = tl.constexpr(-1e30)
 """Stands for no logit: exp() of it is 0, and 0 times it is 0, which 0 times -inf is not."""
 
 
-@triton.jit
-def _moments_kernel(logits_ptr, peak_ptr, sum_ptr, dot_ptr, stride, width, block: tl.constexpr):  # pyright: ignore  # noqa: ANN001, ANN202
+@_jit
+def _moments_kernel(
+    logits_ptr: tl.tensor,
+    peak_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    dot_ptr: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
+    block: tl.constexpr,
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, block)
     # Of each lane, merged in the end: a reduction over lanes in every block would wait for all of them.
@@ -45,20 +54,20 @@ def _moments_kernel(logits_ptr, peak_ptr, sum_ptr, dot_ptr, stride, width, block
     tl.store(dot_ptr + row, tl.sum((dot + total * shift) * share, axis=0))
 
 
-@triton.jit
-def _gradient_kernel(  # pyright: ignore  # noqa: ANN202
-    logits_ptr,  # noqa: ANN001
-    out_ptr,  # noqa: ANN001
-    column_ptr,  # noqa: ANN001
-    log_sum_ptr,  # noqa: ANN001
-    pull_ptr,  # noqa: ANN001
-    entropy_ptr,  # noqa: ANN001
-    entropy_pull_ptr,  # noqa: ANN001
-    stride,  # noqa: ANN001
-    width,  # noqa: ANN001
+@_jit
+def _gradient_kernel(
+    logits_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    column_ptr: tl.tensor,
+    log_sum_ptr: tl.tensor,
+    pull_ptr: tl.tensor,
+    entropy_ptr: tl.tensor,
+    entropy_pull_ptr: tl.tensor,
+    stride: tl.tensor,
+    width: tl.tensor,
     has_entropy: tl.constexpr,
     block: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     mask = columns < width
@@ -70,7 +79,7 @@ def _gradient_kernel(  # pyright: ignore  # noqa: ANN202
     if has_entropy:
         pull = tl.maximum(log_prob, _LOWEST) + tl.load(entropy_ptr + row)
         grad += prob * pull * tl.load(entropy_pull_ptr + row)
-    tl.store(out_ptr + row * width + columns, grad.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * width + columns, grad, mask=mask)
 
 
 @torch.library.custom_op("gcore_trainer::logit_moments", mutates_args=())
@@ -137,7 +146,7 @@ def compile_on(device: torch.device) -> bool:
     """Return whether kernels are built for a device: Triton needs a C compiler for its launchers."""
     try:
         moments(torch.zeros(1, 1, device=device))
-    except Exception as error:  # noqa: BLE001 - Triton raises what its compilers do
-        _logger.warning("the head's kernels cannot be built, and torch's operations are used, which take longer: %s", error)
+    except Exception as error:
+        _logger.warning("the head's kernels cannot be built, so that torch's slower operations are used: %s", error)
         return False
     return True

@@ -21,6 +21,7 @@ from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.router_replay import routing_of_row
 from gcore_trainer.packing.tiles import RowCalls
+from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.packing.vision import RowImages, Vision
 from gcore_trainer.sample import MicroBatch, PackedBatch, Segment, pack, rounded_length
 
@@ -182,14 +183,14 @@ class Row:
         values_n = values_n.to(torch.promote_types(values_n.dtype, torch.float32))
         if self.cp is None:
             return values_n
-        index = torch.from_numpy(self.target_index).to(values_n.device)
+        index = on_device(self.target_index, values_n.device)
         values_N = values_n.new_zeros(self.batch.target_ids.size + 1).index_put((index,), values_n)[:-1]
         return sum_over_ranks(values_N, self.cp.ulysses, self.cp.ring)
 
     def of_samples(self, routing_TLK: torch.Tensor) -> list[NDArray[np.int16]]:
         """Collect [P + R - 1, L, K] of each sample's tokens from the [T, L, K] of each rank."""
         whole = routing_TLK.new_zeros((self.num_tokens, *routing_TLK.shape[1:]))
-        whole[torch.from_numpy(self.places).to(whole.device)] = routing_TLK
+        whole[on_device(self.places, whole.device)] = routing_TLK
         if self.cp is not None:
             whole = sum_over_ranks(whole, self.cp.ulysses, self.cp.ring)
         found = whole.cpu().numpy().astype(np.int16)
@@ -243,16 +244,16 @@ def make_rows(
             )
         routing = None
         if replay_routing and any(sample.routed_experts is not None for sample in samples):
-            routing = torch.from_numpy(routing_of_row(samples, batch)[places]).to(device)
+            routing = on_device(routing_of_row(samples, batch)[places], device)
         rows.append(
             Row(
                 samples=samples,
                 batch=batch,
-                input_ids=torch.from_numpy(batch.input_ids[places])[None].to(device),
-                positions=torch.from_numpy(batch.positions[places])[None].to(device),
+                input_ids=on_device(batch.input_ids[places][None], device),
+                positions=on_device(batch.positions[places][None], device),
                 plan=PackedPlan(batch, device=device, cp=cp),
-                source_index=torch.from_numpy(source_index).to(device),
-                target_ids=torch.from_numpy(target_ids).to(device),
+                source_index=on_device(source_index, device),
+                target_ids=on_device(target_ids, device),
                 cp=cp,
                 places=places,
                 target_index=target_index,

@@ -32,6 +32,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
+from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.packing.whole_row import WholeRow
 from gcore_trainer.sample import Segment, Span, Tile, rounded_length, row_tiles
 
@@ -159,7 +160,7 @@ def _lengths(
     queries: Sequence[Span], keys: Sequence[Span], device: torch.device, *, is_causal: bool, window: int | None
 ) -> VarlenLengths:
     lengths = [np.array([span.length for span in spans]) for spans in (queries, keys)]
-    bounds = (torch.from_numpy(np.append(0, x.cumsum()).astype(np.int32)).to(device) for x in lengths)
+    bounds = (on_device(np.append(0, x.cumsum()).astype(np.int32), device) for x in lengths)
     query_bounds, key_bounds = bounds
     return VarlenLengths(
         query_bounds=query_bounds,

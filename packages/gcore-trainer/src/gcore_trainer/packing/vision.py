@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError
+from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.sample import Images, MicroBatch, PackedBatch
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
@@ -64,10 +65,10 @@ class Vision:
                 places.append(own[:prompt_length][is_image])
         device = self._model.device
         return RowImages(
-            positions=torch.from_numpy(positions_3T)[:, None].to(device),
-            pixel_values=torch.from_numpy(np.concatenate([i.pixel_values for i in seen])).to(device),
-            grid_thw=torch.from_numpy(np.concatenate([i.grid_thw for i in seen])).to(device),
-            places=torch.from_numpy(np.concatenate(places)).to(device),
+            positions=on_device(positions_3T[:, None], device),
+            pixel_values=on_device(np.concatenate([i.pixel_values for i in seen]), device),
+            grid_thw=on_device(np.concatenate([i.grid_thw for i in seen]), device),
+            places=on_device(np.concatenate(places), device),
         )
 
     def embed(self, input_ids: torch.Tensor, images: RowImages | None) -> torch.Tensor:

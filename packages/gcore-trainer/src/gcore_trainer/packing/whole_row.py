@@ -1,8 +1,8 @@
 """Attention over a row in one call of flash attention, on CUDA: no tiles to be merged.
 
 Each segment's queries attend to the keys of its prompt and then its own, which are copied end to end. The kernel aligns
-the last query with the last key, so that causality and sliding windows need no mask. Shapes: T tokens of a row, M keys of
-all segments, H query heads, K key-value heads, D head dimension.
+the last query with the last key, so that causality and sliding windows need no mask. Shapes: T tokens of a row, M keys
+of all segments, H query heads, K key-value heads, D head dimension.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
+from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.sample import Segment
 
 _MOST_KEYS = 2
@@ -37,8 +38,8 @@ class WholeRow:
         num_keys = [sum(part.length for part in own) for own in spans]
         bounds = [np.append(0, np.cumsum(x)).astype(np.int32) for x in ([s.length for s in segments], num_keys)]
         self.lengths = VarlenLengths(
-            query_bounds=torch.from_numpy(bounds[0]).to(device),
-            key_bounds=torch.from_numpy(bounds[1]).to(device),
+            query_bounds=on_device(bounds[0], device),
+            key_bounds=on_device(bounds[1], device),
             max_queries=max(s.length for s in segments),
             max_keys=max(num_keys),
             is_causal=True,
@@ -48,7 +49,7 @@ class WholeRow:
         """[M] places of the keys in the row; None: the row's keys as they are."""
         if any(s.parent for s in segments):
             places = [np.arange(part.start, part.start + part.length) for own in spans for part in own]
-            self.key_index = torch.from_numpy(np.concatenate(places)).to(device)
+            self.key_index = on_device(np.concatenate(places), device)
 
     @staticmethod
     def is_small(segments: Sequence[Segment], *, num_heads: int, num_kv_heads: int) -> bool:

@@ -1,6 +1,6 @@
 """Norms, gated MLPs and rotary embeddings of transformers' layers as one kernel each, on CUDA.
 
-A layer is recognised by what it computes: its own forward pass, on random weights and inputs, has to give what the kernel
+A layer is recognised by what it computes: on other weights and inputs its own forward pass has to give what the kernel
 does. What differs, such as the norms of Gemma, stays as it is.
 """
 
@@ -57,9 +57,13 @@ def restore_layers(model: nn.Module) -> None:
 def _candidates(module: nn.Module) -> Iterator[tuple[Callable[[nn.Module], Forward], Callable[[torch.device], bool]]]:
     """Yield what a module may be: how its forward pass is replaced, and whether both give the same."""
     name, forward = type(module).__name__, type(module).forward
-    if name.endswith("RMSNorm") and _epsilon(module) is not None and list(module._parameters) == ["weight"]:
+    if (
+        name.endswith("RMSNorm")
+        and _epsilon(module) is not None
+        and [*dict(module.named_parameters(recurse=False))] == ["weight"]
+    ):
         yield _fused_norm, partial(_norms_agree, module)
-    if name.endswith("MLP") and {"gate_proj", "up_proj", "down_proj", "act_fn"} <= module._modules.keys():
+    if name.endswith("MLP") and {"gate_proj", "up_proj", "down_proj", "act_fn"} <= dict(module.named_children()).keys():
         yield _fused_mlp, partial(_mlps_agree, module)
     if name.endswith("Attention") and isinstance(forward, FunctionType) and _ROTATION in forward.__code__.co_names:
         yield _fused_rotation, partial(_rotations_agree, forward.__globals__[_ROTATION])
@@ -69,7 +73,7 @@ def _is_equal(agrees: Callable[[torch.device], bool], device: torch.device) -> b
     try:
         with torch.no_grad():
             return agrees(device)
-    except Exception as error:  # noqa: BLE001 - what a model's own code and Triton's compilers raise
+    except Exception as error:
         _logger.debug("a layer stays as it is: %s", error)
         return False
 
@@ -126,7 +130,7 @@ def _fused_mlp(module: nn.Module) -> Forward:
 
 def _mlps_agree(module: nn.Module, device: torch.device) -> bool:
     sizes = {"gate_proj": (_SIZE, 3), "up_proj": (_SIZE, 3), "down_proj": (3, _SIZE)}
-    parts: dict[str, Any] = {"act_fn": module._modules["act_fn"]}
+    parts: dict[str, Any] = {"act_fn": module.get_submodule("act_fn")}
     for shift, (name, (rows, width)) in enumerate(sizes.items()):
         parts[name] = nn.Linear(width, rows, bias=False, device=device)
         parts[name].weight.copy_(_random(rows + shift, width, device=device)[shift:])
@@ -142,7 +146,7 @@ def _fused_rotation(module: nn.Module) -> Forward:
     assert isinstance(own, FunctionType)
     original = own.__globals__[_ROTATION]
 
-    def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *others: Any, **named: Any) -> Any:
+    def rotated(q: Any, k: Any, cos: Any, sin: Any, *others: Any, **named: Any) -> Any:
         is_whole = cos.dim() == 3 and cos.shape[0] == 1 and q.dim() == 4 and q.shape[-1] == cos.shape[-1]
         if others or named or not is_whole or cos.dtype != q.dtype:
             return original(q, k, cos, sin, *others, **named)

@@ -1,7 +1,7 @@
 """AdamW with float32 master copies of parameters of fewer bits, and states in host memory or in 8 bits."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class MasterAdamW(AdamW):
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32) if offload else master.grad
 
     def zero_grad(self) -> None:
-        torch._foreach_zero_([_gradient(parameter) for parameter in self.parameters.values()])
+        _foreach("zero_", [_gradient(parameter) for parameter in self.parameters.values()])
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ class MasterAdamW(AdamW):
     def _round(self) -> None:
         pairs = [(local(parameter), local(master)) for parameter, master in self._pairs()]
         if not self.is_offloaded and pairs:
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            _foreach("copy_", [target for target, _ in pairs], [source for _, source in pairs])
             return
         for (target, source), (_, master) in zip(pairs, self._pairs(), strict=True):
             if source.dtype != target.dtype:
@@ -300,3 +300,8 @@ def _master(parameter: torch.nn.Parameter, *, is_copy: bool) -> torch.nn.Paramet
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     assert parameter.grad is not None
     return local(parameter.grad)
+
+
+def _foreach(operation: str, *tensors: Sequence[torch.Tensor]) -> None:
+    """Apply an operation to the tensors of lists in few kernels; torch's optimizers use these functions as well."""
+    getattr(torch, f"_foreach_{operation}")(*tensors)

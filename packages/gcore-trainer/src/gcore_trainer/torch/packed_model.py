@@ -280,7 +280,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         found: Any = TokenScores(log_probs=parts[0], entropies=parts[1]) if self.scores == "tokens" else parts[0]
         return found
 
-    def _pass(self, samples: MicroBatch, entropy_grad: bool | None, routing: Routing | None) -> Sequence[torch.Tensor]:
+    def _pass(self, samples: MicroBatch, entropy_grad: bool, routing: Routing | None) -> Sequence[torch.Tensor]:
         [row] = make_rows(
             [samples],
             cp=self.context,
@@ -302,19 +302,15 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return scores
 
     @abstractmethod
-    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool | None) -> tuple[torch.Tensor, ...]:
-        """Compute the head's part of a forward pass, [n] each; FSDP finds tensors in a tuple, not in a dataclass.
-
-        Args:
-            entropy_grad: None: no gradient follows, and the first tensor alone is used.
-        """
+    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
+        """Compute the head's part of a forward pass, [n] each; FSDP finds tensors in a tuple, not in a dataclass."""
 
     @torch.no_grad()
     def predict(
         self, micro_batches: Sequence[MicroBatch], num_passes: int | None = None, routing: Routing | None = None
     ) -> list[NDArray[np.float32]]:
         """Compute log-probabilities or values [N] of each micro-batch, without gradient; ``routing`` as in `score`."""
-        scores = (self._pass(samples, None, routing)[0] for samples in filled_up(micro_batches, num_passes or 0))
+        scores = (self._pass(samples, False, routing)[0] for samples in filled_up(micro_batches, num_passes or 0))
         return [own.float().cpu().numpy() for own in scores][: len(micro_batches)]
 
     def impose(self, routing_TLK: torch.Tensor | None) -> None:
@@ -360,24 +356,17 @@ class PackedModel(PackedTransformer[TokenScores]):
 
     Args:
         temperature: divides the logits, as it did at generation.
-        fused_head: compute log-probabilities of passes without gradient by `packing.fused_head`; on CUDA.
     """
 
     scores = "tokens"
     auto_class = AutoModelForCausalLM
     vision_class = AutoModelForImageTextToText
 
-    def __init__(self, model: Any, *, temperature: float = 1.0, fused_head: bool = False, **options: Any) -> None:
+    def __init__(self, model: Any, *, temperature: float = 1.0, **options: Any) -> None:
         ABOVE_ZERO.require("temperature", temperature)
-        scale, softcap = self._logit_scale, self._softcap = loading.logit_changes(model.config.get_text_config())
+        self._logit_scale, self._softcap = loading.logit_changes(model.config.get_text_config())
         self.temperature = temperature
-        self._fused: Any = None
         super().__init__(model, **options)
-        if fused_head:
-            from gcore_trainer.packing.fused_head import FusedHead
-
-            settings = {"temperature": temperature, "logit_scale": scale, "softcap": softcap}
-            self._fused = FusedHead.of(model, options.get("weights") or model, dtype=self.compute_dtype, **settings)
 
     def alone(self, sample: Sample) -> torch.Tensor:
         input_ids, target_ids = loading.input_and_target_ids(sample, self.model.device)
@@ -388,10 +377,8 @@ class PackedModel(PackedTransformer[TokenScores]):
         """Compute log-probabilities [R] of each sample's response, without gradient."""
         return by_sample(self.predict(micro_batches), micro_batches)
 
-    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool | None) -> tuple[torch.Tensor, ...]:
+    def _of_hidden(self, hidden_nD: torch.Tensor, row: Row, entropy_grad: bool) -> tuple[torch.Tensor, ...]:
         head: Any = self.model.get_output_embeddings()
-        if self._fused is not None and entropy_grad is None:
-            return (self._fused.log_probs(hidden_nD, head.weight, row.target_ids),)
         scores = token_scores(
             hidden_nD,
             head.weight,
@@ -400,6 +387,6 @@ class PackedModel(PackedTransformer[TokenScores]):
             temperature=self.temperature,
             logit_scale=self._logit_scale,
             softcap=self._softcap,
-            entropy_grad=bool(entropy_grad),
+            entropy_grad=entropy_grad,
         )
         return scores.log_probs, scores.entropies
