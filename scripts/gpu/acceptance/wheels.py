@@ -32,8 +32,9 @@ IMAGE = (
 """Distributions that the image has, with all that they depend on here, but for `NOT_IN_IMAGE`."""
 NOT_IN_IMAGE = ("pydantic",)
 """Dependencies of `IMAGE` in some versions that the image's may not have."""
-TESTS_NEED = ("pytest-asyncio",)
-NOT_USED = ("reasoning-gym", "math-verify", "gcore-bench", "gcore-diffusion")
+FURTHER = ("pytest-asyncio", "megatron-core")
+"""What tests and parts need, and no project declares but as an extra."""
+NOT_USED = ("reasoning-gym", "math-verify", "gcore-bench")
 """Declared, but no part of the acceptance run imports them."""
 
 
@@ -51,7 +52,7 @@ def needed() -> dict[str, str]:
         path.parent.name: path for folder in ("packages", "apps") for path in (ROOT / folder).glob("*/pyproject.toml")
     }
     declared = {name for path in own.values() if path.parent.name not in NOT_USED for name in _declared(path)}
-    roots = declared.union(TESTS_NEED) - own.keys() - set(NOT_USED)
+    roots = declared.union(FURTHER) - own.keys() - set(NOT_USED)
     image = _closure(IMAGE).keys() - _closure(NOT_IN_IMAGE).keys()
     found = {name: at for name, at in _closure(roots).items() if name not in image}
     if absent := [name for name, at in found.items() if not at]:
