@@ -13,6 +13,7 @@ LISTENS = re.compile(
 )
 PORTS = {
     "packages/gcore-controller/src/gcore_controller/runtimes/ray/trainer_group.py": "rendezvous (torch's TCPStore)",
+    "packages/gcore-rollout/src/gcore_rollout/engines/servers/local_server.py": "an SGLang server that the run starts",
     "apps/gcore-runs/src/gcore_runs/doctor/cluster.py": "`gcore-llm doctor --ray`",
     "apps/gcore-runs/src/gcore_runs/prometheus.py": "metrics for Prometheus",
 }

@@ -1,8 +1,10 @@
 """`gcore-llm train` whose policy generates in processes of its own, on a server, or by speculation."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import Cli, assert_same_metrics, metrics_of, option_set, read_rows, step_rows, val_rows
 from process_tree import left_after
+from waiting import wait_until
 
 # The servers of gcore_rollout's tests are started in the same way.
 sys.path.append(str(Path(__file__).parents[2] / "gcore_rollout"))
@@ -329,7 +332,7 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
         (["--rollout.speculative.num-speculative-tokens", "2"], "rollout.engine is 'hf'; expected 'vllm'"),
         (
             ["--rollout.gpu-memory-utilization", "0.5"],
-            "rollout.gpu_memory_utilization is 0.5; expected None with rollout.engine 'hf'; vllm takes it",
+            "rollout.gpu_memory_utilization is 0.5; expected None with rollout.engine 'hf'; vllm or sglang takes it",
         ),
         (["--rollout.seed-per-sample", "False"], "rollout.seed_per_sample is false; expected None with rollout.engine"),
         (
@@ -361,3 +364,57 @@ def test_a_server_that_does_not_fit(cli: Cli, server_args: list[str], tiny: Path
 def test_bad_settings(cli: Cli, own_args: list[str], options: list[str], expected: str) -> None:
     assert expected in " ".join(cli.refused(*own_args, *options).split())
     assert list(cli.cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rollout.engine", "sglang"], "rollout.server_python is ''; expected the Python of an environment with"),
+        (["--rollout.server-python", "x"], "rollout.server_python is 'x'; expected '', as sglang alone takes it, with"),
+        (["--rollout.server-args=-x"], "rollout.server_args is '-x'; expected '' with rollout.engine 'hf'"),
+        (
+            ["--rollout.engine", "sglang", "--rollout.server-python", "/no/python"],
+            "rollout.server_python is '/no/python'; expected the Python of an environment with SGLang",
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_started_is_refused(
+    cli: Cli, own_args: list[str], options: list[str], message: str
+) -> None:
+    assert message in cli.refused(*own_args, *options)
+    assert not (cli.cwd / "runs").exists()
+
+
+SGLANG = os.environ.get("GCORE_SGLANG_PYTHON", "")
+
+
+@pytest.mark.sglang
+@pytest.mark.skipif(not SGLANG, reason="needs an environment with SGLang: scripts/sglang-cpu/setup FOLDER")
+@pytest.mark.parametrize("runtime", ["inline", "ray"])
+def test_sglang_that_the_run_starts(cli: Cli, own_args: list[str], runtime: str) -> None:
+    """One of two servers gets kill -9 between steps: another takes its place, and all of them end with the run."""
+    options = "--mem-fraction-static 0.2 --max-total-tokens 20000"
+    args = [*option_set(own_args, "--trainer.total-training-steps", "4"), "--name", "own", "--runtime", runtime]
+    args += ["--rollout.engine", "sglang", "--rollout.server-python", SGLANG, f"--rollout.server-args={options}"]
+    command = cli.start(*args, "--rollout.num-processes", "2")
+    rows = cli.cwd / "runs/own/metrics.jsonl"
+    command.wait_until(lambda: rows.exists() and len(step_rows(cli.cwd / "runs/own")) > 0)
+    os.kill(servers()[0], signal.SIGKILL)
+    finished = command.wait()
+    assert finished.code == 0, finished.err
+    found = step_rows(cli.cwd / "runs/own")
+    assert [row["sampling/oldest_version"] for row in found] == [0, 1, 2, 3]
+    assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in found)
+    wait_until(lambda: not servers())
+
+
+def servers() -> list[int]:
+    found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sglang.launch_server" in read_bytes(path)]
+    return sorted(int(path.parent.name) for path in found if read_bytes(path).startswith(SGLANG.encode()))
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

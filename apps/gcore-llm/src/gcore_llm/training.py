@@ -135,6 +135,10 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
             check_model(Path(folder), setting=setting)
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
+    if config.runtime == "inline":
+        # On a cluster it is a file of the nodes.
+        for settings in filter(None, (rollout, config.judge[1])):
+            settings.check_server_python()
     check_engine(rollout, model, setting="rollout", max_length=config.data.max_length)
     if config.model:
         return build_tokenizer(model)

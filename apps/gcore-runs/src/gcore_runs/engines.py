@@ -1,6 +1,7 @@
 """Engines of the policy and of a judge: their settings, and what is recorded and checked of them in a run."""
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SLEEP_MODE = "enable_sleep_mode"
 _TENSOR_PARALLEL = "tensor_parallel_size"
+_SERVER_PYTHON = "server_python"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class LocalEngineConfig(Checked):
     """An engine in this process, or replicas of it in processes of their own."""
 
     engine: str = "hf"
-    """hf: transformers; vllm: vLLM; vllm_server and sglang_server: servers of these at urls, which are running already.
+    """hf: transformers; vllm: vLLM; sglang: an SGLang server that the run starts, in an environment of its own
+    (server_python); vllm_server and sglang_server: servers of these at urls, which are running already.
     PATH.py:function: an engine of your own (gcore_rollout.Engine), made by a function of the model's folder and the
     keywords device, dtype, max_num_seqs and eos_token_ids."""
     num_processes: NonNegative = 0
@@ -44,7 +47,13 @@ class LocalEngineConfig(Checked):
     the main process. All processes that generate share the threads, and each has a GPU of its own as long as there are
     any."""
     tensor_parallel_size: Count = 1
-    """Devices of each replica in vllm, over which the model is split; of one machine, and on CPU a process each."""
+    """Devices of each replica in vllm or sglang, over which the model is split; of one machine, and with vllm on CPU a
+    process each."""
+    server_python: str = ""
+    """Python of an environment with SGLang, such as ~/sglang/bin/python, on every machine with an engine; for
+    sglang."""
+    server_args: str = ""
+    """Further options of SGLang's server in one text, such as "--attention-backend fa3"; for sglang."""
 
     @property
     def kind(self) -> EngineKind:
@@ -57,7 +66,22 @@ class LocalEngineConfig(Checked):
         except RequestError as error:
             raise UserError(f"{self.section}.{error}") from None
         is_taken = self.tensor_parallel_size == 1 or _TENSOR_PARALLEL in self.kind.own_options
-        self.require("tensor_parallel_size", is_taken, f"1 with {self.section}.engine {self.engine!r}; vllm takes more")
+        more = "vllm and sglang take more"
+        self.require("tensor_parallel_size", is_taken, f"1 with {self.section}.engine {self.engine!r}; {more}")
+        name, engine = _SERVER_PYTHON, f"with {self.section}.engine {self.engine!r}"
+        starts_server = name in self.kind.own_options
+        expected = "the Python of an environment with SGLang" if starts_server else "'', as sglang alone takes it,"
+        self.require(name, starts_server == bool(self.server_python), f"{expected} {engine}")
+        self.require("server_args", starts_server or not self.server_args, f"'' {engine}")
+
+    def check_server_python(self) -> None:
+        """Raise `UserError` if there is no such file on this machine."""
+        python = Path(self.server_python).expanduser()
+        if self.server_python and not (python.is_file() and os.access(python, os.X_OK)):
+            raise UserError(
+                f"{self.section}.server_python is {self.server_python!r}; expected the Python of an environment with "
+                "SGLang"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +129,8 @@ class PolicyEngineConfig(EngineConfig):
     gpu_memory_utilization: Annotated[
         float | None, Bound(lambda share: share is None or 0 < share <= 1, "a number in (0, 1], or None")
     ] = None
-    """Share of the GPU's memory that an engine takes for weights, keys and values, in vllm; unset: as much as is left
-    next to a trainer on the same GPU, or vLLM's own 0.92."""
+    """Share of the GPU's memory that an engine takes for weights, keys and values, in vllm and sglang; unset: as much
+    as is left next to a trainer on the same GPU, or what they choose."""
     max_num_batched_tokens: Annotated[
         int | None, Bound(lambda tokens: tokens is None or tokens >= 1, "1 or more, or None")
     ] = None
@@ -307,10 +331,12 @@ def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:
 
 
 def device_options(settings: LocalEngineConfig, config: "BaseRLConfig") -> dict[str, Any]:
-    """Return the options with which an engine is started on several devices, and one that is to sleep."""
+    """Return the options with which an engine is started on several devices, by a server, and one that is to sleep."""
     size, takes = settings.tensor_parallel_size, settings.kind.own_options
-    sleeps = {_SLEEP_MODE: True} if config.engines_sleep and _SLEEP_MODE in takes else {}
-    return sleeps | ({_TENSOR_PARALLEL: size} if size > 1 else {})
+    options: dict[str, Any] = {_SLEEP_MODE: True} if config.engines_sleep and _SLEEP_MODE in takes else {}
+    if _SERVER_PYTHON in takes:
+        options |= {_SERVER_PYTHON: settings.server_python, "server_args": shlex.split(settings.server_args)}
+    return options | ({_TENSOR_PARALLEL: size} if size > 1 else {})
 
 
 def _vllm_may_sleep(config: "BaseRunConfig") -> bool:

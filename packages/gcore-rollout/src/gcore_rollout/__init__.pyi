@@ -61,6 +61,7 @@ from .engines.replicas import (
 )
 from .engines.servers.client import ServerClient as ServerClient
 from .engines.servers.sglang import SGLangServerEngine as SGLangServerEngine
+from .engines.servers.sglang_engine import SGLangEngine as SGLangEngine
 from .engines.servers.vllm import VLLMServerEngine as VLLMServerEngine
 from .engines.time_shared import TimeSharedEngines as TimeSharedEngines
 from .engines.vllm.engine import VLLMEngine as VLLMEngine

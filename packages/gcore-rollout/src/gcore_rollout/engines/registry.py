@@ -82,6 +82,14 @@ _KINDS = {
         needs_own_process=True,
         preload=PRELOAD_VLLM,
     ),
+    "sglang": EngineKind(
+        make="gcore_rollout.engines.servers.sglang_engine:SGLangEngine",
+        takes_device=True,
+        own_options=frozenset(
+            ("server_python", "server_args", "gpu_memory_utilization", "enable_sleep_mode", "tensor_parallel_size")
+        ),
+        has_rope_of_batch=True,
+    ),
     "vllm_server": EngineKind(make="gcore_rollout.engines.servers.vllm:VLLMServerEngine", is_server=True),
     "sglang_server": EngineKind(
         make="gcore_rollout.engines.servers.sglang:SGLangServerEngine", is_server=True, has_rope_of_batch=True
