@@ -10,7 +10,7 @@ from gcore_ckpt import Checkpointer, load
 from gcore_placement import Ledger, read_spans
 from gcore_runs import count_parameters
 
-CHECKPOINTED = "gradient checkpointing is on (actor.enable_gradient_checkpointing auto): the run fits with it alone"
+CHECKPOINTED = "gradient checkpointing of {} of the layers, as few as fit (actor.enable_gradient_checkpointing auto)"
 JUDGE = ["--reward-model.kind", "judge", "--reward-model.judge.max-response-length", "4"]
 UNREADABLE = ["--reward-model.judge.unparsable-score", "0"]
 ALL_MODELS = [
@@ -221,8 +221,8 @@ def test_a_dry_run_is_of_the_device_that_it_plans_for(cli: Cli, tiny: Path) -> N
     assert f"{2 * count_parameters(tiny):,}" in out
     tight = ["--dry-run-device", "2.2", "--actor.ppo-max-token-len", "400000"]
     lines = dry_run(cli, tiny, *tight).splitlines()
-    assert lines[-2:] == [CHECKPOINTED, "fits"]
-    assert CHECKPOINTED not in out
+    assert lines[-2:] == [CHECKPOINTED.format("100%"), "fits"]
+    assert "gradient checkpointing" not in out
     finished = cli("train", "--model", str(tiny), "--dry-run", *tight, "--actor.enable-gradient-checkpointing", "false")
     assert finished.code == 2
     assert "actor.enable_gradient_checkpointing true" in finished.err

@@ -16,8 +16,9 @@ from command_line import Cli, option_set, step_rows
 from gcore_ckpt import Checkpointer
 from gcore_llm.config import AlgorithmConfig, KLControlConfig, TrainConfig
 from gcore_llm.learning.config import ActorConfig
-from gcore_llm.learning.device_plan import check_host_fits, plan_memory
+from gcore_llm.learning.device_plan import check_host_fits, fitted, plan_memory
 from gcore_llm.learning.trainer_worker import LLMTrainerWorker
+from gcore_llm.recipes.shapes import shape_folder
 from gcore_llm.training import train
 from gcore_placement import Device
 from gcore_runs import UserError, available_host_bytes, count_parameters, resolve
@@ -299,3 +300,27 @@ def test_a_run_that_needs_too_much_host_memory_is_refused_with_the_numbers(tiny:
     for setting in ("actor.offload none", "rollout.colocated false", "actor.lora_rank 16"):
         assert setting in str(refused.value)
     assert 1e8 < available_host_bytes() <= host_memory().total_bytes
+
+
+@pytest.mark.parametrize("gigabytes", [20, 24, 28, 32, 36, 40, 48, 80])
+def test_auto_checkpoints_as_few_layers_as_fit(gigabytes: int) -> None:
+    """Of 24 layers, by parts of three; it never makes trainer and engine take turns."""
+    device, model = Device.of_memory("a GPU", gigabytes * 1e9), shape_folder("Qwen2.5-0.5B-Instruct")
+    config = TrainConfig(model=str(model), dtype="bfloat16")
+
+    def with_layers(count: int) -> TrainConfig:
+        changes = {"enable_gradient_checkpointing": count > 0, "checkpointed_layers": count / 24 or 1.0}
+        return replace(config, actor=replace(config.actor, **changes))
+
+    plans = {count: plan_memory(with_layers(count), model, device) for count in range(0, 25, 3)}
+    chosen, plan = fitted(config, model, device)
+    if not plans[24].fits:
+        assert (chosen, plan.fits) == (config, False)
+        return
+    assert plan.fits
+    alike = [n for n, own in plans.items() if own.fits and own.takes_turns == plans[24].takes_turns]
+    assert chosen == with_layers(min(alike))
+    # What is set stays.
+    for setting in (True, False):
+        own = replace(config, actor=replace(config.actor, enable_gradient_checkpointing=setting))
+        assert fitted(own, model, device)[0] is own

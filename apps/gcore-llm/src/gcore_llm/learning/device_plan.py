@@ -36,7 +36,8 @@ _ASLEEP: Mapping[str, tuple[str, ...]] = {
 """Roles that are not on the GPU at a stage, where trainer and engines take turns."""
 _HELD = ("weights", "gradients", "optimizer")
 """Items that are on the GPU while weights pass to the engine."""
-CHECKPOINTED = "gradient checkpointing is on (actor.enable_gradient_checkpointing auto): the run fits with it alone"
+_PARTS = 8
+"""Gradient checkpointing that is auto is tried for so many parts of the layers."""
 
 
 def plan_memory(
@@ -83,13 +84,29 @@ def _copied(config: TrainConfig) -> Literal["none", "merged", "all"]:
 
 
 def fitted(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfig, DevicePlan]:
-    """Plan a run; gradient checkpointing that is auto is on, too, where a run fits only with it."""
-    plan, actor = plan_memory(config, model, device), config.actor
-    if plan.fits or actor.enable_gradient_checkpointing != "auto":
-        return config, plan
-    checkpointed = replace(config, actor=replace(actor, enable_gradient_checkpointing=True))
-    other = plan_memory(checkpointed, model, device)
-    return (checkpointed, other) if other.fits else (config, plan)
+    """Plan a run. Gradient checkpointing that is auto computes as few layers again as the memory allows.
+
+    What is kept instead is no reason for trainer and engine to take turns, nor for fewer keys and values.
+    """
+    actor = config.actor
+    if actor.enable_gradient_checkpointing != "auto":
+        return config, plan_memory(config, model, device)
+    is_whole = config.trainer.backend == "megatron" or actor.checkpointed_layers < 1
+    num_layers = 1 if is_whole else shape_of(model).workload.num_hidden_layers
+    shares = sorted({-(-num_layers * part // _PARTS) / num_layers for part in range(_PARTS + 1)})
+    plans: dict[float, tuple[TrainConfig, DevicePlan]] = {}
+    for share in shares:
+        layers = actor.checkpointed_layers if share == 1 else share or 1.0
+        own = replace(config, actor=replace(actor, enable_gradient_checkpointing=share > 0, checkpointed_layers=layers))
+        plans[share] = own, plan_memory(own, model, device)
+    _, most = plans[1.0]
+    if not most.fits:
+        return config, plan_memory(config, model, device)
+    return next(
+        (own, plan)
+        for own, plan in plans.values()
+        if plan.fits and plan.takes_turns == most.takes_turns and plan.kv_tokens >= most.kv_tokens
+    )
 
 
 def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
@@ -104,10 +121,11 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     if not config.model or not _shares_gpu(config):
         return config
     device = present_device(config.device)
-    before, (config, plan) = config, fitted(config, model, device)
+    is_auto = config.actor.enable_gradient_checkpointing == "auto"
+    config, plan = fitted(config, model, device)
     check_fits(config.model, model, plan, device)
     check_host_fits(config, plan, available_host_bytes())
-    for line in [*summary(plan, device), *([] if config is before else [CHECKPOINTED])]:
+    for line in [*summary(plan, device), *checkpointing(config, is_auto=is_auto)]:
         say(line)
     rollout = config.rollout
     rollout = replace(rollout, colocated=plan.takes_turns)
@@ -193,6 +211,17 @@ def summary(plan: DevicePlan, device: Device) -> list[str]:
         f"the engine may use {plan.gpu_memory_utilization:.0%} of the memory: keys and values of {plan.kv_tokens:,} "
         f"tokens, {plan.kv_tokens // plan.longest_sequence:,} of the longest sequences ({plan.longest_sequence:,})",
         f"in the host's memory, for each rank and engine: {plan.host_bytes / _GB:.1f} GB ({_host_items(plan.host)})",
+    ]
+
+
+def checkpointing(config: TrainConfig, *, is_auto: bool) -> list[str]:
+    """Return a line with the layers that gradient checkpointing which was auto computes again, if there are any."""
+    actor = config.actor
+    if not is_auto or actor.enable_gradient_checkpointing is not True:
+        return []
+    return [
+        f"gradient checkpointing of {actor.checkpointed_layers:.0%} of the layers, as few as fit "
+        "(actor.enable_gradient_checkpointing auto)"
     ]
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.cluster_plan import dry_run_cluster
 from gcore_llm.learning.device_plan import (
-    CHECKPOINTED,
     check_fits,
     check_host_fits,
+    checkpointing,
     fitted,
     present_device,
     summary,
@@ -46,10 +46,11 @@ def dry_run(config: TrainConfig) -> None:
     if config.runtime == "ray" or config.dry_run_gpus_per_node:
         dry_run_cluster(name, config, model, device)
         return
-    before, (config, plan) = config, fitted(config, model, device)
+    is_auto = config.actor.enable_gradient_checkpointing == "auto"
+    config, plan = fitted(config, model, device)
     _print_tables(name, config, plan, device)
-    if config is not before:
-        print(CHECKPOINTED)
+    for line in checkpointing(config, is_auto=is_auto):
+        print(line)
     print("fits" if plan.fits else "does not fit", flush=True)
     check_fits(name, model, plan, device)
     if not config.dry_run_device and torch.cuda.is_available():

@@ -101,7 +101,8 @@ class BaseActorConfig(Checked, section="actor"):
     """Layers that get an adapter, such as q_proj or to_q; all-linear: all but the head."""
     enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
-    auto: on CUDA for models of a billion parameters or more."""
+    auto: where a GPU of this machine is planned for, as few of the layers as fit; otherwise on CUDA for models of a
+    billion parameters or more."""
 
     @property
     def lora(self) -> LoRAConfig | None:
