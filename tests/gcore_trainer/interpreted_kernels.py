@@ -3,6 +3,7 @@
 `test_kernels.py` runs these in a process of their own.
 """
 
+import multiprocessing
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +28,19 @@ from transformers import (
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.qwen2 import modeling_qwen2
 
-from gcore_trainer import PackedModel, compile_layers, token_scores
+from gcore_trainer import (
+    OptimizerConfig,
+    PackedModel,
+    ParallelConfig,
+    PolicyLossConfig,
+    PolicyObjective,
+    TorchParallel,
+    TorchTrainer,
+    compile_layers,
+    token_scores,
+)
 from gcore_trainer.packing import head, layer_kernels, logit_kernels
+from gcore_trainer.torch import packed_model
 from gcore_trainer.torch.fused_layers import fuse_layers
 
 CPU = torch.device("cpu")
@@ -187,3 +199,44 @@ def test_compiled_layers_have_no_kernels(qwen2: Path) -> None:
     compile_layers(packed, backend="eager")
     assert not packed.fuses_layers
     assert not any("forward" in vars(m) for layer in packed.layers() for m in layer.modules() if m is not layer)
+
+
+def fuse_on_cpu(packed: PackedModel) -> None:
+    assert fuse_layers(packed.model, CPU) > 0
+
+
+def two_steps(rank: int, path: Path, folder: Path, results: Any) -> None:
+    """Train shards of the model, with its own layers and with fused ones."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    batches = [make_samples([Group(12, [20, 9]), Group(25, [7, 30])], seed=seed)[rank::2] for seed in range(2)]
+    norms: list[float] = []
+    for fuses in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed_model, "fuse_on_cuda", fuse_on_cpu if fuses else id)
+            trainer = TorchTrainer(
+                PackedModel.from_pretrained(path, sharded=True, gradient_checkpointing=True),
+                optimizer=OptimizerConfig(lr=1e-2),
+                objective=PolicyObjective(PolicyLossConfig()),
+                parallel=TorchParallel.join(ParallelConfig()),
+            )
+        norms.append([trainer.train_step([batch]) for batch in batches][-1]["actor/grad_norm"])
+    results.put(norms)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_fused_layers_of_sharded_models(qwen2: Path, tmp_path: Path) -> None:
+    # This process has one test, and nothing in it has started a thread.
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    ranks = [context.Process(target=two_steps, args=(rank, qwen2, tmp_path, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = [results.get(timeout=100) for _ in ranks]
+    for process in ranks:
+        process.join()
+    assert found[0] == found[1]
+    plain, fused = found[0]
+    assert fused == pytest.approx(plain, rel=1e-4)
+    assert fused != plain

@@ -27,8 +27,8 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--rollout.n", "many"], "many"),
         (["--rollout.n", "1"], "rollout.n is 1; expected at least 2 for algorithm.adv_estimator 'grpo'"),
         (
-            ["--rollout.engine", "sglang"],
-            "rollout.engine is 'sglang'; expected hf, vllm, vllm_server, sglang_server or",
+            ["--rollout.engine", "tgi"],
+            "rollout.engine is 'tgi'; expected hf, vllm, sglang, vllm_server, sglang_server or",
         ),
         (["--rollout.engine", "none.py:make"], "rollout.engine is 'none.py:make': no such file none.py"),
         (["--rollout.temperature", "0"], "rollout.temperature is 0.0; expected above 0"),
