@@ -6,6 +6,7 @@
 import multiprocessing
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer_oracles import VOCAB_SIZE, Group, make_samples, save_model
 from transformers import (
     CohereConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     Glm4Config,
     GptOssConfig,
     LlamaConfig,
@@ -118,10 +120,13 @@ def test_a_logit_that_is_minus_infinity() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("shape", [(3, 7), (2, 5, 1030)], ids=str)
-def test_swiglu(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("unit", ["swiglu", "geglu"])
+def test_gated_units(unit: str, dtype: torch.dtype, tolerance: float, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     gate, up = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(2))
-    found, expected = layer_kernels.swiglu(gate, up), torch.nn.functional.silu(gate) * up
+    gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    found = getattr(layer_kernels, unit)(gate, up)
+    expected = (torch.nn.functional.silu if unit == "swiglu" else gelu)(gate) * up
     pairs = zip((found, *gradients([found], [gate, up])), (expected, *gradients([expected], [gate, up])), strict=True)
     for a, e in pairs:
         torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
@@ -149,8 +154,9 @@ FUSED: dict[type[PreTrainedConfig], set[str]] = {
     Olmo2Config: ALL,
     # Gate and up are one projection.
     Phi3Config: {"RMSNorm", "Attention"},
-    # The activation is another, and the norms add 1 to their weight.
-    Gemma2Config: {"Attention"},
+    # The activation is another, and norms add 1 to their weight.
+    Gemma2Config: ALL,
+    Gemma3TextConfig: ALL,
     # Pairs are neighbours.
     Glm4Config: {"RMSNorm"},
     # No RMSNorm.

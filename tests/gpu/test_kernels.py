@@ -26,9 +26,12 @@ def test_layers_use_them(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swiglu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("unit", ["swiglu", "geglu"])
+def test_gated_units(unit: str, dtype: torch.dtype) -> None:
     gate, up = (x.to(dtype).requires_grad_() for x in (random(3, 1030), random(1030, 3).T.contiguous()))
-    found, expected = layer_kernels.swiglu(gate, up), torch.nn.functional.silu(gate) * up
+    found = getattr(layer_kernels, unit)(gate, up)
+    silu, gelu = torch.nn.functional.silu(gate), torch.nn.functional.gelu(gate, approximate="tanh")
+    expected = (silu if unit == "swiglu" else gelu) * up
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     weights = random(3, 1030).to(dtype)

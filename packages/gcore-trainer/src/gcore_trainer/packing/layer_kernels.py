@@ -5,6 +5,7 @@ Products and sums are in float32, and what is stored is rounded to its type. Sha
 head, F size of the MLP.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -12,30 +13,42 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024
+_GELU: Any = tl.constexpr(2 * (2 / math.pi) ** 0.5)
+"""gelu(x) by tanh is x * sigmoid(_GELU * (x + _GELU_CUBIC * x^3)), as silu(x) is x * sigmoid(x)."""
+_GELU_CUBIC: Any = tl.constexpr(0.044715)
 _jit: Any = triton.jit
 
 
 @_jit
-def _swiglu_kernel(
-    gate_ptr: tl.tensor, up_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, block: tl.constexpr
+def _gated_kernel(
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    size: tl.tensor,
+    is_gelu: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = places < size
     gate = tl.load(gate_ptr + places, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + places, mask=mask).to(tl.float32)
+    exponent = gate
+    if is_gelu:
+        exponent = gate * (_GELU + _GELU * _GELU_CUBIC * gate * gate)
     # Rounded as torch does between its two operations, so that both give the same result.
-    silu = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + places, silu * up, mask=mask)
+    active = (gate * tl.sigmoid(exponent)).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + places, active * up, mask=mask)
 
 
 @_jit
-def _swiglu_gradients_kernel(
+def _gated_gradients_kernel(
     grad_ptr: tl.tensor,
     gate_ptr: tl.tensor,
     up_ptr: tl.tensor,
     grad_gate_ptr: tl.tensor,
     grad_up_ptr: tl.tensor,
     size: tl.tensor,
+    is_gelu: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     places = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -43,34 +56,44 @@ def _swiglu_gradients_kernel(
     grad = tl.load(grad_ptr + places, mask=mask).to(tl.float32)
     gate = tl.load(gate_ptr + places, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + places, mask=mask).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    tl.store(grad_up_ptr + places, grad * silu, mask=mask)
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    exponent, rise = gate, 1.0
+    if is_gelu:
+        exponent = gate * (_GELU + _GELU * _GELU_CUBIC * gate * gate)
+        rise = _GELU + 3 * _GELU * _GELU_CUBIC * gate * gate
+    sigmoid = tl.sigmoid(exponent)
+    tl.store(grad_up_ptr + places, grad * gate * sigmoid, mask=mask)
+    slope = sigmoid + gate * sigmoid * (1 - sigmoid) * rise
     tl.store(grad_gate_ptr + places, grad * up * slope, mask=mask)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
+        ctx.is_gelu = is_gelu
         out = torch.empty_like(gate)
-        _swiglu_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](gate, up, out, gate.numel(), block=_BLOCK)
+        grid = (triton.cdiv(gate.numel(), _BLOCK),)
+        _gated_kernel[grid](gate, up, out, gate.numel(), is_gelu=is_gelu, block=_BLOCK)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
         grad, outs = grads[0].contiguous(), (torch.empty_like(gate), torch.empty_like(up))
         grid = (triton.cdiv(gate.numel(), _BLOCK),)
-        _swiglu_gradients_kernel[grid](grad, gate, up, *outs, gate.numel(), block=_BLOCK)
-        return outs
+        _gated_gradients_kernel[grid](grad, gate, up, *outs, gate.numel(), is_gelu=ctx.is_gelu, block=_BLOCK)
+        return *outs, None
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Compute silu(gate) * up [..., F], differentiably (Shazeer, arXiv:2002.05202)."""
-    return _SwiGLU.apply(gate, up)
+    return _Gated.apply(gate, up, False)
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Compute gelu(gate) * up [..., F], differentiably, with gelu's approximation by tanh (arXiv:1606.08415)."""
+    return _Gated.apply(gate, up, True)
 
 
 @_jit

@@ -1,7 +1,7 @@
 """Norms, gated MLPs and rotary embeddings of transformers' layers as one kernel each, on CUDA.
 
 A layer is recognised by what it computes: on other weights and inputs its own forward pass has to give what the kernel
-does. What differs, such as the norms of Gemma, stays as it is.
+does. What differs, such as rotations of neighbouring pairs, stays as it is.
 """
 
 import copy
@@ -62,9 +62,13 @@ def _candidates(module: nn.Module) -> Iterator[tuple[Callable[[nn.Module], Forwa
         and _epsilon(module) is not None
         and [*dict(module.named_parameters(recurse=False))] == ["weight"]
     ):
-        yield _fused_norm, partial(_norms_agree, module)
+        for is_offset in (False, True):
+            make = partial(_fused_norm, is_offset=is_offset)
+            yield make, partial(_norms_agree, module, make)
     if name.endswith("MLP") and {"gate_proj", "up_proj", "down_proj", "act_fn"} <= dict(module.named_children()).keys():
-        yield _fused_mlp, partial(_mlps_agree, module)
+        for unit in ("swiglu", "geglu"):
+            make = partial(_fused_mlp, unit=unit)
+            yield make, partial(_mlps_agree, module, make)
     if name.endswith("Attention") and isinstance(forward, FunctionType) and _ROTATION in forward.__code__.co_names:
         yield _fused_rotation, partial(_rotations_agree, forward.__globals__[_ROTATION])
 
@@ -105,30 +109,35 @@ def _epsilon(module: nn.Module) -> float | None:
     return next((vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)), None)
 
 
-def _fused_norm(module: nn.Module) -> Forward:
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        return nn.functional.rms_norm(hidden_states, weight.shape, weight, _epsilon(self))
-
-    return _fused(module, forward)
-
-
-def _norms_agree(module: nn.Module, device: torch.device) -> bool:
-    probe = _with(module, "_parameters", {"weight": nn.Parameter(_random(_SIZE, device=device))})
-    x = 3 * _random(5, _SIZE, device=device)
-    return _close(probe(x), _fused_norm(probe)(x))
-
-
-def _fused_mlp(module: nn.Module) -> Forward:
-    from gcore_trainer.packing.layer_kernels import swiglu
+def _fused_norm(module: nn.Module, *, is_offset: bool) -> Forward:
+    """Return the norm by torch's own kernel; with an offset the factor is 1 + weight, in float32, as in Gemma."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        if not is_offset:
+            return nn.functional.rms_norm(x, self.weight.shape, self.weight, _epsilon(self))
+        return nn.functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), _epsilon(self)).to(x)
 
     return _fused(module, forward)
 
 
-def _mlps_agree(module: nn.Module, device: torch.device) -> bool:
+def _norms_agree(module: nn.Module, make: Callable[[nn.Module], Forward], device: torch.device) -> bool:
+    probe = _with(module, "_parameters", {"weight": nn.Parameter(_random(_SIZE, device=device))})
+    x = 3 * _random(5, _SIZE, device=device)
+    return _close(probe(x), make(probe)(x))
+
+
+def _fused_mlp(module: nn.Module, *, unit: str) -> Forward:
+    from gcore_trainer.packing import layer_kernels
+
+    gated = getattr(layer_kernels, unit)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+
+    return _fused(module, forward)
+
+
+def _mlps_agree(module: nn.Module, make: Callable[[nn.Module], Forward], device: torch.device) -> bool:
     sizes = {"gate_proj": (_SIZE, 3), "up_proj": (_SIZE, 3), "down_proj": (3, _SIZE)}
     parts: dict[str, Any] = {"act_fn": module.get_submodule("act_fn")}
     for shift, (name, (rows, width)) in enumerate(sizes.items()):
@@ -136,7 +145,7 @@ def _mlps_agree(module: nn.Module, device: torch.device) -> bool:
         parts[name].weight.copy_(_random(rows + shift, width, device=device)[shift:])
     probe = _with(module, "_modules", parts)
     x = 3 * _random(5, 3, device=device)
-    return _close(probe(x), _fused_mlp(probe)(x))
+    return _close(probe(x), make(probe)(x))
 
 
 def _fused_rotation(module: nn.Module) -> Forward:
