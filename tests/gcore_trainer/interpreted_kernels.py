@@ -42,7 +42,7 @@ from gcore_trainer import (
     token_scores,
 )
 from gcore_trainer.packing import head, layer_kernels, logit_kernels
-from gcore_trainer.torch import packed_model
+from gcore_trainer.torch import loading
 from gcore_trainer.torch.fused_layers import fuse_layers
 
 CPU = torch.device("cpu")
@@ -219,7 +219,7 @@ def two_steps(rank: int, path: Path, folder: Path, results: Any) -> None:
     norms: list[float] = []
     for fuses in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(packed_model, "fuse_on_cuda", fuse_on_cpu if fuses else id)
+            patch.setattr(loading, "fuse_on_cuda", fuse_on_cpu if fuses else id)
             trainer = TorchTrainer(
                 PackedModel.from_pretrained(path, sharded=True, gradient_checkpointing=True),
                 optimizer=OptimizerConfig(lr=1e-2),

@@ -19,7 +19,6 @@ from gcore_trainer.advantages.estimator import MAX_LOG_RATIO, check_finite_token
 from gcore_trainer.advantages.reward_shaping import MAX_K3
 from gcore_trainer.config import POLICY_LOSSES, KLPenalty, LossAggMode, PolicyLossConfig
 from gcore_trainer.errors import BatchError, ConfigError
-from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.sample import MicroBatch, Sample
 
 _OPTIONAL = ("old_log_probs", "rollout_log_probs", "rollout_is_weights")
@@ -225,6 +224,18 @@ class Objective(ABC, Generic[ScoresT]):
             for name, value in sums.items()
             if name != "count"
         }
+
+
+def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor of a device, without waiting for it.
+
+    From ordinary memory torch copies to a GPU only when it has finished all that it was given, and waits; from pinned
+    memory the copy takes its turn.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def mask_of(samples: MicroBatch, *, like: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gcore_trainer.packing.transfer import on_device
+from gcore_trainer.objectives.policy import on_device
 from gcore_trainer.sample import Span
 
 _aten = torch.ops.aten

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcore_trainer.objectives.policy import on_device
 from gcore_trainer.packing.row import PackedPlan
-from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.sample import PackedBatch, rounded_length
 
 

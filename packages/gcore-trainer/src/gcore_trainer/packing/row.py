@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gcore_trainer.context_parallel.groups import ContextParallel, DividedRow, sum_over_ranks
 from gcore_trainer.errors import BatchError, UnsupportedModelError
+from gcore_trainer.objectives.policy import on_device
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.router_replay import routing_of_row
 from gcore_trainer.packing.tiles import RowCalls
-from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.packing.vision import RowImages, Vision
 from gcore_trainer.sample import MicroBatch, PackedBatch, Segment, pack, rounded_length
 

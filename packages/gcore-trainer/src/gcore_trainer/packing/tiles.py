@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.function import once_differentiable
 
+from gcore_trainer.objectives.policy import on_device
 from gcore_trainer.packing.block_attention import (
     AttentionKind,
     Places,
@@ -32,7 +33,6 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.packing.whole_row import WholeRow
 from gcore_trainer.sample import Segment, Span, Tile, rounded_length, row_tiles
 

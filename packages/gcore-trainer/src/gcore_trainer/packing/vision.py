@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.errors import BatchError
-from gcore_trainer.packing.transfer import on_device
+from gcore_trainer.objectives.policy import on_device
 from gcore_trainer.sample import Images, MicroBatch, PackedBatch
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from gcore_trainer.objectives.policy import on_device
 from gcore_trainer.packing.block_attention import (
     VarlenLengths,
     attend_varlen,
@@ -19,7 +20,6 @@ from gcore_trainer.packing.block_attention import (
     sink_gradients,
     varlen_gradients,
 )
-from gcore_trainer.packing.transfer import on_device
 from gcore_trainer.sample import Segment
 
 _MOST_KEYS = 2

@@ -8,7 +8,6 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -21,13 +20,6 @@ _SIZE = 32
 """Width of the layers that are compared."""
 
 Forward = Callable[..., Any]
-
-
-def fuse_on_cuda(packed: Any) -> None:
-    """Fuse the layers of a packed model whose weights are loaded, if it is on CUDA and Triton is installed."""
-    device = packed.model.device
-    if packed.fuses_layers and device.type == "cuda" and find_spec("triton") is not None:
-        fuse_layers(packed.model, device)
 
 
 def fuse_layers(model: nn.Module, device: torch.device) -> int:

@@ -6,6 +6,7 @@ would get wrong without an error. So a loaded model scores a packed row of a few
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,12 @@ def _refusing(what: str) -> Generator[None]:
         raise
     except _FAULTS as error:
         raise UnsupportedModelError(f"{what} ({type(error).__name__}: {error})") from error
+
+
+def fuse_on_cuda(packed: Any) -> None:
+    """Fuse the layers of a packed model whose weights are loaded, if it is on CUDA and Triton is installed."""
+    device = packed.model.device
+    if packed.fuses_layers and device.type == "cuda" and find_spec("triton") is not None:
+        from gcore_trainer.torch.fused_layers import fuse_layers
+
+        fuse_layers(packed.model, device)

@@ -28,7 +28,6 @@ from gcore_trainer.packing.row import PackedPlan, Row, describe_mask, make_rows,
 from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name, copy_processor
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
-from gcore_trainer.torch.fused_layers import fuse_on_cuda
 from gcore_trainer.torch.streamed_folder import save_streamed
 from gcore_trainer.trainer import AdamW
 
@@ -169,7 +168,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         if activation_offload:
             activations.offload_activations(self.root)
         if weights is None:
-            fuse_on_cuda(self)
+            loading.fuse_on_cuda(self)
 
     @property
     def num_attention_heads(self) -> int:
@@ -212,7 +211,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             weights.fill(self.model)
             with weights.checking(self):
                 self._probe(self._max_length)
-            fuse_on_cuda(self)
+            loading.fuse_on_cuda(self)
 
     @abstractmethod
     def alone(self, sample: Sample) -> torch.Tensor:
