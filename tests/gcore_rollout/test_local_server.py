@@ -1,4 +1,4 @@
-"""`LocalServer`: a server of our own protocol is started, watched and ended, whoever dies."""
+"""`LocalServer`: a server of our own protocol is started and watched, and ends with its owner, its guard or itself."""
 
 import os
 import signal

@@ -12,7 +12,6 @@ _SHOWN = {
     "timing_s/train": ("training", "s"),
     "timing_s/step": ("step", "s"),
     "critic/score/mean": ("score, mean", ""),
-    "actor/ratio_error": ("first update: mean distance of ratios from 1", ""),
 }
 
 

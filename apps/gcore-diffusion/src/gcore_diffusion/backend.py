@@ -101,10 +101,10 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
 
 async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerServices", recorder: Recorder) -> None:
     """Build a controller's roles in its process on Ray, and run the program with them."""
-    # Ray gives controllers no GPU.
-    rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
     from gcore_controller import RayTrainerClient
 
+    # Ray gives controllers no GPU.
+    rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
     learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing)
     roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))

@@ -94,17 +94,18 @@ def fitted(config: TrainConfig, model: Path, device: Device) -> tuple[TrainConfi
     is_whole = config.trainer.backend == "megatron" or actor.checkpointed_layers < 1
     num_layers = 1 if is_whole else shape_of(model).workload.num_hidden_layers
     shares = sorted({-(-num_layers * part // _PARTS) / num_layers for part in range(_PARTS + 1)})
-    plans: dict[float, tuple[TrainConfig, DevicePlan]] = {}
-    for share in shares:
+
+    def with_share(share: float) -> tuple[TrainConfig, DevicePlan]:
         layers = actor.checkpointed_layers if share == 1 else share or 1.0
         own = replace(config, actor=replace(actor, enable_gradient_checkpointing=share > 0, checkpointed_layers=layers))
-        plans[share] = own, plan_memory(own, model, device)
-    _, most = plans[1.0]
+        return own, plan_memory(own, model, device)
+
+    _, most = with_share(1.0)
     if not most.fits:
         return config, plan_memory(config, model, device)
     return next(
         (own, plan)
-        for own, plan in plans.values()
+        for own, plan in map(with_share, shares)
         if plan.fits and plan.takes_turns == most.takes_turns and plan.kv_tokens >= most.kv_tokens
     )
 

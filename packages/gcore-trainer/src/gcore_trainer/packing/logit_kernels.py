@@ -86,7 +86,7 @@ def _gradient_kernel(
 def moments(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each row's largest logit x_max, sum of e^(x - x_max), and sum of (x - x_max) e^(x - x_max), [C] each."""
     num_rows, width = logits_CV.shape
-    peak_C, sum_C, dot_C = (logits_CV.new_empty(num_rows) for _ in range(3))
+    peak_C, sum_C, dot_C = _empty_moments(logits_CV)
     if num_rows:
         arguments = logits_CV, peak_C, sum_C, dot_C, logits_CV.stride(0), width
         _moments_kernel[(num_rows,)](*arguments, block=_BLOCK, num_warps=_WARPS)
@@ -94,7 +94,7 @@ def moments(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 @moments.register_fake
-def _(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_moments(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     peak_C, sum_C, dot_C = (logits_CV.new_empty(logits_CV.shape[0]) for _ in range(3))
     return peak_C, sum_C, dot_C
 
@@ -116,28 +116,24 @@ def gradient(
         entropy_C: None, as ``entropy_pull_C``: without the second term.
     """
     num_rows, width = logits_CV.shape
-    out_CV = torch.empty_like(logits_CV, dtype=dtype, memory_format=torch.contiguous_format)
+    out_CV = _empty_gradient(logits_CV, dtype)
     if num_rows:
-        none = log_sum_C if entropy_C is None or entropy_pull_C is None else None
-        entropies = (none, none) if none is not None else (entropy_C, entropy_pull_C)
+        has_entropy = entropy_C is not None and entropy_pull_C is not None
+        # Without entropies the kernel reads nothing of these two.
+        entropies = (entropy_C, entropy_pull_C) if has_entropy else (log_sum_C, log_sum_C)
         rows = (x.contiguous() for x in (column_C, log_sum_C, pull_C, *entropies) if x is not None)
         arguments = logits_CV, out_CV, *rows, logits_CV.stride(0), width
         grid = num_rows, triton.cdiv(width, _BLOCK)
-        _gradient_kernel[grid](*arguments, has_entropy=none is None, block=_BLOCK, num_warps=_WARPS)
+        _gradient_kernel[grid](*arguments, has_entropy=has_entropy, block=_BLOCK, num_warps=_WARPS)
     return out_CV
 
 
 @gradient.register_fake
-def _(
-    logits_CV: torch.Tensor,
-    column_C: torch.Tensor,
-    log_sum_C: torch.Tensor,
-    pull_C: torch.Tensor,
-    entropy_C: torch.Tensor | None,
-    entropy_pull_C: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    del column_C, log_sum_C, pull_C, entropy_C, entropy_pull_C
+def _(logits_CV: torch.Tensor, *rows_and_dtype: Any) -> torch.Tensor:
+    return _empty_gradient(logits_CV, rows_and_dtype[-1])
+
+
+def _empty_gradient(logits_CV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(logits_CV, dtype=dtype, memory_format=torch.contiguous_format)
 
 

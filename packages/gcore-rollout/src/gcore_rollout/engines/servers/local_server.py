@@ -55,7 +55,9 @@ class LocalServer:
         Raises:
             RolloutError: it ended, or did not answer in time; with the last lines that it printed.
         """
-        for last in range(1, _TRIES + 1):
+        num_tries = 0
+        while True:
+            num_tries += 1
             server = cls._started(command(port := _free_port()), port, env, log)
             if server._is_well(time.monotonic() + timeout_s):
                 return server
@@ -63,10 +65,9 @@ class LocalServer:
             server.stop()
             lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
             is_taken = any(words in line for line in lines for words in _PORT_TAKEN)
-            if not is_taken or last == _TRIES:
+            if not is_taken or num_tries == _TRIES:
                 how = f"did not answer within {timeout_s:g} s" if code is None else f"ended with exit code {code}"
                 raise RolloutError("\n".join([f"the server {command(port)[0]} {how}:", *lines]))
-        raise AssertionError
 
     @classmethod
     def _started(cls, command: Sequence[str], port: int, env: Mapping[str, str], log: Path) -> "LocalServer":
