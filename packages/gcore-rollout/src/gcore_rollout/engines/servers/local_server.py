@@ -22,7 +22,8 @@ from gcore_rollout.errors import RolloutError
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
 _STOP_S = 30.0
-_LAST_LINES = 30
+_LAST_LINES, _MOST_COLUMNS = 30, 300
+"""What an error shows of a log."""
 _TRIES = 3
 """Times that a server is started, where another program takes the port before it does."""
 _PORT_TAKEN = ("address already in use", "Address already in use", "port is already", "is not available")
@@ -63,7 +64,7 @@ class LocalServer:
                 return server
             code = server._guard.poll()
             server.stop()
-            lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            lines = [line[:_MOST_COLUMNS] for line in log.read_text(errors="replace").splitlines()[-_LAST_LINES:]]
             is_taken = any(words in line for line in lines for words in _PORT_TAKEN)
             if not is_taken or num_tries == _TRIES:
                 how = f"did not answer within {timeout_s:g} s" if code is None else f"ended with exit code {code}"

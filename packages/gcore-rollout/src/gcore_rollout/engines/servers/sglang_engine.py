@@ -63,7 +63,7 @@ class SGLangEngine(SGLangServerEngine):
             eos_token_ids: tokens that end a completion, those of the model among them; None: those.
             tensor_parallel_size: GPUs over which each layer is split.
             gpu_memory_utilization: share of a GPU's memory for weights, keys and values; None: SGLang's choice.
-            enable_sleep_mode: have `sleep` free memory, and keep the weights on the host.
+            enable_sleep_mode: have `sleep` free memory, and keep the weights on the host; on a CPU it frees nothing.
 
         Raises:
             RolloutError: ``server_python`` is no file that can be run, or the server does not start.
@@ -84,8 +84,8 @@ class SGLangEngine(SGLangServerEngine):
             "--base-gpu-id": torch.device(device).index,
         }
         options += [word for name, value in given.items() if value is not None for word in (name, str(value))]
-        options += ["--enable-memory-saver", "--enable-weights-cpu-backup"] if enable_sleep_mode else []
-        options += [*(_ON_CPU if device == "cpu" else ()), *server_args]
+        sleeping = ("--enable-memory-saver", "--enable-weights-cpu-backup") if enable_sleep_mode else ()
+        options += [*(_ON_CPU if device == "cpu" else sleeping), *server_args]
         env = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
         env |= {"HF_HUB_OFFLINE": "1"} | ({"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {})
         command = [str(python), "-m", "sglang.launch_server", *options]
