@@ -396,6 +396,9 @@ def test_sglang_that_the_run_starts(cli: Cli, own_args: list[str], runtime: str)
     options = "--mem-fraction-static 0.2 --max-total-tokens 20000"
     args = [*option_set(own_args, "--trainer.total-training-steps", "4"), "--name", "own", "--runtime", runtime]
     args += ["--rollout.engine", "sglang", "--rollout.server-python", SGLANG, f"--rollout.server-args={options}"]
+    if runtime == "inline":
+        # The servers sleep while the trainer works.
+        args += ["--rollout.colocated", "true"]
     command = cli.start(*args, "--rollout.num-processes", "2")
     rows = cli.cwd / "runs/own/metrics.jsonl"
     command.wait_until(lambda: rows.exists() and len(step_rows(cli.cwd / "runs/own")) > 0)

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.2
 _STOP_S = 30.0
 _LAST_LINES, _MOST_COLUMNS = 30, 300
-"""What an error shows of a log."""
+"""An error shows so much of a log."""
 _TRIES = 3
 """Times that a server is started, where another program takes the port before it does."""
 _PORT_TAKEN = ("address already in use", "Address already in use", "port is already", "is not available")
