@@ -140,6 +140,26 @@ async def test_reports_are_heard_in_order() -> None:
     assert [n for rank, n in heard if rank == 1] == [0, 1, 2]
 
 
+async def test_notices_reach_every_controller() -> None:
+    """Of its own run: what an earlier one has not read is gone."""
+    controllers = await RayControllers.start(world_size=2)
+
+    async def program(ctx: Ctx) -> list[str]:
+        await ctx.report(ctx.roles)
+        return [await ctx.notices.get() for _ in ctx.roles]
+
+    async def reported(rank: int, value: list[str]) -> None:
+        if rank == 0:
+            for notice in value or ["unread"]:
+                await controllers.notify(notice)
+
+    try:
+        assert await controllers.run(program, roles=list[str](), reported=reported) == [[], []]
+        assert await controllers.run(program, roles=["a", "b"], reported=reported) == [["a", "b"]] * 2
+    finally:
+        await controllers.close()
+
+
 async def test_what_a_listener_raises_ends_the_run() -> None:
     async def program(ctx: Ctx) -> None:
         await ctx.report("the disk")

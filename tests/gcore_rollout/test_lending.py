@@ -183,6 +183,51 @@ async def test_sleep_waits_for_an_engine_on_its_way(tied: TinyModel) -> None:
     await cluster.close()
 
 
+async def test_engines_move_while_they_work(tied: TinyModel) -> None:
+    """Two of three at once; what they leave unfinished the third continues, and every sample comes once."""
+    cluster = Cluster(tied, (3, 1), num_loans=0)
+    requests = requests_of(24)
+    running = asyncio.create_task(collect(cluster.policy, *requests))
+    await until(lambda: cluster.pools[0].stats().num_running == 3 * NUM_SLOTS)
+    cluster.both.arrange(1)
+    assert tokens(await running) == await alone(tied, requests, is_new=False)
+    await until(lambda: len(cluster.pools[1].engines) == 3)
+    assert sorted(cluster.lent) == [("engine 1", 0), ("engine 2", 0)]
+    requests = requests_of(24, "j")
+    assert tokens(await collect(cluster.judge, *requests)) == await alone(tied, requests, is_new=False)
+    assert min(cluster.engines[f"engine {i}"].num_finished for i in (1, 2)) > 0
+    await cluster.close()
+    assert cluster.lines == []
+
+
+async def test_engines_that_sleep_move_when_all_are_awake(tied: TinyModel) -> None:
+    """To the new weights of the other model; the later of two wishes counts."""
+    cluster = Cluster(tied, (1, 3), num_loans=0)
+    await asyncio.gather(cluster.policy.sleep(), cluster.judge.sleep())
+    cluster.both.arrange(2)
+    cluster.both.arrange(3)
+    await cluster.policy.wake(cache=False)
+    await cluster.policy.update_weights(tied.new.state_dict().items(), version=1)
+    await cluster.judge.wake()
+    await asyncio.sleep(0.1)
+    assert cluster.lent == []
+    await cluster.policy.wake()
+    requests = requests_of(24)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=True)
+    await cluster.both.settle()
+    assert sorted(cluster.lent) == [("judge 1", 1), ("judge 2", 1)]
+    assert [len(pool.engines) for pool in cluster.pools] == [3, 1]
+    await cluster.close()
+
+
+async def test_an_engine_of_each_model_stays(tied: TinyModel) -> None:
+    cluster = Cluster(tied, (2, 1), num_loans=0)
+    cluster.both.arrange(0)
+    await cluster.both.settle()
+    assert [len(pool.engines) for pool in cluster.pools] == [1, 2]
+    await cluster.close()
+
+
 async def test_engine_that_cannot_be_lent_returns(tied: TinyModel) -> None:
     cluster = Cluster(tied, (1, 2), num_loans=3)
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from command_line import Cli, assert_same_metrics, option_set, read_rows
+from hypothesis import given, strategies as st
 
 from gcore_controller import Sizes, Span
+from gcore_runs.actor_engines import policy_share
 from gcore_runs.on_ray import LivePlacement
 from gcore_runs.settings.run_config import PlacementConfig
 
@@ -67,6 +69,14 @@ def test_an_engine_that_is_hardly_full_does_little() -> None:
         devices |= {f"judge {i}": [span("reward", 0.5, gen_s + 0.3)] for i in range(sizes.judges)}
         placement.observe(measured(gen=8000.0, reward=500.0), devices)
     assert placement.sizes == Sizes(controllers=1, engines=3, judges=1, ranks=1)
+
+
+@given(st.lists(st.integers(2, 6), min_size=1, max_size=5), st.data())
+def test_each_controller_keeps_engines_of_both_roles(num_places: list[int], data: st.DataObject) -> None:
+    num_engines = data.draw(st.integers(len(num_places), sum(num_places) - len(num_places)))
+    shares = [policy_share(num_engines, num_places, rank) for rank in range(len(num_places))]
+    assert sum(shares) == num_engines
+    assert all(1 <= share < count for share, count in zip(shares, num_places, strict=True))
 
 
 def test_a_step_without_verdicts_is_not_evidence() -> None:
@@ -145,27 +155,27 @@ def judged(own_args: list[str], tiny: Path) -> list[str]:
 def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) -> None:
     """To the judge, or to both roles in turns; samples and training are those of a run in one process."""
     cli.ok(*judged, "--name", "inline")
-    ray = [*judged, "--runtime", "ray", "--rollout.num-processes", "2"]
-    dynamic = ["--placement.strategy", "dynamic", "--placement.horizon-steps", "1000"]
-    finished = cli(*ray, *dynamic, "--reward-model.judge.num-processes", "1")
+    ray = [*judged, "--runtime", "ray", "--placement.horizon-steps", "1000", "--placement.strategy"]
+    sizes = ["--controllers", "2", "--rollout.num-processes", "3", "--reward-model.judge.num-processes", "2"]
+    finished = cli(*ray, "dynamic", *sizes)
     assert finished.code == 0, finished
-    assert (
-        "1 engine moved from the policy to the judge: 1 generate and 2 judge now; continuing after step" in finished.out
-    )
+    assert "1 engine moved from the policy to the judge: 2 generate and 3 judge now\n" in finished.out
+    assert "continuing after" not in finished.out
     assert_same_metrics(cli.cwd / "runs/default", cli.cwd / "runs/inline")
     rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
-    assert (rows[0]["placement/engines"], rows[0]["placement/judges"]) == (2, 1)
-    assert (rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (1, 2)
+    assert (rows[0]["placement/engines"], rows[0]["placement/judges"]) == (3, 2)
+    assert (rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (2, 3)
     assert rows[-1]["placement/move_s"] > 0
     spans = read_rows(cli.cwd / "runs/default/spans.jsonl")
-    # The time of the move is reported with the step after it.
-    assert [row[0][0][0] for row in (step["controllers"] for step in spans)].count("swap") == 1
+    swaps_s = [stop - start for step in spans for stage, start, stop in step["devices"]["engine 2"] if stage == "swap"]
+    assert rows[-1]["placement/move_s"] == pytest.approx(max(swaps_s), abs=1e-3)
     last = spans[-1]["devices"]
-    assert {"engine 0", "judge 0", "judge 1"} == {name for name in last if not name.startswith("trainer")}
+    stages = {name: {stage for stage, *_ in own} for name, own in last.items() if not name.startswith("trainer")}
+    assert [name for name, own in sorted(stages.items()) if own == {"gen", "sync"}] == ["engine 0", "engine 1"]
+    assert [name for name, own in sorted(stages.items()) if own == {"reward"}] == ["engine 2", "judge 0", "judge 1"]
 
     # Of two devices one would idle, so both soon do both.
-    auto = ["--placement.strategy", "auto", "--placement.horizon-steps", "1000"]
-    finished = cli(*option_set(ray, "--rollout.num-processes", "1"), *auto, "--name", "turns")
+    finished = cli(*ray, "auto", "--rollout.num-processes", "1", "--name", "turns")
     assert finished.code == 0, finished
     assert "2 devices generate and judge in turns now; continuing after step 3" in finished.out
     assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/inline")

@@ -107,3 +107,15 @@ def lend(
     pools = [role.replicas for role in roles]
     rule = LendingRule(max(role.making_s for role in roles))
     return LendingEngines(pools, lend=moved, rule=rule, announce=announce)
+
+
+def policy_share(num_engines: int, num_places: Sequence[int], rank: int) -> int:
+    """Return how many of all engines of the policy are to be this controller's, so that each keeps one of either role.
+
+    Args:
+        num_engines: at least as many as controllers, and at least as many fewer than there are engines of both roles.
+        num_places: engines of both roles that each controller has.
+    """
+    room = [count - 2 for count in num_places]
+    before, through = ((num_engines - len(room)) * sum(room[:end]) // max(1, sum(room)) for end in (rank, rank + 1))
+    return 1 + through - before

@@ -1,5 +1,6 @@
 """A run on Ray: gcore-controller's backend with a run's engines, their placement from step to step, and its logs."""
 
+import asyncio
 import logging
 import os
 import re
@@ -41,6 +42,7 @@ from gcore_placement import (
 from gcore_rollout import (
     Engine,
     EngineDiedError,
+    LendingEngines,
     RayEngine,
     TimeSharedEngines,
     end_engine_actor,
@@ -48,7 +50,7 @@ from gcore_rollout import (
     start_engine_actor,
 )
 from gcore_runs import BaseRLConfig, PlacementConfig, RunJob, UserError, log_to, logged, logs_of
-from gcore_runs.actor_engines import ActorEngines, lend
+from gcore_runs.actor_engines import ActorEngines, lend, policy_share
 from gcore_runs.engines import Instrumentation, allocator_variables
 from gcore_runs.node_logs import NodeLogs
 
@@ -217,7 +219,10 @@ async def _run_controller(
             policy, num_engines = engines.replicas, len(engines.replicas.engines)
             if traits.follows_load and judges is not None and engines.are_own and judges.are_own:
                 num_engines += len(judges.replicas.engines)
-                policy, judge = lend(engines, judges, devices=devices, announce=announce).engines
+                lending = lend(engines, judges, devices=devices, announce=announce)
+                policy, judge = lending.engines
+                moving = asyncio.create_task(_move_as_noticed(ctx, lending))
+                to_close.callback(moving.cancel)
         else:
             assert connect_policy is not None, "connect_policy is None; expected a function where there are no engines"
             policy, num_engines = await connect_policy(config, instrumentation, ctx.rank, ctx.world_size)
@@ -231,6 +236,15 @@ async def _run_controller(
             policy=policy, judge=judge, devices=devices, num_engines=num_engines, sharing=sharing
         )
         await run_controller(job, ctx, services, ctx.report)
+
+
+async def _move_as_noticed(ctx: Context[Handles], lending: LendingEngines) -> None:
+    """Move this controller's engines between the roles whenever the backend gives notice of other sizes."""
+    engines, judges = len(ctx.roles.engines), len(ctx.roles.judges)
+    num_places = [sum(len(range(r, n, ctx.world_size)) for n in (engines, judges)) for r in range(ctx.world_size)]
+    while True:
+        sizes: Sizes = await ctx.notices.get()
+        lending.arrange(policy_share(sizes.engines, num_places, ctx.rank))
 
 
 class LivePlacement:
@@ -270,8 +284,10 @@ class LivePlacement:
         """Observe a step, and when each device worked in it."""
         now_s = time.monotonic()
         if self._moved_at_s is not None:
-            # From the decision to the end of the first step after it.
-            self._move_s = max(0.0, now_s - self._moved_at_s - metrics["timing_s/step"])
+            # From the decision to the end of the first step after it, or within that.
+            pause_s = now_s - self._moved_at_s - metrics["timing_s/step"]
+            swaps_s = (span.end_s - span.start_s for own in devices.values() for span in own if span.stage == "swap")
+            self._move_s = max(0.0, pause_s, *swaps_s)
             self._moved_at_s = None
         if (loads := self._loads(metrics, devices)) is None:
             return

@@ -212,6 +212,8 @@ class Context(Generic[RolesT]):
     put: Put = HeldReference
     """``ctx.put(value)``: return a reference, to be sent in collectives and to services instead of the value."""
     reported: Reported = refuse_report
+    notices: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue[Any])
+    """Small values from the process that started the run, on Ray; see `RayControllers.notify`."""
 
     async def report(self, value: Any) -> None:
         """Send a small value to the process that started the run, and wait until it has it."""

@@ -72,8 +72,10 @@ class LendingEngines:
         self._lend, self._rule, self._announce = lend, rule, announce
         self._num_calls = 0
         self._watch: asyncio.Task[None] | None = None
-        self._loan: asyncio.Task[None] | None = None
+        self._loan: asyncio.Task[Any] | None = None
         """The latest one; it is not cancelled, which would leave an engine half-way."""
+        self._wanted: int | None = None
+        """Engines that the first model is to have once all are awake; None: as many as it has."""
         self._has_failed = False
 
     def begin(self) -> None:
@@ -92,6 +94,30 @@ class LendingEngines:
         self._stop()
         if self._loan is not None:
             await asyncio.wait([self._loan])
+
+    def arrange(self, count: int | None = None) -> None:
+        """Have ``count`` engines serve the first model and the rest the second, at once or when all are awake.
+
+        Engines change their model as by a loan. What one that has work leaves unfinished is continued by others. With
+        ``count`` None: do what was asked for while engines were asleep.
+        """
+        self._wanted = self._wanted if count is None else count
+        if self._wanted is not None and not any(pool.is_asleep for pool in self._pools):
+            self._loan = asyncio.create_task(self._arrange(self._wanted, self._loan))
+            self._wanted = None
+
+    async def _arrange(self, count: int, earlier: asyncio.Task[Any] | None) -> None:
+        if earlier is not None:
+            await asyncio.wait([earlier])
+        surplus = self._pools[0].num_serving - count
+        giver = 0 if surplus > 0 else 1
+        source, target = self._pools[giver], self._pools[1 - giver]
+        idle = source.idle
+        moved = [*(engine for engine in source.engines if engine not in idle), *idle][
+            len(source.engines) - abs(surplus) :
+        ]
+        if not self._has_failed:
+            await asyncio.gather(*(self._move(engine, source, target, giver, drain=False) for engine in moved))
 
     def _stop(self) -> None:
         watch, self._watch = self._watch, None
@@ -125,11 +151,13 @@ class LendingEngines:
         source: EngineReplicas[Any, Any],
         target: EngineReplicas[Any, Any],
         giver: int,
+        *,
+        drain: bool = True,
     ) -> None:
         start_s = time.monotonic()
         name: str = getattr(engine, "name", "an engine")
         try:
-            await source.remove(engine)
+            await source.remove(engine, drain=drain)
         except ValueError:
             return  # it is dead, or all others of its model
         except EngineDiedError:
@@ -171,6 +199,10 @@ class _LendingEngine(WrappedEngine[Any, Any]):
     async def sleep(self, *, keep_weights: bool = True) -> None:
         await self._lending.settle()
         await super().sleep(keep_weights=keep_weights)
+
+    async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
+        await super().wake(weights=weights, cache=cache)
+        self._lending.arrange()
 
     async def close(self) -> None:
         await self._lending.settle()

@@ -73,7 +73,6 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         self._changing = asyncio.Lock()
         self._is_paused = False
         self._is_asleep = False
-        """Whether the keys and values are asleep, with the weights or alone."""
         self._are_weights_asleep = False
         self._may_start = asyncio.Event()
         """Cleared while all are asleep, and something else has their devices: a replacement starts awake."""
@@ -93,6 +92,11 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     def idle(self) -> list[Engine[RequestT, SampleT]]:
         """The replicas that are awake and have no work of this pool."""
         return [r.engine for r in self._replicas if r.serves and not r.tasks and not self._is_asleep]
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the keys and values are asleep, with the weights or alone."""
+        return self._is_asleep
 
     @property
     def weight_version(self) -> int:

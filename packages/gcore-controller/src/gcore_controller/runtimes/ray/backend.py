@@ -55,7 +55,7 @@ class Placement(Protocol):
 
 
 class PlacementMovedError(ControllerError):
-    """Engines are to change their role, and the run has to continue with that."""
+    """Engines are to change their role in a way for which the program of the controllers starts again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +190,8 @@ class RayBackend(Generic[JobT, ConfigT]):
             return
         if isinstance(event, Stepped) and placement is not None:
             event.metrics.update(placement.metrics())
+        if isinstance(event, Reached) and not event.is_last and placement is not None:
+            await self._move_engines(placement.sizes)
         await recorder(event)
         self._is_updating = isinstance(event, Updating)
         if isinstance(event, Stepped) and placement is not None:
@@ -198,6 +200,21 @@ class RayBackend(Generic[JobT, ConfigT]):
             self._capacity.check_growth()
             if placement is not None and (sizes := placement.sizes) != (now := self.config.sizes):
                 raise PlacementMovedError(_move(now, sizes))
+
+    async def _move_engines(self, sizes: Sizes) -> None:
+        """Have the controllers move their engines between the roles, if all of them have some of both.
+
+        The actors' handles stay those of their first roles, until `RoleActors.resize` brings them to the sizes.
+        """
+        before = self.config.sizes
+        has_own = not (before.in_turns or sizes.in_turns) and min(before.judges, sizes.judges) >= sizes.controllers
+        if sizes == before or not has_own:
+            return
+        assert self._controllers is not None
+        self.config = self._asked.with_sizes(sizes)
+        await self._controllers.notify(sizes)
+        if self.announce is not None:
+            self.announce(_move(before, sizes))
 
     async def _settle(self, *, keeps_models: bool) -> bool:
         """Start the processes that there is capacity for, end those that are too many; return whether models stay."""

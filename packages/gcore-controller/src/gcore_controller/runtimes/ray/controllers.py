@@ -58,6 +58,7 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._timer = StageTimer()
         self._reports: asyncio.Queue[tuple[Any, asyncio.Future[None]]] = asyncio.Queue()
         self._last_report: asyncio.Future[None] | None = None
+        self._notices: asyncio.Queue[Any] = asyncio.Queue()
 
     async def meet(self, peers: Sequence[Any], run_number: int) -> str:
         """Prepare for a new run with these controllers; return this process and its node in words."""
@@ -73,7 +74,13 @@ class ControllerActor(Generic[RolesT, ResultT]):
         clock = asyncio.get_running_loop().time
         self._timer = StageTimer(clock)
         context = Context(
-            group=self._collectives, roles=roles, timer=self._timer, clock=clock, put=put, reported=self._report
+            group=self._collectives,
+            roles=roles,
+            timer=self._timer,
+            clock=clock,
+            put=put,
+            reported=self._report,
+            notices=self._notices,
         )
         self._run = asyncio.create_task(run_program(program, context))
         result = await self._run
@@ -96,6 +103,10 @@ class ControllerActor(Generic[RolesT, ResultT]):
             self._last_report.set_result(None)
         value, self._last_report = await self._reports.get()
         return value
+
+    async def notify(self, notice: Any, run_number: int) -> None:
+        if run_number == self._run_number:
+            self._notices.put_nowait(notice)
 
     async def whereabouts(self) -> Whereabouts:
         return self._collectives.whereabouts(self._timer.current)
@@ -259,6 +270,10 @@ class RayControllers:
                 return [*(await run_until_done(group.answers(calls), *watchers)).values()]
             finally:
                 await self._end_programs()
+
+    async def notify(self, notice: Any) -> None:
+        """Put a small value into `Context.notices` of every controller, now while a program runs."""
+        await answers_in_time([c.notify.remote(notice, self._num_runs) for c in self._controllers])
 
     async def stages(self) -> list[str | None]:
         """Return the stage that each controller is in; None: it is in none, or does not answer."""
