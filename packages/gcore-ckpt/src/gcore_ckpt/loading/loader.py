@@ -5,17 +5,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
+from torch._utils import _unflatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
 
 from gcore_ckpt.errors import CheckpointMismatchError
 from gcore_ckpt.format import tree
-from gcore_ckpt.format.boxes import DTYPES, Box
+from gcore_ckpt.format.boxes import DTYPES, SMALL_BYTES, Box
 from gcore_ckpt.format.index import StoredShard, StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, describe
-from gcore_ckpt.loading.reader import StepReader, pieces
+from gcore_ckpt.loading.reader import NamedShard, StepReader, pieces, runs
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, NumpyArray, Shard, Shards, as_shard, is_dtensor, is_megatron
 from gcore_ckpt.storage.local import LocalFiles
@@ -269,7 +271,41 @@ def fill(
     reader: StepReader, requests: Sequence[Request], workers: Workers, check: Callable[[], None] = lambda: None
 ) -> None:
     """Fill every request, reading only the blocks that hold something of it."""
-    workers.run(_batches((read for request in requests for read in _reads(reader, request)), check))
+    small: dict[torch.dtype, list[NamedShard]] = {}
+    others: list[Request] = []
+    for request in requests:
+        if (shard := _small_shard(reader, request)) is None:
+            others.append(request)
+        else:
+            small.setdefault(request.target.dtype, []).append(NamedShard(request.name, shard, request.target))
+    joint = (_joint_read(reader, run) for shards in small.values() for run in runs(shards))
+    workers.run(_batches(chain(joint, (read for request in others for read in _reads(reader, request))), check))
+
+
+def _small_shard(reader: StepReader, request: Request) -> StoredShard | None:
+    """Return the one small shard that a request is for, if it is to be copied as it is; None for any other request."""
+    dtype, _, shards = reader.index.tensors[request.name]
+    shard, target = shards[0], request.target
+    if len(shards) != 1 or shard.size_bytes >= SMALL_BYTES or shard.box != request.box:
+        return None
+    if not target.is_cpu or target.dtype != TORCH_DTYPES[dtype] or type(target) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    is_plain = not (target.is_conj() or target.is_neg() or target.is_inference())
+    return shard if is_plain else None
+
+
+def _joint_read(reader: StepReader, run: Sequence[NamedShard]) -> _SizedRead:
+    size_bytes = sum(item.shard.size_bytes for item in run)
+    return size_bytes, partial(_read_run, reader, run, size_bytes)
+
+
+@torch.no_grad()
+def _read_run(reader: StepReader, run: Sequence[NamedShard], size_bytes: int) -> None:
+    """Read small shards of one type that are adjacent in a file, and copy them to their tensors by one call."""
+    buffer = np.empty(size_bytes, np.uint8)
+    reader.read_run(run, buffer.data)
+    targets = [item.target for item in run]
+    torch._foreach_copy_(targets, _unflatten_dense_tensors(torch.from_numpy(buffer).view(targets[0].dtype), targets))
 
 
 def read_box(reader: StepReader, name: str, box: Box, workers: Workers, dtype: str | None = None) -> torch.Tensor:

@@ -1,15 +1,15 @@
 """Opens a committed step, reads its shards with every block checked, and lists its leaves. Needs no torch."""
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import tree, validation
-from gcore_ckpt.format.boxes import DIGITS, DTYPES, block_count, checksum, digest
+from gcore_ckpt.format.boxes import DIGITS, DTYPES, JOINT_BYTES, SMALL_BYTES, block_count, checksum, digest
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor, decode_index
 from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath
 from gcore_ckpt.storage import StepFiles, Storage, step_name
@@ -52,27 +52,70 @@ class StepReader:
 
     def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` of a shard; all blocks that hold some of it are read and checked."""
-        block, size_bytes = shard.block_bytes, shard.box.size * self.index.tensors[name].itemsize
-        number, stop = start // block, start + len(buffer)
-        first, last = number * block, min(block_count(stop, block) * block, size_bytes)
+        block, stop = shard.block_bytes, start + len(buffer)
+        number = start // block
+        first, last = number * block, min(block_count(stop, block) * block, shard.size_bytes)
         blocks = buffer if (first, last) == (start, stop) else memoryview(bytearray(last - first))
-        try:
-            count = self.files.read_into(shard.file, shard.offset_bytes + first, blocks)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"{self.where} was deleted while it was being read") from error
-        if count < len(blocks):
-            raise CorruptCheckpointError(f"{self.where}/{shard.file}: ends within tensor {name!r}")
-        if shard.checksums is not None:
-            for at in range(0, len(blocks), block):
-                found = digest(blocks[at : at + block])
-                expected = shard.checksums[(number + at // block) * DIGITS :][:DIGITS]
-                if found != expected:
-                    raise CorruptCheckpointError(
-                        f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block "
-                        f"{number + at // block} of its shard {shard.box}; expected {expected}"
-                    )
+        self._read(name, shard, first, blocks)
+        self._check(name, shard, number, blocks)
         if blocks is not buffer:
             buffer[:] = blocks[start - first : stop - first]
+
+    def read_run(self, run: "Sequence[NamedShard]", buffer: memoryview) -> None:
+        """Fill `buffer` with shards that are adjacent in a file, in their order; all are checked."""
+        self._read(run[0].name, run[0].shard, 0, buffer)
+        start = 0
+        for name, shard, _ in run:
+            stop = start + shard.size_bytes
+            self._check(name, shard, 0, buffer[start:stop])
+            start = stop
+
+    def _read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
+        try:
+            count = self.files.read_into(shard.file, shard.offset_bytes + start, buffer)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{self.where} was deleted while it was being read") from error
+        if count < len(buffer):
+            raise CorruptCheckpointError(f"{self.where}/{shard.file}: ends within tensor {name!r}")
+
+    def _check(self, name: str, shard: StoredShard, number: int, blocks: memoryview) -> None:
+        """Check blocks of a shard, from the block `number` on, against their checksums, where there are any."""
+        if shard.checksums is None:
+            return
+        for block, at in enumerate(range(0, len(blocks), shard.block_bytes), start=number):
+            found = digest(blocks[at : at + shard.block_bytes])
+            expected = shard.checksums[block * DIGITS : (block + 1) * DIGITS]
+            if found != expected:
+                raise CorruptCheckpointError(
+                    f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block {block} of its shard "
+                    f"{shard.box}; expected {expected}"
+                )
+
+
+class NamedShard(NamedTuple):
+    """A shard, the name of its tensor, and the memory that it is for, if that is of any kind that the caller knows."""
+
+    name: str
+    shard: StoredShard
+    target: Any = None
+
+
+def runs(small: Iterable[NamedShard]) -> Iterator[list[NamedShard]]:
+    """Yield small shards that are adjacent in a file together, in the order of their places."""
+    run: list[NamedShard] = []
+    file, end, joint_bytes = "", 0, 0
+    for item in sorted(small, key=lambda item: item.shard[:2]):
+        shard = item.shard
+        joint_bytes += shard.size_bytes
+        if (shard.file, shard.offset_bytes) == (file, end) and joint_bytes <= JOINT_BYTES:
+            run.append(item)
+        else:
+            if run:
+                yield run
+            run, file, joint_bytes = [item], shard.file, shard.size_bytes
+        end = shard.offset_bytes + shard.size_bytes
+    if run:
+        yield run
 
 
 def pieces(shard: StoredShard, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -188,17 +231,24 @@ def verify(
         CorruptCheckpointError: With the file and, where there is one, the tensor that is not what was saved.
     """
 
-    def check(reader: StepReader, name: str, shard: StoredShard, start: int, stop: int) -> None:
-        reader.read(name, shard, start, memoryview(bytearray(stop - start)))
+    def check(size_bytes: int, read: Callable[[memoryview], None]) -> None:
+        read(memoryview(bytearray(size_bytes)))
         if progress is not None:
-            progress(stop - start)
+            progress(size_bytes)
+
+    def checks(reader: StepReader) -> Iterator[Callable[[], None]]:
+        small: list[NamedShard] = []
+        for name, tensor in reader.index.tensors.items():
+            for shard in tensor.shards:
+                if shard.size_bytes < SMALL_BYTES:
+                    small.append(NamedShard(name, shard))
+                    continue
+                for start, stop in pieces(shard, 0, shard.size_bytes):
+                    yield partial(check, stop - start, partial(reader.read, name, shard, start))
+        for run in runs(small):
+            yield partial(check, sum(item.shard.size_bytes for item in run), partial(reader.read_run, run))
 
     storage = open_storage(path)
     with Workers(_THREADS) as workers, open_step(storage, find_step(storage, step)) as reader:
         reader.decode_tree(reader.index.tree, lambda _, name, __: name, lambda nodes: {"dict": dict(nodes)})
-        workers.run(
-            partial(check, reader, name, shard, start, stop)
-            for name, tensor in reader.index.tensors.items()
-            for shard in tensor.shards
-            for start, stop in pieces(shard, 0, shard.box.size * tensor.itemsize)
-        )
+        workers.run(checks(reader))

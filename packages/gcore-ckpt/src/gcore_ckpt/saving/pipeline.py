@@ -14,6 +14,7 @@ from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.format.boxes import Box, FileLayout, HeldBox, lay_out, overlap
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
+from gcore_ckpt.ranks.plain import collect_plain
 from gcore_ckpt.ranks.shards import Holdings, collect
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
@@ -71,7 +72,8 @@ class SavePipeline:
                 if self._planning.rank == 0:
                     self._acquire()
                     self._check_order(step)
-                held.append(collect(state, self._planning.rank))
+                rank = self._planning.rank
+                held.append(collect_plain(state, rank, self._planner.boxes) or collect(state, rank))
                 return held[0].boxes
 
         staged: SimpleQueue[StagedFile | Exception | None] = SimpleQueue()
@@ -200,24 +202,22 @@ class SavePlanner:
     def __init__(self, group: Group, max_file_bytes: int | None) -> None:
         self._group = group
         self._max_file_bytes = max_file_bytes
-        self._boxes: tuple[HeldBox, ...] = ()
+        self.boxes: tuple[HeldBox, ...] = ()  # of this rank, at the last save
         self._files: list[FileLayout] = []
         self._held: dict[int, Sequence[HeldBox]] = {}  # of all ranks, at the root
 
     def plan(self, step: int, prepare: Callable[[], tuple[HeldBox, ...]]) -> list[FileLayout]:
         """Return the files that this rank writes, once all ranks are ready to save `step`."""
-        boxes = self._boxes
+        boxes = self.boxes
 
         def prepared() -> Message:
             nonlocal boxes
             boxes = prepare()
-            if boxes == self._boxes:
-                return {"step": step, "boxes": None}
-            return {"step": step, "boxes": [[b.name, b.dtype, b.shape, b.box.start, b.box.shape] for b in boxes]}
+            return {"step": step, "boxes": None if boxes == self.boxes else boxes}
 
         numbers = exchange(self._group, prepared, self._assign)
         if numbers is not None:
-            self._boxes = boxes
+            self.boxes = boxes
             self._files = lay_out({number: boxes[number] for number in numbers}, self._max_file_bytes)
         return self._files
 
@@ -230,14 +230,13 @@ class SavePlanner:
         if not changed:
             return [None] * len(messages)
         held = dict(self._held)
-        held |= {rank: [_box(*fields) for fields in boxes] for rank, boxes in changed.items()}
+        held |= {  # the root's own have not been through JSON
+            rank: boxes if rank == 0 else [HeldBox.from_json(*fields) for fields in boxes]
+            for rank, boxes in changed.items()
+        }
         writes = assign([held.get(rank, ()) for rank in range(len(messages))])
         self._held = held
         return writes
-
-
-def _box(name: str, dtype: str, shape: Sequence[int], start: Sequence[int], extent: Sequence[int]) -> HeldBox:
-    return HeldBox(name=name, dtype=dtype, shape=tuple(shape), box=Box(tuple(start), tuple(extent)))
 
 
 def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
@@ -249,10 +248,20 @@ def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
     _check_coverage(holders)
     writes: list[list[int]] = [[] for _ in held]
     load_bytes = [0] * len(held)
-    for box, numbers in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -item[0].size_bytes)):
-        rank = min(numbers, key=lambda rank: (load_bytes[rank], rank))
-        writes[rank].append(numbers[rank])
-        load_bytes[rank] += box.size_bytes
+
+    def write(box: HeldBox, rank: int, size_bytes: int) -> None:
+        writes[rank].append(holders[box][rank])
+        load_bytes[rank] += size_bytes
+
+    shared: list[tuple[int, HeldBox]] = []
+    for box, numbers in holders.items():
+        size_bytes = box.size_bytes
+        if len(numbers) == 1:
+            write(box, next(iter(numbers)), size_bytes)
+        else:
+            shared.append((size_bytes, box))
+    for size_bytes, box in sorted(shared, key=lambda item: -item[0]):
+        write(box, min(holders[box], key=lambda rank: (load_bytes[rank], rank)), size_bytes)
     return [sorted(numbers) for numbers in writes]
 
 
@@ -262,6 +271,8 @@ def _check_coverage(holders: Mapping[HeldBox, Mapping[int, int]]) -> None:
         tensors.setdefault(box.name, []).append(box)
     for name, boxes in tensors.items():
         first = boxes[0]
+        if len(boxes) == 1 and first.is_whole:
+            continue
         for box in boxes[1:]:
             if (box.dtype, box.shape) != (first.dtype, first.shape):
                 ranks = min(holders[first]), min(holders[box])

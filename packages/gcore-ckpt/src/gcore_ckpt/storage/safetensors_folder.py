@@ -134,7 +134,12 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
         raise ValueError(f"tensor {name!r}: {error}") from error
     # Without checksums to check, blocks of one byte let every read be of what is asked for and no more.
     shard = StoredShard(
-        file=file, offset_bytes=header_size_bytes + begin, box=Box.whole(shape), block_bytes=1, checksums=None
+        file=file,
+        offset_bytes=header_size_bytes + begin,
+        size_bytes=size_bytes,
+        box=Box.whole(shape),
+        block_bytes=1,
+        checksums=None,
     )
     return StoredTensor(dtype=dtype, shape=shape, shards=(shard,))
 
