@@ -4,21 +4,24 @@ A node of the encoded tree is JSON null, true, false, a string, a finite float, 
 (a list), or an object with exactly one member, whose name says what its value is:
 
     {"dict": {...}}  {"items": [[key, value], ...]}  {"tuple": [...]}  {"int": "0x..."}  {"float_bits": "0x..."}
+    {"bytes": base64}  {"set": [...]}  {"frozenset": [...]}  {"numpy_scalar": [dtype, hex]}
     {"tensor": name}  {"array": name}  {"per_rank": {"0": value, ...}}
 
-`items` is a dict of which some keys are integers.
+`items` is a dict with integers among its keys. The second row is of version 3; items of a set are sorted by their JSON.
 """
 
+import base64
+import json
 import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 State: TypeAlias = Any
-"""Nested dict (str or int keys), list and tuple of tensors, arrays, None, bool, int, float, str and `PerRank`."""
+"""Nested dict (str or int keys), list, tuple and dataclass of tensors, arrays and small values."""
 
 Node: TypeAlias = Any
 """An encoded state: what `json` can write and read."""
@@ -28,6 +31,9 @@ ArrayKind: TypeAlias = Literal["tensor", "array"]
 StatePath: TypeAlias = tuple[str | int, ...]
 
 MAX_DEPTH = 100
+NUMPY_SCALARS = "biufcmM"
+"""Kinds of numpy scalars that can be saved: bool, integers, floats, complex numbers, time spans and times."""
+_NUMPY_SCALAR = re.compile(rf"[<|][{NUMPY_SCALARS}]\d{{1,2}}(\[\d*[a-zA-Z]+\])?")
 _SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _MAX_PLAIN_INT = 2**53  # what every JSON reader holds exactly
 
@@ -68,8 +74,9 @@ def describe(path: StatePath) -> str:
 def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePath = ()) -> Leaf:
     """Encode `state`; what is no container and no small value goes to `encode_leaf`, which returns None to refuse it.
 
-    Values of subclasses (OrderedDict, named tuples, IntEnum, ...) are encoded as the plain type they compare equal to;
-    keys of subclasses are refused, so that each key comes back as it was.
+    Values of subclasses (OrderedDict, named tuples, ...) are encoded as the plain type they compare equal to, members
+    of an Enum as their values, and dataclasses as dicts of their fields; keys of subclasses are refused, so that each
+    key comes back as it was.
 
     Raises:
         TypeError: A leaf or a dict key of an unsupported type, with its path.
@@ -79,6 +86,8 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
     if len(path) > MAX_DEPTH:
         raise ValueError(f"{describe(path[:3])}... nests more than {MAX_DEPTH} containers, or contains itself")
     match state:
+        case Enum():
+            return encode(state.value, encode_leaf, rank, path)
         case None | bool():
             return Leaf(node=state)
         case str():
@@ -89,6 +98,12 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
         case float():
             bits = {"float_bits": f"0x{struct.pack('>d', state).hex()}"}
             return Leaf(node=float(state) if math.isfinite(state) else bits)
+        case bytes():
+            return Leaf(node={"bytes": base64.b64encode(state).decode()})
+        case set() | frozenset():
+            items = [encode(item, lambda *_: None, rank, (*path, "item")).node for item in cast("set[State]", state)]
+            # Ranks that have the same set iterate over it in different orders.
+            return Leaf(node={"set" if isinstance(state, set) else "frozenset": sorted(items, key=json.dumps)})
         case dict():
             return Leaf(node=_encode_dict(cast("dict[object, State]", state), encode_leaf, rank, path))
         case list() | tuple():
@@ -100,12 +115,20 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
             return Leaf(node={"per_rank": {str(rank): own.node}})
         case _:
             leaf = encode_leaf(state, path)
+            if leaf is None and is_dataclass(state) and not isinstance(state, type):
+                return Leaf(node=_encode_dict(fields_of_dataclass(state), encode_leaf, rank, path))
             if leaf is None:
                 raise TypeError(
                     f"{describe(path)} is a {type(state).__module__}.{type(state).__qualname__}; a state holds dict, "
-                    "list, tuple, torch.Tensor, numpy.ndarray, None, bool, int, float and str"
+                    "list, tuple, set, dataclass, torch.Tensor, numpy.ndarray, numpy scalars, None, bool, int, float, "
+                    "str, bytes and Enum"
                 )
             return leaf
+
+
+def fields_of_dataclass(state: Any) -> dict[Any, State]:
+    """Return the fields of a dataclass by name."""
+    return {field.name: getattr(state, field.name) for field in fields(state)}
 
 
 def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int, path: StatePath) -> Node:
@@ -145,6 +168,13 @@ def decode(
             return int(digits, 16)
         case "float_bits", str(bits):
             return _float_of_bits(bits)
+        case "bytes", str(text):
+            return base64.b64decode(text, validate=True)
+        case ("set" | "frozenset") as kind, list(items):
+            found = [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)]
+            return _set_of(found) if kind == "set" else frozenset(_set_of(found))
+        case "numpy_scalar", [str(dtype), str(digits)]:
+            return _numpy_scalar(dtype, digits)
         case "tuple", list(items):
             return tuple(decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items))
         case None, list(items):
@@ -269,6 +299,31 @@ def _item(item: Node) -> tuple[str | int, Node]:
 
 def _encode_int(value: int) -> Node:
     return int(value) if abs(value) <= _MAX_PLAIN_INT else {"int": hex(value)}
+
+
+def encode_numpy_scalar(value: Any) -> Node:
+    """Return the node of a numpy scalar: its type as numpy spells it and its bytes, little-endian."""
+    stored = value.dtype.newbyteorder("<")
+    return {"numpy_scalar": [stored.str, value.astype(stored).tobytes().hex()]}
+
+
+def _numpy_scalar(dtype: str, digits: str) -> object:
+    import numpy as np
+
+    data = bytes.fromhex(digits)
+    if not _NUMPY_SCALAR.fullmatch(dtype) or len(data) != np.dtype(dtype).itemsize:
+        raise ValueError(f"{len(data)} bytes are no numpy scalar of type {dtype[:80]!r}")
+    return np.frombuffer(data, dtype)[0]
+
+
+def _set_of(items: list[State]) -> set[State]:
+    try:
+        found = set(items)
+    except TypeError as error:
+        raise ValueError(f"a set holds what cannot be in one: {error}") from error
+    if len(found) != len(items):
+        raise ValueError("a set holds an item twice")
+    return found
 
 
 def _float_of_bits(bits: str) -> float:

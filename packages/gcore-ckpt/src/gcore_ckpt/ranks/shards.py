@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
-from gcore_ckpt.format.tree import Leaf, Node, State, StatePath, describe, encode
+from gcore_ckpt.format.tree import NUMPY_SCALARS, Leaf, Node, State, StatePath, describe, encode, encode_numpy_scalar
 
 NumpyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+WRAPPER = "__class__"
+"""Key of the class of a tensor that is made of several, next to these."""
 _TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NUMPY_NAMES = {np.dtype(name): name for name, dtype in DTYPES.items() if dtype.in_numpy}
 
@@ -81,6 +83,19 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_wrapper(leaf: object) -> bool:
+    """Return whether this is a tensor of several others, such as a quantized one of torchao."""
+    is_plain = not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter) or leaf.is_nested
+    return not is_plain and hasattr(leaf, "__tensor_flatten__") and not is_dtensor(cast("torch.Tensor", leaf))
+
+
+def parts_of_wrapper(tensor: Any) -> dict[Any, State]:
+    """Return the tensors that a tensor is made of, by their names (`__tensor_flatten__`), and the name of its class."""
+    kind = type(tensor)
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names} | {WRAPPER: f"{kind.__module__}.{kind.__qualname__}"}
+
+
 def is_megatron(leaf: object, name: str) -> bool:
     """Return whether `leaf` is a sharded object of Megatron-Core, by its class name: nothing is imported."""
     kind = type(leaf)
@@ -125,6 +140,10 @@ class _Leaves:
         """Encode a tensor or an array; None for anything else."""
         if isinstance(leaf, np.ndarray):
             return Leaf(node={"array": self._add_array(cast("NumpyArray", leaf), path)})
+        if isinstance(leaf, np.generic) and leaf.dtype.kind in NUMPY_SCALARS:
+            return Leaf(node=encode_numpy_scalar(leaf))
+        if is_wrapper(leaf):
+            return encode(parts_of_wrapper(leaf), self.add, path=path)
         if is_megatron(leaf, "ShardedObject"):  # a small value, under the key that it has in all processes
             value: Any = leaf
             return Leaf(node=encode(value.data, self.add, path=(*path, "data")).node, key=value.unique_key)
