@@ -1,6 +1,7 @@
 """What a template makes of a step: its own types, parts of it, and a report of what was missing and unused."""
 
 import enum
+import tempfile
 import threading
 import time
 import weakref
@@ -11,10 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import load_file
 from torch.testing._internal.two_tensor import TwoTensor
 
 import gcore_ckpt
 from gcore_ckpt import Checkpointer, CheckpointMismatchError, CorruptCheckpointError
+from gcore_ckpt.loading.reader import open_step
+from gcore_ckpt.storage.local import open_storage
+from gcore_ckpt.tools.compare import compare
 
 
 class Phase(enum.Enum):
@@ -198,3 +204,74 @@ def test_what_a_save_did(tmp_path: Path) -> None:
     assert advances == [(report.size_bytes, report.size_bytes)]
     assert 0 < report.plan_s + report.copy_s <= report.stall_s <= stall_s
     assert report.write_s > 0
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Tensors of which many lie in the memory of others."""
+    base = torch.randn(draw(st.integers(1, 4)), draw(st.integers(1, 4)), dtype=draw(st.sampled_from(DTYPES)))
+    rows, columns = base.shape
+    others = {
+        "the same": base.view(base.shape),
+        "turned": base.t(),
+        "flat": base.view(-1),
+        "repeated": base[:1].expand(3, columns),
+        "rows": base[draw(st.integers(0, rows)) :],
+        "column": base[:, draw(st.integers(0, columns - 1))],
+        "bits": base.view(torch.int32) if base.dtype == torch.float32 else base.view(torch.int16),
+        "another": torch.randn(2),
+    }
+    names = draw(st.lists(st.sampled_from(sorted(others)), max_size=6))
+    return draw(st.permutations([*draw(st.sampled_from(([base], []))), *(others[name] for name in names)]))
+
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@given(memories())
+def test_memory_is_stored_once(tensors: list[torch.Tensor]) -> None:
+    """In any order, values come back; tensors that lie in the memory of another one do so again."""
+    with tempfile.TemporaryDirectory() as path:
+        gcore_ckpt.save(path, tensors)
+        gcore_ckpt.verify(path)
+        found = gcore_ckpt.load(path)
+        templates = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+        gcore_ckpt.load(path, templates)
+        size_bytes = sum(tensor.nbytes for tensor in gcore_ckpt.load(path, mmap=True) if tensor._base is None)
+    for tensor, new, template in zip(tensors, found, templates, strict=True):
+        assert (new.dtype, new.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(new, tensor)
+        assert torch.equal(template, tensor)
+    whole = [t for t in tensors if t.is_contiguous() and t.numel()]
+    for i, base in enumerate(whole):
+        for tensor in whole[:i]:
+            is_inside = base.data_ptr() <= tensor.data_ptr() < base.data_ptr() + base.nbytes
+            if is_inside and tensor.dtype == base.dtype and tensor.nbytes < base.nbytes:
+                new, new_base = (found[next(k for k, t in enumerate(tensors) if t is x)] for x in (tensor, base))
+                assert new.data_ptr() - new_base.data_ptr() == tensor.data_ptr() - base.data_ptr()
+    assert size_bytes <= sum(t.nbytes for t in tensors)
+
+
+def test_views_in_a_template_and_on_the_command_line(tmp_path: Path) -> None:
+    """A view alone is filled from the memory that it lay in, is exported as it was, and is compared."""
+    w = torch.arange(12.0).view(3, 4)
+    gcore_ckpt.save(tmp_path / "a", {"m": {"w": w, "turned": w.t(), "tail": w[1:]}})
+    [file] = (tmp_path / "a").glob("step-*/data-*.safetensors")
+    assert sorted(load_file(file)) == ["m.w"]
+    tail = torch.zeros(2, 4, dtype=torch.float64)
+    gcore_ckpt.load(tmp_path / "a", {"m": {"tail": tail}})
+    assert torch.equal(tail, w[1:].double())
+    assert torch.equal(gcore_ckpt.load(tmp_path / "a", only=["m.turned"])["m"]["turned"], w.t())
+    with pytest.raises(CheckpointMismatchError, match=r"\['tail'\] has shape \(3, 4\) in the template, \(2, 4\)"):
+        gcore_ckpt.load(tmp_path / "a", {"m": {"tail": torch.zeros(3, 4)}})
+
+    gcore_ckpt.export_hf(tmp_path / "a", tmp_path / "hf", prefix="m", dtype="bfloat16")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(exported["turned"], w.t().bfloat16())
+    assert torch.equal(exported["tail"], w[1:].bfloat16())
+
+    apart = {"m": {"w": w, "turned": w.t().clone(), "tail": w[1:] + 1}}
+    gcore_ckpt.save(tmp_path / "b", apart)
+    a, b = (open_storage(tmp_path / name) for name in "ab")
+    with open_step(a, 0) as first, open_step(b, 0) as second:
+        assert [(found.kind, found.path) for found in compare(first, second)] == [("bytes", "m.tail")]

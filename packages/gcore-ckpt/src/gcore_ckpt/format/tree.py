@@ -4,10 +4,12 @@ A node of the encoded tree is JSON null, true, false, a string, a finite float, 
 (a list), or an object with exactly one member, whose name says what its value is:
 
     {"dict": {...}}  {"items": [[key, value], ...]}  {"tuple": [...]}  {"int": "0x..."}  {"float_bits": "0x..."}
-    {"bytes": base64}  {"set": [...]}  {"frozenset": [...]}  {"numpy_scalar": [dtype, hex]}
     {"tensor": name}  {"array": name}  {"per_rank": {"0": value, ...}}
+    {"bytes": base64}  {"set": [...]}  {"frozenset": [...]}  {"numpy_scalar": [dtype, hex]}
+    {"view": [name, shape, stride, offset]}
 
-`items` is a dict with integers among its keys. The second row is of version 3; items of a set are sorted by their JSON.
+`items` is a dict with integers among its keys. What follows `per_rank` is of version 3: items of a set are sorted by
+their JSON; a view is a tensor in the memory of another one, by elements of that, which is contiguous.
 """
 
 import base64
@@ -20,6 +22,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+from gcore_ckpt.format import validation
+
 State: TypeAlias = Any
 """Nested dict (str or int keys), list, tuple and dataclass of tensors, arrays and small values."""
 
@@ -27,6 +31,25 @@ Node: TypeAlias = Any
 """An encoded state: what `json` can write and read."""
 
 ArrayKind: TypeAlias = Literal["tensor", "array"]
+
+
+class View(NamedTuple):
+    """A tensor in the memory of a contiguous one: its shape, strides and first element, counted in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element; 0 if it has none."""
+        if not all(self.shape):
+            return 0
+        return self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) + 1
+
+
+ArrayOf: TypeAlias = Callable[[ArrayKind, str, View | None], object]
+"""Returns what a node that refers to a stored tensor stands for."""
 
 StatePath: TypeAlias = tuple[str | int, ...]
 
@@ -152,7 +175,7 @@ def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int
 
 def decode(
     node: Node,
-    array: Callable[[ArrayKind, str], object],
+    array: ArrayOf,
     per_rank: Callable[[Mapping[str, Node]], Node],
     depth: int = 0,
 ) -> State:
@@ -161,7 +184,10 @@ def decode(
         raise ValueError(f"more than {MAX_DEPTH} containers inside each other")
     match _tagged(node):
         case ("tensor" | "array") as kind, str(name):
-            return array(kind, name)
+            return array(kind, name, None)
+        case "view", list():
+            name, view = cast("tuple[str, View]", view_of(node))
+            return array("tensor", name, view)
         case "per_rank", dict(nodes):
             return decode(per_rank(cast("dict[str, Node]", nodes)), array, per_rank, depth + 1)
         case "int", str(digits):
@@ -212,6 +238,22 @@ def name_of(node: Node) -> str | None:
     return value if tag in ("tensor", "array") and isinstance(value, str) else None
 
 
+def view_of(node: Node) -> tuple[str, View] | None:
+    """Return the name of the tensor whose memory an encoded view is in, and the view; None for any other node."""
+    tag, value = _tagged(node)
+    if tag != "view":
+        return None
+    parts = cast("list[object]", validation.expect(list, value, "view"))
+    if len(parts) != 4:
+        raise ValueError(f"a view has {len(parts)} parts; expected a name, a shape, strides and an offset")
+    name, shape, stride, offset = parts
+    sizes = validation.shape(shape, "shape of a view"), validation.sizes(stride, "stride of a view")
+    view = View(*sizes, validation.size(offset, "offset of a view"))
+    if len(view.shape) != len(view.stride):
+        raise ValueError(f"a view has shape {view.shape} and stride {view.stride}")
+    return validation.expect(str, name, "tensor of a view"), view
+
+
 def items_of(node: Node) -> list[Node] | None:
     """Return the items of an encoded list or tuple; None for any other node."""
     tag, value = _tagged(node)
@@ -249,8 +291,10 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
     own = [ranks_of(node) for _, node in nodes]
     if all(found is not None for found in own):
         return {"per_rank": {key: value for found in own for key, value in (found or {}).items()}}
+    # A rank on which it is a tensor of its own stores it.
+    first = next((node for _, node in nodes if view_of(node) is None), first)
     for other_rank, other in nodes[1:]:
-        if other != first:
+        if other != first and view_of(other) is None:
             raise ValueError(
                 f"{describe(path)} is {str(first)[:60]} on rank {rank} and {str(other)[:60]} on rank {other_rank}; "
                 "wrap what each rank has of its own in PerRank"
@@ -260,7 +304,8 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
 
 def references(node: Node) -> Iterator[str]:
     """Return the names of all tensors and arrays in a tree."""
-    name = name_of(node)
+    view = view_of(node)
+    name = name_of(node) if view is None else view[0]
     if name is not None:
         yield name
     for child in (fields_of(node) or ranks_of(node) or {}).values() or items_of(node) or ():

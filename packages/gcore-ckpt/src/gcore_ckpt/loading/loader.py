@@ -12,9 +12,9 @@ import torch
 
 from gcore_ckpt.format.boxes import DTYPES, Box
 from gcore_ckpt.format.index import StoredShard
-from gcore_ckpt.format.tree import State, StatePath
+from gcore_ckpt.format.tree import State, StatePath, View
 from gcore_ckpt.handles import LoadReport
-from gcore_ckpt.loading.matching import Matcher, Request, pruned
+from gcore_ckpt.loading.matching import Matcher, Request, pruned, view_in
 from gcore_ckpt.loading.reader import StepReader, pieces
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
@@ -66,6 +66,9 @@ def load_step(
 
     with Workers(_THREADS) as workers:
         fill(reader, matcher.requests, workers, advance)
+    with torch.no_grad():
+        for target, source in matcher.copies:
+            target.copy_(source)
     report.size_bytes, report.match_s, report.read_s = total_bytes, matched_s - start_s, time.perf_counter() - matched_s
     return state
 
@@ -94,6 +97,19 @@ def read_box(reader: StepReader, name: str, box: Box, workers: Workers, dtype: s
     if box.size:
         fill(reader, [Request(name, box, data.view(TORCH_DTYPES[dtype]).view(box.shape))], workers)
     return data
+
+
+def read_whole(
+    reader: StepReader, name: str, view: View | None, workers: Workers, dtype: str | None = None
+) -> torch.Tensor:
+    """Return the bytes of a stored tensor, or of a view in its memory, as `read_box` does."""
+    stored = reader.index.tensors[name]
+    data = read_box(reader, name, Box.whole(stored.shape), workers, dtype)
+    if view is None:
+        return data
+    # Not contiguous(): a dimension of one element may have any stride.
+    tensor = view_in(data.view(TORCH_DTYPES[dtype or stored.dtype]), view)
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _batches(reads: Iterable[_SizedRead], advance: Callable[[int], None]) -> Iterator[Callable[[], None]]:

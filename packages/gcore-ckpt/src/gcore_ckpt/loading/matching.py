@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError
-from gcore_ckpt.format import tree
+from gcore_ckpt.format import tree, validation
 from gcore_ckpt.format.boxes import Box
 from gcore_ckpt.format.index import StoredTensor
-from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, describe
+from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, View, describe
 from gcore_ckpt.loading.reader import StepReader
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import (
@@ -47,6 +47,8 @@ class Matcher:
 
     def __init__(self, reader: StepReader, group: Group, device: torch.device, *, mmap: bool) -> None:
         self.requests: list[Request] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Targets and sources of copies, to be made after all requests."""
         self._reader = reader
         self._group = group
         self._device = device
@@ -81,7 +83,9 @@ class Matcher:
             )
         return nodes[str(self._group.rank)]
 
-    def _new(self, kind: ArrayKind, name: str, stored: StoredTensor) -> object:
+    def _new(self, kind: ArrayKind, name: str, stored: StoredTensor, view: View | None) -> object:
+        if view is not None:
+            return view_in(cast("torch.Tensor", self._new("tensor", name, stored, None)), view)
         if (kind, name) not in self._fresh:
             tensor = self._mapped(stored) if self._mmap else None
             if tensor is None:
@@ -207,32 +211,50 @@ class Matcher:
             return self._match_dataclass(template, node, path)
         if shard is None:
             return self.decoded(node)
-        name = shard.name if shard.name is not None else tree.name_of(node)
+        with validation.reading(f"{self._reader.where}/index.json: tree"):
+            name, view = tree.view_of(node) or (tree.name_of(node), None)
+        name = shard.name if shard.name is not None else name
         result = template
         if shard.tensor.is_meta:
             shard = replace(shard, tensor=torch.empty_like(shard.tensor, device=self._device))
             result = _materialised(template, shard)
-        self._request(name, shard.box, tuple(shard.global_shape), shard.tensor, path)
+        self._request(name, node, view, shard.box, tuple(shard.global_shape), shard.tensor, path)
         self._filled.add(_memory(shard.tensor))
         return result
 
     def _request(
-        self, name: str | None, box: Box, shape: tuple[int, ...], target: torch.Tensor, path: StatePath
+        self,
+        name: str | None,
+        node: Node | None,
+        view: View | None,
+        box: Box,
+        shape: tuple[int, ...],
+        target: torch.Tensor,
+        path: StatePath,
     ) -> None:
         stored = None if name is None else self._reader.index.tensors.get(name)
         if stored is None or name is None:
             raise self._mismatch(path, f"is a tensor in the template, no tensor in the checkpoint (name {name!r})")
-        if stored.shape != shape:
-            raise self._mismatch(path, f"has shape {shape} in the template, {stored.shape} in the checkpoint")
+        stored_shape = stored.shape if view is None else view.shape
+        if stored_shape != shape:
+            raise self._mismatch(path, f"has shape {shape} in the template, {stored_shape} in the checkpoint")
         dtype = TORCH_DTYPES[stored.dtype]
         if dtype != target.dtype and not torch.can_cast(dtype, target.dtype):
             found = f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
             raise self._mismatch(path, found)
-        if box.size:
+        if box.size and view is None:
             self.requests.append(Request(name, box, target))
+        elif box.size and view is not None:
+            # The memory that it is a part of, of which it is copied once that is read.
+            self.copies.append((target, self.decoded(node)[box.slices()]))
 
     def _mismatch(self, path: StatePath, problem: str) -> CheckpointMismatchError:
         return CheckpointMismatchError(f"{self._reader.where}: {describe(path)} {problem}")
+
+
+def view_in(whole: torch.Tensor, view: View) -> torch.Tensor:
+    """Return a view of a contiguous tensor's memory."""
+    return whole.as_strided(view.shape, view.stride, whole.storage_offset() + view.offset)
 
 
 def _shard_of_array(array: NumpyArray) -> Shard:
