@@ -1,13 +1,14 @@
 """Saves and loads the steps of one path. Torch is imported by the first save or load, not with the package."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
+from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport
 from gcore_ckpt.ranks.group import (
     Group,
     ProcessGroupArgument,
@@ -17,9 +18,10 @@ from gcore_ckpt.ranks.group import (
     open_group,
     root_decides,
 )
+from gcore_ckpt.saving.retention import Retention
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage.local import open_storage
-from gcore_ckpt.threads import Call, Calls, Outcome, SaveHandle
+from gcore_ckpt.threads import Call, Calls, Outcome
 
 if TYPE_CHECKING:
     import torch
@@ -28,32 +30,6 @@ if TYPE_CHECKING:
     from gcore_ckpt.saving.pipeline import SavePipeline
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """Steps to keep after a commit: `keep` of the latest (None for all), and multiples of `keep_every` for good."""
-
-    keep: int | None = None
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(f"keep is {self.keep}; expected None (keep all steps) or 1 or more")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every is {self.keep_every}; expected None or 1 or more")
-        if self.keep_every is not None and self.keep is None:
-            found = f"keep_every is {self.keep_every} and keep is None"
-            raise ValueError(f"{found}, which keeps all steps; expected a keep")
-
-    def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
-        """Return those of `steps` (ascending) that may go, never the one just committed."""
-        if self.keep is None:
-            return []
-        others = [step for step in steps if step != committed]
-        kept = self.keep - (0 if committed is None else 1)
-        lowest = others[: max(0, len(others) - kept)]
-        return [step for step in lowest if self.keep_every is None or step % self.keep_every != 0]
 
 
 class Checkpointer:
@@ -120,15 +96,18 @@ class Checkpointer:
         self._inside: str | None = None
         self._stops: list[StopSignals] = []
 
-    def save(self, step: int, state: State) -> SaveHandle:
+    def save(self, step: int, state: State, *, progress: Callable[[int, int], None] | None = None) -> SaveHandle:
         """Start to save `state`; on return it is copied out of live memory, and the caller may change it.
 
         Args:
             step: Number of the step, 0 or more, not committed or in flight yet.
-            state: Nested dict (with str or int keys), list and tuple of `torch.Tensor` (dense, of any device),
-                `DTensor`, `Shard`, Megatron's `ShardedTensor`, `numpy.ndarray` (of a native bool, integer, float or
-                complex type), None, bool, int, float and str. In a group, a plain tensor or array is the same on all
-                ranks that have it, and so are small values; `PerRank` wraps what is not.
+            state: Nested dict (with str or int keys), list, tuple, named tuple and dataclass of `torch.Tensor` (dense,
+                of any device, or a subclass made of such), `DTensor`, `Shard`, Megatron's `ShardedTensor`,
+                `numpy.ndarray` (of a native bool, integer, float or complex type), and small values: None, bool, int,
+                float, str, bytes, Enum, numpy scalars, and sets of these. In a group, a plain tensor or array is the
+                same on all ranks that have it, and so are small values; `PerRank` wraps what is not.
+            progress: Is called in another thread with the bytes that this rank has written since the last call, file
+                by file, and with those that it writes in all.
 
         Raises:
             TypeError, ValueError: `step` or a leaf of `state` cannot be saved; the message has its path.
@@ -138,15 +117,16 @@ class Checkpointer:
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
                 signal handler called this).
         """
-        return self._use("save", lambda: self._save(step, state))
+        return self._use("save", lambda: self._save(step, state, progress))
 
-    def _save(self, step: int, state: State) -> SaveHandle:
+    def _save(self, step: int, state: State, progress: Callable[[int, int], None] | None) -> SaveHandle:
+        start_s = time.perf_counter()
         for handle in [handle for handle in list(self._handles) if handle.abandoned]:
             handle.join()
         while len(in_flight := [handle for handle in list(self._handles) if not handle.done()]) >= self._max_in_flight:
             in_flight[0].join()
         outcome = Outcome[None]()
-        handle = SaveHandle(step, outcome)
+        handle = SaveHandle(step, outcome, SaveReport(wait_s=time.perf_counter() - start_s))
 
         def check() -> None:
             _check_step(step)
@@ -157,7 +137,7 @@ class Checkpointer:
         def save(call: Call) -> None:
             pipeline = self._open_pipeline(call)
             self._handles[handle] = None
-            pipeline.save(call, step, state, outcome, check)
+            pipeline.save(call, step, state, outcome, handle.report, progress, check)
 
         try:
             self._calls.run(save)
@@ -174,18 +154,25 @@ class Checkpointer:
         only: Sequence[str] | None = None,
         device: "str | torch.device" = "cpu",
         mmap: bool = False,
+        strict: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> State:
         """Return the state of a committed step; save in flight are not seen. In a group, all ranks load or none does.
 
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
                 dtype and device, are filled in place; tensors on the meta device are created on `device`; small
-                values and None are replaced by what was saved. None loads everything, every tensor whole.
+                values and None are replaced by what was saved. Named tuples, dataclasses and members of an Enum come
+                back as such. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
             only: Without a template: dotted paths to load, or patterns, whose `*` matches dots: `["model.*.bias"]`.
             device: Where new tensors are made.
             mmap: Without a template: tensors that lie whole in a file are views of it, read when they are touched and
                 not checked against their checksums. Writing to one changes memory, never the file.
+            strict: Whether it is an error if the template has what was not saved; otherwise that stays as it is, and
+                is in the report of `load_async`.
+            progress: Is called, from several threads, with the bytes that were read since the last call, and with
+                those that this rank reads in all.
 
         Raises:
             CheckpointNotFoundError: The step is not committed, or was deleted meanwhile.
@@ -194,28 +181,61 @@ class Checkpointer:
                 filled then holds rubbish.
             CheckpointError: Another rank failed; or this is saving or loading already (a signal handler called this).
         """
-        if template is not None and (only is not None or mmap):
+        options = {"only": only, "device": device, "mmap": mmap, "strict": strict, "progress": progress}
+        load = self._loading(template, step, LoadReport(), options)
+        return self._use("load", lambda: self._calls.run(load))
+
+    def load_async(
+        self,
+        template: State = None,
+        *,
+        step: "Step" = "latest",
+        only: Sequence[str] | None = None,
+        device: "str | torch.device" = "cpu",
+        mmap: bool = False,
+        strict: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> LoadHandle[State]:
+        """Start to load a step, as `load` does, while the caller does something else, such as to build a model.
+
+        `wait` of the result returns the state, or raises the errors of `load`; until then the template's tensors must
+        not be used. Its `report` says what was missing in the step, what was unused, and how long it took. Further
+        calls of this Checkpointer wait for it.
+        """
+        options = {"only": only, "device": device, "mmap": mmap, "strict": strict, "progress": progress}
+        report = LoadReport()
+        load = self._loading(template, step, report, options)
+        return LoadHandle[State](self._use("load", lambda: self._calls.start(load)), report)
+
+    def _loading(
+        self, template: State, step: "Step", report: LoadReport, options: dict[str, Any]
+    ) -> Callable[[Call], State]:
+        if template is not None and (options["only"] is not None or options["mmap"]):
             raise ValueError("only and mmap are for loading without a template; expected one or the other")
+        if template is None and not options["strict"]:
+            raise ValueError("strict is False and there is no template; expected a template, or only=")
         if isinstance(template, bool | int | float | str):
             raise TypeError(f"template is {template!r}; expected a tree of tensors (a step is given as step=...)")
 
         def load(call: Call) -> State:
-            from gcore_ckpt.loading.loader import load_step
+            from gcore_ckpt.loading.loader import LoadOptions, load_step
             from gcore_ckpt.loading.reader import find_step, open_step
 
+            start_s = time.perf_counter()
             group = self._open_group(call)
-            found = root_decides(group, lambda: find_step(self._storage, step))
+            found = report.step = root_decides(group, lambda: find_step(self._storage, step))
 
             def fill() -> State:
                 with call.working(), open_step(self._storage, found) as reader:
-                    return load_step(reader, group, template, only=only, device=device, mmap=mmap, check=call.check)
+                    report.open_s = time.perf_counter() - start_s
+                    return load_step(reader, group, template, LoadOptions(**options), report, call.check)
 
             state = all_succeed(group, fill)
             if found is not None and step != "latest" and self._pipeline is not None:
                 self._pipeline.went_back(found)
             return state
 
-        return self._use("load", lambda: self._calls.run(load))
+        return load
 
     def rollback(self, step: int) -> list[int]:
         """Make a committed step the latest: all steps above it are set aside, after the saves in flight.
@@ -284,7 +304,7 @@ class Checkpointer:
             self._pipeline.wait()
 
     def close(self) -> None:
-        """Wait until all saves have ended and let the next writer in. Loading still works; closing again does nothing.
+        """Wait until all calls have ended and let the next writer in. Loading still works; closing again does nothing.
 
         If this is interrupted, the saves in flight are still finished; closing again waits for them again.
 
@@ -378,23 +398,3 @@ def _check_step(step: int) -> None:
         raise TypeError(f"step is {step!r}; expected an int")
     if step < 0:
         raise ValueError(f"step is {step}; expected 0 or more")
-
-
-def save(path: str | os.PathLike[str], state: State, *, step: int = 0) -> None:
-    """Save `state` as a step under `path`, and return once it is committed; see `Checkpointer.save`."""
-    with Checkpointer(path) as checkpointer:
-        checkpointer.save(step, state)
-
-
-def load(
-    path: str | os.PathLike[str],
-    template: State = None,
-    *,
-    step: "Step" = "latest",
-    only: Sequence[str] | None = None,
-    device: "str | torch.device" = "cpu",
-    mmap: bool = False,
-) -> State:
-    """Load a step from `path`; see `Checkpointer.load`."""
-    with Checkpointer(path) as checkpointer:
-        return checkpointer.load(template, step=step, only=only, device=device, mmap=mmap)

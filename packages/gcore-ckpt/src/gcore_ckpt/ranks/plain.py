@@ -13,7 +13,17 @@ import numpy as np
 import torch
 
 from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
-from gcore_ckpt.format.tree import MAX_DEPTH, Node, PerRank, State, encode
+from gcore_ckpt.format.tree import (
+    MAX_DEPTH,
+    NUMPY_SCALARS,
+    Leaf,
+    Node,
+    PerRank,
+    State,
+    StatePath,
+    encode,
+    encode_numpy_scalar,
+)
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, NumpyArray
 
 _NAMES: dict[object, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -72,9 +82,14 @@ def collect_plain(state: State, rank: int = 0, known: Sequence[HeldBox] = ()) ->
 
 def _small(value: State) -> Node:
     try:
-        return encode(value, lambda *_: None).node
+        return encode(value, _encode_leaf).node
     except (TypeError, ValueError) as error:
         raise _NotPlainError from error
+
+
+def _encode_leaf(leaf: object, _: StatePath) -> Leaf | None:
+    is_scalar = isinstance(leaf, np.generic) and leaf.dtype.kind in NUMPY_SCALARS
+    return Leaf(node=encode_numpy_scalar(leaf)) if is_scalar else None
 
 
 def _boxes(
