@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from gcore_ckpt import Checkpointer, CorruptCheckpointError, Shard, Shards, load
 from gcore_ckpt.format.boxes import checksum
 from gcore_ckpt.format.index import decode_index
 
+GOLDEN = Path(__file__).parent / "golden"
 DATA, INDEX = "data-00000.safetensors", "index.json"
 WHOLE = torch.arange(12, dtype=torch.int32).view(3, 4)
 PARTS = [(slice(0, 1), slice(0, 4)), (slice(1, 3), slice(0, 3)), (slice(1, 3), slice(3, 4))]
@@ -83,6 +85,37 @@ def test_a_name_that_is_no_path_is_written(tmp_path: Path) -> None:
     assert written == [[1, "a.b#2"], [2, "own"], [3, "\\ud800"]]
     assert names_of({"state": torch.ones(1)}, tmp_path / "none") == (["state"], [])
     assert names_of({"x" * 1001: {"y": {"z": torch.ones(1)}}}, tmp_path / "long")[1] == [[0, f"{'x' * 1001}.y.z"]]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_what_earlier_releases_wrote_is_read(version: int) -> None:
+    """As they wrote it; version 1 is in `test_load.py`."""
+    path = GOLDEN / f"version-{version}"
+    assert json.loads((path / "step-00000004" / INDEX).read_text())["version"] == version
+    verify(path)
+    state = load(path)
+    w = torch.arange(6.0).view(2, 3)
+    assert torch.equal(state["w"], w)
+    assert state["tied"] is state["w"]
+    assert torch.equal(state["b"], torch.tensor([1, -2, 3], dtype=torch.bfloat16))
+    assert (state["a"] == np.arange(4, dtype=np.uint16)).all()
+    assert state["empty"].shape == (0, 2)
+    assert torch.equal(state["z"], torch.tensor([1 + 2j]))
+    assert state["list"] == [1, 2**80, (None, True, float("inf"))]
+    assert state["lr"] == 0.1
+    assert [state["optim"]["state"][i]["step"].item() for i in range(2)] == [3, 4]
+    assert [*map(len, (state["a.b"], state["sub"]["a.b"], state["sub"]["a"]["b"]))] == [1, 2, 2]
+    assert torch.equal(state["sub"]["a"]["b"], torch.full((2,), 2.0))
+    assert torch.equal(state["rng"]["seed"], torch.arange(2))
+    assert torch.equal(state["parts"], WHOLE)
+    assert torch.equal(state["own name"], torch.tensor([7.0, 8.0]))
+    row = torch.zeros(2, 2, dtype=torch.int32)
+    load(path, {"parts": Shard(global_shape=(3, 4), offset=(1, 2), tensor=row)})
+    assert torch.equal(row, WHOLE[1:, 2:])
+    if version == 3:
+        assert torch.equal(state["view"], w.t())
+        assert state["view"].data_ptr() == state["w"].data_ptr()
+        assert (state["bytes"], state["set"], state["scalar"]) == (b"\x00\xff", {1, "a"}, np.float32(0.5))
 
 
 def tensors(**fields: object) -> Callable[[dict[str, Any]], None]:

@@ -162,8 +162,8 @@ class Stager:
 
 def _device_of_all(sources: Sequence[torch.Tensor | NumpyArray], file: FileLayout, run: range) -> torch.device | None:
     """Return the device of several tensors that are placed whole; None if they are to be copied one by one."""
-    if len(run) == 1 or not {*map(type, sources)} <= _PLAIN:
-        return None
+    if len(run) == 1 or not {*map(type, sources)} <= _PLAIN or file.held[run.start].dtype == "complex32":
+        return None  # torch warns of operations on complex32
     devices = {*map(_device, cast("list[torch.Tensor]", sources))}
     size_bytes = file.offsets[run.stop] - file.offsets[run.start]
     return devices.pop() if len(devices) == 1 and sum(map(_nbytes, sources)) == size_bytes else None
