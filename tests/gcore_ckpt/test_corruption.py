@@ -1,4 +1,4 @@
-"""Damaged, hostile and future checkpoints are refused, and the error says where; `test_index.py` has version 3's own."""
+"""Damaged, hostile and future checkpoints are refused, and the error says where. Version 3: `test_index.py`."""
 
 import json
 import os
@@ -22,7 +22,8 @@ from gcore_ckpt import (
     verify,
 )
 from gcore_ckpt.format.boxes import checksum
-from gcore_ckpt.format.index import Index, decode_index
+from gcore_ckpt.format.index import decode_index
+from gcore_ckpt.format.stored import Index
 from gcore_ckpt.storage.local import LocalStorage
 
 DATA, INDEX = "data-00000.safetensors", "index.json"

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from gcore_ckpt import Checkpointer, PerRank, Shard, load, verify
-from gcore_ckpt.format.boxes import DTYPES, HeldBox
+from gcore_ckpt.format.boxes import DTYPES, HeldBox, lay_out
 from gcore_ckpt.ranks.plain import collect_plain
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, collect
-from gcore_ckpt.saving.pipeline import SavePlanner
 
 BASE = torch.arange(24.0).view(2, 3, 4)
 PLAIN: list[Any] = [
@@ -148,24 +147,24 @@ def test_what_changes_after_a_save_is_not_in_it(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, max_in_flight=3) as checkpointer:
         for step in range(3):
             checkpointer.save(step, state)
-            torch._foreach_add_(state, 1.0)
+            for tensor in state:
+                tensor += 1
         checkpointer.wait()
         for step in range(3):
             found = torch.stack(checkpointer.load(step=step))
             assert torch.equal(found, torch.arange(2000.0).add(step)[:, None].expand(2000, 8))
 
 
-def test_a_state_of_one_rank_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[list[HeldBox] | None] = []
-    assign = SavePlanner._assign
+def test_files_are_laid_out_again_when_tensors_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
 
-    def record(self: SavePlanner, messages: Any) -> Any:
-        planned.append(messages[0]["boxes"])
-        return assign(self, messages)
+    def count(boxes: dict[int, HeldBox], max_file_bytes: int | None) -> Any:
+        planned.append(len(boxes))
+        return lay_out(boxes, max_file_bytes)
 
-    monkeypatch.setattr(SavePlanner, "_assign", record)
+    monkeypatch.setattr("gcore_ckpt.saving.pipeline.lay_out", count)
     with Checkpointer(tmp_path) as checkpointer:
         for step, size in enumerate([3, 3, 3, 4, 4]):
             checkpointer.save(step, {"a": torch.zeros(size), "step": step, "b": [torch.ones(2)]}).wait()
             assert load(tmp_path)["a"].shape == (size,)
-    assert [boxes is None for boxes in planned] == [False, True, True, False, True]
+            assert len(planned) == (1 if step < 3 else 2)

@@ -197,7 +197,7 @@ def block_count(size_bytes: int, block_bytes: int) -> int:
 class FileLayout:
     """A data file before it has data: its header and the places of its boxes, in columns.
 
-    Box `held[i]` is a part of box `numbers[i]` of the rank and lies in the bytes `offsets[i]` to `offsets[i + 1]` of the
+    Box `held[i]` is a part of box `numbers[i]` of the rank, in the bytes from `offsets[i]` to `offsets[i + 1]` of the
     file. `runs` are the boxes again, in order: in one range those that are small, adjacent and of one element type.
     """
 

@@ -52,6 +52,14 @@ def sizes(value: object, name: str) -> tuple[int, ...]:
     return tuple(size(item, name) for item in expect(list, value, name))
 
 
+def members(value: object, count: int, name: str) -> list[Any]:
+    """Return the items of a list after checking how many they are."""
+    items = expect(list, value, name)
+    if len(items) != count:
+        raise ValueError(f"{name} has {len(items)} members; expected {count}")
+    return items
+
+
 def numbers(value: object, name: str, count: int) -> list[int]:
     """Return the items of a list after checking that each is a number of 0 or more, less than `count`."""
     items = expect(list, value, name)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch._utils import _unflatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
 
 from gcore_ckpt.format.boxes import DTYPES, SMALL_BYTES, Box
-from gcore_ckpt.format.index import StoredShard
+from gcore_ckpt.format.stored import StoredShard
 from gcore_ckpt.format.tree import State, StatePath, View
 from gcore_ckpt.handles import LoadReport
 from gcore_ckpt.loading.matching import Matcher, Request, pruned, view_in
@@ -22,6 +22,7 @@ from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.threads import Workers
 
+_copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 _THREADS = 8
 _SCRATCH_BYTES = 64 << 20
 _BATCH_BYTES = 4 << 20
@@ -127,7 +128,8 @@ def _read_run(reader: StepReader, run: Sequence[NamedShard], size_bytes: int) ->
     buffer = np.empty(size_bytes, np.uint8)
     reader.read_run(run, buffer.data)
     targets = [item.target for item in run]
-    torch._foreach_copy_(targets, _unflatten_dense_tensors(torch.from_numpy(buffer).view(targets[0].dtype), targets))
+    flat = torch.from_numpy(buffer).view(targets[0].dtype)
+    _copy_each(targets, _unflatten_dense_tensors(flat, targets))
 
 
 def read_box(reader: StepReader, name: str, box: Box, workers: Workers, dtype: str | None = None) -> torch.Tensor:

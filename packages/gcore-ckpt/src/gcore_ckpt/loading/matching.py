@@ -13,7 +13,7 @@ import torch
 from gcore_ckpt.errors import CheckpointMismatchError
 from gcore_ckpt.format import tree, validation
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.index import StoredTensor
+from gcore_ckpt.format.stored import StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, View, describe
 from gcore_ckpt.loading.reader import StepReader
 from gcore_ckpt.ranks.group import Group

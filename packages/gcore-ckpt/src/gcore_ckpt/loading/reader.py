@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import tree, validation
 from gcore_ckpt.format.boxes import DIGITS, DTYPES, JOINT_BYTES, SMALL_BYTES, block_count, checksum, digest
-from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor, decode_index
+from gcore_ckpt.format.index import decode_index
+from gcore_ckpt.format.stored import DataFile, Index, StoredShard, StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath, View
 from gcore_ckpt.storage import StepFiles, Storage, step_name
 from gcore_ckpt.storage.local import open_storage

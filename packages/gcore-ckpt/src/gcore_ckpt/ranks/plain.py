@@ -26,8 +26,10 @@ from gcore_ckpt.format.tree import (
 )
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, NumpyArray
 
-_NAMES: dict[object, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_NAMES |= {np.dtype(name): name for name, dtype in DTYPES.items() if dtype.in_numpy}
+_NAMES: dict[object, str] = {
+    **{dtype: name for name, dtype in TORCH_DTYPES.items()},
+    **{np.dtype(name): name for name, dtype in DTYPES.items() if dtype.in_numpy},
+}
 _TAGS = {torch.Tensor: "tensor", torch.nn.Parameter: "tensor", np.ndarray: "array"}
 _kind_of_tensor = attrgetter("dtype", "shape", "layout", "is_meta", "is_nested")
 _kind_of_array = attrgetter("dtype", "shape")
@@ -40,7 +42,7 @@ class _NotPlainError(Exception):
 def collect_plain(state: State, rank: int = 0, known: Sequence[HeldBox] = ()) -> Holdings | None:
     """Return what `collect` returns, if the state is plain; None for any other, or one that is refused.
 
-    Boxes that are equal to those of the last save, `known`, are the same objects: none is made, nor is it garbage later.
+    Boxes that are equal to those of the last save, `known`, are the same objects, so that none is made.
     """
     names: list[str] = []
     data: list[torch.Tensor | NumpyArray] = []
@@ -105,8 +107,10 @@ def _boxes(
             if kind[0] not in _NAMES or kind[2:] not in ((), (torch.strided, False, False)):
                 return None
             found = types[kind] = _NAMES[kind[0]], tuple(kind[1]), Box.whole(kind[1])
-        is_known = before is not None and before.name == name and before[1:] == found
-        boxes.append(before if is_known else HeldBox(name, *found))
+        if before is not None and before.name == name and before[1:] == found:
+            boxes.append(before)
+        else:
+            boxes.append(HeldBox(name, *found))
     return tuple(boxes)
 
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
-from gcore_ckpt.format import index as stored
 from gcore_ckpt.format.boxes import BLOCK_BYTES, FileLayout, HeldBox, checksum, digest, lay_out_file
-from gcore_ckpt.format.index import DataFile, Index, StoredShard
+from gcore_ckpt.format.index import decode_index, encode_index
+from gcore_ckpt.format.stored import DataFile, Index, StoredShard, checked_tensor
 from gcore_ckpt.format.tree import Node, merge, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
@@ -79,7 +79,7 @@ class Saver:
         if self._base is None and base is not None:
             with suppress(Exception):  # a damaged or unreadable step is none to build on; this save writes all
                 with self._storage.open_step(base) as files:
-                    index = stored.decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
+                    index = decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
                 self._base = base, index
         return attempt
 
@@ -173,7 +173,7 @@ class Saver:
         for name, (base_step, file) in links.items():
             self._storage.link_file(attempt, base_step, file, name)
         sizes = {name: file.size_bytes for name, file in index.files.items()}
-        self._storage.commit(attempt, step, stored.encode_index(index), sizes)
+        self._storage.commit(attempt, step, encode_index(index), sizes)
         if self._incremental:
             self._base = step, index
 
@@ -237,8 +237,7 @@ def _merged_index(reports: Sequence[_Report]) -> Index:
     return Index(
         tree=tree,
         tensors={
-            name: stored.checked_tensor(name, held[name].dtype, held[name].shape, found)
-            for name, found in shards.items()
+            name: checked_tensor(name, held[name].dtype, held[name].shape, found) for name, found in shards.items()
         },
         files=files,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -14,7 +14,7 @@ from typing import Any
 from gcore_ckpt.errors import CheckpointNotFoundError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import DTYPES, Box
-from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
+from gcore_ckpt.format.stored import DataFile, Index, StoredShard, StoredTensor
 from gcore_ckpt.storage import INDEX_FILE, StepFiles, Storage
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 
