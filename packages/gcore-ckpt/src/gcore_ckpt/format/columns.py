@@ -16,6 +16,7 @@ from gcore_ckpt.format.stored import (
     StoredShard,
     StoredTensor,
     check_inside,
+    check_places,
     checked_box,
     checked_dtype,
     checked_tensor,
@@ -65,35 +66,28 @@ def decode_columns(
     """Read and check what `encode_columns` returned: the tree, with names in it, and the tensors."""
     if block_bytes < 1:
         raise ValueError(f"checksum_block_bytes is {block_bytes}; expected 1 or more")
-    tensors = validation.member(content, "tensors", dict)
-    types = [_type(entry) for entry in validation.member(tensors, "types", list)]
-    type_of = validation.numbers(tensors["type"], "type", len(types))
-    tree, names = _named(content["tree"], tensors, len(type_of))
-    table = _Tensors(types, type_of, names, block_bytes)
+    fields = validation.member(content, "tensors", dict)
+    types = [_type(entry) for entry in validation.member(fields, "types", list)]
+    type_of = validation.numbers(fields["type"], "type", len(types))
+    tree, names = _named(content["tree"], fields, len(type_of))
+    tensors = Tensors(block_bytes)
+    for name, number in zip(names, type_of, strict=True):
+        tensors.add(name, *types[number])
     for file, columns in content["files"].items():
-        table.add(file, files[file], columns)
-    table.check()
-    return tree, table
+        _add_shards(tensors, file, files[file], columns)
+    tensors.check()
+    return tree, tensors
 
 
-class _Type(NamedTuple):
-    """What tensors of one element type and shape have in common."""
-
-    dtype: str
-    whole: Box
-    size_bytes: int
+def _type(entry: object) -> tuple[str, tuple[int, ...]]:
+    dtype, shape = validation.members(entry, 2, "type")
+    return checked_dtype(dtype), validation.shape(shape, "shape")
 
 
-def _type(entry: object) -> _Type:
-    fields = validation.members(entry, 2, "type")
-    dtype, shape = checked_dtype(fields[0]), validation.shape(fields[1], "shape")
-    return _Type(dtype, Box.whole(shape), Box.whole(shape).size * DTYPES[dtype].size_bytes)
-
-
-def _named(tree: Node, tensors: Mapping[str, Any], count: int) -> tuple[Node, list[str]]:
+def _named(tree: Node, fields: Mapping[str, Any], count: int) -> tuple[Node, list[str]]:
     """Return a tree that refers to its tensors by name, and the names: the first path to each if not another one."""
     names: list[str | None] = [None] * count
-    for entry in validation.member(tensors, "names", list):
+    for entry in validation.member(fields, "names", list):
         number, name = validation.members(entry, 2, "entry of names")
         [row] = validation.numbers([number], "tensor in names", count)
         names[row] = validation.expect(str, name, "name")
@@ -115,87 +109,114 @@ def _named(tree: Node, tensors: Mapping[str, Any], count: int) -> tuple[Node, li
     return named, cast("list[str]", names)
 
 
-class _Tensors(Mapping[str, StoredTensor]):
-    """The tensors of an index by name, each made of the columns when it is asked for."""
+def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[str, Any]) -> None:
+    """Read and check the columns of a file."""
+    rows = validation.numbers(columns["tensors"], "tensors", len(tensors))
+    offsets = validation.numbers(columns["offsets_bytes"], "offsets_bytes", file.size_bytes + 1)
+    if len(rows) != len(offsets):
+        raise ValueError(f"{name} has {len(rows)} tensors and {len(offsets)} offsets_bytes; expected one for each")
+    parts: dict[int, Box] = {}
+    for entry in validation.member(columns, "parts", list):
+        number, start, extent = validation.members(entry, 3, "part")
+        [number] = validation.numbers([number], "part", len(rows))
+        with naming(tensors.names[rows[number]]):
+            parts[number] = checked_box(start, extent, tensors.type_of(rows[number]).whole.shape)
+    checksums, digits = validation.member(columns, "checksums", str), 0
+    spans: list[tuple[int, int, str]] = []
+    for number, (row, offset_bytes) in enumerate(zip(rows, offsets, strict=True)):
+        dtype, box, size_bytes = tensors.type_of(row)
+        if number in parts:
+            box = parts[number]
+            size_bytes = box.size * DTYPES[dtype].size_bytes
+        if offset_bytes < file.header_size_bytes or offset_bytes + size_bytes > file.size_bytes:
+            with naming(tensors.names[row]):
+                check_inside(name, file, offset_bytes, size_bytes)
+        start, digits = digits, digits + DIGITS * block_count(size_bytes, tensors.block_bytes)
+        tensors.add_shard(row, name, offset_bytes, box, checksums[start:digits])
+        spans.append((offset_bytes, size_bytes, tensors.names[row]))
+    if digits != len(checksums):
+        raise ValueError(f"{name} has {len(checksums)} digits of checksums; expected {digits} for what it holds")
+    check_places(name, spans)
 
-    def __init__(self, types: list[_Type], type_of: list[int], names: list[str], block_bytes: int) -> None:
-        self._types = types
-        self._type_of = type_of
-        self._names = names
-        self._rows = {name: row for row, name in enumerate(names)}
-        self._block_bytes = block_bytes
+
+class _Type(NamedTuple):
+    """What tensors of one element type and shape have in common."""
+
+    dtype: str
+    whole: Box
+    size_bytes: int
+
+
+class Tensors(Mapping[str, StoredTensor]):
+    """The tensors of an index by name, in columns: each is made when it is asked for.
+
+    Objects that are kept would be looked through by Python's collector of garbage again and again.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.names: list[str] = []
+        self._rows: dict[str, int] = {}
+        self._types: dict[tuple[str, tuple[int, ...]], _Type] = {}
+        self._type_of: list[_Type] = []
         # The shard of a tensor that is one; of the others, all of theirs.
-        self._files: list[str | None] = [None] * len(names)
-        self._offsets: list[int] = [0] * len(names)
-        self._checksums: list[str] = [""] * len(names)
+        self._files: list[str | None] = []
+        self._offsets: list[int] = []
+        self._checksums: list[str] = []
         self._shards: dict[int, list[StoredShard]] = {}
 
-    def __getitem__(self, name: str) -> StoredTensor:
-        row = self._rows[name]
-        dtype, whole, _ = self._types[self._type_of[row]]
-        shard = self._whole_shard(row)
-        return StoredTensor(dtype, whole.shape, (shard,) if shard is not None else tuple(self._shards.get(row, ())))
+    def add(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+        """Add a tensor without shards; return its number."""
+        kind = self._types.get((dtype, shape))
+        if kind is None:
+            whole = Box.whole(shape)
+            kind = self._types[dtype, shape] = _Type(dtype, whole, whole.size * DTYPES[dtype].size_bytes)
+        row = self._rows[name] = len(self.names)
+        self.names.append(name)
+        self._type_of.append(kind)
+        self._files.append(None)
+        self._offsets.append(0)
+        self._checksums.append("")
+        return row
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+    def type_of(self, row: int) -> _Type:
+        """Return the type of a tensor."""
+        return self._type_of[row]
 
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def _whole_shard(self, row: int) -> StoredShard | None:
-        if (file := self._files[row]) is None:
-            return None
-        _, whole, size_bytes = self._types[self._type_of[row]]
-        return StoredShard(file, self._offsets[row], size_bytes, whole, self._block_bytes, self._checksums[row])
-
-    def add(self, name: str, file: DataFile, columns: Mapping[str, Any]) -> None:
-        """Read and check the columns of a file."""
-        types, type_of, block_bytes = self._types, self._type_of, self._block_bytes
-        rows = validation.numbers(columns["tensors"], "tensors", len(self._names))
-        offsets = validation.numbers(columns["offsets_bytes"], "offsets_bytes", file.size_bytes + 1)
-        if len(rows) != len(offsets):
-            raise ValueError(f"{name} has {len(rows)} tensors and {len(offsets)} offsets_bytes; expected one for each")
-        parts = self._parts(columns, rows)
-        checksums, digits = validation.member(columns, "checksums", str), 0
-        for number, (row, offset_bytes) in enumerate(zip(rows, offsets, strict=True)):
-            _, box, size_bytes = types[type_of[row]]
-            if number in parts:
-                box, size_bytes = parts[number]
-            if offset_bytes < file.header_size_bytes or offset_bytes + size_bytes > file.size_bytes:
-                with naming(self._names[row]):
-                    check_inside(name, file, offset_bytes, size_bytes)
-            start, digits = digits, digits + DIGITS * block_count(size_bytes, block_bytes)
-            if number in parts or row in self._shards or self._files[row] is not None:
-                shard = StoredShard(name, offset_bytes, size_bytes, box, block_bytes, checksums[start:digits])
-                self._add_to_others(row, shard)
-            else:
-                self._files[row], self._offsets[row], self._checksums[row] = name, offset_bytes, checksums[start:digits]
-        if digits != len(checksums):
-            raise ValueError(f"{name} has {len(checksums)} digits of checksums; expected {digits} for what it holds")
-
-    def _add_to_others(self, row: int, shard: StoredShard) -> None:
-        before = self._whole_shard(row)
+    def add_shard(self, row: int, file: str, offset_bytes: int, box: Box, checksums: str) -> None:
+        """Add a box of a tensor, which lies in it."""
+        dtype, whole, _ = self._type_of[row]
+        if self._files[row] is None and row not in self._shards and box.shape == whole.shape:
+            self._files[row], self._offsets[row], self._checksums[row] = file, offset_bytes, checksums
+            return
+        shards = self._shards.setdefault(row, [*self[self.names[row]].shards])
         self._files[row] = None
-        self._shards.setdefault(row, [] if before is None else [before]).append(shard)
-
-    def _parts(self, columns: Mapping[str, Any], rows: list[int]) -> dict[int, tuple[Box, int]]:
-        """Return the boxes, with their sizes in bytes, of those shards of a file that are not whole tensors."""
-        parts: dict[int, tuple[Box, int]] = {}
-        for entry in validation.member(columns, "parts", list):
-            number, start, extent = validation.members(entry, 3, "part")
-            [number] = validation.numbers([number], "part", len(rows))
-            dtype, whole, _ = self._types[self._type_of[rows[number]]]
-            with naming(self._names[rows[number]]):
-                box = checked_box(start, extent, whole.shape)
-            parts[number] = box, box.size * DTYPES[dtype].size_bytes
-        return parts
+        size_bytes = box.size * DTYPES[dtype].size_bytes
+        shards.append(StoredShard(file, offset_bytes, size_bytes, box, self.block_bytes, checksums))
 
     def check(self) -> None:
         """Check that the shards of each tensor hold each of its elements once."""
-        for row, name in enumerate(self._names):
+        for row, name in enumerate(self.names):
             if self._files[row] is None:
-                dtype, whole, _ = self._types[self._type_of[row]]
+                dtype, whole, _ = self._type_of[row]
                 checked_tensor(name, dtype, whole.shape, self._shards.get(row, ()))
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        row = self._rows[name]
+        dtype, whole, size_bytes = self._type_of[row]
+        if (file := self._files[row]) is None:
+            return StoredTensor(dtype, whole.shape, tuple(self._shards.get(row, ())))
+        shard = StoredShard(file, self._offsets[row], size_bytes, whole, self.block_bytes, self._checksums[row])
+        return StoredTensor(dtype, whole.shape, (shard,))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 def _map_references(node: Node, change: Callable[[object, str | None], str | int], path: str | None) -> Node:
@@ -204,11 +225,11 @@ def _map_references(node: Node, change: Callable[[object, str | None], str | int
     The path is None where it is long. What is no container of references is left as it is.
     """
     if isinstance(node, list):
-        items = cast("list[Node]", node)
+        items: list[Node] = node
         return [_map_references(item, change, _join(path, i)) for i, item in enumerate(items)]
-    if not isinstance(node, dict) or len(cast("dict[str, Any]", node)) != 1:
+    if not isinstance(node, dict) or len(members := cast("dict[str, Any]", node)) != 1:
         return node
-    [(tag, value)] = cast("dict[str, Any]", node).items()
+    [(tag, value)] = members.items()
     match tag, value:
         case "tensor" | "array", str() | int():
             return {tag: change(value, path)}

@@ -52,9 +52,9 @@ def decode_index(data: bytes, where: str) -> Index:
             entries = validation.member(content, "tensors", dict)
             tree = content["tree"]
             tensors = {name: _tensor(name, fields, files, block_bytes) for name, fields in entries.items()}
+            _check_places(tensors)
         else:
             tree, tensors = decode_columns(content, files, block_bytes or 0)
-        check_places(tensors)
         return Index(
             tree=tree,
             tensors=tensors,
@@ -86,6 +86,15 @@ def _data_file(file: object) -> DataFile:
         header_checksum=validation.member(fields, "header_checksum", str),
         writer=str(fields.get("writer", "")),
     )
+
+
+def _check_places(tensors: Mapping[str, StoredTensor]) -> None:
+    spans: dict[str, list[tuple[int, int, str]]] = {}
+    for name, tensor in tensors.items():
+        for shard in tensor.shards:
+            spans.setdefault(shard.file, []).append((shard.offset_bytes, shard.size_bytes, name))
+    for file, found in spans.items():
+        check_places(file, found)
 
 
 def _tensor(name: str, entry: object, files: Mapping[str, DataFile], block_bytes: int | None) -> StoredTensor:

@@ -1,5 +1,6 @@
 """What an index says: tensors, the shards that make them up, and the files that hold these; checks of all versions."""
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return Box.whole(self.shape).size * self.itemsize
+        return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +73,16 @@ def checked_tensor(name: str, dtype: str, shape: tuple[int, ...], shards: Sequen
     return StoredTensor(dtype, shape, tuple(shards))
 
 
-def check_places(tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that no bytes of a file are read twice: a small one could otherwise be made into any amount of memory."""
-    places: dict[str, list[tuple[int, int, str]]] = {}
-    for name, tensor in tensors.items():
-        for file, offset_bytes, size_bytes, *_ in tensor.shards:
-            if size_bytes:
-                places.setdefault(file, []).append((offset_bytes, size_bytes, name))
-    for file, spans in places.items():
-        end, before = 0, ""
-        for start, size_bytes, name in sorted(spans):
-            if start < end:
-                raise ValueError(f"tensors {before!r} and {name!r} share bytes of {file}, from byte {start} on")
+def check_places(file: str, spans: list[tuple[int, int, str]]) -> None:
+    """Check that no bytes of a file are read twice: a small one could otherwise be made into any amount of memory.
+
+    The spans are the first byte of each shard in the file, its size and its tensor.
+    """
+    end, before = 0, ""
+    for start, size_bytes, name in sorted(spans):
+        if size_bytes and start < end:
+            raise ValueError(f"tensors {before!r} and {name!r} share bytes of {file}, from byte {start} on")
+        if size_bytes:
             end, before = start + size_bytes, name
 
 

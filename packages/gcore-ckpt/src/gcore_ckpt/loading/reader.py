@@ -2,11 +2,11 @@
 
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import tree, validation
@@ -47,8 +47,7 @@ class StepReader:
                 raise ValueError(f"{kind} {name!r} is not in the index")
             if kind == "array" and not DTYPES[stored.dtype].in_numpy:
                 raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
-            size = math.prod(stored.shape)
-            if view is not None and view.stop > size:
+            if view is not None and view.stop > (size := math.prod(stored.shape)):
                 raise ValueError(f"a view ends at element {view.stop} of the {size} of {name!r}")
             return array(kind, name, stored, view)
 
@@ -61,66 +60,74 @@ class StepReader:
         number = start // block
         first, last = number * block, min(block_count(stop, block) * block, shard.size_bytes)
         blocks = buffer if (first, last) == (start, stop) else memoryview(bytearray(last - first))
-        self._read(name, shard, first, blocks)
-        self._check(name, shard, number, blocks)
+        self._read(name, shard.file, shard.offset_bytes + first, blocks)
+        if shard.checksums is not None:
+            for at in range(0, len(blocks), block):
+                found = digest(blocks[at : at + block])
+                expected = shard.checksums[(number + at // block) * DIGITS :][:DIGITS]
+                if found != expected:
+                    raise CorruptCheckpointError(
+                        f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block "
+                        f"{number + at // block} of its shard {shard.box}; expected {expected}"
+                    )
         if blocks is not buffer:
             buffer[:] = blocks[start - first : stop - first]
 
-    def read_run(self, run: "Sequence[NamedShard]", buffer: memoryview) -> None:
-        """Fill `buffer` with shards that are adjacent in a file, in their order; all are checked."""
-        self._read(run[0].name, run[0].shard, 0, buffer)
+    def read_small(self, small: "SmallShards", run: Sequence[int], buffer: memoryview) -> None:
+        """Fill `buffer` with adjacent shards in their order; all are checked."""
+        self._read(small.names[run[0]], small.file, small.offsets[run[0]], buffer)
         start = 0
-        for name, shard, _ in run:
-            stop = start + shard.size_bytes
-            self._check(name, shard, 0, buffer[start:stop])
+        for i in run:
+            stop = start + small.sizes[i]
+            if (expected := small.checksums[i]) is not None and (found := digest(buffer[start:stop])) != expected:
+                raise CorruptCheckpointError(
+                    f"{self.where}/{small.file}: tensor {small.names[i]!r} has checksum {found}; expected {expected}"
+                )
             start = stop
 
-    def _read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
+    def _read(self, name: str, file: str, offset_bytes: int, buffer: memoryview) -> None:
         try:
-            count = self.files.read_into(shard.file, shard.offset_bytes + start, buffer)
+            count = self.files.read_into(file, offset_bytes, buffer)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{self.where} was deleted while it was being read") from error
         if count < len(buffer):
-            raise CorruptCheckpointError(f"{self.where}/{shard.file}: ends within tensor {name!r}")
-
-    def _check(self, name: str, shard: StoredShard, number: int, blocks: memoryview) -> None:
-        """Check blocks of a shard, from the block `number` on, against their checksums, where there are any."""
-        if shard.checksums is None:
-            return
-        for block, at in enumerate(range(0, len(blocks), shard.block_bytes), start=number):
-            found = digest(blocks[at : at + shard.block_bytes])
-            expected = shard.checksums[block * DIGITS : (block + 1) * DIGITS]
-            if found != expected:
-                raise CorruptCheckpointError(
-                    f"{self.where}/{shard.file}: tensor {name!r} has checksum {found} in block {block} of its shard "
-                    f"{shard.box}; expected {expected}"
-                )
+            raise CorruptCheckpointError(f"{self.where}/{file}: ends within tensor {name!r}")
 
 
-class NamedShard(NamedTuple):
-    """A shard, the name of its tensor, and the memory that it is for, if that is of any kind that the caller knows."""
+class SmallShards:
+    """Small shards in one file, to be read together where they are adjacent; in columns, because there may be many."""
 
-    name: str
-    shard: StoredShard
-    target: Any = None
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.names: list[str] = []
+        self.offsets: list[int] = []
+        self.sizes: list[int] = []
+        self.checksums: list[str | None] = []
 
+    @staticmethod
+    def includes(shard: StoredShard) -> bool:
+        """Return whether a shard is small, and checked by one checksum at most."""
+        return shard.size_bytes < SMALL_BYTES and (shard.size_bytes <= shard.block_bytes or shard.checksums is None)
 
-def runs(small: Iterable[NamedShard]) -> Iterator[list[NamedShard]]:
-    """Yield small shards that are adjacent in a file together, in the order of their places."""
-    run: list[NamedShard] = []
-    file, end, joint_bytes = "", 0, 0
-    for item in sorted(small, key=lambda item: item.shard[:2]):
-        shard = item.shard
-        joint_bytes += shard.size_bytes
-        if (shard.file, shard.offset_bytes) == (file, end) and joint_bytes <= JOINT_BYTES:
-            run.append(item)
-        else:
-            if run:
-                yield run
-            run, file, joint_bytes = [item], shard.file, shard.size_bytes
-        end = shard.offset_bytes + shard.size_bytes
-    if run:
-        yield run
+    def add(self, name: str, shard: StoredShard) -> None:
+        self.names.append(name)
+        self.offsets.append(shard.offset_bytes)
+        self.sizes.append(shard.size_bytes)
+        self.checksums.append(shard.checksums if shard.size_bytes else None)
+
+    def runs(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the bytes and the numbers of those that are read together."""
+        run: list[int] = []
+        end = size_bytes = 0
+        for i in sorted(range(len(self.names)), key=self.offsets.__getitem__):
+            if run and not (self.offsets[i] == end and size_bytes + self.sizes[i] <= JOINT_BYTES):
+                yield size_bytes, run
+                run, size_bytes = [], 0
+            run.append(i)
+            size_bytes += self.sizes[i]
+            end = self.offsets[i] + self.sizes[i]
+        if run:
+            yield size_bytes, run
 
 
 def pieces(shard: StoredShard, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -243,16 +250,17 @@ def verify(
             progress(size_bytes)
 
     def checks(reader: StepReader) -> Iterator[Callable[[], None]]:
-        small: list[NamedShard] = []
+        small: dict[str, SmallShards] = {}
         for name, tensor in reader.index.tensors.items():
             for shard in tensor.shards:
-                if shard.size_bytes < SMALL_BYTES:
-                    small.append(NamedShard(name, shard))
+                if SmallShards.includes(shard):
+                    small.setdefault(shard.file, SmallShards(shard.file)).add(name, shard)
                     continue
                 for start, stop in pieces(shard, 0, shard.size_bytes):
                     yield partial(check, stop - start, partial(reader.read, name, shard, start))
-        for run in runs(small):
-            yield partial(check, sum(item.shard.size_bytes for item in run), partial(reader.read_run, run))
+        for shards in small.values():
+            for size_bytes, run in shards.runs():
+                yield partial(check, size_bytes, partial(reader.read_small, shards, run))
 
     storage = open_storage(path)
     with Workers(_THREADS) as workers, open_step(storage, find_step(storage, step)) as reader:

@@ -79,7 +79,7 @@ def collect_plain(state: State, rank: int = 0, known: Sequence[HeldBox] = ()) ->
         boxes = _boxes(names, data, known)
     except (_NotPlainError, RuntimeError):  # a nested tensor has no shape
         return None
-    return None if boxes is None or _share_memory(data) else Holdings(tree, boxes, tuple(data))
+    return None if boxes is None else Holdings(tree, boxes, tuple(data))
 
 
 def _small(value: State) -> Node:
@@ -97,12 +97,22 @@ def _encode_leaf(leaf: object, _: StatePath) -> Leaf | None:
 def _boxes(
     names: Sequence[str], data: Sequence[torch.Tensor | NumpyArray], known: Sequence[HeldBox]
 ) -> tuple[HeldBox, ...] | None:
+    """Return the boxes; None if a name is not unique, a type is none of ours, or two share memory."""
     if len({*names}) < len(names) or "__metadata__" in names or "" in names:
         return None
     types: dict[tuple[Any, ...], tuple[str, tuple[int, ...], Box]] = {}
     boxes: list[HeldBox] = []
+    starts, sizes = list[int](), list[int]()  # of memory
     for name, value, before in zip_longest(names, data, known[: len(names)]):
-        kind = _kind_of_array(value) if type(value) is np.ndarray else _kind_of_tensor(value)
+        if isinstance(value, torch.Tensor):
+            kind = _kind_of_tensor(value)
+            starts.append(value.data_ptr())
+            sizes.append(value.nbytes if value.is_contiguous() else _extent_bytes(value))
+        else:
+            kind = _kind_of_array(value)
+            start, end = np.lib.array_utils.byte_bounds(value)
+            starts.append(start)
+            sizes.append(end - start if value.size else 0)
         if (found := types.get(kind)) is None:
             if kind[0] not in _NAMES or kind[2:] not in ((), (torch.strided, False, False)):
                 return None
@@ -111,22 +121,16 @@ def _boxes(
             boxes.append(before)
         else:
             boxes.append(HeldBox(name, *found))
-    return tuple(boxes)
+    return None if _overlap(np.array(starts, np.int64), np.array(sizes, np.int64)) else tuple(boxes)
 
 
-def _share_memory(data: Sequence[torch.Tensor | NumpyArray]) -> bool:
-    """Return whether two of them may have memory in common."""
-    extents = np.array([*map(_extent, data)], np.int64).reshape(-1, 2)
-    starts, ends = extents[extents[:, 0].argsort()].T
-    return bool((starts[1:] < ends[:-1]).any())
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the last."""
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
-def _extent(value: torch.Tensor | NumpyArray) -> tuple[int, int]:
-    """Return the first address of what is held and the one after the last; where nothing is, no addresses at all."""
-    if not isinstance(value, torch.Tensor):
-        return np.lib.array_utils.byte_bounds(value) if value.size else (0, 0)
-    start = value.data_ptr()
-    if value.is_contiguous():
-        return start, start + value.nbytes
-    last = sum((extent - 1) * stride for extent, stride in zip(value.shape, value.stride(), strict=True))
-    return start, start + (last + 1) * value.itemsize
+def _overlap(starts: NumpyArray, sizes: NumpyArray) -> bool:
+    order = starts.argsort()
+    starts = starts[order]
+    return bool((starts[1:] < starts[:-1] + sizes[order][:-1]).any())

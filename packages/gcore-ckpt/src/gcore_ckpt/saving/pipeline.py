@@ -274,41 +274,43 @@ class SavePlanner:
 
 def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
     """Return the boxes that each rank writes: one writer for each, the same bytes for all as far as that goes."""
-    holders: dict[HeldBox, dict[int, int]] = {}  # the ranks that hold each distinct box, and its number in their lists
+    first: dict[HeldBox, tuple[int, int]] = {}  # the first rank that holds each distinct box, its number in its list
+    shared: dict[HeldBox, dict[int, int]] = {}  # all of them, of boxes that several ranks hold
     for rank, boxes in enumerate(held):
         for number, box in enumerate(boxes):
-            holders.setdefault(box, {}).setdefault(rank, number)
-    _check_coverage(holders)
+            owner = first.setdefault(box, (rank, number))
+            if owner[0] != rank:
+                shared.setdefault(box, dict([owner])).setdefault(rank, number)
+    _check_coverage(first)
     writes: list[list[int]] = [[] for _ in held]
     load_bytes = [0] * len(held)
-
-    def write(box: HeldBox, rank: int, size_bytes: int) -> None:
-        writes[rank].append(holders[box][rank])
-        load_bytes[rank] += size_bytes
-
-    shared: list[tuple[int, HeldBox]] = []
-    for box, numbers in holders.items():
-        size_bytes = box.size_bytes
-        if len(numbers) == 1:
-            write(box, next(iter(numbers)), size_bytes)
-        else:
-            shared.append((size_bytes, box))
-    for size_bytes, box in sorted(shared, key=lambda item: -item[0]):
-        write(box, min(holders[box], key=lambda rank: (load_bytes[rank], rank)), size_bytes)
+    for box, (rank, number) in first.items():
+        if not shared:
+            writes[rank].append(number)
+        elif box not in shared:
+            writes[rank].append(number)
+            load_bytes[rank] += box.size_bytes
+    for box, numbers in sorted(shared.items(), key=lambda item: -item[0].size_bytes):
+        rank = min(numbers, key=lambda rank: (load_bytes[rank], rank))
+        writes[rank].append(numbers[rank])
+        load_bytes[rank] += box.size_bytes
     return [sorted(numbers) for numbers in writes]
 
 
-def _check_coverage(holders: Mapping[HeldBox, Mapping[int, int]]) -> None:
-    tensors: dict[str, list[HeldBox]] = {}
+def _check_coverage(holders: Mapping[HeldBox, tuple[int, int]]) -> None:
+    """Check that the boxes of each tensor, with the first rank that holds each, hold each of its elements once."""
+    tensors: dict[str, HeldBox] = {}
+    several: dict[str, list[HeldBox]] = {}  # of those that are no single whole one
     for box in holders:
-        tensors.setdefault(box.name, []).append(box)
-    for name, boxes in tensors.items():
+        if (other := tensors.setdefault(box.name, box)) is not box:
+            several.setdefault(box.name, [other]).append(box)
+        elif not box.is_whole:
+            several[box.name] = [box]
+    for name, boxes in several.items():
         first = boxes[0]
-        if len(boxes) == 1 and first.is_whole:
-            continue
         for box in boxes[1:]:
             if (box.dtype, box.shape) != (first.dtype, first.shape):
-                ranks = min(holders[first]), min(holders[box])
+                ranks = holders[first][0], holders[box][0]
                 raise ValueError(
                     f"tensor {name!r} has dtype {first.dtype} and shape {first.shape} on rank {ranks[0]}, "
                     f"dtype {box.dtype} and shape {box.shape} on rank {ranks[1]}; parts of one tensor are a DTensor or "

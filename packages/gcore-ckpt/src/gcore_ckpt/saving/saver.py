@@ -7,13 +7,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
 from gcore_ckpt.format.boxes import BLOCK_BYTES, FileLayout, HeldBox, checksum, digest, lay_out_file
+from gcore_ckpt.format.columns import Tensors
 from gcore_ckpt.format.index import decode_index, encode_index
-from gcore_ckpt.format.stored import DataFile, Index, StoredShard, checked_tensor
+from gcore_ckpt.format.stored import DataFile, Index, StoredShard
 from gcore_ckpt.format.tree import Node, merge, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
@@ -23,7 +24,7 @@ from gcore_ckpt.threads import Outcome, Workers
 _LIVE_SHARE = 0.5
 """An incremental save links an older file only while at least this share of its bytes is still in use."""
 
-_Shard: TypeAlias = tuple[HeldBox, int, str]  # its offset in the file, its checksums
+_Columns: TypeAlias = tuple[Sequence[HeldBox], Sequence[int], Sequence[str]]  # offsets in a file, checksums
 
 
 @dataclass(kw_only=True)
@@ -32,7 +33,7 @@ class _Report:
 
     tree: Node
     files: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])  # as in index.json
-    shards: dict[str, list[_Shard]] = field(default_factory=dict[str, list[_Shard]])  # by file
+    shards: dict[str, list[_Columns]] = field(default_factory=dict[str, list[_Columns]])  # by file
     links: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     error: str | None = None
 
@@ -133,7 +134,7 @@ class Saver:
             self._add_file(report, name, new, [digests[i] for i in changed])
 
     def _add_file(self, report: _Report, name: str, layout: FileLayout, digests: Sequence[str]) -> None:
-        report.shards[name] = [*zip(layout.held, layout.offsets, digests, strict=False)]
+        report.shards[name] = [(layout.held, layout.offsets[:-1], digests)]
         file = DataFile(
             size_bytes=layout.size_bytes,
             header_size_bytes=len(layout.header),
@@ -213,8 +214,9 @@ def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str],
         report.links[name] = (base_step, file)
         report.files[name] = asdict(old) | {"writer": writer}
         linked.update(i for i, _ in shards)
-        found = report.shards.setdefault(name, [])  # a file may hold boxes of several files of this save
-        found += [(layout.held[i], shard.offset_bytes, digests[i]) for i, shard in shards]
+        held = [layout.held[i] for i, _ in shards]
+        columns = held, [shard.offset_bytes for _, shard in shards], [digests[i] for i, _ in shards]
+        report.shards.setdefault(name, []).append(columns)  # a file may hold boxes of several files of this save
     return [i for i in range(len(layout.held)) if i not in linked]
 
 
@@ -222,23 +224,21 @@ def _merged_index(reports: Sequence[_Report]) -> Index:
     """Return the index of a step from the parts of all ranks; `ValueError` if they do not fit together."""
     tree = merge([report.tree for report in reports])
     files = {name: DataFile(**file) for report in reports for name, file in report.files.items()}
-    shards: dict[str, list[StoredShard]] = {name: [] for name in references(tree)}
-    held: dict[str, HeldBox] = {}
+    tensors, found = Tensors(BLOCK_BYTES), dict.fromkeys(references(tree), -1)
     for rank, report in enumerate(reports):
-        for file, found in report.shards.items():
-            for fields, offset_bytes, checksums in found:
-                box = fields if rank == 0 else HeldBox.from_json(*fields)  # the root's own have not been through JSON
-                shard = StoredShard(file, offset_bytes, box.size_bytes, box.box, BLOCK_BYTES, checksums)
-                shards.setdefault(box.name, []).append(shard)
-                held[box.name] = box
-    missing = [name for name in shards if name not in held]
+        for file, columns in report.shards.items():
+            for held, offset_bytes, checksums in chain.from_iterable(zip(*c, strict=True) for c in columns):
+                box = held if rank == 0 else HeldBox.from_json(*held)  # the root's own have not been through JSON
+                if (row := found.get(box.name, -1)) < 0:
+                    row = found[box.name] = tensors.add(box.name, box.dtype, box.shape)
+                tensors.add_shard(row, file, offset_bytes, box.box, checksums)
+    missing = [name for name, row in found.items() if row < 0]
     if missing:
         raise ValueError(f"no rank holds any element of the tensors {missing[:5]}")
+    tensors.check()
     return Index(
         tree=tree,
-        tensors={
-            name: checked_tensor(name, held[name].dtype, held[name].shape, found) for name, found in shards.items()
-        },
+        tensors=tensors,
         files=files,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         num_ranks=len(reports),

@@ -29,7 +29,7 @@ CHUNK_BYTES = 128 << 20
 _JOB_BYTES = 16 << 20
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_device, _nbytes = attrgetter("device"), attrgetter("nbytes")
+_device, _nbytes, _ndim = attrgetter("device"), attrgetter("nbytes"), attrgetter("ndim")
 _Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
 
 
@@ -176,9 +176,12 @@ def _typed(piece: NumpyArray, file: FileLayout, run: range) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _copy_joined(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+def _copy_joined(target: torch.Tensor, sources: list[torch.Tensor]) -> None:
     """Copy small tensors of one type, one after another: joined where they are, by one call instead of one for each."""
-    target.copy_(_flatten_dense_tensors(sources), non_blocking=True)
+    if target.device == sources[0].device and {*map(_ndim, sources)} == {1}:
+        torch.cat(sources, out=target)
+    else:
+        target.copy_(_flatten_dense_tensors(sources), non_blocking=True)
 
 
 def _as_plain_arrays(
