@@ -6,7 +6,7 @@ first byte is copied: memory is staged as it will lie in the file, and a file is
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Self
@@ -220,38 +220,52 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
     counted) is cut across its outermost dimension.
     """
     by_dtype: dict[str, list[int]] = {}
-    sizes: dict[int, int] = {}
     for number, held in boxes.items():
         by_dtype.setdefault(held.dtype, []).append(number)
-        sizes[number] = held.size_bytes
+    sizes = dict(zip(boxes, _sizes(boxes.values()), strict=True))
     full_bytes = max(_FILE_BYTES, sum(sizes.values()) // _MAX_FILES)
     if max_file_bytes is not None:
         full_bytes = min(full_bytes, max_file_bytes)
     files: list[FileLayout] = []
     numbers, parts, used_bytes = list[int](), list[HeldBox](), 0
+
+    def add(number: int, held: HeldBox, size_bytes: int) -> None:
+        nonlocal numbers, parts, used_bytes
+        if numbers and used_bytes + size_bytes > full_bytes:
+            files.append(lay_out_file(numbers, parts))
+            numbers, parts, used_bytes = [], [], 0
+        numbers.append(number)
+        parts.append(held)
+        used_bytes += size_bytes
+
     for dtype in sorted(by_dtype, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype)):
         for number in by_dtype[dtype]:
-            for part in _cut(boxes[number], sizes[number], max_file_bytes):
-                size_bytes = sizes[number] if part is boxes[number] else part.size_bytes
-                if numbers and used_bytes + size_bytes > full_bytes:
-                    files.append(lay_out_file(numbers, parts))
-                    numbers, parts, used_bytes = [], [], 0
-                numbers.append(number)
-                parts.append(part)
-                used_bytes += size_bytes
+            held = boxes[number]
+            if max_file_bytes is None or sizes[number] <= max_file_bytes:
+                add(number, held, sizes[number])
+                continue
+            for box in held.box.split(max_file_bytes // DTYPES[dtype].size_bytes):
+                part = held._replace(box=box)
+                add(number, part, part.size_bytes)
     return [*files, lay_out_file(numbers, parts)] if numbers else files
 
 
-def _cut(held: HeldBox, size_bytes: int, max_bytes: int | None) -> Sequence[HeldBox]:
-    if max_bytes is None or size_bytes <= max_bytes:
-        return (held,)
-    return [held._replace(box=box) for box in held.box.split(max_bytes // DTYPES[held.dtype].size_bytes)]
+def _sizes(boxes: Iterable[HeldBox]) -> list[int]:
+    """Return the sizes of boxes in bytes; many are of the same type and shape."""
+    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    sizes: list[int] = []
+    for held in boxes:
+        kind = held.dtype, held.box.shape
+        if kind not in known:
+            known[kind] = held.size_bytes
+        sizes.append(known[kind])
+    return sizes
 
 
 def lay_out_file(numbers: Sequence[int], held: Sequence[HeldBox]) -> FileLayout:
     """Place boxes in one data file, in their order."""
-    sizes = [box.size_bytes for box in held]
-    header = safetensors_header(held)
+    sizes = _sizes(held)
+    header = safetensors_header(held, sizes)
     runs: list[range] = []
     start, dtype, joint_bytes = 0, held[0].dtype, 0
     for i, (box, size_bytes) in enumerate(zip(held, sizes, strict=True)):
@@ -263,25 +277,24 @@ def lay_out_file(numbers: Sequence[int], held: Sequence[HeldBox]) -> FileLayout:
     return FileLayout(header, numbers, held, [*accumulate(sizes, initial=len(header))], runs)
 
 
-def safetensors_header(boxes: Sequence[HeldBox]) -> bytes:
+def safetensors_header(boxes: Sequence[HeldBox], sizes: Sequence[int] | None = None) -> bytes:
     """Return all that precedes the data in a safetensors file: the length, then JSON padded so that data are aligned.
 
     A box that is a whole tensor has the tensor's name, a part is followed by its box: `weight[0:4, 0:8]`.
     """
     names = {"__metadata__"}
     entries = ['{"__metadata__":{"format":"pt"}']
-    types: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
+    types: dict[tuple[str, tuple[int, ...]], str] = {}
     end = 0
-    for held in boxes:
+    for held, size_bytes in zip(boxes, sizes or _sizes(boxes), strict=True):
         name = held.name if held.is_whole else f"{held.name}{held.box}"
         while name in names:  # safetensors' own "__metadata__", or a tensor that is called like another's part
             name += "#"
         names.add(name)
         kind = held.dtype, held.box.shape
         if kind not in types:
-            types[kind] = _safetensors_type(*kind), held.size_bytes
-        text, size_bytes = types[kind]
-        entries.append(f'{_quoted(name)}:{{{text},"data_offsets":[{end},{end + size_bytes}]}}')
+            types[kind] = _safetensors_type(*kind)
+        entries.append(f'{_quoted(name)}:{{{types[kind]},"data_offsets":[{end},{end + size_bytes}]}}')
         end += size_bytes
     header = ",".join(entries).encode() + b"}"
     header += b" " * (-(len(header) + 8) % _ALIGNMENT_BYTES)

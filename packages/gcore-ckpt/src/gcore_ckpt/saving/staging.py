@@ -29,7 +29,7 @@ CHUNK_BYTES = 128 << 20
 _JOB_BYTES = 16 << 20
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_device, _nbytes, _ndim = attrgetter("device"), attrgetter("nbytes"), attrgetter("ndim")
+_device, _is_cuda, _nbytes, _ndim = map(attrgetter, ("device", "is_cuda", "nbytes", "ndim"))
 _Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
 
 
@@ -107,7 +107,7 @@ class Stager:
 
         copied, settled = 0, Event()
         try:
-            on_cuda = any(isinstance(data, torch.Tensor) and data.is_cuda for data in holdings.data)
+            on_cuda = any(map(_is_cuda, [data for data in holdings.data if isinstance(data, torch.Tensor)]))
             with working():
                 memory = arena.reserve(starts[-1], pinned=on_cuda)
             for start, file in zip(starts, files, strict=False):
