@@ -10,7 +10,7 @@ StateT = TypeVar("StateT")
 
 @dataclass(kw_only=True)
 class SaveReport:
-    """What a save did, on this rank; the times are 0 until they are known."""
+    """The work of a save on this rank. Times are 0 until they are known."""
 
     size_bytes: int = 0
     """Bytes of the data files that this rank writes; an incremental save may write fewer."""
@@ -33,7 +33,7 @@ class SaveReport:
 
 @dataclass(kw_only=True)
 class LoadReport:
-    """What a load did, on this rank; empty until the load has ended."""
+    """The work of a load on this rank. It is empty until the load has ended."""
 
     step: int | None = None
     """The step that was loaded; None for a Hugging Face folder."""
@@ -52,7 +52,7 @@ class LoadReport:
 
 
 class LoadHandle(Generic[StateT]):
-    """A load that goes on in the background."""
+    """A load in the background."""
 
     def __init__(self, outcome: Outcome[StateT], report: LoadReport) -> None:
         self.report = report

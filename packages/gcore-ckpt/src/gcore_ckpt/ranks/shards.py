@@ -190,7 +190,7 @@ class _Leaves:
         """
         spans: list[tuple[tuple[object, ...], int, int, int]] = []
         for number, (box, data) in enumerate(zip(self.boxes, self.data, strict=True)):
-            if box.name in self._nodes and isinstance(data, torch.Tensor) and box.box.size:
+            if box.name in self._nodes and box.box.size and isinstance(data, torch.Tensor):
                 start, size_bytes = data.data_ptr(), View(data.shape, data.stride(), 0).stop * data.itemsize
                 kind = str(data.device), box.dtype, data.is_conj(), data.is_neg()
                 spans.append((kind, start, start + size_bytes, number))
