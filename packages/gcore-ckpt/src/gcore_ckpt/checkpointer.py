@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
-from gcore_ckpt.ranks.group import (
-    Group,
-    ProcessGroupArgument,
-    all_succeed,
-    any_rank,
-    attempt,
-    open_group,
-    root_decides,
-)
+from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
+from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import Call, Calls, Outcome, SaveHandle
@@ -127,8 +120,9 @@ class Checkpointer:
             step: Number of the step, 0 or more, not committed or in flight yet.
             state: Nested dict (with str or int keys), list and tuple of `torch.Tensor` (dense, of any device),
                 `DTensor`, `Shard`, Megatron's `ShardedTensor`, `numpy.ndarray` (of a native bool, integer, float or
-                complex type), None, bool, int, float and str. In a group, a plain tensor or array is the same on all
-                ranks that have it, and so are small values; `PerRank` wraps what is not.
+                complex type), None, bool, int, float, str, and objects with `state_dict` and `load_state_dict`. In a
+                group, a plain tensor or array is the same on all ranks that have it, and so are small values;
+                `PerRank` wraps what is not.
 
         Raises:
             TypeError, ValueError: `step` or a leaf of `state` cannot be saved; the message has its path.
@@ -138,7 +132,7 @@ class Checkpointer:
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
                 signal handler called this).
         """
-        return self._use("save", lambda: self._save(step, state))
+        return self._use("save", lambda: self._save(step, with_state_dicts(state)))
 
     def _save(self, step: int, state: State) -> SaveHandle:
         for handle in [handle for handle in list(self._handles) if handle.abandoned]:
@@ -180,7 +174,8 @@ class Checkpointer:
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
                 dtype and device, are filled in place; tensors on the meta device are created on `device`; small
-                values and None are replaced by what was saved. None loads everything, every tensor whole.
+                values and None are replaced by what was saved; an object's `load_state_dict` gets all that was saved
+                for it, after its own tensors are filled. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
             only: Without a template: dotted paths to load, or patterns, whose `*` matches dots: `["model.*.bias"]`.
             device: Where new tensors are made.
@@ -208,14 +203,16 @@ class Checkpointer:
 
             def fill() -> State:
                 with call.working(), open_step(self._storage, found) as reader:
-                    return load_step(reader, group, template, only=only, device=device, mmap=mmap, check=call.check)
+                    wanted = completed(own, reader.index.tree)
+                    return load_step(reader, group, wanted, only=only, device=device, mmap=mmap, check=call.check)
 
             state = all_succeed(group, fill)
             if found is not None and step != "latest" and self._pipeline is not None:
                 self._pipeline.went_back(found)
             return state
 
-        return self._use("load", lambda: self._calls.run(load))
+        own = template_of(template)
+        return load_state_dicts(template, self._use("load", lambda: self._calls.run(load)))
 
     def rollback(self, step: int) -> list[int]:
         """Make a committed step the latest: all steps above it are set aside, after the saves in flight.
