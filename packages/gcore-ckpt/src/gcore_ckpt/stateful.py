@@ -5,7 +5,7 @@ that its `state_dict()` holds are filled where they are.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard, cast
 
 from gcore_ckpt.format import tree
@@ -97,4 +97,4 @@ def _filling(own: State, node: Node | None) -> State:
         return found if isinstance(node, list) else tuple(found)
     if tree.name_of(node) is not None:
         return None if isinstance(own, dict | list | tuple) else own
-    return own if isinstance(own, PerRank) else None
+    return replace(own, value=None) if isinstance(own, PerRank) else None

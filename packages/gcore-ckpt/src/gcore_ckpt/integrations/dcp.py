@@ -4,8 +4,8 @@
     dcp.load(state, storage_reader=StorageReader("checkpoints"))
 
 Tensors are written by the ranks that DCP's plan names. Values that are no tensors must be those that a state may hold,
-and the same on all ranks, as in `Checkpointer.save`: nothing is pickled to a file. A step is nested as the state was, so
-`gcore_ckpt.load` and the commands read it like any other; DCP makes strings of integer keys.
+and the same on all ranks, as in `Checkpointer.save`: nothing is pickled to a file. A step is nested as the state was,
+so that `gcore_ckpt.load` and the commands read it like any other; DCP makes strings of integer keys.
 """
 
 import io
@@ -17,23 +17,16 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import distributed as dist
-from torch.distributed.checkpoint import (
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    DefaultSavePlanner,
-    LoadPlan,
-    LoadPlanner,
     Metadata,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    StorageReader as DCPStorageReader,
-    StorageWriter as DCPStorageWriter,
+    TensorProperties,
     TensorStorageMetadata,
-    WriteItem,
 )
-from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.futures import Future
 
 from gcore_ckpt.checkpointer import Checkpointer
@@ -54,7 +47,7 @@ _THREADS = 8
 _Path: TypeAlias = str | os.PathLike[str]
 
 
-class StorageWriter(DCPStorageWriter):
+class StorageWriter(storage.StorageWriter):
     """Writes what `torch.distributed.checkpoint` saves as a step, committed when `save` returns.
 
     Args:
@@ -81,7 +74,7 @@ class StorageWriter(DCPStorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[storage.WriteResult]]:
         """Save this rank's part and wait until the step is committed."""
         state = _state_of(plan, planner)
         assert self._step is not None
@@ -92,7 +85,7 @@ class StorageWriter(DCPStorageWriter):
                 checkpointer.save(self._step, state)
         return _done([])
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
         """Do nothing: the step is committed."""
 
     @classmethod
@@ -100,7 +93,7 @@ class StorageWriter(DCPStorageWriter):
         return str(checkpoint_id).isdecimal()
 
 
-class StorageReader(DCPStorageReader):
+class StorageReader(storage.StorageReader):
     """Reads a committed step for `torch.distributed.checkpoint`, whichever way it was saved.
 
     Args:
