@@ -11,7 +11,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from gcore_ckpt import CheckpointWriteError, load, verify
 from gcore_ckpt.integrations.lightning import AsyncCheckpointIO
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # of Lightning with this torch
+]
 
 
 class Model(LightningModule):
@@ -35,6 +38,11 @@ class Model(LightningModule):
     def train_dataloader(self) -> Any:
         rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
         return torch.utils.data.DataLoader(list(rows), batch_size=4)  # pyright: ignore[reportArgumentType]
+
+
+class Bad(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"made": object()}
 
 
 def make_trainer(folder: Path, epochs: int, *callbacks: Callback, **options: Any) -> Trainer:
@@ -80,10 +88,6 @@ def test_the_best_are_kept_and_the_others_deleted(tmp_path: Path) -> None:
 
 
 def test_what_no_state_may_hold_is_named(tmp_path: Path) -> None:
-    class Bad(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"made": object()}
-
     trainer = make_trainer(tmp_path, 1, Bad(), ModelCheckpoint(tmp_path))
     with pytest.raises(TypeError, match=r"state\['callbacks'\]\['Bad'\]\['made'\] is a builtins.object"):
         trainer.fit(Model())

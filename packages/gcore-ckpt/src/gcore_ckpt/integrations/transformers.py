@@ -13,6 +13,7 @@ from gcore_ckpt.loading.reader import Step
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import SaveStrategy
 except ModuleNotFoundError:
     raise MissingExtraError("transformers", "transformers") from None
 
@@ -77,13 +78,10 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if args.save_strategy == "best" or args.load_best_model_at_end:
-            found = (
-                f"save_strategy is {str(args.save_strategy)!r}, load_best_model_at_end {args.load_best_model_at_end}"
-            )
-            raise ValueError(
-                f"{found}; expected 'steps' or 'epoch', and False: the Trainer's best model is its own save"
-            )
+        strategy, is_best_loaded = SaveStrategy(args.save_strategy), args.load_best_model_at_end
+        if strategy is SaveStrategy.BEST or is_best_loaded:
+            found = f"save_strategy is {strategy.value!r} and load_best_model_at_end {is_best_loaded}"
+            raise ValueError(f"{found}; expected 'steps' or 'epoch', and False: the Trainer reads back its own files")
         if args.deepspeed is not None:
             raise ValueError(f"deepspeed is {args.deepspeed!r}; expected None: use FSDP2 for a sharded model")
         if self._resumed is None:
@@ -96,6 +94,8 @@ class CheckpointCallback(TrainerCallback):
         parts = _parts(**kwargs) | {"rng": RANDOM_STATES}
         self._random_states = self._checkpointer.load(parts, step=self._resumed)["rng"]
         self._resumed = None
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._is_due = self._is_due or control.should_save
