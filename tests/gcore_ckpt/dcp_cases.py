@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from rank import Rank, mesh
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
+from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_with_dcp, save as save_with_dcp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -62,11 +63,11 @@ def train_and_save_by_dcp(rank: Rank, path: str, size: int, is_async: bool) -> d
     with Checkpointer(path, process_group=group) as checkpointer:
         writer = StorageWriter(checkpointer)
         if is_async:
-            saving = dcp.async_save(state, checkpoint_id="7", storage_writer=writer, process_group=group)
+            saving = async_save_with_dcp(state, checkpoint_id="7", storage_writer=writer, process_group=group)
             app.train(2)  # changes what was saved, in place
             cast("Any", saving).result()
         else:
-            dcp.save(state, checkpoint_id="7", storage_writer=writer, process_group=group)
+            save_with_dcp(state, checkpoint_id="7", storage_writer=writer, process_group=group)
             app.train(2)
     return app.whole()
 
@@ -74,7 +75,7 @@ def train_and_save_by_dcp(rank: Rank, path: str, size: int, is_async: bool) -> d
 def load_by_dcp_and_train(rank: Rank, path: str, size: int) -> dict[str, torch.Tensor]:
     app = App(size, seed=1)
     state: dict[str, Any] = {"app": app, "steps": [], "shared": torch.zeros(3), "rows": [torch.zeros(2), {"rate": 0}]}
-    dcp.load(state, storage_reader=StorageReader(path), process_group=rank.groups[size])
+    load_with_dcp(state, storage_reader=StorageReader(path), process_group=rank.groups[size])
     assert (state["steps"], state["rows"][1]) == ([1, 2], {"rate": 0.5})
     assert torch.equal(state["shared"], torch.arange(3.0))
     app.train(2)
@@ -105,7 +106,7 @@ def save_own_values(rank: Rank, path: str, size: int, is_wrapped: bool) -> None:
     group, value = rank.groups[size], f"of {rank.number}"
     with plain_errors(), Checkpointer(path, process_group=group) as checkpointer:
         state = {"place": PerRank(value) if is_wrapped else value}
-        dcp.save(state, storage_writer=StorageWriter(checkpointer, step=1), process_group=group)
+        save_with_dcp(state, storage_writer=StorageWriter(checkpointer, step=1), process_group=group)
 
 
 def load_own_values(rank: Rank, path: str, size: int) -> Any:
@@ -117,4 +118,4 @@ def load_different_steps(rank: Rank, path: str, size: int) -> None:
     step = Checkpointer(path, process_group=None).steps()[rank.number]
     reader = StorageReader(Path(path), step=step)
     with plain_errors():
-        dcp.load({"w": torch.zeros(2)}, storage_reader=reader, process_group=rank.groups[size])
+        load_with_dcp({"w": torch.zeros(2)}, storage_reader=reader, process_group=rank.groups[size])

@@ -38,7 +38,8 @@ class Run:
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-        data = torch.utils.data.DataLoader(torch.randn(24, 4).unbind(), batch_size=4, shuffle=True)  # pyright: ignore
+        rows: Any = list(torch.randn(24, 4))
+        data = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True)
         self.steps = Steps()
         self.accelerator.register_for_checkpointing(self.steps)
         self.model, self.optimizer, self.data, self.scheduler = self.accelerator.prepare(

@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from rank_pool import RankPool
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import (
     _load_state_dict_from_keys as load_whole,  # pyright: ignore[reportPrivateUsage]
+    load as load_with_dcp,
 )
+from torch.distributed.checkpoint.state_dict_saver import async_save as async_save_with_dcp, save as save_with_dcp
 
 import gcore_ckpt
 from gcore_ckpt import Checkpointer, verify
@@ -46,7 +47,7 @@ def test_one_process_saves_and_loads(tmp_path: Path) -> None:
         "nothing": torch.zeros(0, 3),
         "view": torch.arange(12).view(3, 4).t(),
     }
-    dcp.save(state, storage_writer=StorageWriter(tmp_path, step=3))
+    save_with_dcp(state, storage_writer=StorageWriter(tmp_path, step=3))
     verify(tmp_path)
 
     other = torch.nn.Linear(3, 2)
@@ -64,7 +65,7 @@ def test_one_process_saves_and_loads(tmp_path: Path) -> None:
         "view": torch.zeros(4, 3, dtype=torch.int64),
     }
     rows, view = loaded["rows"][0], loaded["view"]
-    dcp.load(loaded, storage_reader=StorageReader(tmp_path))
+    load_with_dcp(loaded, storage_reader=StorageReader(tmp_path))
     assert loaded["rows"][0] is rows, "filled in place"
     assert torch.equal(rows, torch.ones(2))
     assert loaded["rows"][1:] == [5, {"none": None, "empty": []}]
@@ -83,7 +84,7 @@ def test_one_process_saves_and_loads(tmp_path: Path) -> None:
 def test_the_step_is_nested_as_the_state_was(tmp_path: Path) -> None:
     model, optimizer = trained()
     state = {"model": model, "optimizer": optimizer, "rows": [torch.ones(2), {"rate": 0.5}], "pair": (1, "a")}
-    dcp.save(state, storage_writer=StorageWriter(tmp_path, step=3))
+    save_with_dcp(state, storage_writer=StorageWriter(tmp_path, step=3))
     loaded = gcore_ckpt.load(tmp_path)
     assert list(loaded) == list(state)
     assert torch.equal(loaded["model"]["weight"], model.state_dict()["weight"])
@@ -100,7 +101,7 @@ def test_what_a_checkpointer_has_saved_is_loaded(tmp_path: Path) -> None:
     state = {"model": model, "optimizer": optimizer, "tied": shared, "twice": shared, "epoch": 3, "by_number": {7: "x"}}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(5, state)
-    whole = cast("dict[str, Any]", load_whole(storage_reader=StorageReader(tmp_path, step=5)))
+    whole = load_whole(storage_reader=StorageReader(tmp_path, step=5))
     assert torch.equal(whole["tied"], shared)
     assert torch.equal(whole["twice"], shared)
     assert (whole["epoch"], whole["by_number"]) == (3, {"7": "x"})
@@ -112,17 +113,17 @@ def test_a_checkpointer_keeps_its_options_and_stays_open(tmp_path: Path) -> None
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         writer = StorageWriter(checkpointer)
         for step in (1, 2, 3):
-            dcp.save({"w": torch.full((2,), float(step))}, checkpoint_id=str(step), storage_writer=writer)
+            save_with_dcp({"w": torch.full((2,), float(step))}, checkpoint_id=str(step), storage_writer=writer)
         checkpointer.wait()
         assert checkpointer.steps() == [2, 3]
     loaded = {"w": torch.zeros(2)}
-    dcp.load(loaded, checkpoint_id="2", storage_reader=StorageReader(tmp_path))
+    load_with_dcp(loaded, checkpoint_id="2", storage_reader=StorageReader(tmp_path))
     assert loaded["w"].tolist() == [2.0, 2.0]
 
 
 def test_an_async_save_keeps_what_was_there(tmp_path: Path) -> None:
     weights = torch.ones(1000)
-    saving = dcp.async_save({"w": weights, "n": 1}, storage_writer=StorageWriter(tmp_path, step=1))
+    saving = async_save_with_dcp({"w": weights, "n": 1}, storage_writer=StorageWriter(tmp_path, step=1))
     weights.zero_()
     cast("Any", saving).result()
     assert torch.equal(gcore_ckpt.load(tmp_path)["w"], torch.ones(1000))
@@ -172,7 +173,7 @@ dcp.async_save({{"w": torch.ones(3)}}, storage_writer=StorageWriter("{tmp_path}"
 )
 def test_what_no_state_may_hold_is_refused_with_its_path(tmp_path: Path, state: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointException) as raised:
-        dcp.save(state, storage_writer=StorageWriter(tmp_path, step=1))
+        save_with_dcp(state, storage_writer=StorageWriter(tmp_path, step=1))
     [(error, _)] = raised.value.failures.values()
     assert isinstance(error, TypeError)
     with pytest.raises(TypeError, match=message):
@@ -189,21 +190,23 @@ def failure(act: Callable[[], object]) -> str:
 
 def test_a_step_has_a_number(tmp_path: Path) -> None:
     state = {"w": torch.ones(1)}
-    assert "step is None; expected a number" in failure(lambda: dcp.save(state, storage_writer=StorageWriter(tmp_path)))
+    assert "step is None; expected a number" in failure(
+        lambda: save_with_dcp(state, storage_writer=StorageWriter(tmp_path))
+    )
     with pytest.raises(ValueError, match="checkpoint_id is 'last'; expected the number of a step"):
-        dcp.save(state, checkpoint_id="last", storage_writer=StorageWriter(tmp_path))
-    dcp.save(state, storage_writer=StorageWriter(tmp_path, step=1))
-    again = failure(lambda: dcp.save(state, storage_writer=StorageWriter(tmp_path, step=1)))
+        save_with_dcp(state, checkpoint_id="last", storage_writer=StorageWriter(tmp_path))
+    save_with_dcp(state, storage_writer=StorageWriter(tmp_path, step=1))
+    again = failure(lambda: save_with_dcp(state, storage_writer=StorageWriter(tmp_path, step=1)))
     assert "already holds step 1" in again
-    missing = failure(lambda: dcp.load(state, storage_reader=StorageReader(tmp_path, step=2)))
+    missing = failure(lambda: load_with_dcp(state, storage_reader=StorageReader(tmp_path, step=2)))
     assert "holds no step 2" in missing
 
 
 def test_what_was_not_saved_is_not_loaded(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(tmp_path, step=1))
+    save_with_dcp({"w": torch.ones(2)}, storage_writer=StorageWriter(tmp_path, step=1))
     reader = StorageReader(tmp_path)
-    assert "Missing key" in failure(lambda: dcp.load({"v": torch.ones(2)}, storage_reader=reader))
-    assert "Size mismatch" in failure(lambda: dcp.load({"w": torch.ones(3)}, storage_reader=reader))
+    assert "Missing key" in failure(lambda: load_with_dcp({"v": torch.ones(2)}, storage_reader=reader))
+    assert "Size mismatch" in failure(lambda: load_with_dcp({"w": torch.ones(3)}, storage_reader=reader))
 
 
 @pytest.mark.parametrize("is_async", [False, True])

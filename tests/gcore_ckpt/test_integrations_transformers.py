@@ -1,11 +1,16 @@
 """The Trainer of transformers saves through a Checkpointer, and continues as if it had not stopped."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_trainer
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from tiny_trainer import StopAfter, losses, make_trainer
 
 from gcore_ckpt import Checkpointer, verify
 from gcore_ckpt.integrations.transformers import CheckpointCallback
@@ -16,82 +21,65 @@ pytestmark = [
 ]
 
 
-class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, 32, (6,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def make_trainer(folder: Path, callbacks: list[TrainerCallback], **options: Any) -> Trainer:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=True,
-        attention_dropout=0.5,  # draws from the generators, in every step
-    )
-    arguments: dict[str, Any] = {
-        "per_device_train_batch_size": 2,
-        "num_train_epochs": 2,  # of 10 steps
-        "learning_rate": 1e-2,
-        "warmup_steps": 3,
-        "logging_steps": 1,
-        "save_steps": 4,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    args = TrainingArguments(output_dir=str(folder / "trainer"), **arguments | options)
-    return Trainer(model=Qwen3ForCausalLM(config), args=args, train_dataset=Rows(), callbacks=callbacks)
-
-
-def losses(trainer: Trainer) -> dict[int, float]:
-    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-
-
-class StopAfter(TrainerCallback):
-    """As if the process were killed: what is saved at the end is not there."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        if state.global_step == self.step:
-            raise InterruptedError
-
-
-def test_resumed_losses_are_those_of_one_run(tmp_path: Path) -> None:
-    """Resume in the middle of an epoch, at its end, and after accumulated steps."""
-    whole = make_trainer(tmp_path, [], save_strategy="no")
+@pytest.mark.parametrize(
+    ("stop", "resumed_at", "options"),
+    [
+        (10, 8, {}),  # in the middle of an epoch
+        (15, 10, {"save_strategy": "epoch"}),
+        (12, 10, {"save_steps": 5}),  # at the end of an epoch
+        (14, 12, {"gradient_accumulation_steps": 2, "num_train_epochs": 4}),
+    ],
+)
+def test_resumed_losses_are_those_of_one_run(
+    tmp_path: Path, stop: int, resumed_at: int, options: dict[str, Any]
+) -> None:
+    whole = make_trainer(tmp_path, [], **options | {"save_strategy": "no"})
     whole.train()
     assert list(losses(whole)) == list(range(1, 21))
-    for stop, resumed_at, strategy in ((10, 8, "steps"), (15, 10, "epoch")):
-        path = tmp_path / f"checkpoints-{stop}"
-        with Checkpointer(path) as checkpointer:
-            callbacks = [CheckpointCallback(checkpointer), StopAfter(stop)]
-            trainer = make_trainer(tmp_path, callbacks, save_strategy=strategy)
-            with pytest.raises(InterruptedError):
-                trainer.train()
-        with Checkpointer(path) as checkpointer:
-            assert checkpointer.steps()[-1] == resumed_at
-            callback = CheckpointCallback(checkpointer)
-            trainer = make_trainer(tmp_path, [callback], save_strategy=strategy)
-            torch.rand(3)  # what the process does before it resumes
-            trainer.train(resume_from_checkpoint=callback.resume(trainer))
-            assert checkpointer.steps()[-1] == 20, "all is committed when train returns"
-        assert losses(trainer) == losses(whole), "with the logs before the stop"
-        for a, b in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
-            assert torch.equal(a, b)
-        verify(path)
-    assert not (tmp_path / "trainer").exists() or not list((tmp_path / "trainer").glob("checkpoint-*"))
+    path = tmp_path / "checkpoints"
+    with Checkpointer(path) as checkpointer:
+        trainer = make_trainer(tmp_path, [CheckpointCallback(checkpointer), StopAfter(stop)], **options)
+        with pytest.raises(InterruptedError):
+            trainer.train()
+    with Checkpointer(path) as checkpointer:
+        assert checkpointer.steps()[-1] == resumed_at
+        callback = CheckpointCallback(checkpointer)
+        trainer = make_trainer(tmp_path, [callback], **options)
+        torch.rand(3)  # what the process does before it resumes
+        trainer.train(resume_from_checkpoint=callback.resume(trainer))
+        assert checkpointer.steps()[-1] == 20, "all is committed when train returns"
+    assert losses(trainer) == losses(whole), "with the logs before the stop"
+    assert trainer.model is not None
+    assert whole.model is not None
+    for a, b in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    verify(path)
+    assert not list((tmp_path / "trainer").glob("checkpoint-*")), "in place of its own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", ["", "full_shard"])
+def test_ranks_resume(tmp_path: Path, fsdp: str) -> None:
+    def run(path: str, stop: int) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        arguments = [tiny_trainer.__file__, tmp_path, path, stop, f"--fsdp={fsdp}"]
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+        done = subprocess.run(
+            [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    run("whole", stop=0)
+    expected = json.loads((tmp_path / "losses.json").read_text())
+    assert len(expected) == 10
+    (tmp_path / "losses.json").unlink()
+    run("parts", stop=9)
+    checkpointer = Checkpointer(tmp_path / "parts")
+    assert checkpointer.steps() == [4, 8]
+    moments = checkpointer.load(only=["optimizer.state"])["optimizer"]["state"]
+    assert ("model.norm.weight" in moments) == bool(fsdp), "by names where they are sharded"
+    run("parts", stop=0)
+    assert json.loads((tmp_path / "losses.json").read_text()) == expected
 
 
 def test_without_a_committed_step_training_starts(tmp_path: Path) -> None:
@@ -124,3 +112,15 @@ def test_what_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
         callback = CheckpointCallback(checkpointer)
         with pytest.raises(ValueError, match="save_strategy is 'best'"):
             make_trainer(tmp_path, [callback], save_strategy="best", metric_for_best_model="loss").train()
+
+
+def test_a_trainer_that_does_not_start_where_it_was_prepared_to_is_refused(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        make_trainer(tmp_path, [CheckpointCallback(checkpointer)], max_steps=2).train()
+        callback = CheckpointCallback(checkpointer)
+        trainer = make_trainer(tmp_path, [callback])
+        folder = callback.resume(trainer)
+        with pytest.raises(ValueError, match="resume was called for step 2, and the Trainer starts at step 0"):
+            trainer.train()
+        trainer.train(resume_from_checkpoint=folder)
+        assert checkpointer.steps()[-1] == 20

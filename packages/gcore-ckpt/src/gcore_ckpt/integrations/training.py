@@ -1,4 +1,4 @@
-"""What the integrations of training libraries save besides modules: generators' states, and sharded optimizers."""
+"""Parts of a training state that several integrations save: random number generators, and sharded optimizers."""
 
 import random
 from collections.abc import Mapping
