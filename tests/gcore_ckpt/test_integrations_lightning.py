@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from gcore_ckpt import CheckpointWriteError, load, verify
-from gcore_ckpt.integrations.lightning import AsyncCheckpointIO
+from gcore_ckpt.integrations.lightning import CheckpointerIO
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -53,7 +53,7 @@ def make_trainer(folder: Path, epochs: int, *callbacks: Callback, **options: Any
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        plugins=[AsyncCheckpointIO(**options)],
+        plugins=[CheckpointerIO(**options)],
         callbacks=list(callbacks),
     )
 
@@ -94,7 +94,7 @@ def test_what_no_state_may_hold_is_named(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_is_raised_by_the_next(tmp_path: Path) -> None:
-    plugin = AsyncCheckpointIO()
+    plugin = CheckpointerIO()
     plugin.save_checkpoint({"w": torch.ones(1), "global_step": 3}, tmp_path / "a.ckpt")
     plugin.save_checkpoint({"w": torch.zeros(1), "global_step": 3}, tmp_path / "a.ckpt")  # in its place
     assert plugin.load_checkpoint(tmp_path / "a.ckpt")["w"].tolist() == [0.0]

@@ -3,7 +3,7 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,10 +17,10 @@ except ModuleNotFoundError:
     raise MissingExtraError("lightning", "lightning") from None
 
 
-class AsyncCheckpointIO(CheckpointIO):
+class CheckpointerIO(CheckpointIO):
     """Makes a folder with one step of each checkpoint of a Trainer, in the background.
 
-        trainer = Trainer(plugins=[AsyncCheckpointIO()], callbacks=[ModelCheckpoint(every_n_train_steps=100)])
+        trainer = Trainer(plugins=[CheckpointerIO()], callbacks=[ModelCheckpoint(every_n_train_steps=100)])
         trainer.fit(model, ckpt_path="last")
 
     `ModelCheckpoint` says when to save, where, and what to keep. A save returns once all is copied; the next one, a
@@ -32,8 +32,8 @@ class AsyncCheckpointIO(CheckpointIO):
         incremental: As in `Checkpointer`, for a file that is saved again under its name, such as `last.ckpt`.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(self, *, staging: Literal["full", "chunked"] = "full", incremental: bool = False) -> None:
+        self._options: dict[str, Any] = {"staging": staging, "incremental": incremental}
         self._saving: Checkpointer | None = None
 
     def save_checkpoint(

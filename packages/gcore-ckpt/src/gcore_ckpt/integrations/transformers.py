@@ -36,7 +36,7 @@ class CheckpointCallback(TrainerCallback):
     Checkpointer which steps are kept. Sharded models are those of FSDP2.
 
     Args:
-        checkpointer: Is left open.
+        checkpointer: It is left open. Callbacks that set `should_save` themselves come before this one.
     """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
