@@ -82,16 +82,22 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from gcore_ckpt import Checkpointer
 from gcore_ckpt.integrations.accelerate import load_state, save_state
 
 path, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+accelerator = Accelerator(cpu=True)
 torch.manual_seed(first)
 model = torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.ReLU(), torch.nn.Linear(7, 5, bias=False))
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+# As the plugin of FSDP2 does, which is for accelerators only.
+fully_shard(model, mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
+model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+assert isinstance(model[0].weight, DTensor)
 with Checkpointer(path) as checkpointer:
     if first > 1:
         assert load_state(accelerator, checkpointer, step=first - 1) == first - 1

@@ -33,7 +33,8 @@ pytestmark = [
 def test_resumed_losses_are_those_of_one_run(
     tmp_path: Path, stop: int, resumed_at: int, options: dict[str, Any]
 ) -> None:
-    whole = make_trainer(tmp_path, [], **options | {"save_strategy": "no"})
+    unsaved: dict[str, Any] = options | {"save_strategy": "no"}
+    whole = make_trainer(tmp_path, [], **unsaved)
     whole.train()
     assert list(losses(whole)) == list(range(1, 21))
     path = tmp_path / "checkpoints"
@@ -58,11 +59,11 @@ def test_resumed_losses_are_those_of_one_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", ["", "full_shard"])
-def test_ranks_resume(tmp_path: Path, fsdp: str) -> None:
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_ranks_resume(tmp_path: Path, is_sharded: bool) -> None:
     def run(path: str, stop: int) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        arguments = [tiny_trainer.__file__, tmp_path, path, stop, f"--fsdp={fsdp}"]
+        arguments = [tiny_trainer.__file__, tmp_path, path, stop, *(["--is-sharded"] if is_sharded else [])]
         environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
         done = subprocess.run(
             [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -77,7 +78,7 @@ def test_ranks_resume(tmp_path: Path, fsdp: str) -> None:
     checkpointer = Checkpointer(tmp_path / "parts")
     assert checkpointer.steps() == [4, 8]
     moments = checkpointer.load(only=["optimizer.state"])["optimizer"]["state"]
-    assert ("model.norm.weight" in moments) == bool(fsdp), "by names where they are sharded"
+    assert ("model.norm.weight" in moments) == is_sharded, "by names where they are sharded"
     run("parts", stop=0)
     assert json.loads((tmp_path / "losses.json").read_text()) == expected
 

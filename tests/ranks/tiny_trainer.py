@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from gcore_ckpt import Checkpointer
 from gcore_ckpt.integrations.transformers import CheckpointCallback
@@ -21,7 +23,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def make_trainer(folder: Path, callbacks: list[TrainerCallback], **options: Any) -> Trainer:
+def make_model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=32,
@@ -34,6 +36,22 @@ def make_trainer(folder: Path, callbacks: list[TrainerCallback], **options: Any)
         tie_word_embeddings=True,
         attention_dropout=0.5,  # draws from the generators, in every step
     )
+    return Qwen3ForCausalLM(config)
+
+
+def load_sharded(folder: Path) -> Qwen3ForCausalLM:
+    """Return the model, sharded by FSDP2 over all ranks as it is loaded."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        make_model().save_pretrained(folder)
+    dist.barrier()
+    shards = DistributedConfig(fsdp_size=dist.get_world_size())
+    return Qwen3ForCausalLM.from_pretrained(folder, distributed_config=shards)
+
+
+def make_trainer(
+    folder: Path, callbacks: list[TrainerCallback], model: Qwen3ForCausalLM | None = None, **options: Any
+) -> Trainer:
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "num_train_epochs": 2,  # of 10 steps
@@ -46,8 +64,7 @@ def make_trainer(folder: Path, callbacks: list[TrainerCallback], **options: Any)
         "use_cpu": True,
     }
     args = TrainingArguments(output_dir=str(folder / "trainer"), **arguments | options)
-    model = Qwen3ForCausalLM(config)
-    return Trainer(model=model, args=args, train_dataset=Rows(), callbacks=callbacks)
+    return Trainer(model=model or make_model(), args=args, train_dataset=Rows(), callbacks=callbacks)
 
 
 def losses(trainer: Trainer) -> dict[int, float]:
@@ -70,18 +87,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("checkpoints")
     parser.add_argument("stop", type=int)
-    parser.add_argument("--fsdp")
+    parser.add_argument("--is-sharded", action="store_true")
     asked = parser.parse_args()
-    options: dict[str, Any] = {"per_device_train_batch_size": 2, "save_steps": 4, "ddp_backend": "gloo"}
-    if asked.fsdp:
-        options |= {
-            "fsdp": asked.fsdp,
-            "fsdp_config": {"version": 2, "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"},
-        }
+    options: dict[str, Any] = {"ddp_backend": "gloo", "save_only_model": asked.is_sharded}
     with Checkpointer(asked.folder / asked.checkpoints) as checkpointer:
         callback = CheckpointCallback(checkpointer)
         stops = [StopAfter(asked.stop)] if asked.stop else []
-        trainer = make_trainer(asked.folder, [callback, *stops], **options)
+        model = load_sharded(asked.folder / "model") if asked.is_sharded else make_model()
+        trainer = make_trainer(asked.folder, [callback, *stops], model, **options)
         try:
             trainer.train(resume_from_checkpoint=callback.resume(trainer))
         except InterruptedError:
