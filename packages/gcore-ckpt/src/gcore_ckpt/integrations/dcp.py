@@ -34,15 +34,13 @@ from gcore_ckpt.errors import CheckpointMismatchError
 from gcore_ckpt.format import tree
 from gcore_ckpt.format.boxes import Box
 from gcore_ckpt.format.nested import NestedState
+from gcore_ckpt.format.stored import StoredTensor
 from gcore_ckpt.format.tree import Node, State, StatePath
-from gcore_ckpt.loading.loader import Request, fill, load_step
+from gcore_ckpt.loading.loader import load_step
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Shard, Shards
 from gcore_ckpt.storage.local import open_storage
-from gcore_ckpt.threads import Workers
-
-_THREADS = 8
 
 _Path: TypeAlias = str | os.PathLike[str]
 
@@ -134,28 +132,25 @@ class StorageReader(storage.StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with open_step(self._storage, self._found) as reader, Workers(_THREADS) as workers:
+        with open_step(self._storage, self._found) as reader:
             nodes = {_name(path): node for path, node in _leaves(reader.index.tree)}
             values = {item: nodes[item.storage_index.fqn] for item in plan.items if _is_value(nodes, item)}
-            for item, value in zip(values, self._loaded(reader, list(values.values())), strict=True):
+            for item, value in zip(values, self._loaded(reader, [*values.values()], None), strict=True):
                 stream = io.BytesIO()
                 torch.save(value, stream)
                 stream.seek(0)
                 planner.load_bytes(item, stream)
             targets = {item: planner.resolve_tensor(item) for item in plan.items if item not in values}
-            requests = [
-                Request(cast("str", tree.name_of(nodes[item.storage_index.fqn])), _box(item), target.detach())
-                for item, target in targets.items()
-            ]
-            fill(reader, requests, workers)
+            parts = [_part(nodes[i.storage_index.fqn], reader, i, target) for i, target in targets.items()]
+            self._loaded(reader, [nodes[item.storage_index.fqn] for item in targets], parts)
             for item, target in targets.items():
                 planner.commit_tensor(item, target)
         return _done(None)
 
-    def _loaded(self, reader: StepReader, nodes: list[Node]) -> list[State]:
-        """Return the values of nodes of the step's tree, with the tensors and arrays in them."""
+    def _loaded(self, reader: StepReader, nodes: list[Node], template: list[Shard] | None) -> list[State]:
+        """Return the values of nodes of the step's tree, with the tensors and arrays in them, or fill a template."""
         part = replace(reader, index=replace(reader.index, tree=nodes))
-        return load_step(part, self._group, None)
+        return load_step(part, self._group, template)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
@@ -214,7 +209,7 @@ def _flattened(node: Node) -> list[Node] | None:
 
 
 def _is_tensor(node: Node) -> bool:
-    return tree.name_of(node) is not None and "tensor" in node
+    return tree.view_of(node) is not None or (tree.name_of(node) is not None and "tensor" in node)
 
 
 def _is_value(nodes: dict[str, Node], item: ReadItem) -> bool:
@@ -228,16 +223,24 @@ def _name(path: StatePath) -> str:
 def _described(reader: StepReader, node: Node) -> TensorStorageMetadata | BytesStorageMetadata:
     if not _is_tensor(node):
         return BytesStorageMetadata()
-    stored = reader.index.tensors[cast("str", tree.name_of(node))]
-    chunks = [ChunkStorageMetadata(torch.Size(s.box.start), torch.Size(s.box.shape)) for s in stored.shards]
-    return TensorStorageMetadata(TensorProperties(TORCH_DTYPES[stored.dtype]), torch.Size(stored.shape), chunks)
+    stored, shape = _stored(reader, node)
+    boxes = [shard.box for shard in stored.shards] if shape == stored.shape else [Box.whole(shape)]
+    chunks = [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes]
+    return TensorStorageMetadata(TensorProperties(TORCH_DTYPES[stored.dtype]), torch.Size(shape), chunks)
 
 
-def _box(item: ReadItem) -> Box:
-    """Return the box of the whole tensor that an item reads."""
+def _stored(reader: StepReader, node: Node) -> tuple[StoredTensor, tuple[int, ...]]:
+    """Return the stored tensor that a node refers to, and the shape of the node's own, which may be a view of it."""
+    name, view = tree.view_of(node) or (tree.name_of(node), None)
+    stored = reader.index.tensors[cast("str", name)]
+    return stored, stored.shape if view is None else view.shape
+
+
+def _part(node: Node, reader: StepReader, item: ReadItem, target: torch.Tensor) -> Shard:
+    """Return the part of a tensor that an item reads, in the memory that it is read to."""
     chunk = cast("torch.Size", item.storage_index.offset)
     start = tuple(first + offset for first, offset in zip(chunk, item.storage_offsets, strict=True))
-    return Box(start, tuple(item.lengths))
+    return Shard(global_shape=_stored(reader, node)[1], offset=start, tensor=target.detach())
 
 
 def _done(result: Any) -> Future[Any]:
