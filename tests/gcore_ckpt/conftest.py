@@ -57,7 +57,9 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def rank_server() -> Iterator[RankServer]:
-    with serving_ranks(HERE / "reshard_cases.py", HERE / "fault_cases.py", setup="make_meshes") as server:
+    with serving_ranks(
+        HERE / "reshard_cases.py", HERE / "fault_cases.py", HERE / "tier_cases.py", setup="make_meshes"
+    ) as server:
         yield server
 
 

@@ -312,11 +312,6 @@ def test_damaged_commit(s3: str, server_port: int) -> None:
         pass
 
 
-def test_hard_links_need_a_folder(url: str) -> None:
-    with pytest.raises(OSError, match="hard links need a local folder"):
-        ObjectStorage(url).link_file("attempt", 1, "data-0", "data-1")
-
-
 @pytest.mark.parametrize("bad", ["ftp://host/folder", "s3://", "s3://bucket/folder?x=1"])
 def test_wrong_urls(bad: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{bad!r} names no place in an object store")):
@@ -349,7 +344,7 @@ def test_dead_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_silent_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gcore_ckpt.storage.object_store._ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gcore_ckpt.storage.objects._ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(TimeoutError, match=f"^{s3}: no answer within"):

@@ -1,8 +1,8 @@
 """Saves and loads the steps of one path. Torch is imported by the first save or load, not with the package."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -17,7 +17,9 @@ from gcore_ckpt.ranks.group import (
     open_group,
     root_decides,
 )
+from gcore_ckpt.retention import Retention
 from gcore_ckpt.stopping import StopSignals
+from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import Call, Calls, Outcome, SaveHandle
 
@@ -28,32 +30,6 @@ if TYPE_CHECKING:
     from gcore_ckpt.saving.pipeline import SavePipeline
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """Steps to keep after a commit: `keep` of the latest (None for all), and multiples of `keep_every` for good."""
-
-    keep: int | None = None
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(f"keep is {self.keep}; expected None (keep all steps) or 1 or more")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every is {self.keep_every}; expected None or 1 or more")
-        if self.keep_every is not None and self.keep is None:
-            found = f"keep_every is {self.keep_every} and keep is None"
-            raise ValueError(f"{found}, which keeps all steps; expected a keep")
-
-    def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
-        """Return those of `steps` (ascending) that may go, never the one just committed."""
-        if self.keep is None:
-            return []
-        others = [step for step in steps if step != committed]
-        kept = self.keep - (0 if committed is None else 1)
-        lowest = others[: max(0, len(others) - kept)]
-        return [step for step in lowest if self.keep_every is None or step % self.keep_every != 0]
 
 
 class Checkpointer:
@@ -149,7 +125,7 @@ class Checkpointer:
         handle = SaveHandle(step, outcome)
 
         def check() -> None:
-            _check_step(step)
+            check_step(step)
             self._raise_uncollected()
             if step in (other.step for other in list(self._handles) if other is not handle):
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
@@ -201,16 +177,16 @@ class Checkpointer:
 
         def load(call: Call) -> State:
             from gcore_ckpt.loading.loader import load_step
-            from gcore_ckpt.loading.reader import find_step, open_step
+            from gcore_ckpt.loading.reader import open_step
 
             group = self._open_group(call)
-            found = root_decides(group, lambda: find_step(self._storage, step))
 
             def fill() -> State:
-                with call.working(), open_step(self._storage, found) as reader:
+                with call.working(), open_step(storage, found) as reader:
                     return load_step(reader, group, template, only=only, device=device, mmap=mmap, check=call.check)
 
-            state = all_succeed(group, fill)
+            with self._found(call, step) as (storage, found):
+                state = all_succeed(group, fill)
             if found is not None and step != "latest" and self._pipeline is not None:
                 self._pipeline.went_back(found)
             return state
@@ -236,7 +212,7 @@ class Checkpointer:
             CheckpointLockedError: Another writer has the path open for saving.
             CheckpointError: As in `save`.
         """
-        _check_step(step)
+        check_step(step)
 
         def roll_back() -> list[int]:
             self.wait()
@@ -340,6 +316,13 @@ class Checkpointer:
         finally:
             self._inside = None
 
+    @contextmanager
+    def _found(self, call: Call, step: "Step") -> Generator[tuple[Storage, int | None]]:
+        """Find a step, on all ranks, and where it is, for as long as any rank reads it."""
+        from gcore_ckpt.loading.reader import find_step
+
+        yield self._storage, root_decides(self._open_group(call), lambda: find_step(self._storage, step))
+
     def _open_group(self, call: Call) -> Group:
         if self._group is None:
             self._pid = os.getpid()
@@ -373,7 +356,8 @@ class Checkpointer:
             raise errors[0]
 
 
-def _check_step(step: int) -> None:
+def check_step(step: int) -> None:
+    """Refuse what is no number of a step."""
     if type(step) is not int:
         raise TypeError(f"step is {step!r}; expected an int")
     if step < 0:

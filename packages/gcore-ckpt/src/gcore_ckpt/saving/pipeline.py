@@ -70,7 +70,7 @@ class SavePipeline:
                 self._raise_failed_deletion()
                 if self._planning.rank == 0:
                     self._acquire()
-                    self._check_order(step)
+                    self._check_order(step, self._storage)
                 held.append(collect(state, self._planning.rank))
                 return held[0].boxes
 
@@ -89,8 +89,7 @@ class SavePipeline:
             staged.put(error)
             raise
         staged.put(None)
-        if self._planning.rank == 0:
-            self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
+        self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
         """Set the steps above a committed one aside, after what is in flight; return them."""
@@ -148,7 +147,7 @@ class SavePipeline:
         return later
 
     def _delete_old_steps(self, step: int, saved: Outcome[None]) -> None:
-        if saved.exception() is None:
+        if saved.exception() is None and self._planning.rank == 0:
             try:
                 for old in self._superfluous(self._storage.steps(), step):
                     self._storage.remove(old)
@@ -172,17 +171,17 @@ class SavePipeline:
             raise CheckpointWriteError(f"{self._storage} cannot be opened for saving: {error}") from error
         self._acquired = True
 
-    def _check_order(self, step: int) -> None:
+    def _check_order(self, step: int, storage: Storage) -> None:
         """Refuse a step that exists, or that lies below one which is not in the past of this run."""
-        steps = self._storage.steps()
+        steps = storage.steps()
         remedy = "to continue from an earlier step, first call rollback with it, which sets the later ones aside"
         if step in steps:
             raise CheckpointWriteError(
-                f"{self._storage} already holds step {step}; a committed step is never overwritten ({remedy})"
+                f"{storage} already holds step {step}; a committed step is never overwritten ({remedy})"
             )
         if steps and step < steps[-1] and self._newest < steps[-1]:
             raise CheckpointWriteError(
-                f"step is {step}; expected more than {steps[-1]}, the latest step that {self._storage} holds, which "
+                f"step is {step}; expected more than {steps[-1]}, the latest step that {storage} holds, which "
                 f"this run has neither saved nor continued from ({remedy})"
             )
 
