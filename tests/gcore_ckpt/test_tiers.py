@@ -25,6 +25,7 @@ class RankPool(Protocol):
     pids: list[int]
 
     def run(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[Any]: ...
+    def errors(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[str]: ...
     def start(self, function: str, *arguments: object, ranks: Sequence[int]) -> None: ...
     def collect(self, ranks: Sequence[int], timeout_s: float) -> list[dict[str, Any]]: ...
     def kill(self, rank: int) -> None: ...
@@ -87,6 +88,33 @@ def test_a_lost_machine_is_completed_by_its_neighbour_for_any_number_of_ranks(
     assert {len(names) for place, names in files(tmp_path).items() if "machine" in place} == {2}
     assert pool.run("load_from_tiers", str(tmp_path), 6, {}, size=4) == [(6, [5, 6])] * 4
     assert pool.run("load_from_tiers", str(tmp_path), 5, {}, size=4) == [(5, [5, 6])] * 4
+
+
+def test_a_copy_that_is_damaged_is_an_error_on_all_ranks(rank_server: RankServer, tmp_path: Path) -> None:
+    pool = rank_server.shared()
+    pool.run("save_in_tiers", str(tmp_path), [6, 7], {}, size=4)
+    shutil.rmtree(tmp_path / "machine-2")
+    copy = tmp_path / "machine-3" / "step-00000007" / "data-00002.safetensors"
+    with copy.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\0" * 8)
+    errors = pool.errors("load_from_tiers", str(tmp_path), None, {}, size=4)
+    assert any(
+        "CorruptCheckpointError" in error and "data-00002.safetensors: tensor 'rows' has" in error for error in errors
+    )
+    assert all("data-00002.safetensors" in error for error in errors)
+    assert pool.run("load_from_tiers", str(tmp_path), 6, {}, size=4) == [(6, [6, 7])] * 4
+    copy.unlink()
+    assert pool.run("load_from_tiers", str(tmp_path), None, {}, size=4) == [(6, [6])] * 4
+
+
+def test_a_rank_that_dies_while_others_read_from_it(rank_server: RankServer, tmp_path: Path) -> None:
+    with rank_server.pool(3) as pool:
+        pool.run("save_in_tiers", str(tmp_path), [6], {}, size=3)
+        shutil.rmtree(tmp_path / "machine-1")
+        pool.start("die_while_others_read", str(tmp_path), 2, ranks=range(3))
+        for outcome in pool.collect([0, 1], HEARD_WITHIN_S):
+            assert "rank 2 of 3 died" in outcome["value"]
 
 
 def resumed(log: Path) -> int:

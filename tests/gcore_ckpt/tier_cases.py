@@ -1,7 +1,7 @@
 """What the ranks do in `test_tiers.py`, on machines that are a name and a folder each."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,21 @@ ROWS = 60
 
 
 def tiered(
-    rank: Rank, root: str, *, machines: Sequence[int] = range(9), replicas: int = 1, every: int = 5
+    rank: Rank,
+    root: str,
+    *,
+    machines: Sequence[int] = range(9),
+    replicas: int = 1,
+    every: int = 5,
+    slow: str | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> TieredCheckpointer:
-    """`machines` are those of each rank."""
+    """`machines` are those of each rank, `slow` is the path of the second tier, `environment` says how to get there."""
+    os.environ.update(environment or {})
     machine = f"machine-{machines[rank.number]}"
     tiers = [
         Tier(f"{root}/{machine}", keep=2, replicas=replicas),
-        Tier(f"{root}/shared", every=every, keep=2),
+        Tier(slow or f"{root}/shared", every=every, keep=2),
     ]
     return TieredCheckpointer(tiers, machine=machine, timeout_s=TIMEOUT_S)
 
@@ -143,6 +151,20 @@ def save_while_one_disk_is_full(rank: Rank, root: str, full: int) -> list[str]:
                     heard.append(str(error))
         assert checkpointer.steps() == [1, 3]
     return heard
+
+
+def die_while_others_read(rank: Rank, root: str, dying: int) -> str:
+    """One rank dies when another asks it for a file; what this one hears."""
+
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    with patch.object(transfer.PeerFiles, "_reply", die) if rank.number == dying else nullcontext():
+        try:
+            checked_load(tiered(rank, root), rank)
+        except CheckpointError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def go_back_in_tiers(rank: Rank, root: str) -> tuple[list[int], list[int]]:

@@ -49,7 +49,7 @@ class Checkpointer:
         staging: `"full"`: a save returns once all is copied, and holds host memory of the size of what this rank
             writes, which is kept for the next. `"chunked"`: two buffers of 128 MiB in all, and a save returns when
             nearly all is written.
-        incremental: Whether data that are the same as in the step before are hard-linked from it.
+        incremental: Whether data that are the same as in the step before are linked to it and not written again.
         process_group: The ranks that save and load together: `"world"` for those of `torch.distributed`, where it is
             initialised; a group of it; None for this process alone.
         timeout_s: How long ranks wait for one another. The death of a rank's process is noticed at once.

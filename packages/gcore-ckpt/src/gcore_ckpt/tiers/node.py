@@ -1,9 +1,10 @@
 """Steps whose files lie on the machines of the ranks: each has those of its own ranks, and copies of others' files."""
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
@@ -12,6 +13,8 @@ from gcore_ckpt.storage import StepFiles, step_name
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 from gcore_ckpt.tiers.machines import Machines
 from gcore_ckpt.tiers.survey import Copies, Report, report, whole_steps
+
+_logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from gcore_ckpt.tiers.transfer import PeerFiles
@@ -86,6 +89,13 @@ class NodeStorage:
                         self.local.remove(step)
 
         kept.update(exchange(group, lock, whole))
+        if group.rank == 0 and len(self._machines.ranks) <= self._replicas:
+            _logger.warning(
+                "%s: replicas is %d and the ranks are on %d machine(s); expected more machines for as many copies",
+                self,
+                self._replicas,
+                len(self._machines.ranks),
+            )
         all_succeed(group, remove_parts)
 
     def release(self) -> None:
@@ -225,15 +235,20 @@ class NodeStorage:
         from gcore_ckpt.tiers.transfer import PeerFiles
 
         is_here = any(rank < 0 for _, rank in places.values())
-        with self.local.open_step(step) if is_here else nullcontext() as own:
-            files = PeerFiles(group, own, places, f"{self}/{step_name(step)}")
-            all_succeed(group, files.start)
-            self._peers = files
+        with ExitStack() as stack:
+
+            def open_own() -> PeerFiles:
+                own = stack.enter_context(self.local.open_step(step)) if is_here else None
+                return PeerFiles(group, own, places, f"{self}/{step_name(step)}")
+
+            files = self._peers = all_succeed(group, open_own)
+            files.start()
             is_lost = False
             try:
                 yield
             except LostRankError:
-                is_lost = True  # the others may still ask this rank, which answers until its process ends
+                is_lost = True
+                stack.pop_all()  # the others may still ask this rank, which answers until its process ends
                 raise
             finally:
                 self._peers = None

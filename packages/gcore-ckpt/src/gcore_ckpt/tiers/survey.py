@@ -30,7 +30,8 @@ def report(storage: Storage, steps: Collection[int] | None = None) -> Report:
         try:
             found[str(step)] = _held(storage, step, where)
         except (OSError, ValueError, CheckpointError) as error:  # other places may hold the step
-            _logger.warning("%s is damaged and not used: %s", where, error)
+            if step in storage.steps():  # else it was deleted since it was listed
+                _logger.warning("%s is damaged and not used: %s", where, error)
     return found
 
 

@@ -109,12 +109,12 @@ class PeerFiles:
         self._server, self._replies = Workers(1), Workers(_REPLY_THREADS)
         self._serving: Outcome[None] | None = None
 
+        for name, (_, rank) in places.items():
+            if own is not None and rank < 0 and name != INDEX_FILE:
+                own.open(name)
+
     def start(self) -> None:
-        """Open what others may ask for, and answer them."""
-        if self._own is not None:
-            for name, (_, rank) in self._places.items():
-                if rank < 0 and name != INDEX_FILE:
-                    self._own.open(name)
+        """Answer what others ask for."""
         self._serving = self._server.submit(self._serve)
 
     def stop(self) -> None:
