@@ -100,13 +100,13 @@ def train_in_tiers(rank: Rank, root: str, log: str, options: dict[str, Any]) -> 
                 note("saved", step)
 
 
-def die_in_save(rank: Rank, root: str, moment: str, dying: int, options: dict[str, Any]) -> str:
-    """Saves steps 1 to 5; one rank dies while it saves the fifth, and the others return what they hear."""
+def die_in_save(rank: Rank, root: str, moment: str, dying: list[int], options: dict[str, Any]) -> str:
+    """Saves steps 1 to 5; some ranks die while they save the fifth, and the others return what they hear."""
 
     def deadly(function: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **kwargs: Any) -> Any:
             result = function(*arguments, **kwargs) if after else None
-            if rank.number == dying and is_fifth:
+            if rank.number in dying and is_fifth:
                 os._exit(9)
             return result if after else function(*arguments, **kwargs)
 

@@ -86,9 +86,9 @@ class TieredCheckpointer(Checkpointer):
             state: As for `Checkpointer.save`.
             to_all: Whether the step goes to every tier, as when the job is to end.
         """
+        check_step(step)
         if to_all:
             self._tiers.forced.add(step)
-        check_step(step)
         if self._closed or self._tiers.due(step):
             return super().save(step, state)
         nothing = Outcome[None]()

@@ -33,7 +33,8 @@ def copy_step(step: int, source: Storage, target: Storage, group: Group, buffer:
         copied: dict[str, Any] = {"sizes": {}}
         if not names:
             return copied
-        with source.open_step(step) as files:
+        # Not all files of a node, which a load may be reading from other machines at the same time.
+        with (source.local if isinstance(source, NodeStorage) else source).open_step(step) as files:
             for name in names:
                 if name == INDEX_FILE:
                     copied["index"] = files.read_index().decode()

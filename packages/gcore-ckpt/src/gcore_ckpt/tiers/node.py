@@ -14,10 +14,10 @@ from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 from gcore_ckpt.tiers.machines import Machines
 from gcore_ckpt.tiers.survey import Copies, Report, report, whole_steps
 
-_logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from gcore_ckpt.tiers.transfer import PeerFiles
+
+_logger = logging.getLogger(__name__)
 
 
 class NodeStorage:

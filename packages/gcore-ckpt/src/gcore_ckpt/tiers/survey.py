@@ -17,7 +17,7 @@ from gcore_ckpt.storage import INDEX_FILE, Storage, step_name
 _logger = logging.getLogger(__name__)
 
 Report: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""What a place holds of each step, as JSON: the checksum of its index, when it was saved, the sizes of its files."""
+"""The parts of steps in a place, as JSON: by step, the checksum of its index, when it was saved, and its files."""
 
 
 def report(storage: Storage, steps: Collection[int] | None = None) -> Report:
