@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from gcore_ckpt import Checkpointer, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, verify
+from gcore_ckpt import (
+    Checkpointer,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    verify,
+)
 from gcore_ckpt.format.boxes import checksum
 from gcore_ckpt.format.index import decode_index
 from gcore_ckpt.storage.local import LocalStorage
@@ -173,7 +180,7 @@ def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
         (lambda index: index.pop("tree"), "'tree' is missing"),
         (lambda index: index.update(tensors=[]), r"tensors is \[\]; expected dict"),
         (lambda index: index["tensors"].pop("w"), "tree: tensor 'w' is not in the index"),
-        (lambda index: index.update(tree={"set": []}), r"tree: unknown node \{'set': \[\]\}"),
+        (lambda index: index.update(tree={"gone": []}), r"tree: unknown node \{'gone': \[\]\}"),
         (lambda index: index.update(tree={"float_bits": "0x00"}), "tree: float_bits '0x00' are not 64 bits"),
         (lambda index: index.update(tree={"array": "b"}), "tree: array 'b' has dtype bfloat16, which numpy does not"),
         (lambda index: index.update(tree=json.loads("[" * 200 + "]" * 200)), "tree: more than 100 containers inside"),
@@ -224,3 +231,33 @@ def test_step_deleted_while_it_is_opened(step_dir: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("gcore_ckpt.loading.reader.decode_index", delete_then_decode)
     with pytest.raises(CheckpointNotFoundError, match="was deleted while it was being read"):
         Checkpointer(step_dir.parent).load()
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"view": ["w", [2], [1], 5]}, "a view ends at element 7 of the 6 of 'w'"),
+        ({"view": ["w", [2], [1, 1], 0]}, r"a view has shape \(2,\) and stride \(1, 1\)"),
+        ({"view": ["w", [2], [-1], 1]}, "stride of a view is -1; expected 0 or more"),
+        ({"view": ["w", [2], [1]]}, "a view has 3 parts; expected a name, a shape, strides and an offset"),
+        ({"view": ["w", [2**62, 2**62], [0, 0], 0]}, "shape of a view .* is too large"),
+        ({"view": [3, [2], [1], 0]}, "tensor of a view is 3; expected str"),
+        ({"view": ["v", [2], [1], 0]}, "tensor 'v' is not in the index"),
+        ({"bytes": "a===b"}, "base64|padding|Incorrect"),
+        ({"bytes": 3}, "unknown node"),
+        ({"set": [1, 1]}, "a set holds an item twice"),
+        ({"frozenset": [[1]]}, "a set holds what cannot be in one"),
+        ({"numpy_scalar": ["|O8", "00" * 8]}, "8 bytes are no numpy scalar of type '|O8'"),
+        ({"numpy_scalar": ["<f4", "00"]}, "1 bytes are no numpy scalar of type '<f4'"),
+        ({"numpy_scalar": ["<f4", "xx"]}, "hexadecimal"),
+        ({"numpy_scalar": ["<f4,<f4", "00" * 8]}, "no numpy scalar of type"),
+    ],
+)
+def test_hostile_nodes_are_refused(step_dir: Path, node: Any, message: str) -> None:
+    edit_index(step_dir, lambda index: index["tree"]["dict"].update(b=node))
+    assert_refused(step_dir, message)
+    if "view" in node:
+        with pytest.raises(
+            (CorruptCheckpointError, CheckpointMismatchError), match=message + "|no tensor in the check"
+        ):
+            Checkpointer(step_dir.parent).load({"b": torch.zeros(2)})

@@ -412,7 +412,7 @@ FAILURES: dict[str, tuple[list[Any], tuple[str, ...]]] = {
         [box(((0, 0), (2, 4)), ((2, 0), (2, 3)), ((4, 0), (2, 4)))] * 3,
         ("ValueError", "its boxes have 22 of its 24 elements"),
     ),
-    "unsavable": ([THIRDS, THIRDS, THIRDS | {"bad": {1}}], ("TypeError", "state['bad'] is a builtins.set")),
+    "unsavable": ([THIRDS, THIRDS, THIRDS | {"bad": 1j}], ("TypeError", "state['bad'] is a builtins.complex")),
     "pending sum": (
         [THIRDS | {"p": tensor("p", (4,), ("dtensor", (3,), ["P"]))}] * 3,
         ("ValueError", "state['p'] is a DTensor", "pending sum"),

@@ -238,7 +238,7 @@ def test_engines_go_to_a_judge_that_is_busy(cli: Cli, judged: list[str]) -> None
     # Each of three ranks is on the device of an engine, whatever its role.
     turns = ["--rollout.colocated", "true", "--trainer.num-processes", "3"]
     out = cli.ok(*judged, *ray, *turns, "--placement.horizon-steps", "1000")
-    assert "1 engine moved from the policy to the judge: 1 generate and 2 judge now; continuing after step" in out
+    assert "1 engine moved from the policy to the judge: 1 generate and 2 judge now\n" in out
     rows = step_rows(cli.cwd / "runs/default")
     assert (rows[0]["placement/judges"], rows[-1]["placement/judges"]) == (1, 2)
     for row, other in zip(rows, step_rows(cli.cwd / "runs/inline"), strict=True):

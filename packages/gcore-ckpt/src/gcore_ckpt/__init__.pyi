@@ -1,4 +1,4 @@
-from .checkpointer import Checkpointer as Checkpointer, load as load, save as save
+from .checkpointer import Checkpointer as Checkpointer
 from .errors import (
     CheckpointError as CheckpointError,
     CheckpointLockedError as CheckpointLockedError,
@@ -9,10 +9,16 @@ from .errors import (
     LostRankError as LostRankError,
 )
 from .format.tree import PerRank as PerRank, State as State
+from .handles import (
+    LoadHandle as LoadHandle,
+    LoadReport as LoadReport,
+    SaveHandle as SaveHandle,
+    SaveReport as SaveReport,
+)
 from .loading.reader import verify as verify
 from .ranks.shards import Shard as Shard, Shards as Shards
+from .shortcuts import load as load, save as save
 from .stopping import StopSignals as StopSignals
-from .threads import SaveHandle as SaveHandle
 from .tiers.checkpointer import TieredCheckpointer as TieredCheckpointer
 from .tiers.tier import Tier as Tier
 from .tools.dcp import import_dcp as import_dcp

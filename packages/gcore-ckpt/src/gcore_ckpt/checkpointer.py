@@ -1,6 +1,7 @@
 """Saves and loads the steps of one path. Torch is imported by the first save or load, not with the package."""
 
 import os
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
+from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport
+from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import (
     Group,
     ProcessGroupArgument,
@@ -17,16 +20,15 @@ from gcore_ckpt.ranks.group import (
     open_group,
     root_decides,
 )
-from gcore_ckpt.retention import Retention
+from gcore_ckpt.saving.retention import Retention
 from gcore_ckpt.stopping import StopSignals
-from gcore_ckpt.storage import Storage
+from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.storage.local import open_storage
-from gcore_ckpt.threads import Call, Calls, Outcome, SaveHandle
+from gcore_ckpt.threads import Call, Calls, Outcome
 
 if TYPE_CHECKING:
     import torch
 
-    from gcore_ckpt.loading.reader import Step
     from gcore_ckpt.saving.pipeline import SavePipeline
 
 T = TypeVar("T")
@@ -96,15 +98,18 @@ class Checkpointer:
         self._inside: str | None = None
         self._stops: list[StopSignals] = []
 
-    def save(self, step: int, state: State) -> SaveHandle:
+    def save(self, step: int, state: State, *, progress: Callable[[int, int], None] | None = None) -> SaveHandle:
         """Start to save `state`; on return it is copied out of live memory, and the caller may change it.
 
         Args:
             step: Number of the step, 0 or more, not committed or in flight yet.
-            state: Nested dict (with str or int keys), list and tuple of `torch.Tensor` (dense, of any device),
-                `DTensor`, `Shard`, Megatron's `ShardedTensor`, `numpy.ndarray` (of a native bool, integer, float or
-                complex type), None, bool, int, float and str. In a group, a plain tensor or array is the same on all
-                ranks that have it, and so are small values; `PerRank` wraps what is not.
+            state: Nested dict (with str or int keys), list, tuple, named tuple and dataclass of `torch.Tensor` (dense,
+                of any device, or a subclass made of such), `DTensor`, `Shard`, Megatron's `ShardedTensor`,
+                `numpy.ndarray` (of a native bool, integer, float or complex type), and small values: None, bool, int,
+                float, str, bytes, Enum, numpy scalars, and sets of these. In a group, a plain tensor or array is the
+                same on all ranks that have it, and so are small values; `PerRank` wraps what is not.
+            progress: Is called in another thread with the bytes that this rank has written since the last call, file
+                by file, and with those that it writes in all.
 
         Raises:
             TypeError, ValueError: `step` or a leaf of `state` cannot be saved; the message has its path.
@@ -114,15 +119,16 @@ class Checkpointer:
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
                 signal handler called this).
         """
-        return self._use("save", lambda: self._save(step, state))
+        return self._use("save", lambda: self._save(step, state, progress))
 
-    def _save(self, step: int, state: State) -> SaveHandle:
+    def _save(self, step: int, state: State, progress: Callable[[int, int], None] | None) -> SaveHandle:
+        start_s = time.perf_counter()
         for handle in [handle for handle in list(self._handles) if handle.abandoned]:
             handle.join()
         while len(in_flight := [handle for handle in list(self._handles) if not handle.done()]) >= self._max_in_flight:
             in_flight[0].join()
         outcome = Outcome[None]()
-        handle = SaveHandle(step, outcome)
+        handle = SaveHandle(step, outcome, SaveReport(wait_s=time.perf_counter() - start_s))
 
         def check() -> None:
             check_step(step)
@@ -133,7 +139,7 @@ class Checkpointer:
         def save(call: Call) -> None:
             pipeline = self._open_pipeline(call)
             self._handles[handle] = None
-            pipeline.save(call, step, state, outcome, check)
+            pipeline.save(call, step, state, outcome, handle.report, progress, check)
 
         try:
             self._calls.run(save)
@@ -146,22 +152,29 @@ class Checkpointer:
         self,
         template: State = None,
         *,
-        step: "Step" = "latest",
+        step: Step = "latest",
         only: Sequence[str] | None = None,
         device: "str | torch.device" = "cpu",
         mmap: bool = False,
+        strict: bool = True,
+        progress: Callable[[int, int], None] | None = None,
     ) -> State:
         """Return the state of a committed step; save in flight are not seen. In a group, all ranks load or none does.
 
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
                 dtype and device, are filled in place; tensors on the meta device are created on `device`; small
-                values and None are replaced by what was saved. None loads everything, every tensor whole.
+                values and None are replaced by what was saved. Named tuples, dataclasses and members of an Enum come
+                back as such. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
             only: Without a template: dotted paths to load, or patterns, whose `*` matches dots: `["model.*.bias"]`.
             device: Where new tensors are made.
             mmap: Without a template: tensors that lie whole in a file are views of it, read when they are touched and
                 not checked against their checksums. Writing to one changes memory, never the file.
+            strict: Whether it is an error if the template has what was not saved; otherwise that stays as it is, and
+                is in the report of `load_async`.
+            progress: Is called, from several threads, with the bytes that were read since the last call, and with
+                those that this rank reads in all.
 
         Raises:
             CheckpointNotFoundError: The step is not committed, or was deleted meanwhile.
@@ -170,28 +183,61 @@ class Checkpointer:
                 filled then holds rubbish.
             CheckpointError: Another rank failed; or this is saving or loading already (a signal handler called this).
         """
-        if template is not None and (only is not None or mmap):
+        options = {"only": only, "device": device, "mmap": mmap, "strict": strict, "progress": progress}
+        load = self._loading(template, step, LoadReport(), options)
+        return self._use("load", lambda: self._calls.run(load))
+
+    def load_async(
+        self,
+        template: State = None,
+        *,
+        step: Step = "latest",
+        only: Sequence[str] | None = None,
+        device: "str | torch.device" = "cpu",
+        mmap: bool = False,
+        strict: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> LoadHandle[State]:
+        """Start to load a step, as `load` does, while the caller does something else, such as to build a model.
+
+        `wait` of the result returns the state, or raises the errors of `load`; until then the template's tensors must
+        not be used. Its `report` says what was missing in the step, what was unused, and how long it took. Further
+        calls of this Checkpointer wait for it.
+        """
+        options = {"only": only, "device": device, "mmap": mmap, "strict": strict, "progress": progress}
+        report = LoadReport()
+        load = self._loading(template, step, report, options)
+        return LoadHandle[State](self._use("load", lambda: self._calls.start(load)), report)
+
+    def _loading(
+        self, template: State, step: Step, report: LoadReport, options: dict[str, Any]
+    ) -> Callable[[Call], State]:
+        if template is not None and (options["only"] is not None or options["mmap"]):
             raise ValueError("only and mmap are for loading without a template; expected one or the other")
+        if template is None and not options["strict"]:
+            raise ValueError("strict is False and there is no template; expected a template, or only=")
         if isinstance(template, bool | int | float | str):
             raise TypeError(f"template is {template!r}; expected a tree of tensors (a step is given as step=...)")
 
         def load(call: Call) -> State:
-            from gcore_ckpt.loading.loader import load_step
-            from gcore_ckpt.loading.reader import open_step
+            from gcore_ckpt.loading.loader import LoadOptions, load_step
 
+            start_s = time.perf_counter()
             group = self._open_group(call)
 
             def fill() -> State:
                 with call.working(), open_step(storage, found) as reader:
-                    return load_step(reader, group, template, only=only, device=device, mmap=mmap, check=call.check)
+                    report.open_s = time.perf_counter() - start_s
+                    return load_step(reader, group, template, LoadOptions(**options), report, call.check)
 
             with self._found(call, step) as (storage, found):
+                report.step = found
                 state = all_succeed(group, fill)
             if found is not None and step != "latest" and self._pipeline is not None:
                 self._pipeline.went_back(found)
             return state
 
-        return self._use("load", lambda: self._calls.run(load))
+        return load
 
     def rollback(self, step: int) -> list[int]:
         """Make a committed step the latest: all steps above it are set aside, after the saves in flight.
@@ -260,7 +306,7 @@ class Checkpointer:
             self._pipeline.wait()
 
     def close(self) -> None:
-        """Wait until all saves have ended and let the next writer in. Loading still works; closing again does nothing.
+        """Wait until all calls have ended and let the next writer in. Loading still works; closing again does nothing.
 
         If this is interrupted, the saves in flight are still finished; closing again waits for them again.
 
@@ -317,10 +363,8 @@ class Checkpointer:
             self._inside = None
 
     @contextmanager
-    def _found(self, call: Call, step: "Step") -> Generator[tuple[Storage, int | None]]:
+    def _found(self, call: Call, step: Step) -> Generator[tuple[Storage, int | None]]:
         """Find a step, on all ranks, and where it is, for as long as any rank reads it."""
-        from gcore_ckpt.loading.reader import find_step
-
         yield self._storage, root_decides(self._open_group(call), lambda: find_step(self._storage, step))
 
     def _open_group(self, call: Call) -> Group:
@@ -354,31 +398,3 @@ class Checkpointer:
             for error in errors[1:]:
                 errors[0].add_note(f"and {error}")
             raise errors[0]
-
-
-def check_step(step: int) -> None:
-    """Refuse what is no number of a step."""
-    if type(step) is not int:
-        raise TypeError(f"step is {step!r}; expected an int")
-    if step < 0:
-        raise ValueError(f"step is {step}; expected 0 or more")
-
-
-def save(path: str | os.PathLike[str], state: State, *, step: int = 0) -> None:
-    """Save `state` as a step under `path`, and return once it is committed; see `Checkpointer.save`."""
-    with Checkpointer(path) as checkpointer:
-        checkpointer.save(step, state)
-
-
-def load(
-    path: str | os.PathLike[str],
-    template: State = None,
-    *,
-    step: "Step" = "latest",
-    only: Sequence[str] | None = None,
-    device: "str | torch.device" = "cpu",
-    mmap: bool = False,
-) -> State:
-    """Load a step from `path`; see `Checkpointer.load`."""
-    with Checkpointer(path) as checkpointer:
-        return checkpointer.load(template, step=step, only=only, device=device, mmap=mmap)

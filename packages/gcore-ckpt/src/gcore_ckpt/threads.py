@@ -1,4 +1,4 @@
-"""Threads that no signal can tear apart: workers for large blocks, the thread of a Checkpointer's calls, save handles.
+"""Threads that no signal can tear apart: workers for large blocks, and the thread of a Checkpointer's calls.
 
 Python raises KeyboardInterrupt, or what a signal handler raises, between any two instructions of the main thread: an
 exchange with other ranks, or the accounting of memory, would stop halfway. Here the main thread only waits, and leaves
@@ -13,6 +13,7 @@ import weakref
 from _thread import start_new_thread
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock
 from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
@@ -201,12 +202,23 @@ class Call:
 
 
 class Calls:
-    """Runs calls one after another on a thread, each while its caller waits."""
+    """Runs calls one after another on a thread."""
 
     def __init__(self) -> None:
         self._workers = Workers(1)
         weakref.finalize(self, self._workers.close).atexit = False  # a Checkpointer that only loads is rarely closed
         self._last: tuple[Call, Outcome[None]] | None = None
+
+    def start(self, act: Callable[[Call], T], call: Call | None = None) -> Outcome[T]:
+        """Run `act` after the calls before it."""
+        call, outcome, use_device = call or Call(), Outcome[T](), cuda_state()
+
+        def job() -> None:
+            use_device()
+            outcome.set_by(partial(act, call))
+
+        self._last = call, self._workers.submit(job)  # without the result, which may be a whole model
+        return outcome
 
     def run(self, act: Callable[[Call], T]) -> T:
         """Return or raise what `act` does.
@@ -214,28 +226,22 @@ class Calls:
         If the caller is interrupted, its `working` part stops, the rest continues in the background, so that the
         exchanges with other ranks stay in step, and what interrupted the caller is raised.
         """
-        call, results, use_device = Call(), list[T](), cuda_state()
-
-        def job() -> None:
-            use_device()
-            results.append(act(call))
-
+        call = Call()
         try:
-            outcome = self._workers.submit(job)
-            self._last = call, outcome
-            outcome.result()
-            return results[0]
+            return self.start(act, call).result()
         except BaseException:
             call.cancelled = True  # CPython handles no signal between the raise and this line
             call.wait_until_quiet()
             raise
 
     def close(self) -> bool:
-        """End the thread; False if an interrupted call is still waiting for other ranks there."""
+        """End the thread after all calls; False if an interrupted call is still waiting for other ranks there."""
         self._workers.close()
         if self._last is None:
             return True
         call, outcome = self._last
+        if not call.cancelled:
+            outcome.wait()
         call.dropped = not outcome.done()
         return not call.dropped
 
@@ -254,39 +260,3 @@ def cuda_state() -> Callable[[], None]:
         cuda.set_device(device)
 
     return use
-
-
-class SaveHandle:
-    """A save, of `step`, that is being written in the background."""
-
-    def __init__(self, step: int, outcome: Outcome[None]) -> None:
-        self.step = step
-        self.abandoned = False  # whether `save` was interrupted or refused, so that its caller has no handle
-        self._outcome = outcome
-        self._collected = False
-
-    def done(self) -> bool:
-        """Return whether the save has ended, well or not."""
-        return self._outcome.done()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the step is committed; what retention deletes after that, `Checkpointer.wait` waits for.
-
-        Raises:
-            CheckpointWriteError: The save failed. The `Checkpointer` will not raise this error again.
-            TimeoutError: It is still being written after `timeout_s` seconds.
-        """
-        self.join(timeout_s)
-        self._collected = True
-        self._outcome.result()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the save has ended, well or not."""
-        if not self._outcome.wait(timeout_s):
-            raise TimeoutError(f"step {self.step} is still being written after {timeout_s} s")
-
-    def uncollected_error(self) -> BaseException | None:
-        """Return the error of a save that has ended and that no call has waited for."""
-        if self._collected or self.abandoned or not self._outcome.done():
-            return None
-        return self._outcome.exception()

@@ -5,29 +5,58 @@ A node of the encoded tree is JSON null, true, false, a string, a finite float, 
 
     {"dict": {...}}  {"items": [[key, value], ...]}  {"tuple": [...]}  {"int": "0x..."}  {"float_bits": "0x..."}
     {"tensor": name}  {"array": name}  {"per_rank": {"0": value, ...}}
+    {"bytes": base64}  {"set": [...]}  {"frozenset": [...]}  {"numpy_scalar": [dtype, hex]}
+    {"view": [name, shape, stride, offset]}
 
-`items` is a dict of which some keys are integers.
+`items` is a dict with integers among its keys. What follows `per_rank` is of version 3: items of a set are sorted by
+their JSON; a view is a tensor in the memory of another one, by elements of that, which is contiguous.
 """
 
+import base64
+import json
 import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
+from gcore_ckpt.format import validation
+
 State: TypeAlias = Any
-"""Nested dict (str or int keys), list and tuple of tensors, arrays, None, bool, int, float, str and `PerRank`."""
+"""Nested dict (str or int keys), list, tuple and dataclass of tensors, arrays and small values."""
 
 Node: TypeAlias = Any
 """An encoded state: what `json` can write and read."""
 
 ArrayKind: TypeAlias = Literal["tensor", "array"]
 
+
+class View(NamedTuple):
+    """A tensor in the memory of a contiguous one: its shape, strides and first element, counted in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element; 0 if it has none."""
+        if not all(self.shape):
+            return 0
+        return self.offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) + 1
+
+
+ArrayOf: TypeAlias = Callable[[ArrayKind, str, View | None], object]
+"""Returns what a node that refers to a stored tensor stands for."""
+
 StatePath: TypeAlias = tuple[str | int, ...]
 
 MAX_DEPTH = 100
+NUMPY_SCALARS = "biufcmM"
+"""Kinds of numpy scalars that can be saved: bool, integers, floats, complex numbers, time spans and times."""
+_NUMPY_SCALAR = re.compile(rf"[<|][{NUMPY_SCALARS}]\d{{1,2}}(\[\d*[a-zA-Z]+\])?")
 _SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _MAX_PLAIN_INT = 2**53  # what every JSON reader holds exactly
 
@@ -68,8 +97,9 @@ def describe(path: StatePath) -> str:
 def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePath = ()) -> Leaf:
     """Encode `state`; what is no container and no small value goes to `encode_leaf`, which returns None to refuse it.
 
-    Values of subclasses (OrderedDict, named tuples, IntEnum, ...) are encoded as the plain type they compare equal to;
-    keys of subclasses are refused, so that each key comes back as it was.
+    Values of subclasses (OrderedDict, named tuples, ...) are encoded as the plain type they compare equal to, members
+    of an Enum as their values, and dataclasses as dicts of their fields; keys of subclasses are refused, so that each
+    key comes back as it was.
 
     Raises:
         TypeError: A leaf or a dict key of an unsupported type, with its path.
@@ -79,6 +109,8 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
     if len(path) > MAX_DEPTH:
         raise ValueError(f"{describe(path[:3])}... nests more than {MAX_DEPTH} containers, or contains itself")
     match state:
+        case Enum():
+            return encode(state.value, encode_leaf, rank, path)
         case None | bool():
             return Leaf(node=state)
         case str():
@@ -89,6 +121,12 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
         case float():
             bits = {"float_bits": f"0x{struct.pack('>d', state).hex()}"}
             return Leaf(node=float(state) if math.isfinite(state) else bits)
+        case bytes():
+            return Leaf(node={"bytes": base64.b64encode(state).decode()})
+        case set() | frozenset():
+            items = [encode(item, lambda *_: None, rank, (*path, "item")).node for item in cast("set[State]", state)]
+            # Ranks that have the same set iterate over it in different orders.
+            return Leaf(node={"set" if isinstance(state, set) else "frozenset": sorted(items, key=json.dumps)})
         case dict():
             return Leaf(node=_encode_dict(cast("dict[object, State]", state), encode_leaf, rank, path))
         case list() | tuple():
@@ -100,12 +138,20 @@ def encode(state: State, encode_leaf: LeafEncoder, rank: int = 0, path: StatePat
             return Leaf(node={"per_rank": {str(rank): own.node}})
         case _:
             leaf = encode_leaf(state, path)
+            if leaf is None and is_dataclass(state) and not isinstance(state, type):
+                return Leaf(node=_encode_dict(fields_of_dataclass(state), encode_leaf, rank, path))
             if leaf is None:
                 raise TypeError(
                     f"{describe(path)} is a {type(state).__module__}.{type(state).__qualname__}; a state holds dict, "
-                    "list, tuple, torch.Tensor, numpy.ndarray, None, bool, int, float and str"
+                    "list, tuple, set, dataclass, torch.Tensor, numpy.ndarray, numpy scalars, None, bool, int, float, "
+                    "str, bytes and Enum"
                 )
             return leaf
+
+
+def fields_of_dataclass(state: Any) -> dict[Any, State]:
+    """Return the fields of a dataclass by name."""
+    return {field.name: getattr(state, field.name) for field in fields(state)}
 
 
 def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int, path: StatePath) -> Node:
@@ -129,7 +175,7 @@ def _encode_dict(state: dict[object, State], encode_leaf: LeafEncoder, rank: int
 
 def decode(
     node: Node,
-    array: Callable[[ArrayKind, str], object],
+    array: ArrayOf,
     per_rank: Callable[[Mapping[str, Node]], Node],
     depth: int = 0,
 ) -> State:
@@ -138,13 +184,23 @@ def decode(
         raise ValueError(f"more than {MAX_DEPTH} containers inside each other")
     match _tagged(node):
         case ("tensor" | "array") as kind, str(name):
-            return array(kind, name)
+            return array(kind, name, None)
+        case "view", list():
+            name, view = cast("tuple[str, View]", view_of(node))
+            return array("tensor", name, view)
         case "per_rank", dict(nodes):
             return decode(per_rank(cast("dict[str, Node]", nodes)), array, per_rank, depth + 1)
         case "int", str(digits):
             return int(digits, 16)
         case "float_bits", str(bits):
             return _float_of_bits(bits)
+        case "bytes", str(text):
+            return base64.b64decode(text, validate=True)
+        case ("set" | "frozenset") as kind, list(items):
+            found = [decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items)]
+            return _set_of(found) if kind == "set" else frozenset(_set_of(found))
+        case "numpy_scalar", [str(dtype), str(digits)]:
+            return _numpy_scalar(dtype, digits)
         case "tuple", list(items):
             return tuple(decode(item, array, per_rank, depth + 1) for item in cast("list[Node]", items))
         case None, list(items):
@@ -180,6 +236,22 @@ def name_of(node: Node) -> str | None:
     """Return the name of the tensor or array that a node refers to; None for any other node."""
     tag, value = _tagged(node)
     return value if tag in ("tensor", "array") and isinstance(value, str) else None
+
+
+def view_of(node: Node) -> tuple[str, View] | None:
+    """Return the name of the tensor whose memory an encoded view is in, and the view; None for any other node."""
+    tag, value = _tagged(node)
+    if tag != "view":
+        return None
+    parts = cast("list[object]", validation.expect(list, value, "view"))
+    if len(parts) != 4:
+        raise ValueError(f"a view has {len(parts)} parts; expected a name, a shape, strides and an offset")
+    name, shape, stride, offset = parts
+    sizes = validation.shape(shape, "shape of a view"), validation.sizes(stride, "stride of a view")
+    view = View(*sizes, validation.size(offset, "offset of a view"))
+    if len(view.shape) != len(view.stride):
+        raise ValueError(f"a view has shape {view.shape} and stride {view.stride}")
+    return validation.expect(str, name, "tensor of a view"), view
 
 
 def items_of(node: Node) -> list[Node] | None:
@@ -219,8 +291,10 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
     own = [ranks_of(node) for _, node in nodes]
     if all(found is not None for found in own):
         return {"per_rank": {key: value for found in own for key, value in (found or {}).items()}}
+    # A rank on which it is a tensor of its own stores it.
+    first = next((node for _, node in nodes if view_of(node) is None), first)
     for other_rank, other in nodes[1:]:
-        if other != first:
+        if other != first and view_of(other) is None:
             raise ValueError(
                 f"{describe(path)} is {str(first)[:60]} on rank {rank} and {str(other)[:60]} on rank {other_rank}; "
                 "wrap what each rank has of its own in PerRank"
@@ -230,7 +304,8 @@ def _merge(nodes: list[tuple[int, Node]], path: StatePath) -> Node:
 
 def references(node: Node) -> Iterator[str]:
     """Return the names of all tensors and arrays in a tree."""
-    name = name_of(node)
+    view = view_of(node)
+    name = name_of(node) if view is None else view[0]
     if name is not None:
         yield name
     for child in (fields_of(node) or ranks_of(node) or {}).values() or items_of(node) or ():
@@ -269,6 +344,31 @@ def _item(item: Node) -> tuple[str | int, Node]:
 
 def _encode_int(value: int) -> Node:
     return int(value) if abs(value) <= _MAX_PLAIN_INT else {"int": hex(value)}
+
+
+def encode_numpy_scalar(value: Any) -> Node:
+    """Return the node of a numpy scalar: its type as numpy spells it and its bytes, little-endian."""
+    stored = value.dtype.newbyteorder("<")
+    return {"numpy_scalar": [stored.str, value.astype(stored).tobytes().hex()]}
+
+
+def _numpy_scalar(dtype: str, digits: str) -> object:
+    import numpy as np
+
+    data = bytes.fromhex(digits)
+    if not _NUMPY_SCALAR.fullmatch(dtype) or len(data) != np.dtype(dtype).itemsize:
+        raise ValueError(f"{len(data)} bytes are no numpy scalar of type {dtype[:80]!r}")
+    return np.frombuffer(data, dtype)[0]
+
+
+def _set_of(items: list[State]) -> set[State]:
+    try:
+        found = set(items)
+    except TypeError as error:
+        raise ValueError(f"a set holds what cannot be in one: {error}") from error
+    if len(found) != len(items):
+        raise ValueError("a set holds an item twice")
+    return found
 
 
 def _float_of_bits(bits: str) -> float:

@@ -1,5 +1,6 @@
 """Opens a committed step, reads its shards with every block checked, and lists its leaves. Needs no torch."""
 
+import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import tree, validation
 from gcore_ckpt.format.boxes import DIGITS, DTYPES, block_count, checksum, digest
 from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor, decode_index
-from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath
+from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath, View
 from gcore_ckpt.storage import StepFiles, Storage, step_name
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.storage.safetensors_folder import find_weights, open_weights
@@ -34,18 +35,21 @@ class StepReader:
     def decode_tree(
         self,
         node: Node,
-        array: Callable[[ArrayKind, str, StoredTensor], object],
+        array: Callable[[ArrayKind, str, StoredTensor, View | None], object],
         per_rank: Callable[[Mapping[str, Node]], Node],
     ) -> State:
         """Return the state of the tree, or of a node in it, with what `array` makes of each stored tensor."""
 
-        def checked(kind: ArrayKind, name: str) -> object:
+        def checked(kind: ArrayKind, name: str, view: View | None) -> object:
             stored = self.index.tensors.get(name)
             if stored is None:
                 raise ValueError(f"{kind} {name!r} is not in the index")
             if kind == "array" and not DTYPES[stored.dtype].in_numpy:
                 raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
-            return array(kind, name, stored)
+            size = math.prod(stored.shape)
+            if view is not None and view.stop > size:
+                raise ValueError(f"a view ends at element {view.stop} of the {size} of {name!r}")
+            return array(kind, name, stored, view)
 
         with validation.reading(f"{self.where}/index.json: tree"):
             return tree.decode(node, checked, per_rank)
@@ -141,6 +145,7 @@ class StepLeaf(NamedTuple):
     tensor: str | None  # name of the stored tensor or array; None for a small value
     value: State
     per_rank: bool
+    view: View | None = None  # in the memory of that tensor
 
 
 def step_leaves(reader: StepReader, prefix: str = "") -> list[StepLeaf]:
@@ -164,9 +169,9 @@ def _leaves(node: Node, path: StatePath, *, per_rank: bool) -> Iterator[StepLeaf
     for key, child in (fields or dict(enumerate(items or ()))).items():
         yield from _leaves(child, (*path, key), per_rank=per_rank)
     if not fields and not items:
-        name = tree.name_of(node)
+        name, view = tree.view_of(node) or (tree.name_of(node), None)
         value = None if name is not None else tree.decode(node, _unknown, _unknown)
-        yield StepLeaf(".".join(map(str, path)), name, value, per_rank)
+        yield StepLeaf(".".join(map(str, path)), name, value, per_rank, view)
 
 
 def _unknown(*node: object) -> Node:
@@ -195,7 +200,7 @@ def verify(
 
     storage = open_storage(path)
     with Workers(_THREADS) as workers, open_step(storage, find_step(storage, step)) as reader:
-        reader.decode_tree(reader.index.tree, lambda _, name, __: name, lambda nodes: {"dict": dict(nodes)})
+        reader.decode_tree(reader.index.tree, lambda _, name, *__: name, lambda nodes: {"dict": dict(nodes)})
         workers.run(
             partial(check, reader, name, shard, start, stop)
             for name, tensor in reader.index.tensors.items()

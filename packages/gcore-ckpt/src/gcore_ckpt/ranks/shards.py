@@ -13,11 +13,23 @@ import numpy as np
 import torch
 
 from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox
-from gcore_ckpt.format.tree import Leaf, Node, State, StatePath, describe, encode
+from gcore_ckpt.format.tree import (
+    NUMPY_SCALARS,
+    Leaf,
+    Node,
+    State,
+    StatePath,
+    View,
+    describe,
+    encode,
+    encode_numpy_scalar,
+)
 
 NumpyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+WRAPPER = "__class__"
+"""Key of the class of a tensor that is made of several, next to these."""
 _TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NUMPY_NAMES = {np.dtype(name): name for name, dtype in DTYPES.items() if dtype.in_numpy}
 
@@ -81,6 +93,19 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_wrapper(leaf: object) -> bool:
+    """Return whether this is a tensor of several others, such as a quantized one of torchao."""
+    is_plain = not isinstance(leaf, torch.Tensor) or type(leaf) in (torch.Tensor, torch.nn.Parameter) or leaf.is_nested
+    return not is_plain and hasattr(leaf, "__tensor_flatten__") and not is_dtensor(cast("torch.Tensor", leaf))
+
+
+def parts_of_wrapper(tensor: Any) -> dict[Any, State]:
+    """Return the tensors that a tensor is made of, by their names (`__tensor_flatten__`), and the name of its class."""
+    kind = type(tensor)
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names} | {WRAPPER: f"{kind.__module__}.{kind.__qualname__}"}
+
+
 def is_megatron(leaf: object, name: str) -> bool:
     """Return whether `leaf` is a sharded object of Megatron-Core, by its class name: nothing is imported."""
     kind = type(leaf)
@@ -108,7 +133,9 @@ def collect(state: State, rank: int = 0) -> Holdings:
     """Find what this process, `rank` of its group, holds in `state`; nothing is copied."""
     leaves = _Leaves()
     tree = encode(state, leaves.add, rank).node
-    return Holdings(tree, tuple(leaves.boxes), tuple(leaves.data))
+    views = leaves.tie_views()
+    kept = [i for i in range(len(leaves.boxes)) if i not in views]
+    return Holdings(tree, tuple(leaves.boxes[i] for i in kept), tuple(leaves.data[i] for i in kept))
 
 
 class _Leaves:
@@ -117,6 +144,8 @@ class _Leaves:
     def __init__(self) -> None:
         self.boxes: list[HeldBox] = []
         self.data: list[torch.Tensor | NumpyArray] = []
+        self._nodes: dict[str, list[dict[str, Any]]] = {}
+        """Nodes of plain tensors, by name."""
         self._names: set[str] = set()
         self._name_of_view: dict[tuple[HeldBox, tuple[object, ...]], str] = {}
         self._chosen: set[str] = set()
@@ -125,6 +154,10 @@ class _Leaves:
         """Encode a tensor or an array; None for anything else."""
         if isinstance(leaf, np.ndarray):
             return Leaf(node={"array": self._add_array(cast("NumpyArray", leaf), path)})
+        if isinstance(leaf, np.generic) and leaf.dtype.kind in NUMPY_SCALARS:
+            return Leaf(node=encode_numpy_scalar(leaf))
+        if is_wrapper(leaf):
+            return encode(parts_of_wrapper(leaf), self.add, path=path)
         if is_megatron(leaf, "ShardedObject"):  # a small value, under the key that it has in all processes
             value: Any = leaf
             return Leaf(node=encode(value.data, self.add, path=(*path, "data")).node, key=value.unique_key)
@@ -144,7 +177,39 @@ class _Leaves:
                     "by its place; expected another name"
                 )
             self._chosen.add(shard.name)
-        return Leaf(node={"tensor": self._add_shard(shard, path)}, key=shard.name)
+        name = self._add_shard(shard, path)
+        node: dict[str, Any] = {"tensor": name}
+        if leaf is shard.tensor:
+            self._nodes.setdefault(name, []).append(node)
+        return Leaf(node=node, key=shard.name)
+
+    def tie_views(self) -> set[int]:
+        """Make views of tensors that lie in the memory of another, contiguous one; return the numbers of their boxes.
+
+        What shares only some of its memory with others is stored by itself.
+        """
+        spans: list[tuple[tuple[object, ...], int, int, int]] = []
+        for number, (box, data) in enumerate(zip(self.boxes, self.data, strict=True)):
+            if box.name in self._nodes and box.box.size and isinstance(data, torch.Tensor):
+                start, size_bytes = data.data_ptr(), View(data.shape, data.stride(), 0).stop * data.itemsize
+                kind = str(data.device), box.dtype, data.is_conj(), data.is_neg()
+                spans.append((kind, start, start + size_bytes, number))
+        # The widest first, of those that start together.
+        spans.sort(key=lambda span: (span[0], span[1], -span[2]))
+        views: set[int] = set()
+        base: tuple[tuple[object, ...], int, int, int] = (), 0, 0, -1
+        for span in spans:
+            kind, start, stop, number = span
+            tensor = cast("torch.Tensor", self.data[number])
+            if kind != base[0] or stop > base[2]:
+                base = span if tensor.is_contiguous() else base
+            elif (start - base[1]) % tensor.itemsize == 0:
+                views.add(number)
+                place = [*tensor.shape], [*tensor.stride()], (start - base[1]) // tensor.itemsize
+                for node in self._nodes[self.boxes[number].name]:
+                    del node["tensor"]
+                    node["view"] = [self.boxes[base[3]].name, *place]
+        return views
 
     def _add_shard(self, shard: Shard, path: StatePath) -> str:
         tensor = shard.tensor

@@ -4,6 +4,7 @@ By the plan of a save every element of every tensor is written once, replicas ev
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.format.boxes import Box, FileLayout, HeldBox, lay_out, overlap
 from gcore_ckpt.format.tree import Node, State
+from gcore_ckpt.handles import SaveReport
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.ranks.shards import Holdings, collect
 from gcore_ckpt.saving.saver import Saver
@@ -60,9 +62,23 @@ class SavePipeline:
         self._acquired = False
         self._newest = -1
 
-    def save(self, call: Call, step: int, state: State, outcome: Outcome[None], check: Callable[[], None]) -> None:
+    def save(
+        self,
+        call: Call,
+        step: int,
+        state: State,
+        outcome: Outcome[None],
+        report: SaveReport,
+        progress: Callable[[int, int], None] | None,
+        check: Callable[[], None],
+    ) -> None:
         """Copy `state` and start to write it."""
-        held: list[Holdings] = []
+        start_s, held = time.perf_counter(), list[Holdings]()
+
+        def advance(size_bytes: int) -> None:
+            report.written_bytes += size_bytes
+            if progress is not None:
+                progress(size_bytes, report.size_bytes)
 
         def prepare() -> tuple[HeldBox, ...]:
             with call.working():
@@ -78,7 +94,10 @@ class SavePipeline:
         try:
             files = self._planner.plan(step, prepare)
             self._newest = max(self._newest, step)
-            self._submit(self._write, outcome, step, held[0].tree, _taken_from(staged))
+            report.size_bytes = sum(file.size_bytes for file in files)
+            planned_s = time.perf_counter()
+            report.plan_s = planned_s - start_s
+            self._submit(self._write, outcome, report, step, held[0].tree, _taken_from(staged), advance)
         except Exception as error:
             outcome.set_exception(error)
             raise
@@ -89,6 +108,7 @@ class SavePipeline:
             staged.put(error)
             raise
         staged.put(None)
+        report.copy_s = time.perf_counter() - planned_s
         self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
@@ -131,8 +151,21 @@ class SavePipeline:
         self._executor.submit(outcome.set_by, partial(function, *args, **kwargs))
         return outcome
 
-    def _write(self, outcome: Outcome[None], step: int, tree: Node, staged: Iterator[StagedFile]) -> None:
-        outcome.set_by(partial(self._saver.save, step, tree, staged))
+    def _write(
+        self,
+        outcome: Outcome[None],
+        report: SaveReport,
+        step: int,
+        tree: Node,
+        staged: Iterator[StagedFile],
+        advance: Callable[[int], None],
+    ) -> None:
+        def write() -> None:
+            start_s = time.perf_counter()
+            self._saver.save(step, tree, staged, advance)
+            report.write_s = time.perf_counter() - start_s
+
+        outcome.set_by(write)
 
     def _set_aside_above(self, step: int) -> list[int]:
         steps = self._storage.steps()

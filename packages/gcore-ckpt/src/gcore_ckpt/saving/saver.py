@@ -2,7 +2,7 @@
 
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -52,15 +52,20 @@ class Saver:
         self._incremental = incremental
         self._base: _Base | None = None
 
-    def save(self, step: int, tree: Node, staged: Iterable[StagedFile]) -> None:
-        """Commit a step from this rank's encoded state and staged files, or raise the same error on every rank."""
+    def save(
+        self, step: int, tree: Node, staged: Iterable[StagedFile], advance: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Commit a step from this rank's encoded state and staged files, or raise the same error on every rank.
+
+        ``advance`` is called with the bytes of each file that is written, or found unchanged.
+        """
         report = _Report(tree=tree)
         try:
             attempt = self._begin(step)
         except Exception as error:
             _release_rest(staged)
             raise self._failure(step, error) from error
-        self._write_files(attempt, report, staged)
+        self._write_files(attempt, report, staged, advance)
         self._finish(attempt, step, report)
 
     def _begin(self, step: int) -> str:
@@ -80,7 +85,9 @@ class Saver:
                 self._base = base, index
         return attempt
 
-    def _write_files(self, attempt: str, report: _Report, staged: Iterable[StagedFile]) -> None:
+    def _write_files(
+        self, attempt: str, report: _Report, staged: Iterable[StagedFile], advance: Callable[[int], None]
+    ) -> None:
         """Write the files while they are hashed; those of an incremental save after that, as far as they are new."""
         files = iter(staged)
         unfinished: deque[tuple[str, StagedFile, Outcome[list[str]]]] = deque()
@@ -93,6 +100,7 @@ class Saver:
                 else:
                     self._write_changed(attempt, name, report, file, hashed.result(), self._base)
                 unfinished.popleft()[1].release()
+                advance(file.layout.size_bytes)
 
         try:
             for number, file in enumerate(files):

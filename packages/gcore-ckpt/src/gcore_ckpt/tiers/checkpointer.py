@@ -2,21 +2,22 @@
 
 import logging
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from gcore_ckpt.checkpointer import Checkpointer, check_step
+from gcore_ckpt.checkpointer import Checkpointer
 from gcore_ckpt.format.tree import State
+from gcore_ckpt.handles import SaveHandle, SaveReport
+from gcore_ckpt.loading.reader import Step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, TorchGroup, exchange
-from gcore_ckpt.storage import Storage
-from gcore_ckpt.threads import Call, Outcome, SaveHandle
+from gcore_ckpt.storage import Storage, check_step
+from gcore_ckpt.threads import Call, Outcome
 from gcore_ckpt.tiers.storage import Plan, TieredStorage
 from gcore_ckpt.tiers.survey import Report
 from gcore_ckpt.tiers.tier import Tier
 
 if TYPE_CHECKING:
-    from gcore_ckpt.loading.reader import Step
     from gcore_ckpt.saving.pipeline import SavePipeline
 
 _logger = logging.getLogger(__name__)
@@ -75,7 +76,14 @@ class TieredCheckpointer(Checkpointer):
         self._storage = self._tiers = TieredStorage(tiers)
         self._machine = socket.gethostname() if machine is None else machine
 
-    def save(self, step: int, state: State, *, to_all: bool = False) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        to_all: bool = False,
+    ) -> SaveHandle:
         """Start to save `state` to the tiers for which `step` is due; see `Checkpointer.save`.
 
         The handle waits for the first of them. `wait` and `close` wait for the copies to the others too, and the next
@@ -83,17 +91,17 @@ class TieredCheckpointer(Checkpointer):
 
         Args:
             step: Number of the step.
-            state: As for `Checkpointer.save`.
+            state, progress: As for `Checkpointer.save`.
             to_all: Whether the step goes to every tier, as when the job is to end.
         """
         check_step(step)
         if to_all:
             self._tiers.forced.add(step)
         if self._closed or self._tiers.due(step):
-            return super().save(step, state)
+            return super().save(step, state, progress=progress)
         nothing = Outcome[None]()
         nothing.set_result(None)
-        return SaveHandle(step, nothing)
+        return SaveHandle(step, nothing, SaveReport())
 
     def steps(self) -> list[int]:
         """Return the steps that are whole in any tier, ascending. All ranks call this."""
@@ -108,7 +116,7 @@ class TieredCheckpointer(Checkpointer):
         return self._use("steps", lambda: self._calls.run(steps))
 
     @contextmanager
-    def _found(self, call: Call, step: "Step") -> Generator[tuple[Storage, int]]:
+    def _found(self, call: Call, step: Step) -> Generator[tuple[Storage, int]]:
         group = self._open_group(call)
         for handle in list(self._handles):
             handle.join()  # what is written now is on some machines and not yet on others

@@ -1,14 +1,16 @@
 """Saves to the first tier that is due, and copies the committed step to the others in the background."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.format.tree import Node, State
+from gcore_ckpt.handles import SaveReport
 from gcore_ckpt.ranks.group import Group, all_succeed, root_decides
 from gcore_ckpt.saving.pipeline import SavePipeline
+from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.threads import Call, Outcome
@@ -19,11 +21,31 @@ from gcore_ckpt.tiers.transfer import Buffer
 _Copy: TypeAlias = tuple[int, list[Place], Outcome[None]]  # a step, where it is and goes to, and its save
 
 
+class _TieredSaver(Saver):
+    """A `Saver` to the first tier that is due; on the machines, a step is committed once it is copied."""
+
+    _storage: TieredStorage
+
+    def save(
+        self, step: int, tree: Node, staged: Iterable[StagedFile], advance: Callable[[int], None] = lambda _: None
+    ) -> None:
+        node = self._storage.node if self._storage.due(step)[0] is self._storage.places[0] else None
+        try:
+            super().save(step, tree, staged, advance)
+            if node is not None:
+                node.settle(step, self._group)
+        except Exception as error:
+            if node is not None:
+                node.discard(step, error)
+            raise
+
+
 class TieredPipeline(SavePipeline):
     """A `SavePipeline` to several tiers; `copying` are the ranks for the thread that copies from tier to tier."""
 
     def __init__(self, storage: TieredStorage, planning: Group, writing: Group, copying: Group, **options: Any) -> None:
         super().__init__(storage, planning, writing, **options)
+        self._saver = _TieredSaver(storage, writing, self._hashers, incremental=False)
         self._tiers = storage
         self._copying = copying
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt-tiers")
@@ -34,7 +56,16 @@ class TieredPipeline(SavePipeline):
         self._listed = False
         self._in_use: set[int] = set()  # steps that are being copied, which stay where they are
 
-    def save(self, call: Call, step: int, state: State, outcome: Outcome[None], check: Callable[[], None]) -> None:
+    def save(
+        self,
+        call: Call,
+        step: int,
+        state: State,
+        outcome: Outcome[None],
+        report: SaveReport,
+        progress: Callable[[int, int], None] | None,
+        check: Callable[[], None],
+    ) -> None:
         self._open(call)
         due = self._tiers.due(step)
         if due[0] is not self._tiers.places[0] or len(due) > 1:
@@ -44,7 +75,7 @@ class TieredPipeline(SavePipeline):
         owed = [*self._owed, *([(step, due, outcome)] if len(due) > 1 else [])]
         self._in_use |= {copied for copied, _, _ in owed}
         try:
-            super().save(call, step, state, outcome, check)
+            super().save(call, step, state, outcome, report, progress, check)
         except BaseException:
             self._in_use -= {copied for copied, _, _ in owed}
             raise
@@ -93,21 +124,6 @@ class TieredPipeline(SavePipeline):
             if self._tiers.node is not None:
                 self._tiers.node.release()
             self._copying.close()
-
-    def _write(self, outcome: Outcome[None], step: int, tree: Node, staged: Iterator[StagedFile]) -> None:
-        node = self._tiers.node if self._tiers.due(step)[0] is self._tiers.places[0] else None
-
-        def save() -> None:
-            try:
-                self._saver.save(step, tree, staged)
-                if node is not None:
-                    node.settle(step, self._writing)
-            except Exception as error:
-                if node is not None:
-                    node.discard(step, error)
-                raise
-
-        outcome.set_by(save)
 
     def _copy(self, step: int, due: list[Place], saved: Outcome[None]) -> None:
         first, *others = due

@@ -19,7 +19,7 @@ from rich.text import Text
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format.index import Index, StoredTensor
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves, verify
-from gcore_ckpt.retention import Retention
+from gcore_ckpt.saving.retention import Retention
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.local import open_storage
 
@@ -78,10 +78,14 @@ def _show(path: str, step: Step, tensors: str) -> int:
         if leaf.tensor is not None:
             tensor = index.tensors[leaf.tensor]
             data = (decimal(tensor.size_bytes), str(len(tensor.shards)), _writers(tensor, index))
-            if leaf.tensor in first:
+            shape = tensor.shape if leaf.view is None else leaf.view.shape
+            if leaf.view is not None:
+                data = ("", "", f"in the memory of {leaf.tensor}")
+            elif leaf.tensor in first:
                 data = ("", "", f"the same as {first[leaf.tensor]}")
-            rows.append((leaf.path, tensor.dtype, str(list(tensor.shape)), *data))
-            first.setdefault(leaf.tensor, leaf.path)
+            else:
+                first[leaf.tensor] = leaf.path
+            rows.append((leaf.path, tensor.dtype, str(list(shape)), *data))
     values = [(leaf.path, _short(repr(leaf.value))) for leaf in leaves if leaf.tensor is None]
     columns = ("tensor", "dtype", "shape", "size", "shards", "written by")
     for titles, cells in ((columns, rows), (("value", "is"), values)):

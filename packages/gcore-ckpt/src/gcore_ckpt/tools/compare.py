@@ -25,6 +25,7 @@ def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
     """Return the differences between two open steps, in the order of the first."""
     leaves_a, leaves_b = _by_path(a), _by_path(b)
     are_same = cache(partial(_are_same, a, b))  # tensors may share their memory
+    are_views_same = partial(_are_views_same, a, b)
     for path in [*leaves_a, *(path for path in leaves_b if path not in leaves_a)]:
         leaf_a, leaf_b = leaves_a.get(path), leaves_b.get(path)
         text_a, text_b = _describe(a, leaf_a), _describe(b, leaf_b)
@@ -34,10 +35,12 @@ def compare(a: StepReader, b: StepReader) -> Iterator[Difference]:
             kind = "kind" if leaf_a.tensor != leaf_b.tensor else "value" if text_a != text_b else ""
         else:
             tensor_a, tensor_b = a.index.tensors[leaf_a.tensor], b.index.tensors[leaf_b.tensor]
-            if tensor_a.shape != tensor_b.shape:
+            if _shape(a, leaf_a) != _shape(b, leaf_b):
                 kind = "shape"
             elif tensor_a.dtype != tensor_b.dtype:
                 kind = "dtype"
+            elif leaf_a.view is not None or leaf_b.view is not None:
+                kind = "" if are_views_same(leaf_a, leaf_b) else "bytes"
             else:
                 kind = "" if are_same(leaf_a.tensor, leaf_b.tensor) else "bytes"
         if kind:
@@ -59,8 +62,12 @@ def _describe(reader: StepReader, leaf: StepLeaf | None) -> str:
         return ""
     if leaf.tensor is None:
         return repr(leaf.value)
-    tensor = reader.index.tensors[leaf.tensor]
-    return f"{tensor.dtype} {list(tensor.shape)}"
+    return f"{reader.index.tensors[leaf.tensor].dtype} {list(_shape(reader, leaf))}"
+
+
+def _shape(reader: StepReader, leaf: StepLeaf) -> tuple[int, ...]:
+    """Return the shape of a tensor."""
+    return reader.index.tensors[leaf.tensor or ""].shape if leaf.view is None else leaf.view.shape
 
 
 def _checksums(tensor: StoredTensor) -> dict[tuple[Box, int], str]:
@@ -84,3 +91,14 @@ def _are_same(a: StepReader, b: StepReader, name_a: str, name_b: str) -> bool:
             torch.equal(read_box(a, name_a, part, workers), read_box(b, name_b, part, workers))
             for part in Box.whole(tensor.shape).split(_PART_BYTES // tensor.itemsize)
         )
+
+
+def _are_views_same(a: StepReader, b: StepReader, leaf_a: StepLeaf, leaf_b: StepLeaf) -> bool:
+    import torch
+
+    from gcore_ckpt.loading.loader import read_whole
+    from gcore_ckpt.threads import Workers
+
+    with Workers(_THREADS) as workers:
+        leaves = (a, leaf_a), (b, leaf_b)
+        return torch.equal(*(read_whole(reader, leaf.tensor or "", leaf.view, workers) for reader, leaf in leaves))

@@ -12,7 +12,8 @@ import torch
 
 from gcore_ckpt.errors import CheckpointMismatchError, CheckpointWriteError
 from gcore_ckpt.format.boxes import DTYPES, Box, HeldBox, safetensors_header
-from gcore_ckpt.loading.loader import read_box
+from gcore_ckpt.format.tree import View
+from gcore_ckpt.loading.loader import read_whole
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.storage import STEP_NAME
@@ -32,7 +33,7 @@ _CONFIG_PATTERNS = (
 )
 
 
-_Weights: TypeAlias = dict[str, HeldBox]
+_Weights: TypeAlias = dict[tuple[str, View | None], HeldBox]
 """Tensors as they are in a file, by their names in the step."""
 
 
@@ -127,8 +128,9 @@ def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> _Weigh
             raise CheckpointMismatchError(f"{reader.where}: {leaf.path} is one rank's own; expected another prefix")
         if name in names:
             raise CheckpointMismatchError(f"{reader.where} holds two tensors of the name {leaf.path!r}")
-        if leaf.tensor not in weights:
-            weights[leaf.tensor] = _weight(reader, leaf.path, name, leaf.tensor, float_dtype)
+        if (leaf.tensor, leaf.view) not in weights:
+            shape = None if leaf.view is None else leaf.view.shape
+            weights[leaf.tensor, leaf.view] = _weight(reader, leaf.path, name, leaf.tensor, shape, float_dtype)
         names.add(name)
     if not weights:
         found = dict.fromkeys(leaf.path.partition(".")[0] for leaf in leaves if leaf.tensor is not None)
@@ -138,7 +140,9 @@ def _weights(reader: StepReader, prefix: str, float_dtype: str | None) -> _Weigh
     return weights
 
 
-def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: str | None) -> HeldBox:
+def _weight(
+    reader: StepReader, path: str, name: str, stored: str, shape: tuple[int, ...] | None, float_dtype: str | None
+) -> HeldBox:
     tensor = reader.index.tensors[stored]
     dtype = tensor.dtype
     packed = dtype == "float4_e2m1fn_x2"  # two numbers in each element
@@ -155,7 +159,8 @@ def _weight(reader: StepReader, path: str, name: str, stored: str, float_dtype: 
         raise CheckpointMismatchError(f"{reader.where}: {path!r} is no text; safetensors names are UTF-8") from None
     if name == "__metadata__":
         raise CheckpointMismatchError(f"{reader.where}: {path} has a name that safetensors keeps for itself")
-    return HeldBox(name=name, dtype=dtype, shape=tensor.shape, box=Box.whole(tensor.shape))
+    shape = tensor.shape if shape is None else shape
+    return HeldBox(name=name, dtype=dtype, shape=shape, box=Box.whole(shape))
 
 
 def _split(weights: _Weights, max_bytes: int) -> dict[str, _Weights]:
@@ -185,8 +190,8 @@ def _write_all(
         for name, weights in files.items():
             with (folder / name).open("xb") as file:
                 file.write(safetensors_header([*weights.values()]))
-                for stored, held in weights.items():
-                    file.write(read_box(reader, stored, held.box, workers, held.dtype).numpy().data)
+                for (stored, view), held in weights.items():
+                    file.write(read_whole(reader, stored, view, workers, held.dtype).numpy().data)
                     progress(held.size_bytes)
                 file.flush()
                 os.fsync(file.fileno())

@@ -95,7 +95,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the keys and values are asleep, with the weights or alone."""
+        """True if the keys and values are asleep, with the weights or alone."""
         return self._is_asleep
 
     @property

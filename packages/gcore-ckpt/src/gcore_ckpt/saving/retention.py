@@ -1,4 +1,4 @@
-"""Which committed steps are deleted, and which are kept."""
+"""Which steps stay on disk."""
 
 from dataclasses import dataclass
 

@@ -1,0 +1,111 @@
+"""Handles of saves and loads in the background, and what each did: bytes, and where its seconds went."""
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from gcore_ckpt.threads import Outcome
+
+StateT = TypeVar("StateT")
+
+
+@dataclass(kw_only=True)
+class SaveReport:
+    """The work of a save on this rank. Times are 0 until they are known."""
+
+    size_bytes: int = 0
+    """Bytes of the data files that this rank writes; an incremental save may write fewer."""
+    written_bytes: int = 0
+    """Bytes of those that have been written so far, or found unchanged."""
+    wait_s: float = 0.0
+    """Time that `save` waited for earlier saves."""
+    plan_s: float = 0.0
+    """Time to find out, with the other ranks, who writes what."""
+    copy_s: float = 0.0
+    """Time to copy the state into host memory."""
+    write_s: float = 0.0
+    """Time from the first byte written to the commit, next to the training."""
+
+    @property
+    def stall_s(self) -> float:
+        """Time that the caller of `save` waited."""
+        return self.wait_s + self.plan_s + self.copy_s
+
+
+@dataclass(kw_only=True)
+class LoadReport:
+    """The work of a load on this rank. It is empty until the load has ended."""
+
+    step: int | None = None
+    """The step that was loaded; None for a Hugging Face folder."""
+    missing: list[str] = field(default_factory=list[str])
+    """With ``strict=False``, dotted paths of the template that were not saved; what is there is as it was."""
+    unused: list[str] = field(default_factory=list[str])
+    """Dotted paths that were saved and that the template does not have: of a part of which it has nothing, the part."""
+    size_bytes: int = 0
+    """Bytes that were read for this rank's tensors."""
+    open_s: float = 0.0
+    """Time to find, open and check the step."""
+    match_s: float = 0.0
+    """Time to match the template, or to make new tensors."""
+    read_s: float = 0.0
+    """Time to read and check the data."""
+
+
+class LoadHandle(Generic[StateT]):
+    """A load in the background."""
+
+    def __init__(self, outcome: Outcome[StateT], report: LoadReport) -> None:
+        self.report = report
+        self._outcome = outcome
+
+    def done(self) -> bool:
+        """Return whether the load has ended, well or not."""
+        return self._outcome.done()
+
+    def wait(self, timeout_s: float | None = None) -> StateT:
+        """Wait until all is loaded, and return the state.
+
+        Raises:
+            TimeoutError: It is still being loaded after `timeout_s` seconds.
+            CheckpointError: See `Checkpointer.load`.
+        """
+        if not self._outcome.wait(timeout_s):
+            raise TimeoutError(f"the step is still being loaded after {timeout_s} s")
+        return self._outcome.result()
+
+
+class SaveHandle:
+    """A save, of `step`, that is being written in the background."""
+
+    def __init__(self, step: int, outcome: Outcome[None], report: SaveReport) -> None:
+        self.step = step
+        self.report = report
+        self.abandoned = False  # whether `save` was interrupted or refused, so that its caller has no handle
+        self._outcome = outcome
+        self._collected = False
+
+    def done(self) -> bool:
+        """Return whether the save has ended, well or not."""
+        return self._outcome.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the step is committed; what retention deletes after that, `Checkpointer.wait` waits for.
+
+        Raises:
+            CheckpointWriteError: The save failed. The `Checkpointer` will not raise this error again.
+            TimeoutError: It is still being written after `timeout_s` seconds.
+        """
+        self.join(timeout_s)
+        self._collected = True
+        self._outcome.result()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the save has ended, well or not."""
+        if not self._outcome.wait(timeout_s):
+            raise TimeoutError(f"step {self.step} is still being written after {timeout_s} s")
+
+    def uncollected_error(self) -> BaseException | None:
+        """Return the error of a save that has ended and that no call has waited for."""
+        if self._collected or self.abandoned or not self._outcome.done():
+            return None
+        return self._outcome.exception()

@@ -1,0 +1,313 @@
+"""Matches a tree that was saved with a template, or makes a fresh state of it: what is to be read, and to where."""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import is_dataclass, replace
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from gcore_ckpt.errors import CheckpointMismatchError
+from gcore_ckpt.format import tree, validation
+from gcore_ckpt.format.boxes import Box
+from gcore_ckpt.format.index import StoredTensor
+from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, View, describe
+from gcore_ckpt.loading.reader import StepReader
+from gcore_ckpt.ranks.group import Group
+from gcore_ckpt.ranks.shards import (
+    TORCH_DTYPES,
+    WRAPPER,
+    NumpyArray,
+    Shard,
+    Shards,
+    as_shard,
+    is_dtensor,
+    is_megatron,
+    is_wrapper,
+    parts_of_wrapper,
+)
+from gcore_ckpt.storage.local import LocalFiles
+
+_NAMED = 5
+
+
+class Request(NamedTuple):
+    """A box of a stored tensor, and memory of its shape, of any dtype, device and strides, to put it in."""
+
+    name: str
+    box: Box
+    target: torch.Tensor
+
+
+class Matcher:
+    """Makes a state of one open step, as one rank of a group, and collects what its tensors are to be filled with."""
+
+    def __init__(self, reader: StepReader, group: Group, device: torch.device, *, mmap: bool) -> None:
+        self.requests: list[Request] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Targets and sources of copies, to be made after all requests."""
+        self._reader = reader
+        self._group = group
+        self._device = device
+        self._mmap = mmap
+        self._fresh: dict[tuple[ArrayKind, str], object] = {}
+        self._filled: set[tuple[object, ...]] = set()
+        self._missing: list[tuple[StatePath, tuple[object, ...] | None]] = []
+        self.unused: list[StatePath] = []
+        """Paths that were saved and that the template does not name; the outermost, where it names nothing of a part."""
+
+    def missing(self) -> list[StatePath]:
+        """Return what the template has that was not saved; nothing was filled."""
+        return [path for path, memory in self._missing if memory not in self._filled]
+
+    def check_missing(self) -> None:
+        """Raise `CheckpointMismatchError` if the template has what was not saved."""
+        missing = list(map(describe, self.missing()))
+        if missing:
+            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            raise CheckpointMismatchError(f"{self._reader.where} does not hold {', '.join(missing[:_NAMED])}{more}")
+
+    def decoded(self, node: Node) -> State:
+        """Return a part of the state as it was saved; leaves that shared memory are one and the same object."""
+        return self._reader.decode_tree(node, self._new, self._own)
+
+    def _own(self, nodes: Mapping[str, Node]) -> Node:
+        if len(nodes) != self._group.size or str(self._group.rank) not in nodes:
+            raise CheckpointMismatchError(
+                f"{self._reader.where} holds values that each of {len(nodes)} ranks has of its own, and "
+                f"{self._group.size} load it; say what they get in the template (PerRank(..., otherwise=...)), "
+                "leave them out of it, or name the rest in only="
+            )
+        return nodes[str(self._group.rank)]
+
+    def _new(self, kind: ArrayKind, name: str, stored: StoredTensor, view: View | None) -> object:
+        if view is not None:
+            return view_in(cast("torch.Tensor", self._new("tensor", name, stored, None)), view)
+        if (kind, name) not in self._fresh:
+            tensor = self._mapped(stored) if self._mmap else None
+            if tensor is None:
+                device = self._device if kind == "tensor" else "cpu"
+                data = torch.empty(stored.size_bytes, dtype=torch.uint8, device=device)
+                tensor = data.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
+                if stored.size_bytes:
+                    self.requests.append(Request(name, Box.whole(stored.shape), tensor))
+            self._fresh[kind, name] = tensor if kind == "tensor" else _as_array(tensor, stored)
+        return self._fresh[kind, name]
+
+    def _mapped(self, stored: StoredTensor) -> torch.Tensor | None:
+        """Return the tensor in its file, where it lies whole in one; written to, it becomes memory of its own."""
+        files = self._reader.files
+        if not isinstance(files, LocalFiles):
+            raise ValueError(f"mmap is on and {self._reader.where} is no local folder; expected one, or mmap off")
+        if len(stored.shards) != 1 or not stored.size_bytes:
+            return None
+        [shard] = stored.shards
+        data = files.map(shard.file, shard.offset_bytes, stored.size_bytes)
+        if data is None:
+            return None
+        return torch.from_numpy(data).view(TORCH_DTYPES[stored.dtype]).view(stored.shape).to(self._device)
+
+    def match(self, template: State, node: Node | None, path: StatePath) -> State:
+        """Return the counterpart of a part of the template; `node` is what was saved in its place, or None."""
+        match template:
+            case dict():
+                return self._match_dict(cast("dict[str | int, State]", template), node, path)
+            case list() | tuple():
+                items = cast("Sequence[State]", template)
+                nodes = tree.items_of(node)
+                if nodes is None or len(nodes) != len(items):
+                    stored = _kind(node) if nodes is None else f"one of {len(nodes)} items"
+                    problem = f"is a sequence of {len(items)} items in the template, {stored} in the checkpoint"
+                    raise self._mismatch(path, problem)
+                found = [self.match(item, n, (*path, i)) for i, (item, n) in enumerate(zip(items, nodes, strict=True))]
+                if hasattr(template, "_fields"):  # a named tuple
+                    return type(template)(*found)
+                return found if isinstance(template, list) else tuple(found)
+            case Enum():
+                return self._match_enum(template, node, path)
+            case PerRank():
+                nodes = tree.ranks_of(node)
+                if nodes is None:
+                    raise self._mismatch(path, "is PerRank in the template and was not saved as such")
+                if template.otherwise is None or len(nodes) == self._group.size:
+                    return self.match(template.value, self._own(nodes), path)
+                if callable(template.otherwise):
+                    return template.otherwise(self._group.rank, self._group.size)
+                return self.match(template.value, nodes.get("0"), path)
+            case Shards():
+                for part in template.parts:
+                    self._match_leaf(part, node, path)
+                return template
+            case _:
+                return self._match_leaf(template, node, path)
+
+    def _match_dict(self, template: dict[Any, State], node: Node | None, path: StatePath) -> dict[Any, State]:
+        fields = tree.fields_of(node)
+        if fields is None and template:
+            raise self._mismatch(path, f"is a dict in the template, {_kind(node)} in the checkpoint")
+        fields = fields or {}
+        state: dict[Any, State] = {}
+        used: set[str | int | None] = set()
+        for key, value in template.items():
+            stored_key = value.unique_key if is_megatron(value, "ShardedObject") else key
+            child = fields.get(stored_key)
+            used |= {stored_key, _own_name(value)}
+            if child is None and stored_key not in fields and _own_name(value) is None:
+                self._miss(value, (*path, key))
+                state[key] = value
+            else:
+                state[key] = self.match(value, child, (*path, key))
+        self.unused += [(*path, key) for key in fields if key not in used]
+        return state
+
+    def _match_enum(self, template: Enum, node: Node | None, path: StatePath) -> Enum:
+        try:
+            return type(template)(self.decoded(node))
+        except ValueError as error:
+            raise self._mismatch(path, f"holds no {type(template).__name__} in the checkpoint: {error}") from None
+
+    def _match_dataclass(self, template: State, node: Node | None, path: StatePath) -> State:
+        """Return a dataclass with the fields that were saved, by the template's class; no `__init__` runs."""
+        found = copy(template)
+        for name, value in self._match_dict(tree.fields_of_dataclass(template), node, path).items():
+            object.__setattr__(found, name, value)
+        return found
+
+    def _match_wrapper(self, template: Any, node: Node | None, path: StatePath) -> State:
+        """Fill the tensors that a tensor is made of."""
+        parts = parts_of_wrapper(template)
+        found = self._match_dict(parts, node, path)
+        if found.pop(WRAPPER) != (kind := parts.pop(WRAPPER)):
+            raise self._mismatch(path, f"is a {kind} in the template, something else in the checkpoint")
+        if all(found[name] is part for name, part in parts.items()):
+            return template
+        return type(template).__tensor_unflatten__(
+            found, template.__tensor_flatten__()[1], template.shape, template.stride()
+        )
+
+    def _miss(self, template: State, path: StatePath) -> None:
+        """Note what is missing; a tensor that shares its memory with one that is not (tied weights) is not missed."""
+        if isinstance(template, dict) and template:
+            for key, value in cast("dict[str | int, State]", template).items():
+                self._miss(value, (*path, key))
+        else:
+            is_tensor = isinstance(template, torch.Tensor) and not template.is_meta and not is_wrapper(template)
+            shard = as_shard(template) if is_tensor else None
+            self._missing.append((path, None if shard is None else _memory(shard.tensor)))
+
+    def _match_leaf(self, template: State, node: Node | None, path: StatePath) -> State:
+        if is_megatron(template, "ShardedObject"):
+            return self.decoded(node)
+        if is_wrapper(template):
+            return self._match_wrapper(template, node, path)
+        try:
+            shard = _shard_of_array(template) if isinstance(template, np.ndarray) else as_shard(template)
+        except ValueError as error:
+            raise self._mismatch(path, str(error)) from None
+        if shard is None and is_dataclass(template) and not isinstance(template, type):
+            return self._match_dataclass(template, node, path)
+        if shard is None:
+            return self.decoded(node)
+        with validation.reading(f"{self._reader.where}/index.json: tree"):
+            name, view = tree.view_of(node) or (tree.name_of(node), None)
+        name = shard.name if shard.name is not None else name
+        result = template
+        if shard.tensor.is_meta:
+            shard = replace(shard, tensor=torch.empty_like(shard.tensor, device=self._device))
+            result = _materialised(template, shard)
+        self._request(name, node, view, shard.box, tuple(shard.global_shape), shard.tensor, path)
+        self._filled.add(_memory(shard.tensor))
+        return result
+
+    def _request(
+        self,
+        name: str | None,
+        node: Node | None,
+        view: View | None,
+        box: Box,
+        shape: tuple[int, ...],
+        target: torch.Tensor,
+        path: StatePath,
+    ) -> None:
+        stored = None if name is None else self._reader.index.tensors.get(name)
+        if stored is None or name is None:
+            raise self._mismatch(path, f"is a tensor in the template, no tensor in the checkpoint (name {name!r})")
+        stored_shape = stored.shape if view is None else view.shape
+        if stored_shape != shape:
+            raise self._mismatch(path, f"has shape {shape} in the template, {stored_shape} in the checkpoint")
+        dtype = TORCH_DTYPES[stored.dtype]
+        if dtype != target.dtype and not torch.can_cast(dtype, target.dtype):
+            found = f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
+            raise self._mismatch(path, found)
+        if box.size and view is None:
+            self.requests.append(Request(name, box, target))
+        elif box.size and view is not None:
+            # The memory that it is a part of, of which it is copied once that is read.
+            self.copies.append((target, self.decoded(node)[box.slices()]))
+
+    def _mismatch(self, path: StatePath, problem: str) -> CheckpointMismatchError:
+        return CheckpointMismatchError(f"{self._reader.where}: {describe(path)} {problem}")
+
+
+def view_in(whole: torch.Tensor, view: View) -> torch.Tensor:
+    """Return a view of a contiguous tensor's memory."""
+    return whole.as_strided(view.shape, view.stride, whole.storage_offset() + view.offset)
+
+
+def _shard_of_array(array: NumpyArray) -> Shard:
+    if not array.flags.writeable:
+        raise ValueError("is a read-only array; expected one that can be filled")
+    return Shard(global_shape=array.shape, offset=(0,) * array.ndim, tensor=torch.from_numpy(array))
+
+
+def _own_name(template: State) -> str | None:
+    if isinstance(template, Shard):
+        return template.name
+    return template.key if is_megatron(template, "ShardedTensor") else None
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride()
+
+
+def _materialised(template: State, shard: Shard) -> State:
+    """Return what stands for a template of meta tensors once it has data."""
+    if isinstance(template, torch.Tensor) and is_dtensor(template):
+        from gcore_ckpt.ranks.dtensor import dtensor_like
+
+        return dtensor_like(template, shard.tensor)
+    return shard if isinstance(template, Shard) else shard.tensor
+
+
+def _as_array(tensor: torch.Tensor, stored: StoredTensor) -> object:
+    flat: np.ndarray[Any, np.dtype[Any]] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat.view(stored.dtype).reshape(stored.shape)
+
+
+def _kind(node: Node | None) -> str:
+    return "missing" if node is None else next(iter(node)) if isinstance(node, dict) else type(node).__name__
+
+
+def pruned(node: Node, only: Sequence[str], where: str) -> Node:
+    """Return the parts of a tree under dotted paths of dict keys, or under those that match a pattern."""
+
+    def prune(node: Node, path: str, wanted: Sequence[str]) -> list[Node]:
+        """Return what is left of a node, in a list; nothing if none of it is wanted."""
+        if any(path == name or path.startswith(f"{name}.") or fnmatchcase(path, name) for name in wanted):
+            return [node]
+        fields = tree.fields_of(node) or {}
+        kept = [[key, n] for key, child in fields.items() for n in prune(child, f"{path}.{key}".lstrip("."), wanted)]
+        return [{"items": kept}] if kept else []
+
+    found = prune(node, "", only)
+    unknown = [name for name in only if not prune(node, "", [name])]
+    if unknown:
+        names = [str(key) for key in tree.fields_of(node) or {}]
+        raise CheckpointMismatchError(
+            f"{where} holds nothing under {', '.join(map(repr, unknown))}; it holds {', '.join(names[:8])}"
+            f"{', ...' if len(names) > 8 else ''}"
+        )
+    return found[0] if found else {"dict": {}}
