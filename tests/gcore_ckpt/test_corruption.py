@@ -1,4 +1,4 @@
-"""Damaged, hostile and future checkpoints are refused, and the error says where."""
+"""Damaged, hostile and future checkpoints are refused, and the error says where. Version 3: `test_index.py`."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gcore_ckpt import (
 )
 from gcore_ckpt.format.boxes import checksum
 from gcore_ckpt.format.index import decode_index
+from gcore_ckpt.format.stored import Index
 from gcore_ckpt.storage.local import LocalStorage
 
 DATA, INDEX = "data-00000.safetensors", "index.json"
@@ -32,7 +34,38 @@ def step_dir(tmp_path: Path) -> Path:
     state = {"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16), "lr": 0.1, "big": 2**80}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(4, state)
-    return tmp_path / "step-00000004"
+    step_dir = tmp_path / "step-00000004"
+    index = decode_index((step_dir / INDEX).read_bytes(), INDEX)
+    write_index(step_dir, {"format": "gcore-ckpt", "version": 2, **version_2(index)})
+    return step_dir
+
+
+def version_2(index: Index) -> dict[str, Any]:
+    """Return an index as version 2 wrote it, with an object for each tensor and each shard, which is easy to edit."""
+    return {
+        "saved_at": index.saved_at,
+        "num_ranks": index.num_ranks,
+        "checksum_block_bytes": 4194304,
+        "tree": index.tree,
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "shards": [
+                    {
+                        "file": shard.file,
+                        "offset_bytes": shard.offset_bytes,
+                        "start": shard.box.start,
+                        "shape": shard.box.shape,
+                        "checksums": shard.checksums,
+                    }
+                    for shard in tensor.shards
+                ],
+            }
+            for name, tensor in index.tensors.items()
+        },
+        "files": {name: asdict(file) for name, file in index.files.items()},
+    }
 
 
 def assert_refused(step_dir: Path, message: str, error: type[CheckpointError] = CorruptCheckpointError) -> None:
@@ -47,6 +80,10 @@ def edit_index(step_dir: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     content = json.loads((step_dir / INDEX).read_text())
     edit(content)
     del content["checksum"]
+    write_index(step_dir, content)
+
+
+def write_index(step_dir: Path, content: dict[str, Any]) -> None:
     first = json.dumps({name: content.pop(name) for name in ("format", "version")})[:-1]
     body = json.dumps(content).encode()[1:]
     (step_dir / INDEX).write_bytes(f'{first}, "checksum": "{checksum(body)}",\n'.encode() + body)
@@ -173,8 +210,8 @@ def set_tensor(**fields: object) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda index: index.update(version=3), "format version 3 is newer than 2, the newest read here: upgrade"),
-        (lambda index: index.update(version=0), "unknown format version 0; expected 1 to 2"),
+        (lambda index: index.update(version=4), "format version 4 is newer than 3, the newest read here: upgrade"),
+        (lambda index: index.update(version=0), "unknown format version 0; expected 1 to 3"),
         (lambda index: index.update(version="1"), "version is 1; expected int"),
         (lambda index: index.update(format="zip"), "format is 'zip'; expected 'gcore-ckpt'"),
         (lambda index: index.pop("tree"), "'tree' is missing"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gcore_bench.ckpt.bench import check_machine, part_table, scratch_folder, summarise_part
+from gcore_bench.ckpt.bench import check_machine, part_table, scratch_folder, small_aims, summarise_part
 from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
 from gcore_bench.ckpt.workload import is_same, plan_state
 from gcore_bench.harness.options import BenchError
@@ -54,6 +54,23 @@ def test_steps_are_compared_with_those_of_the_same_contender() -> None:
     quiet_and_saving = {"matmul_quiet": 0.2, "matmul_saving": 0.3, "python_quiet": 0.2, "python_saving": 0.2}
     (line,) = summarise_part("loop", [run("gcore", 1, gcore=quiet_and_saving)])["lines"]
     assert line["ratios"] == {"matmul_saving": pytest.approx(1.5), "python_saving": 1.0}
+
+
+def test_small_tensors_are_compared_with_torch_save() -> None:
+    rows = {
+        "gcore": {"stall": 0.1, "load_warm": 2.0, "in_place_warm": 1.0, "index_mb": 9.0},
+        "torch.save": {"stall": 2.0, "load_warm": 5.0},
+    }
+    runs = [Run(part="small", contender=name, round=1, load=1.0, rows={name: row}) for name, row in rows.items()]
+    summary = summarise_part("small", runs)
+    assert summary["lines"][0]["ratios"] == {"stall": 0.05, "load_warm": 0.4, "in_place_warm": 0.2}
+    assert [line.partition(" of them")[0] for line in small_aims(summary, CkptOptions())] == [
+        "aim: the stall of a later save",
+        "aim: a load",
+        "aim: a load",
+        "aim: their index has at most 80 bytes for each: 90 (not met)",
+    ]
+    assert ["(met)" in line for line in small_aims(summary, CkptOptions())] == [True, False, True, False]
 
 
 def test_the_table_shows_a_dash_for_missing_measurements() -> None:
@@ -166,6 +183,15 @@ def test_bench_measures_ranks(tmp_path: Path) -> None:
     (gcore,) = part["summary"]["lines"]
     assert gcore["seconds"].keys() == PARTS["ranks"].columns.keys()
     assert gcore["ratios"].keys() == {"stall", "durable"}
+
+
+@pytest.mark.slow
+def test_bench_measures_many_small_tensors(tmp_path: Path) -> None:
+    part = figures_of(tmp_path, "--part", "small", "--quick")
+    gcore, torch_save = part["summary"]["lines"]
+    assert gcore["seconds"].keys() == gcore["ratios"].keys() | {"index_mb"} == PARTS["small"].columns.keys()
+    assert torch_save["seconds"].keys() == PARTS["small"].columns.keys() - {"in_place_warm", "index_mb"}
+    assert set(torch_save["ratios"].values()) == {1.0}
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
+from gcore_bench.ckpt.options import INDEX_BYTES, LIMITS, PARTS, SMALL_AIMS, CkptOptions
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Spec, merge_ranks, run_children
-from gcore_bench.harness.report import Figures, Rounds, Row, Run, Session, figures_table, mb, summarise
+from gcore_bench.harness.report import Figures, Rounds, Row, Run, Session, figures_table, mb, summarise, verdict
 
 _TIMEOUT_S = 300.0
 _TIMEOUT_S_PER_GB = 150.0
@@ -43,13 +43,14 @@ _SHOWN = ("stall", "durable", "save", "load_cold", "rows_cold", "matmul_saving",
 
 def run(options: CkptOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for."""
+    options = options.sized()
     has_figures = False
     with scratch_folder(options.dir) as folder, Session(options, console, notes=notes(options)) as session:
         check_machine(folder, options.size_bytes)
         for part in filter(options.contenders_of, options.part_names):
             rounds = Rounds(part, options.rounds, say=session.say)
             # A contender that fails is recorded as such.
-            for turn in rounds.turns([*[LIMITS] * (not PARTS[part].ratio_to), *options.contenders_of(part)]):
+            for turn in rounds.turns([*[LIMITS] * _has_limits(part), *options.contenders_of(part)]):
                 try:
                     rows = _rows(part, turn.contender, options, folder)
                     turn.done(rows, _in_words(part, turn.contender, rows))
@@ -57,10 +58,15 @@ def run(options: CkptOptions, console: Console) -> None:
                     turn.failed(str(error))
             summary = summarise_part(part, rounds.runs)
             failures = [f"{contender} failed: {failure}" for contender, failure in summary["failures"].items()]
-            session.add(part, tables=[part_table(summary, options)], lines=failures, summary=summary, runs=rounds.runs)
+            lines = [*failures, *small_aims(summary, options)] if part == "small" else failures
+            session.add(part, tables=[part_table(summary, options)], lines=lines, summary=summary, runs=rounds.runs)
             has_figures = has_figures or any(line["seconds"] for line in summary["lines"])
     if not has_figures:
         raise BenchError("no contender has figures; see the failures above")
+
+
+def _has_limits(part: str) -> bool:
+    return not (PARTS[part].ratio_to or PARTS[part].ratio_to_row)
 
 
 def _rows(part: str, contender: str, options: CkptOptions, folder: Path) -> dict[str, Figures]:
@@ -76,7 +82,12 @@ def _rows(part: str, contender: str, options: CkptOptions, folder: Path) -> dict
                 part=part,
                 contender=contender,
                 folder=own,
-                options={"size_bytes": options.size_bytes, "tensors": options.tensors, "phase": phase},
+                options={
+                    "size_bytes": options.size_bytes,
+                    "tensors": options.tensors,
+                    "small_tensors": options.small_tensors,
+                    "phase": phase,
+                },
                 world_size=world_size,
                 threads=1 if part == "loop" else max(1, (os.cpu_count() or 1) // world_size),
             )
@@ -116,6 +127,8 @@ def summarise_part(part: str, runs: Sequence[Run]) -> dict[str, Any]:
     metrics = dict.fromkeys(metric for figures in limits.values() for metric in figures)
     best = {m: min((row for row in limits if m in limits[row]), key=lambda row: limits[row][m]) for m in metrics}
     fastest = {metric: limits[row][metric] for metric, row in best.items()}
+    if (peer := rows.get(PARTS[part].ratio_to_row)) is not None:
+        fastest = dict.fromkeys(("load_warm", "in_place_warm"), peer.get("load_warm", 0.0)) | peer
 
     def line(row: str) -> Row:
         seconds = {metric: value for metric, value in rows[row].items() if metric != "peak_bytes"}
@@ -138,7 +151,10 @@ def part_table(summary: dict[str, Any], options: CkptOptions) -> Table:
     part = PARTS[summary["part"]]
     ranks = f", {options.ranks} save, {options.ranks // 2} load" if summary["part"] == "ranks" else ""
     with_peak = any(line["peak_extra_bytes"] is not None for line in summary["lines"])
-    title = f"{part.title}{ranks}: {options.size_gb:g} GB in {options.tensors} tensors"
+    size = f"{options.size_gb:g} GB in {options.tensors} tensors"
+    if summary["part"] == "small":
+        size = f"{options.small_tensors:,} tensors of 8 floats"
+    title = f"{part.title}{ranks}: {size}"
     shown = figures_table(title, *part.columns.values(), *["extra MB"] * with_peak)
     shown.caption = f"medians of {options.rounds} rounds; load of the machine {summary['load']:.1f}"
     for lines in (summary["lines"], summary["limits"]):
@@ -147,6 +163,20 @@ def part_table(summary: dict[str, Any], options: CkptOptions) -> Table:
             cells = [_cell(line, metric) for metric in part.columns]
             shown.add_row(line["row"], *cells, *[mb(line["peak_extra_bytes"])] * with_peak)
     return shown
+
+
+def small_aims(summary: dict[str, Any], options: CkptOptions) -> list[str]:
+    """Return whether the aims for many small tensors are met, as far as there are figures."""
+    (gcore,) = (line for line in summary["lines"] if line["row"] == "gcore")
+    ratios, lines = gcore["ratios"], list[str]()
+    for metric, (what, to, most) in SMALL_AIMS.items():
+        if metric in ratios:
+            found = ratios[metric]
+            lines.append(f"aim: {what} takes at most {most:g} times {to}: {found:.3f} ({verdict(found <= most)})")
+    if "index_mb" in gcore["seconds"]:
+        size, most = gcore["seconds"]["index_mb"] * 1e6 / options.small_tensors, INDEX_BYTES
+        lines.append(f"aim: their index has at most {most} bytes for each: {size:.0f} ({verdict(size <= most)})")
+    return lines
 
 
 def _cell(line: Row, metric: str) -> str:
@@ -173,6 +203,11 @@ def notes(options: CkptOptions) -> list[str]:
         "memcpy and the reads marked huge use memory in huge pages, the other reads into fresh memory small ones.",
         "extra MB: highest resident memory of all processes while saving, less that before the first save.",
     ]
+    if "small" in options.part_names:
+        lines.append(
+            "Many small tensors: the stalls of the first two saves of a state, in a process that has saved another "
+            "one; torch.save stalls for the whole call. (x): over torch.save, loads over torch.load."
+        )
     if "loop" in options.part_names:
         lines.append(
             "Steps of 0.2 s: matrix products of one thread, and pure Python, which shares the interpreter lock with "

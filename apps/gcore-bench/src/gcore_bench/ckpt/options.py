@@ -1,11 +1,11 @@
-"""Options of `gcore-bench ckpt`, and its three parts: their contenders and figures."""
+"""Options of `gcore-bench ckpt`, and its four parts: their contenders and figures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from gcore_bench.harness.options import BenchError, BenchOptions, at_least
+from gcore_bench.harness.options import BenchError, QuickOptions, at_least
 
 LIMITS = "limits"
 """The contender that measures memory and disk alone, in a process of its own too."""
@@ -23,6 +23,8 @@ class Part:
     ratio_to: Mapping[str, str] = field(default_factory=dict[str, str])
     """Metric of the same row that a metric's ratio is taken to; for others it is the best limit with that metric.
     Limits are measured in a part without such."""
+    ratio_to_row: str = ""
+    """Contender that ratios are taken to, in place of limits; a load in place is compared with its load."""
 
 
 def _seconds(*metrics: str) -> dict[str, str]:
@@ -49,7 +51,27 @@ PARTS = {
         },
         ratio_to={"matmul_saving": "matmul_quiet", "python_saving": "python_quiet"},
     ),
+    "small": Part(
+        title="many small tensors",
+        contenders=("gcore", "torch.save"),
+        columns={
+            "first_stall": "first stall s",
+            **_seconds("load_warm", "in_place_warm"),
+            "index_mb": "index MB",
+        },
+        ratio_to_row="torch.save",
+    ),
 }
+
+SMALL_AIMS = {
+    "first_stall": ("the stall of the first save of many small tensors", "torch.save", 0.1),
+    "stall": ("the stall of a later save of them", "torch.save", 0.1),
+    "load_warm": ("a load of them", "torch.load", 0.3),
+    "in_place_warm": ("a load of them into a template", "torch.load", 0.3),
+}
+"""Aims of gcore in the part small by metric: what is compared with what, and the highest ratio."""
+INDEX_BYTES = 80
+"""Highest size of the index for each of these tensors."""
 
 ContenderName = Literal[
     "gcore",
@@ -65,24 +87,29 @@ ContenderName = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class CkptOptions(BenchOptions):
+class CkptOptions(QuickOptions):
     """Measure saves and loads of the same bytes under gcore-ckpt and its peers, in turn, each in its own process.
 
     The physical limits (memcpy, raw writes, raw reads) are measured in every round too.
     """
 
-    part: Literal["all", "single", "ranks", "loop"] = "all"
-    """single: one process; ranks: a sharded state over several processes; loop: training steps during a save."""
+    part: Literal["all", "single", "ranks", "loop", "small"] = "all"
+    """single: one process; ranks: a sharded state over several processes; loop: training steps during a save; small:
+    many tensors of 8 floats."""
     contenders: tuple[ContenderName, ...] = get_args(ContenderName)
     """Contenders in the order in which they run in every round; a part leaves out those it does not measure."""
     size_gb: Annotated[float, at_least(0.001)] = 2.0
     """Size of the state, in units of 10^9 bytes."""
     tensors: Annotated[int, at_least(3)] = 200
     """Number of tensors of the state."""
+    small_tensors: Annotated[int, at_least(1)] = 100_000
+    """Number of tensors of 8 floats in the part small."""
     ranks: Annotated[int, at_least(2)] = 4
     """Processes of the part ranks; half as many load."""
     dir: Path = Path(".gcore-bench")
     """Folder, on the disk to measure, in which a fresh one is made for the files; it is removed at the end."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "size_gb": 0.01, "tensors": 20, "small_tensors": 500}
 
     def __post_init__(self) -> None:
         super().__post_init__()

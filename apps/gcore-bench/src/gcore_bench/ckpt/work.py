@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from gcore_bench.ckpt.contenders import CONTENDERS, Contender
 from gcore_bench.ckpt.limits import TEMPERATURES, copy_rows, read_rows, seconds_of, sync_paths, write_rows
 from gcore_bench.ckpt.options import LIMITS
-from gcore_bench.ckpt.workload import State, TensorPlan, byte_view, is_same, plan_state
+from gcore_bench.ckpt.workload import State, TensorPlan, byte_view, is_same, plan_state, small_state
 from gcore_bench.harness.measure import settle
 from gcore_bench.harness.processes import Spec, joined_world
 from gcore_bench.harness.report import Figures
@@ -45,7 +45,9 @@ def run(spec: Spec) -> dict[str, Any]:
             return {"rows": _limit_rows(spec, [byte_view(_local(make(plan))) for plan in plans], root)}
         contender, figures, seconds = CONTENDERS[spec.contender](root), dict[str, Any](), Figures()
         load_seconds = partial(_load_seconds, spec, plans, root)
-        if spec.options["phase"] == "load":
+        if spec.part == "small":
+            seconds = _small_seconds(contender, root, small_state(spec.options["small_tensors"]))
+        elif spec.options["phase"] == "load":
             assert contender.load_into is not None
             for way, dim in (("rows", 0), ("columns", 1)):
                 seconds |= load_seconds(partial(_tensor, mesh, dim), way, contender.load_into)
@@ -141,6 +143,38 @@ def _load_seconds(
                 split = f", split by {way}," if spec.part == "ranks" else ""
                 raise ValueError(f"tensor {plan.name}{split} was loaded with other bytes than were saved")
         del loaded
+    return seconds
+
+
+def _small_seconds(contender: Contender, root: Path, state: State) -> Figures:
+    """Save twice what the process has not saved yet, and load it; the size of the index is in megabytes."""
+    _save_once(contender, root, {"warm": torch.zeros(8)})
+    seconds: Figures = {}
+    for metric, path in (("first_stall", root / "1"), ("stall", root / "2")):
+        settle()
+        start_s = time.perf_counter()
+        pending = contender.save(path, state)
+        seconds[metric] = time.perf_counter() - start_s
+        pending.wait()
+        sync_paths(*contender.unsynced(path))
+        seconds["durable"] = time.perf_counter() - start_s
+    indexes = [path.stat().st_size for path in sorted(root.rglob("index.json"))]
+    if indexes:
+        seconds["index_mb"] = max(indexes) / 1e6
+    ways = {"load_warm": partial(contender.load, root / "2", state)}
+    template = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    if contender.load_into is not None:
+        ways["in_place_warm"] = partial(contender.load_into, root / "2", template)
+    for metric, load in ways.items():
+        TEMPERATURES["warm"](root)
+        settle()
+        start_s = time.perf_counter()
+        found = load()
+        seconds[metric] = time.perf_counter() - start_s
+        loaded: Any = template if metric == "in_place_warm" else found
+        if not is_same(torch.cat([*loaded.values()]), torch.cat([*state.values()])):
+            raise ValueError(f"{metric}: other bytes than were saved")
+        del found, loaded
     return seconds
 
 

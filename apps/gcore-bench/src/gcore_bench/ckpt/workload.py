@@ -53,6 +53,12 @@ def plan_state(size_bytes: int, num_tensors: int) -> list[TensorPlan]:
     return sorted(plans, key=lambda plan: (plan.number * 37) % num_tensors)
 
 
+def small_state(count: int) -> State:
+    """Return tensors of 8 floats, each with memory of its own, such as the biases of many small layers."""
+    rows = torch.randn(count, 8, generator=torch.Generator().manual_seed(0))
+    return {f"layers.{number}.bias": row.clone() for number, row in enumerate(rows)}
+
+
 def is_same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     """Return whether dtype, shape and every bit are equal."""
     if found is None or found.shape != expected.shape or found.dtype != expected.dtype:

@@ -6,18 +6,24 @@ first byte is copied: memory is staged as it will lie in the file, and a file is
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Self
 
 import xxhash
+
+_quoted = json.encoder.encode_basestring_ascii  # what `json.dumps` does to a string, without its overhead
 
 BLOCK_BYTES = 4 << 20
 """Size of the blocks of a shard that have a checksum each, so that a part can be read and checked."""
 DIGITS = 16
 """Hex digits of a block's checksum, xxh3 of 64 bits. Those of a shard's blocks stand one after another."""
 PREFIX = "xxh3_64:"
+SMALL_BYTES = 64 << 10
+"""Boxes below this size that are adjacent in a file are copied and read together: each on its own costs more."""
+JOINT_BYTES = 1 << 20
+"""Largest size of what is copied or read together; it fits into a processor's cache."""
 
 _ALIGNMENT_BYTES = 64
 _FILE_BYTES = 256 << 20
@@ -63,8 +69,7 @@ DTYPES: Mapping[str, DType] = {
 }
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A part of a tensor: its first index and its extent in each dimension. A scalar is the box of no dimensions."""
 
     start: tuple[int, ...]
@@ -147,8 +152,7 @@ def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldBox:
+class HeldBox(NamedTuple):
     """A box of the global tensor `name`, of element type `dtype` and shape `shape`, that a rank holds in memory."""
 
     name: str
@@ -156,9 +160,20 @@ class HeldBox:
     shape: tuple[int, ...]
     box: Box
 
+    @classmethod
+    def from_json(cls, name: str, dtype: str, shape: Sequence[int], box: Sequence[Sequence[int]]) -> Self:
+        """Return the box whose fields went through JSON, which makes lists of tuples."""
+        start, extent = box
+        return cls(name, dtype, tuple(shape), Box(tuple(start), tuple(extent)))
+
     @property
     def size_bytes(self) -> int:
-        return self.box.size * DTYPES[self.dtype].size_bytes
+        return math.prod(self.box.shape) * DTYPES[self.dtype].size_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its tensor, in which it lies."""
+        return self.box.shape == self.shape
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -179,21 +194,22 @@ def block_count(size_bytes: int, block_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class PlacedBox:
-    """A box in a data file: a part of box `number` of the rank, `offset_bytes` from the start of the file."""
-
-    number: int
-    held: HeldBox
-    offset_bytes: int
-
-
-@dataclass(frozen=True)
 class FileLayout:
-    """A data file before it has data: its header and the places of its boxes."""
+    """A data file before it has data: its header and the places of its boxes, in columns.
+
+    Box `held[i]` is a part of box `numbers[i]` of the rank, in the bytes from `offsets[i]` to `offsets[i + 1]` of the
+    file. `runs` are the boxes again, in order: in one range those that are small, adjacent and of one element type.
+    """
 
     header: bytes
-    boxes: tuple[PlacedBox, ...]
-    size_bytes: int
+    numbers: Sequence[int]
+    held: Sequence[HeldBox]
+    offsets: Sequence[int]
+    runs: Sequence[range]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.offsets[-1]
 
 
 def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> list[FileLayout]:
@@ -203,48 +219,90 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
     widest elements come first, so that all are aligned. A box that is larger than a file may be (its header not
     counted) is cut across its outermost dimension.
     """
-    full_bytes = max(_FILE_BYTES, sum(held.size_bytes for held in boxes.values()) // _MAX_FILES)
+    by_dtype: dict[str, list[int]] = {}
+    for number, held in boxes.items():
+        by_dtype.setdefault(held.dtype, []).append(number)
+    sizes = dict(zip(boxes, _sizes(boxes.values()), strict=True))
+    full_bytes = max(_FILE_BYTES, sum(sizes.values()) // _MAX_FILES)
     if max_file_bytes is not None:
         full_bytes = min(full_bytes, max_file_bytes)
-    files: list[list[tuple[int, HeldBox]]] = [[]]
-    used_bytes = 0
-    for number, held in sorted(boxes.items(), key=lambda item: (-DTYPES[item[1].dtype].size_bytes, item[1].dtype)):
-        itemsize = DTYPES[held.dtype].size_bytes
-        parts = [held.box] if max_file_bytes is None else held.box.split(max_file_bytes // itemsize)
-        for part in (replace(held, box=box) for box in parts):
-            if files[-1] and used_bytes + part.size_bytes > full_bytes:
-                files.append([])
-                used_bytes = 0
-            files[-1].append((number, part))
-            used_bytes += part.size_bytes
-    return [lay_out_file(file) for file in files if file]
+    files: list[FileLayout] = []
+    numbers, parts, used_bytes = list[int](), list[HeldBox](), 0
+
+    def add(number: int, held: HeldBox, size_bytes: int) -> None:
+        nonlocal numbers, parts, used_bytes
+        if numbers and used_bytes + size_bytes > full_bytes:
+            files.append(lay_out_file(numbers, parts))
+            numbers, parts, used_bytes = [], [], 0
+        numbers.append(number)
+        parts.append(held)
+        used_bytes += size_bytes
+
+    for dtype in sorted(by_dtype, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype)):
+        for number in by_dtype[dtype]:
+            held = boxes[number]
+            if max_file_bytes is None or sizes[number] <= max_file_bytes:
+                add(number, held, sizes[number])
+                continue
+            for box in held.box.split(max_file_bytes // DTYPES[dtype].size_bytes):
+                part = held._replace(box=box)
+                add(number, part, part.size_bytes)
+    return [*files, lay_out_file(numbers, parts)] if numbers else files
 
 
-def lay_out_file(boxes: Sequence[tuple[int, HeldBox]]) -> FileLayout:
+def _sizes(boxes: Iterable[HeldBox]) -> list[int]:
+    """Return the sizes of boxes in bytes; many are of the same type and shape."""
+    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    sizes: list[int] = []
+    for held in boxes:
+        kind = held.dtype, held.box.shape
+        if kind not in known:
+            known[kind] = held.size_bytes
+        sizes.append(known[kind])
+    return sizes
+
+
+def lay_out_file(numbers: Sequence[int], held: Sequence[HeldBox]) -> FileLayout:
     """Place boxes in one data file, in their order."""
-    header = safetensors_header([held for _, held in boxes])
-    *starts, end = accumulate((held.size_bytes for _, held in boxes), initial=len(header))
-    placed = (PlacedBox(number, held, start) for (number, held), start in zip(boxes, starts, strict=True))
-    return FileLayout(header, tuple(placed), end)
+    sizes = _sizes(held)
+    header = safetensors_header(held, sizes)
+    runs: list[range] = []
+    start, dtype, joint_bytes = 0, held[0].dtype, 0
+    for i, (box, size_bytes) in enumerate(zip(held, sizes, strict=True)):
+        joint_bytes += size_bytes
+        if i > start and not (box.dtype == dtype and size_bytes < SMALL_BYTES and joint_bytes <= JOINT_BYTES):
+            runs.append(range(start, i))
+            start, dtype, joint_bytes = i, box.dtype, size_bytes
+    runs.append(range(start, len(held)))
+    return FileLayout(header, numbers, held, [*accumulate(sizes, initial=len(header))], runs)
 
 
-def safetensors_header(boxes: Sequence[HeldBox]) -> bytes:
+def safetensors_header(boxes: Sequence[HeldBox], sizes: Sequence[int] | None = None) -> bytes:
     """Return all that precedes the data in a safetensors file: the length, then JSON padded so that data are aligned.
 
     A box that is a whole tensor has the tensor's name, a part is followed by its box: `weight[0:4, 0:8]`.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    names = {"__metadata__"}
+    entries = ['{"__metadata__":{"format":"pt"}']
+    types: dict[tuple[str, tuple[int, ...]], str] = {}
     end = 0
-    for held in boxes:
-        dtype = DTYPES[held.dtype]
-        code, shape = dtype.safetensors, held.box.shape
-        if code is None:
-            code, shape = "U8", (*shape, dtype.size_bytes)
-        name = held.name if held.box == Box.whole(held.shape) else f"{held.name}{held.box}"
-        while name in entries:  # safetensors' own "__metadata__", or a tensor that is called like another's part
+    for held, size_bytes in zip(boxes, sizes or _sizes(boxes), strict=True):
+        name = held.name if held.is_whole else f"{held.name}{held.box}"
+        while name in names:  # safetensors' own "__metadata__", or a tensor that is called like another's part
             name += "#"
-        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + held.size_bytes]}
-        end += held.size_bytes
-    header = json.dumps(entries, separators=(",", ":")).encode()
+        names.add(name)
+        kind = held.dtype, held.box.shape
+        if kind not in types:
+            types[kind] = _safetensors_type(*kind)
+        entries.append(f'{_quoted(name)}:{{{types[kind]},"data_offsets":[{end},{end + size_bytes}]}}')
+        end += size_bytes
+    header = ",".join(entries).encode() + b"}"
     header += b" " * (-(len(header) + 8) % _ALIGNMENT_BYTES)
     return len(header).to_bytes(8, "little") + header
+
+
+def _safetensors_type(dtype: str, shape: tuple[int, ...]) -> str:
+    size_bytes, code, _ = DTYPES[dtype]
+    if code is None:
+        code, shape = "U8", (*shape, size_bytes)
+    return json.dumps({"dtype": code, "shape": shape}, separators=(",", ":"))[1:-1]

@@ -308,6 +308,7 @@ def references(node: Node) -> Iterator[str]:
     name = name_of(node) if view is None else view[0]
     if name is not None:
         yield name
+        return
     for child in (fields_of(node) or ranks_of(node) or {}).values() or items_of(node) or ():
         yield from references(child)
 

@@ -52,6 +52,23 @@ def sizes(value: object, name: str) -> tuple[int, ...]:
     return tuple(size(item, name) for item in expect(list, value, name))
 
 
+def members(value: object, count: int, name: str) -> list[Any]:
+    """Return the items of a list after checking how many they are."""
+    items = expect(list, value, name)
+    if len(items) != count:
+        raise ValueError(f"{name} has {len(items)} members; expected {count}")
+    return items
+
+
+def numbers(value: object, name: str, count: int) -> list[int]:
+    """Return the items of a list after checking that each is a number of 0 or more, less than `count`."""
+    items = expect(list, value, name)
+    if items and not ({*map(type, items)} == {int} and min(items) >= 0 and max(items) < count):
+        wrong = next(item for item in items if type(item) is not int or not 0 <= item < count)
+        raise ValueError(f"{name} is {str(wrong)[:80]}; expected 0 or more, less than {count}")
+    return items
+
+
 def shape(value: object, name: str) -> tuple[int, ...]:
     """Return a shape after checking that a tensor of it can exist."""
     extents = sizes(value, name)

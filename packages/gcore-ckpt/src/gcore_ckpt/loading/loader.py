@@ -5,21 +5,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch._utils import _unflatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
 
 from gcore_ckpt.format.boxes import DTYPES, Box
-from gcore_ckpt.format.index import StoredShard
+from gcore_ckpt.format.stored import StoredShard
 from gcore_ckpt.format.tree import State, StatePath, View
 from gcore_ckpt.handles import LoadReport
 from gcore_ckpt.loading.matching import Matcher, Request, pruned, view_in
-from gcore_ckpt.loading.reader import StepReader, pieces
+from gcore_ckpt.loading.reader import SmallShards, StepReader, pieces
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.threads import Workers
 
+_copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 _THREADS = 8
 _SCRATCH_BYTES = 64 << 20
 _BATCH_BYTES = 4 << 20
@@ -42,11 +44,12 @@ def load_step(
     reader: StepReader,
     group: Group,
     template: State,
-    options: LoadOptions,
-    report: LoadReport,
+    options: LoadOptions | None = None,
+    report: LoadReport | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> State:
     """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise."""
+    options, report = options or LoadOptions(), report or LoadReport()
     start_s, saved = time.perf_counter(), reader.index.tree
     matcher = Matcher(reader, group, torch.device(options.device), mmap=options.mmap)
     if template is None:
@@ -56,20 +59,21 @@ def load_step(
         if options.strict:
             matcher.check_missing()
         report.missing, report.unused = map(_dotted, (matcher.missing(), matcher.unused))
-    total_bytes = sum(reader.index.tensors[name].itemsize * box.size for name, box, _ in matcher.requests)
+    reads = _Reads(reader, matcher.requests)
     matched_s = time.perf_counter()
 
     def advance(count: int) -> None:
         check()
         if options.progress is not None and count:
-            options.progress(count, total_bytes)
+            options.progress(count, reads.size_bytes)
 
     with Workers(_THREADS) as workers:
-        fill(reader, matcher.requests, workers, advance)
+        workers.run(_batches(reads, advance))
     with torch.no_grad():
         for target, source in matcher.copies:
             target.copy_(source)
-    report.size_bytes, report.match_s, report.read_s = total_bytes, matched_s - start_s, time.perf_counter() - matched_s
+    report.size_bytes, report.match_s = reads.size_bytes, matched_s - start_s
+    report.read_s = time.perf_counter() - matched_s
     return state
 
 
@@ -77,17 +81,55 @@ def _dotted(paths: Sequence[StatePath]) -> list[str]:
     return [".".join(map(str, path)) for path in paths]
 
 
-def fill(
-    reader: StepReader,
-    requests: Sequence[Request],
-    workers: Workers,
-    advance: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Fill every request, reading only the blocks that hold something of it.
+class _Reads:
+    """The reads that fill requests, of the blocks alone that hold something of them, and their bytes in all."""
 
-    ``advance`` is called with 0 before each read, which it may prevent by an error, and with the bytes after it.
-    """
-    workers.run(_batches((read for request in requests for read in _reads(reader, request)), advance))
+    def __init__(self, reader: StepReader, requests: Iterable[Request]) -> None:
+        self.size_bytes = 0
+        self._reader = reader
+        self._small: dict[tuple[str, torch.dtype], tuple[SmallShards, list[torch.Tensor]]] = {}
+        self._others: list[Request] = []
+        for request in requests:
+            name, box, target = request
+            stored = reader.index.tensors[name]
+            shard = stored.shards[0]
+            if len(stored.shards) == 1 and SmallShards.includes(shard) and _is_copied(shard, stored.dtype, request):
+                self.size_bytes += shard.size_bytes
+                shards, targets = self._small.setdefault((shard.file, target.dtype), (SmallShards(shard.file), []))
+                shards.add(name, shard)
+                targets.append(target)
+            else:
+                self.size_bytes += box.size * stored.itemsize
+                self._others.append(request)
+
+    def __iter__(self) -> Iterator[_SizedRead]:
+        for shards, targets in self._small.values():
+            for size_bytes, run in shards.runs():
+                yield size_bytes, partial(_read_small, self._reader, shards, run, [targets[i] for i in run], size_bytes)
+        for request in self._others:
+            yield from _reads(self._reader, request)
+
+
+def _is_copied(shard: StoredShard, dtype: str, request: Request) -> bool:
+    """Return whether a request is for a whole shard and for memory that torch copies it to as it is."""
+    target = request.target
+    return (
+        shard.box == request.box
+        and target.is_cpu
+        and target.dtype == TORCH_DTYPES[dtype]
+        and not (target.is_conj() or target.is_neg() or target.is_inference())
+    )
+
+
+@torch.no_grad()
+def _read_small(
+    reader: StepReader, shards: SmallShards, run: Sequence[int], targets: list[torch.Tensor], size_bytes: int
+) -> None:
+    """Read small shards that are adjacent, of one type, and copy them to their tensors by one call."""
+    buffer = np.empty(size_bytes, np.uint8)
+    reader.read_small(shards, run, buffer.data)
+    flat = torch.from_numpy(buffer).view(targets[0].dtype)
+    _copy_each(targets, _unflatten_dense_tensors(flat, targets))
 
 
 def read_box(reader: StepReader, name: str, box: Box, workers: Workers, dtype: str | None = None) -> torch.Tensor:
@@ -95,7 +137,8 @@ def read_box(reader: StepReader, name: str, box: Box, workers: Workers, dtype: s
     dtype = dtype or reader.index.tensors[name].dtype
     data = torch.empty(box.size * DTYPES[dtype].size_bytes, dtype=torch.uint8)
     if box.size:
-        fill(reader, [Request(name, box, data.view(TORCH_DTYPES[dtype]).view(box.shape))], workers)
+        request = Request(name, box, data.view(TORCH_DTYPES[dtype]).view(box.shape))
+        workers.run(_batches(_Reads(reader, [request]), lambda _: None))
     return data
 
 

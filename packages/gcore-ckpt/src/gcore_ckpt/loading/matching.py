@@ -1,6 +1,6 @@
 """Matches a tree that was saved with a template, or makes a fresh state of it: what is to be read, and to where."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass, replace
 from enum import Enum
@@ -13,7 +13,7 @@ import torch
 from gcore_ckpt.errors import CheckpointMismatchError
 from gcore_ckpt.format import tree, validation
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.index import StoredTensor
+from gcore_ckpt.format.stored import StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, PerRank, State, StatePath, View, describe
 from gcore_ckpt.loading.reader import StepReader
 from gcore_ckpt.ranks.group import Group
@@ -32,6 +32,7 @@ from gcore_ckpt.ranks.shards import (
 from gcore_ckpt.storage.local import LocalFiles
 
 _NAMED = 5
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Request(NamedTuple):
@@ -42,11 +43,29 @@ class Request(NamedTuple):
     target: torch.Tensor
 
 
+class Requests:
+    """What is to be read, in columns: objects that are kept would be looked through by the collector of garbage."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._boxes: list[Box] = []
+        self._targets: list[torch.Tensor] = []
+
+    def add(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Add a request, see `Request`."""
+        self._names.append(name)
+        self._boxes.append(box)
+        self._targets.append(target)
+
+    def __iter__(self) -> Iterator[Request]:
+        return map(Request, self._names, self._boxes, self._targets)
+
+
 class Matcher:
     """Makes a state of one open step, as one rank of a group, and collects what its tensors are to be filled with."""
 
     def __init__(self, reader: StepReader, group: Group, device: torch.device, *, mmap: bool) -> None:
-        self.requests: list[Request] = []
+        self.requests = Requests()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Targets and sources of copies, to be made after all requests."""
         self._reader = reader
@@ -54,14 +73,17 @@ class Matcher:
         self._device = device
         self._mmap = mmap
         self._fresh: dict[tuple[ArrayKind, str], object] = {}
-        self._filled: set[tuple[object, ...]] = set()
+        self._filled: list[torch.Tensor] = []
         self._missing: list[tuple[StatePath, tuple[object, ...] | None]] = []
         self.unused: list[StatePath] = []
-        """Paths that were saved and that the template does not name; the outermost, where it names nothing of a part."""
+        """Paths that were saved and that the template does not name; the outermost where it names nothing of a part."""
 
     def missing(self) -> list[StatePath]:
         """Return what the template has that was not saved; nothing was filled."""
-        return [path for path, memory in self._missing if memory not in self._filled]
+        if not self._missing:
+            return []
+        filled = {*map(_memory, self._filled)}
+        return [path for path, memory in self._missing if memory not in filled]
 
     def check_missing(self) -> None:
         """Raise `CheckpointMismatchError` if the template has what was not saved."""
@@ -90,10 +112,9 @@ class Matcher:
             tensor = self._mapped(stored) if self._mmap else None
             if tensor is None:
                 device = self._device if kind == "tensor" else "cpu"
-                data = torch.empty(stored.size_bytes, dtype=torch.uint8, device=device)
-                tensor = data.view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
-                if stored.size_bytes:
-                    self.requests.append(Request(name, Box.whole(stored.shape), tensor))
+                tensor = _empty(stored, device)
+                if tensor.numel():
+                    self.requests.add(name, _whole(stored), tensor)
             self._fresh[kind, name] = tensor if kind == "tensor" else _as_array(tensor, stored)
         return self._fresh[kind, name]
 
@@ -199,6 +220,12 @@ class Matcher:
             self._missing.append((path, None if shard is None else _memory(shard.tensor)))
 
     def _match_leaf(self, template: State, node: Node | None, path: StatePath) -> State:
+        name = tree.name_of(node)
+        if type(template) in _PLAIN and name is not None and not (template.is_meta or template.is_nested):
+            shape = tuple(template.shape)
+            self._request(name, node, None, Box.whole(shape), shape, template, path)
+            self._filled.append(template)
+            return template
         if is_megatron(template, "ShardedObject"):
             return self.decoded(node)
         if is_wrapper(template):
@@ -219,7 +246,7 @@ class Matcher:
             shard = replace(shard, tensor=torch.empty_like(shard.tensor, device=self._device))
             result = _materialised(template, shard)
         self._request(name, node, view, shard.box, tuple(shard.global_shape), shard.tensor, path)
-        self._filled.add(_memory(shard.tensor))
+        self._filled.append(shard.tensor)
         return result
 
     def _request(
@@ -243,13 +270,24 @@ class Matcher:
             found = f"has dtype {target.dtype} in the template, to which torch converts no {stored.dtype}"
             raise self._mismatch(path, found)
         if box.size and view is None:
-            self.requests.append(Request(name, box, target))
+            self.requests.add(name, box, target)
         elif box.size and view is not None:
             # The memory that it is a part of, of which it is copied once that is read.
             self.copies.append((target, self.decoded(node)[box.slices()]))
 
     def _mismatch(self, path: StatePath, problem: str) -> CheckpointMismatchError:
         return CheckpointMismatchError(f"{self._reader.where}: {describe(path)} {problem}")
+
+
+def _whole(stored: StoredTensor) -> Box:
+    return stored.shards[0].box if len(stored.shards) == 1 else Box.whole(stored.shape)
+
+
+def _empty(stored: StoredTensor, device: torch.device | str) -> torch.Tensor:
+    if stored.dtype != "complex32":
+        return torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device=device)
+    data = torch.empty(stored.size_bytes, dtype=torch.uint8, device=device)  # torch would warn of complex32
+    return data.view(torch.complex32).view(stored.shape)
 
 
 def view_in(whole: torch.Tensor, view: View) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import tree, validation
-from gcore_ckpt.format.boxes import DIGITS, DTYPES, block_count, checksum, digest
-from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor, decode_index
+from gcore_ckpt.format.boxes import DIGITS, DTYPES, JOINT_BYTES, SMALL_BYTES, block_count, checksum, digest
+from gcore_ckpt.format.index import decode_index
+from gcore_ckpt.format.stored import DataFile, Index, StoredShard, StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath, View
 from gcore_ckpt.storage import StepFiles, Storage, step_name
 from gcore_ckpt.storage.local import open_storage
@@ -46,8 +47,7 @@ class StepReader:
                 raise ValueError(f"{kind} {name!r} is not in the index")
             if kind == "array" and not DTYPES[stored.dtype].in_numpy:
                 raise ValueError(f"array {name!r} has dtype {stored.dtype}, which numpy does not have")
-            size = math.prod(stored.shape)
-            if view is not None and view.stop > size:
+            if view is not None and view.stop > (size := math.prod(stored.shape)):
                 raise ValueError(f"a view ends at element {view.stop} of the {size} of {name!r}")
             return array(kind, name, stored, view)
 
@@ -56,16 +56,11 @@ class StepReader:
 
     def read(self, name: str, shard: StoredShard, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from byte `start` of a shard; all blocks that hold some of it are read and checked."""
-        block, size_bytes = shard.block_bytes, shard.box.size * self.index.tensors[name].itemsize
-        number, stop = start // block, start + len(buffer)
-        first, last = number * block, min(block_count(stop, block) * block, size_bytes)
+        block, stop = shard.block_bytes, start + len(buffer)
+        number = start // block
+        first, last = number * block, min(block_count(stop, block) * block, shard.size_bytes)
         blocks = buffer if (first, last) == (start, stop) else memoryview(bytearray(last - first))
-        try:
-            count = self.files.read_into(shard.file, shard.offset_bytes + first, blocks)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"{self.where} was deleted while it was being read") from error
-        if count < len(blocks):
-            raise CorruptCheckpointError(f"{self.where}/{shard.file}: ends within tensor {name!r}")
+        self._read(name, shard.file, shard.offset_bytes + first, blocks)
         if shard.checksums is not None:
             for at in range(0, len(blocks), block):
                 found = digest(blocks[at : at + block])
@@ -77,6 +72,62 @@ class StepReader:
                     )
         if blocks is not buffer:
             buffer[:] = blocks[start - first : stop - first]
+
+    def read_small(self, small: "SmallShards", run: Sequence[int], buffer: memoryview) -> None:
+        """Fill `buffer` with adjacent shards in their order; all are checked."""
+        self._read(small.names[run[0]], small.file, small.offsets[run[0]], buffer)
+        start = 0
+        for i in run:
+            stop = start + small.sizes[i]
+            if (expected := small.checksums[i]) is not None and (found := digest(buffer[start:stop])) != expected:
+                raise CorruptCheckpointError(
+                    f"{self.where}/{small.file}: tensor {small.names[i]!r} has checksum {found}; expected {expected}"
+                )
+            start = stop
+
+    def _read(self, name: str, file: str, offset_bytes: int, buffer: memoryview) -> None:
+        try:
+            count = self.files.read_into(file, offset_bytes, buffer)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{self.where} was deleted while it was being read") from error
+        if count < len(buffer):
+            raise CorruptCheckpointError(f"{self.where}/{file}: ends within tensor {name!r}")
+
+
+class SmallShards:
+    """Small shards in one file, to be read together where they are adjacent; in columns, because there may be many."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.names: list[str] = []
+        self.offsets: list[int] = []
+        self.sizes: list[int] = []
+        self.checksums: list[str | None] = []
+
+    @staticmethod
+    def includes(shard: StoredShard) -> bool:
+        """Return whether a shard is small, and checked by one checksum at most."""
+        return shard.size_bytes < SMALL_BYTES and (shard.size_bytes <= shard.block_bytes or shard.checksums is None)
+
+    def add(self, name: str, shard: StoredShard) -> None:
+        self.names.append(name)
+        self.offsets.append(shard.offset_bytes)
+        self.sizes.append(shard.size_bytes)
+        self.checksums.append(shard.checksums if shard.size_bytes else None)
+
+    def runs(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the bytes and the numbers of those that are read together."""
+        run: list[int] = []
+        end = size_bytes = 0
+        for i in sorted(range(len(self.names)), key=self.offsets.__getitem__):
+            if run and not (self.offsets[i] == end and size_bytes + self.sizes[i] <= JOINT_BYTES):
+                yield size_bytes, run
+                run, size_bytes = [], 0
+            run.append(i)
+            size_bytes += self.sizes[i]
+            end = self.offsets[i] + self.sizes[i]
+        if run:
+            yield size_bytes, run
 
 
 def pieces(shard: StoredShard, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -193,17 +244,25 @@ def verify(
         CorruptCheckpointError: With the file and, where there is one, the tensor that is not what was saved.
     """
 
-    def check(reader: StepReader, name: str, shard: StoredShard, start: int, stop: int) -> None:
-        reader.read(name, shard, start, memoryview(bytearray(stop - start)))
+    def check(size_bytes: int, read: Callable[[memoryview], None]) -> None:
+        read(memoryview(bytearray(size_bytes)))
         if progress is not None:
-            progress(stop - start)
+            progress(size_bytes)
+
+    def checks(reader: StepReader) -> Iterator[Callable[[], None]]:
+        small: dict[str, SmallShards] = {}
+        for name, tensor in reader.index.tensors.items():
+            for shard in tensor.shards:
+                if SmallShards.includes(shard):
+                    small.setdefault(shard.file, SmallShards(shard.file)).add(name, shard)
+                    continue
+                for start, stop in pieces(shard, 0, shard.size_bytes):
+                    yield partial(check, stop - start, partial(reader.read, name, shard, start))
+        for shards in small.values():
+            for size_bytes, run in shards.runs():
+                yield partial(check, size_bytes, partial(reader.read_small, shards, run))
 
     storage = open_storage(path)
     with Workers(_THREADS) as workers, open_step(storage, find_step(storage, step)) as reader:
         reader.decode_tree(reader.index.tree, lambda _, name, *__: name, lambda nodes: {"dict": dict(nodes)})
-        workers.run(
-            partial(check, reader, name, shard, start, stop)
-            for name, tensor in reader.index.tensors.items()
-            for shard in tensor.shards
-            for start, stop in pieces(shard, 0, shard.box.size * tensor.itemsize)
-        )
+        workers.run(checks(reader))

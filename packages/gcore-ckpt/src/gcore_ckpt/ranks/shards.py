@@ -241,7 +241,7 @@ class _Leaves:
         # A rank that holds no element of a sharded tensor says nothing of it; a tensor without elements has one holder.
         if held.box.size or not Box.whole(held.shape).size:
             box = held.box if held.box.size else Box.whole(held.shape)
-            self.boxes.append(replace(held, name=name, box=box))
+            self.boxes.append(held._replace(name=name, box=box))
             self.data.append(data if held.box.size else data.reshape(held.shape))
         return name
 

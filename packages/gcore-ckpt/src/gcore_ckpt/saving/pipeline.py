@@ -16,6 +16,7 @@ from gcore_ckpt.format.boxes import Box, FileLayout, HeldBox, lay_out, overlap
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.handles import SaveReport
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
+from gcore_ckpt.ranks.plain import collect_plain
 from gcore_ckpt.ranks.shards import Holdings, collect
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
@@ -87,7 +88,8 @@ class SavePipeline:
                 if self._planning.rank == 0:
                     self._acquire()
                     self._check_order(step, self._storage)
-                held.append(collect(state, self._planning.rank))
+                rank = self._planning.rank
+                held.append(collect_plain(state, rank, self._planner.boxes) or collect(state, rank))
                 return held[0].boxes
 
         staged: SimpleQueue[StagedFile | Exception | None] = SimpleQueue()
@@ -147,8 +149,15 @@ class SavePipeline:
         self._raise_failed_deletion()
 
     def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
-        self._last = outcome = Outcome[T]()
-        self._executor.submit(outcome.set_by, partial(function, *args, **kwargs))
+        outcome = Outcome[T]()
+        act = partial(outcome.set_by, partial(function, *args, **kwargs))
+        try:
+            self._executor.submit(act)
+        except RuntimeError:  # the interpreter has started to exit, and waits for a thread that is still saving
+            if self._last is not None:
+                self._last.wait()
+            Workers(1).submit(act)
+        self._last = outcome
         return outcome
 
     def _write(
@@ -232,24 +241,22 @@ class SavePlanner:
     def __init__(self, group: Group, max_file_bytes: int | None) -> None:
         self._group = group
         self._max_file_bytes = max_file_bytes
-        self._boxes: tuple[HeldBox, ...] = ()
+        self.boxes: tuple[HeldBox, ...] = ()  # of this rank, at the last save
         self._files: list[FileLayout] = []
         self._held: dict[int, Sequence[HeldBox]] = {}  # of all ranks, at the root
 
     def plan(self, step: int, prepare: Callable[[], tuple[HeldBox, ...]]) -> list[FileLayout]:
         """Return the files that this rank writes, once all ranks are ready to save `step`."""
-        boxes = self._boxes
+        boxes = self.boxes
 
         def prepared() -> Message:
             nonlocal boxes
             boxes = prepare()
-            if boxes == self._boxes:
-                return {"step": step, "boxes": None}
-            return {"step": step, "boxes": [[b.name, b.dtype, b.shape, b.box.start, b.box.shape] for b in boxes]}
+            return {"step": step, "boxes": None if boxes == self.boxes else boxes}
 
         numbers = exchange(self._group, prepared, self._assign)
         if numbers is not None:
-            self._boxes = boxes
+            self.boxes = boxes
             self._files = lay_out({number: boxes[number] for number in numbers}, self._max_file_bytes)
         return self._files
 
@@ -262,41 +269,54 @@ class SavePlanner:
         if not changed:
             return [None] * len(messages)
         held = dict(self._held)
-        held |= {rank: [_box(*fields) for fields in boxes] for rank, boxes in changed.items()}
+        held |= {  # the root's own have not been through JSON
+            rank: boxes if rank == 0 else [HeldBox.from_json(*fields) for fields in boxes]
+            for rank, boxes in changed.items()
+        }
         writes = assign([held.get(rank, ()) for rank in range(len(messages))])
         self._held = held
         return writes
 
 
-def _box(name: str, dtype: str, shape: Sequence[int], start: Sequence[int], extent: Sequence[int]) -> HeldBox:
-    return HeldBox(name=name, dtype=dtype, shape=tuple(shape), box=Box(tuple(start), tuple(extent)))
-
-
 def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
     """Return the boxes that each rank writes: one writer for each, the same bytes for all as far as that goes."""
-    holders: dict[HeldBox, dict[int, int]] = {}  # the ranks that hold each distinct box, and its number in their lists
+    first: dict[HeldBox, tuple[int, int]] = {}  # the first rank that holds each distinct box, its number in its list
+    shared: dict[HeldBox, dict[int, int]] = {}  # all of them, of boxes that several ranks hold
     for rank, boxes in enumerate(held):
         for number, box in enumerate(boxes):
-            holders.setdefault(box, {}).setdefault(rank, number)
-    _check_coverage(holders)
+            owner = first.setdefault(box, (rank, number))
+            if owner[0] != rank:
+                shared.setdefault(box, dict([owner])).setdefault(rank, number)
+    _check_coverage(first)
     writes: list[list[int]] = [[] for _ in held]
     load_bytes = [0] * len(held)
-    for box, numbers in sorted(holders.items(), key=lambda item: (len(item[1]) > 1, -item[0].size_bytes)):
+    for box, (rank, number) in first.items():
+        if not shared:
+            writes[rank].append(number)
+        elif box not in shared:
+            writes[rank].append(number)
+            load_bytes[rank] += box.size_bytes
+    for box, numbers in sorted(shared.items(), key=lambda item: -item[0].size_bytes):
         rank = min(numbers, key=lambda rank: (load_bytes[rank], rank))
         writes[rank].append(numbers[rank])
         load_bytes[rank] += box.size_bytes
     return [sorted(numbers) for numbers in writes]
 
 
-def _check_coverage(holders: Mapping[HeldBox, Mapping[int, int]]) -> None:
-    tensors: dict[str, list[HeldBox]] = {}
+def _check_coverage(holders: Mapping[HeldBox, tuple[int, int]]) -> None:
+    """Check that the boxes of each tensor, with the first rank that holds each, hold each of its elements once."""
+    tensors: dict[str, HeldBox] = {}
+    several: dict[str, list[HeldBox]] = {}  # of those that are no single whole one
     for box in holders:
-        tensors.setdefault(box.name, []).append(box)
-    for name, boxes in tensors.items():
+        if (other := tensors.setdefault(box.name, box)) is not box:
+            several.setdefault(box.name, [other]).append(box)
+        elif not box.is_whole:
+            several[box.name] = [box]
+    for name, boxes in several.items():
         first = boxes[0]
         for box in boxes[1:]:
             if (box.dtype, box.shape) != (first.dtype, first.shape):
-                ranks = min(holders[first]), min(holders[box])
+                ranks = holders[first][0], holders[box][0]
                 raise ValueError(
                     f"tensor {name!r} has dtype {first.dtype} and shape {first.shape} on rank {ranks[0]}, "
                     f"dtype {box.dtype} and shape {box.shape} on rank {ranks[1]}; parts of one tensor are a DTensor or "

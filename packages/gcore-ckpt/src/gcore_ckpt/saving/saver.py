@@ -7,12 +7,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
-from gcore_ckpt.format import index as stored
-from gcore_ckpt.format.boxes import BLOCK_BYTES, FileLayout, PlacedBox, checksum, digest, lay_out_file
-from gcore_ckpt.format.index import DataFile, Index, StoredShard
+from gcore_ckpt.format.boxes import BLOCK_BYTES, FileLayout, HeldBox, checksum, digest, lay_out_file
+from gcore_ckpt.format.columns import Tensors
+from gcore_ckpt.format.index import decode_index, encode_index
+from gcore_ckpt.format.stored import DataFile, Index, StoredShard
 from gcore_ckpt.format.tree import Node, merge, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
@@ -22,21 +24,18 @@ from gcore_ckpt.threads import Outcome, Workers
 _LIVE_SHARE = 0.5
 """An incremental save links an older file only while at least this share of its bytes is still in use."""
 
+_Columns: TypeAlias = tuple[Sequence[HeldBox], Sequence[int], Sequence[str]]  # offsets in a file, checksums
+
 
 @dataclass(kw_only=True)
 class _Report:
     """A rank's report to the root about its part of a save; sent as JSON."""
 
     tree: Node
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])  # as in index.json
-    files: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    files: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])  # as in index.json
+    shards: dict[str, list[_Columns]] = field(default_factory=dict[str, list[_Columns]])  # by file
     links: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     error: str | None = None
-
-    def add_shard(self, box: PlacedBox, file: str, offset_bytes: int, checksums: str) -> None:
-        held = box.held
-        tensor = self.tensors.setdefault(held.name, {"dtype": held.dtype, "shape": [*held.shape], "shards": []})
-        tensor["shards"].append(stored.encode_shard(file, offset_bytes, held.box, checksums))
 
 
 _Base: TypeAlias = tuple[int, Index]  # the committed step that an incremental save builds on
@@ -81,7 +80,7 @@ class Saver:
         if self._base is None and base is not None:
             with suppress(Exception):  # a damaged or unreadable step is none to build on; this save writes all
                 with self._storage.open_step(base) as files:
-                    index = stored.decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
+                    index = decode_index(files.read_index(), f"{self._storage}/{step_name(base)}")
                 self._base = base, index
         return attempt
 
@@ -124,19 +123,18 @@ class Saver:
         self, attempt: str, name: str, report: _Report, file: StagedFile, digests: Sequence[str], base: _Base
     ) -> None:
         changed = _link_unchanged(report, file.layout, digests, base)
-        if len(changed) == len(file.layout.boxes):
+        layout = file.layout
+        if len(changed) == len(layout.held):
             self._storage.write_file(attempt, name, [file.data])
-            self._add_file(report, name, file.layout, digests)
+            self._add_file(report, name, layout, digests)
         elif changed:
-            kept = [file.layout.boxes[i] for i in changed]
-            layout = lay_out_file([(box.number, box.held) for box in kept])
-            pieces = [file.data[box.offset_bytes : box.offset_bytes + box.held.size_bytes] for box in kept]
-            self._storage.write_file(attempt, name, [memoryview(layout.header), *pieces])
-            self._add_file(report, name, layout, [digests[i] for i in changed])
+            new = lay_out_file([layout.numbers[i] for i in changed], [layout.held[i] for i in changed])
+            pieces = [file.data[layout.offsets[i] : layout.offsets[i + 1]] for i in changed]
+            self._storage.write_file(attempt, name, [memoryview(new.header), *pieces])
+            self._add_file(report, name, new, [digests[i] for i in changed])
 
     def _add_file(self, report: _Report, name: str, layout: FileLayout, digests: Sequence[str]) -> None:
-        for box, checksums in zip(layout.boxes, digests, strict=True):
-            report.add_shard(box, name, box.offset_bytes, checksums)
+        report.shards[name] = [(layout.held, layout.offsets[:-1], digests)]
         file = DataFile(
             size_bytes=layout.size_bytes,
             header_size_bytes=len(layout.header),
@@ -176,7 +174,7 @@ class Saver:
         for name, (base_step, file) in links.items():
             self._storage.link_file(attempt, base_step, file, name)
         sizes = {name: file.size_bytes for name, file in index.files.items()}
-        self._storage.commit(attempt, step, stored.encode_index(index), sizes)
+        self._storage.commit(attempt, step, encode_index(index), sizes)
         if self._incremental:
             self._base = step, index
 
@@ -188,20 +186,19 @@ def _digests(file: StagedFile, *, waits: bool) -> list[str]:
     """Return the checksums of every box of a file, one of each block; `waits` until the copies have ended."""
     if waits:
         file.settled.wait()
-    found: list[str] = []
-    for box in file.layout.boxes:
-        end = box.offset_bytes + box.held.size_bytes
-        starts = range(box.offset_bytes, end, BLOCK_BYTES)
-        found.append("".join(digest(file.data[start : min(start + BLOCK_BYTES, end)]) for start in starts))
-    return found
+    return [_digests_of(file.data[start:end]) for start, end in pairwise(file.layout.offsets)]
+
+
+def _digests_of(data: memoryview) -> str:
+    return "".join(digest(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
 
 
 def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str], base: _Base) -> list[int]:
     """Report the boxes that the base holds, to be linked; return the numbers of the others."""
     base_step, index = base
     unchanged: dict[str, list[tuple[int, StoredShard]]] = {}
-    for i, (box, checksums) in enumerate(zip(layout.boxes, digests, strict=True)):
-        held, tensor = box.held, index.tensors.get(box.held.name)
+    for i, (held, checksums) in enumerate(zip(layout.held, digests, strict=True)):
+        tensor = index.tensors.get(held.name)
         if tensor is None or (tensor.dtype, tensor.shape) != (held.dtype, held.shape):
             continue
         for shard in tensor.shards:
@@ -210,33 +207,38 @@ def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str],
     linked: set[int] = set()
     for file, shards in unchanged.items():
         old = index.files[file]
-        if sum(layout.boxes[i].held.size_bytes for i, _ in shards) < _LIVE_SHARE * old.size_bytes:
+        if sum(shard.size_bytes for _, shard in shards) < _LIVE_SHARE * old.size_bytes:
             continue
         name = file if file.startswith("step-") else f"{step_name(base_step)}-{file}"
         writer = old.writer.partition(" at step ")[0] + f" at step {int(name.split('-')[1])}"
         report.links[name] = (base_step, file)
         report.files[name] = asdict(old) | {"writer": writer}
-        for i, shard in shards:
-            linked.add(i)
-            report.add_shard(layout.boxes[i], name, shard.offset_bytes, digests[i])
-    return [i for i in range(len(layout.boxes)) if i not in linked]
+        linked.update(i for i, _ in shards)
+        held = [layout.held[i] for i, _ in shards]
+        columns = held, [shard.offset_bytes for _, shard in shards], [digests[i] for i, _ in shards]
+        report.shards.setdefault(name, []).append(columns)  # a file may hold boxes of several files of this save
+    return [i for i in range(len(layout.held)) if i not in linked]
 
 
 def _merged_index(reports: Sequence[_Report]) -> Index:
     """Return the index of a step from the parts of all ranks; `ValueError` if they do not fit together."""
     tree = merge([report.tree for report in reports])
     files = {name: DataFile(**file) for report in reports for name, file in report.files.items()}
-    merged: dict[str, dict[str, Any]] = {name: {"shards": []} for name in references(tree)}
-    for name, tensor in ((name, tensor) for report in reports for name, tensor in report.tensors.items()):
-        entry = merged.setdefault(name, {"shards": []})
-        entry["shards"] += tensor["shards"]
-        entry |= {"dtype": tensor["dtype"], "shape": tensor["shape"]}
-    missing = [name for name, tensor in merged.items() if "dtype" not in tensor]
+    tensors, found = Tensors(BLOCK_BYTES), dict.fromkeys(references(tree), -1)
+    for rank, report in enumerate(reports):
+        for file, columns in report.shards.items():
+            for held, offset_bytes, checksums in chain.from_iterable(zip(*c, strict=True) for c in columns):
+                box = held if rank == 0 else HeldBox.from_json(*held)  # the root's own have not been through JSON
+                if (row := found.get(box.name, -1)) < 0:
+                    row = found[box.name] = tensors.add(box.name, box.dtype, box.shape)
+                tensors.add_shard(row, file, offset_bytes, box.box, checksums)
+    missing = [name for name, row in found.items() if row < 0]
     if missing:
         raise ValueError(f"no rank holds any element of the tensors {missing[:5]}")
+    tensors.check()
     return Index(
         tree=tree,
-        tensors={name: stored.decode_tensor(name, tensor, files, BLOCK_BYTES) for name, tensor in merged.items()},
+        tensors=tensors,
         files=files,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         num_ranks=len(reports),

@@ -5,15 +5,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from queue import SimpleQueue
 from threading import Event
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import torch
+from torch._utils import _flatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
 
 from gcore_ckpt.errors import CheckpointWriteError
-from gcore_ckpt.format.boxes import DTYPES, Box, FileLayout, PlacedBox
+from gcore_ckpt.format.boxes import DTYPES, Box, FileLayout, HeldBox
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, NumpyArray
 from gcore_ckpt.saving.host_memory import allocate, allocate_pinned
 from gcore_ckpt.threads import Workers
@@ -26,6 +28,8 @@ CHUNK_BYTES = 128 << 20
 
 _JOB_BYTES = 16 << 20
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_device, _is_cuda, _nbytes, _ndim = map(attrgetter, ("device", "is_cuda", "nbytes", "ndim"))
 _Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
 
 
@@ -103,7 +107,7 @@ class Stager:
 
         copied, settled = 0, Event()
         try:
-            on_cuda = any(isinstance(data, torch.Tensor) and data.is_cuda for data in holdings.data)
+            on_cuda = any(map(_is_cuda, [data for data in holdings.data if isinstance(data, torch.Tensor)]))
             with working():
                 memory = arena.reserve(starts[-1], pinned=on_cuda)
             for start, file in zip(starts, files, strict=False):
@@ -122,38 +126,74 @@ class Stager:
     @torch.no_grad()
     def _copy(self, file: FileLayout, piece: NumpyArray, holdings: Holdings) -> None:
         copies: list[_Copy] = []
+        joint: list[Callable[[], None]] = []
         streams: set[torch.cuda.Stream] = set()
         piece[: len(file.header)] = np.frombuffer(file.header, np.uint8)
         try:
-            for placed in file.boxes:
-                source = holdings.data[placed.number]
-                whole = holdings.boxes[placed.number].box
-                slices = placed.held.box.relative_to(whole).slices() if placed.held.box != whole else ()
-                target = piece[placed.offset_bytes :][: placed.held.size_bytes]
-                if isinstance(source, torch.Tensor) and source.device.type != "cpu":
-                    if source.is_cuda:
-                        streams.add(torch.cuda.current_stream(source.device))
-                    typed = torch.from_numpy(target).view(TORCH_DTYPES[placed.held.dtype])
-                    typed.view(placed.held.box.shape).copy_(source[slices], non_blocking=True)
-                else:
-                    copies.append(_as_plain_arrays(target, source, slices, placed))
-            self._workers.run(_in_jobs(copies))
+            for run in file.runs:
+                sources = [holdings.data[file.numbers[i]] for i in run]
+                if (device := _device_of_all(sources, file, run)) is not None:
+                    target = _typed(piece, file, run)
+                    job = partial(_copy_joined, target, cast("list[torch.Tensor]", sources))
+                    if device.type == "cpu":
+                        joint.append(job)
+                        continue
+                    if device.type == "cuda":
+                        streams.add(torch.cuda.current_stream(device))
+                    job()
+                    continue
+                for i, source in zip(run, sources, strict=True):
+                    held, whole = file.held[i], holdings.boxes[file.numbers[i]].box
+                    slices = held.box.relative_to(whole).slices() if held.box != whole else ()
+                    if isinstance(source, torch.Tensor) and source.device.type != "cpu":
+                        if source.is_cuda:
+                            streams.add(torch.cuda.current_stream(source.device))
+                        typed = _typed(piece, file, range(i, i + 1)).view(held.box.shape)
+                        typed.copy_(source[slices], non_blocking=True)
+                    else:
+                        target = piece[file.offsets[i] : file.offsets[i + 1]]
+                        copies.append(_as_plain_arrays(target, source, slices, held))
+            self._workers.run([*joint, *_in_jobs(copies)])
         finally:
             # After an error, too: the memory may be used again, or unmapped.
             for stream in streams:
                 stream.synchronize()
 
 
+def _device_of_all(sources: Sequence[torch.Tensor | NumpyArray], file: FileLayout, run: range) -> torch.device | None:
+    """Return the device of several tensors that are placed whole; None if they are to be copied one by one."""
+    if len(run) == 1 or not {*map(type, sources)} <= _PLAIN or file.held[run.start].dtype == "complex32":
+        return None  # torch warns of operations on complex32
+    devices = {*map(_device, cast("list[torch.Tensor]", sources))}
+    size_bytes = file.offsets[run.stop] - file.offsets[run.start]
+    return devices.pop() if len(devices) == 1 and sum(map(_nbytes, sources)) == size_bytes else None
+
+
+def _typed(piece: NumpyArray, file: FileLayout, run: range) -> torch.Tensor:
+    """Return the memory of boxes of one element type, as elements of that type."""
+    target = torch.from_numpy(piece[file.offsets[run.start] : file.offsets[run.stop]])
+    return target.view(TORCH_DTYPES[file.held[run.start].dtype])
+
+
+@torch.no_grad()
+def _copy_joined(target: torch.Tensor, sources: list[torch.Tensor]) -> None:
+    """Copy small tensors of one type, one after another: joined where they are, by one call instead of one for each."""
+    if target.device == sources[0].device and {*map(_ndim, sources)} == {1}:
+        torch.cat(sources, out=target)
+    else:
+        target.copy_(_flatten_dense_tensors(sources), non_blocking=True)
+
+
 def _as_plain_arrays(
-    target: NumpyArray, source: torch.Tensor | NumpyArray, slices: tuple[slice, ...], placed: PlacedBox
+    target: NumpyArray, source: torch.Tensor | NumpyArray, slices: tuple[slice, ...], held: HeldBox
 ) -> _Copy:
     """Return both sides as numpy arrays of one type and shape, which numpy copies without the GIL."""
     if isinstance(source, torch.Tensor):
         source = source.detach().resolve_conj().resolve_neg()
-        size_bytes = DTYPES[placed.held.dtype].size_bytes
+        size_bytes = DTYPES[held.dtype].size_bytes
         source = source.view(_AS_INTEGERS[size_bytes]).numpy() if size_bytes in _AS_INTEGERS else source.numpy()
     array = source[slices] if slices else source
-    return target.view(array.dtype).reshape(placed.held.box.shape), array
+    return target.view(array.dtype).reshape(held.box.shape), array
 
 
 def _in_jobs(copies: Sequence[_Copy]) -> Iterator[Callable[[], None]]:

@@ -3,9 +3,12 @@
 import os
 from typing import Any, TypeVar
 
-import tensorstore as ts
+from gcore_ckpt.errors import CheckpointError, MissingExtraError
 
-from gcore_ckpt.errors import CheckpointError
+try:
+    import tensorstore as ts
+except ModuleNotFoundError:
+    raise MissingExtraError("tensorstore", "object-store") from None
 
 _T = TypeVar("_T")
 _SCHEMES = ("s3", "gs", "memory")

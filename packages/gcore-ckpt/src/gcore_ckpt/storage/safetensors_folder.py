@@ -14,7 +14,7 @@ from typing import Any
 from gcore_ckpt.errors import CheckpointNotFoundError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import DTYPES, Box
-from gcore_ckpt.format.index import DataFile, Index, StoredShard, StoredTensor
+from gcore_ckpt.format.stored import DataFile, Index, StoredShard, StoredTensor
 from gcore_ckpt.storage import INDEX_FILE, StepFiles, Storage
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
 
@@ -134,7 +134,12 @@ def _tensor(name: str, entry: object, file: str, header_size_bytes: int) -> Stor
         raise ValueError(f"tensor {name!r}: {error}") from error
     # Without checksums to check, blocks of one byte let every read be of what is asked for and no more.
     shard = StoredShard(
-        file=file, offset_bytes=header_size_bytes + begin, box=Box.whole(shape), block_bytes=1, checksums=None
+        file=file,
+        offset_bytes=header_size_bytes + begin,
+        size_bytes=size_bytes,
+        box=Box.whole(shape),
+        block_bytes=1,
+        checksums=None,
     )
     return StoredTensor(dtype=dtype, shape=shape, shards=(shard,))
 

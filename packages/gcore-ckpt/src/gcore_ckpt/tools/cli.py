@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from gcore_ckpt.format.index import Index, StoredTensor
+from gcore_ckpt.format.stored import Index, StoredTensor
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves, verify
 from gcore_ckpt.saving.retention import Retention
 from gcore_ckpt.storage import Storage

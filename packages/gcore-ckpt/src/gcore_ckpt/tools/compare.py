@@ -5,7 +5,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from gcore_ckpt.format.boxes import Box
-from gcore_ckpt.format.index import StoredTensor
+from gcore_ckpt.format.stored import StoredTensor
 from gcore_ckpt.loading.reader import StepLeaf, StepReader, step_leaves
 
 _PART_BYTES = 64 << 20

@@ -1,0 +1,170 @@
+"""States of many small tensors: collected by a short way, and copied and read together, to the bit."""
+
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from gcore_ckpt import Checkpointer, PerRank, Shard, load, verify
+from gcore_ckpt.format.boxes import DTYPES, HeldBox, lay_out
+from gcore_ckpt.ranks.plain import collect_plain
+from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, collect
+
+BASE = torch.arange(24.0).view(2, 3, 4)
+PLAIN: list[Any] = [
+    *(torch.zeros(3), torch.zeros(0, 2), torch.tensor(1.0), torch.zeros(4, 2).t(), torch.zeros(2).expand(3, 2)),
+    *(torch.nn.Parameter(torch.zeros(2)), torch.ones(2).bfloat16(), torch.ones(2, dtype=torch.complex64).conj()),
+    *(np.zeros(3), np.zeros((2, 3)).T, np.zeros(4)[::-2], np.zeros(0), np.array(2, np.uint8)),
+    *(None, True, 3, 2**80, 0.1, math.inf, "text", "\ud800", b"bytes", {1, "a"}, np.float32(1), {}, [], ()),
+]
+OTHER: list[Any] = [
+    *(BASE, BASE[0], BASE[:, 1], BASE.view(-1), BASE.permute(2, 1, 0)),
+    *(Shard(global_shape=(2,), offset=(0,), tensor=torch.zeros(2), name="own"), torch.zeros(2, device="meta")),
+    *(
+        torch.eye(2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        object(),
+        np.zeros(2, ">f4"),
+    ),
+    np.ma.masked_array([1]),
+]
+KEYS = st.sampled_from(["a", "b", "a.b", "", "é", "\ud800", "__metadata__", "1", 1, 0, -1, 2**60])
+STATES = st.recursive(
+    st.sampled_from(PLAIN) | st.sampled_from(OTHER),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict),
+        inner.map(PerRank),
+    ),
+    max_leaves=10,
+)
+
+
+def held(state: Any) -> Holdings | None:
+    try:
+        return collect(state, 1)
+    except (TypeError, ValueError):
+        return None
+
+
+@given(STATES)
+def test_the_short_way_ends_where_the_long_one_does(state: Any) -> None:
+    plain = collect_plain(state, 1)
+    if plain is not None:
+        expected = held(state)
+        assert expected is not None
+        assert plain[:2] == expected[:2]
+        assert [*map(id, plain.data)] == [*map(id, expected.data)] or any(0 in data.shape for data in plain.data)
+
+
+def test_what_is_plain_goes_the_short_way() -> None:
+    state: Any = {"leaves": PLAIN, "deep": OrderedDict(a=[{1: (PLAIN[0].clone(), 3)}]), "own": PerRank([torch.ones(1)])}
+    assert collect_plain(state) is not None
+    for leaf in OTHER:
+        assert collect_plain([leaf, BASE]) is None
+    deep: Any = torch.zeros(1)
+    for _ in range(100):
+        deep = [deep]
+    assert collect_plain(deep) is not None
+    assert collect_plain([deep]) is None
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    assert collect_plain(cyclic) is None
+
+
+def test_boxes_that_are_known_are_kept() -> None:
+    first = collect_plain({"a": torch.zeros(2), "b": torch.zeros(3)})
+    assert first is not None
+    second = collect_plain({"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(3)}, 0, first.boxes)
+    assert second is not None
+    assert [box.shape for box in second.boxes] == [(2,), (4,), (3,)]
+    assert second.boxes[0] is first.boxes[0]
+
+
+def random_bits(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    data = torch.randint(0, 2 if dtype == "bool" else 256, (math.prod(shape) * DTYPES[dtype].size_bytes,))
+    return data.to(torch.uint8).view(TORCH_DTYPES[dtype]).view(shape)
+
+
+def zeros(dtype: torch.dtype | np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of zeros, without a warning of torch's for complex32."""
+    kind = dtype if isinstance(dtype, torch.dtype) else TORCH_DTYPES[dtype.name]
+    return torch.zeros(math.prod(shape) * kind.itemsize, dtype=torch.uint8).view(kind).view(shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    return plain.view(integers[plain.itemsize]).numpy().tobytes()
+
+
+def make_small() -> dict[str, Any]:
+    """Return small tensors of every type and of many forms, several next to each other."""
+    state: dict[str, Any] = {
+        f"{dtype}.{i}": random_bits(dtype, shape)
+        for dtype in DTYPES
+        for i, shape in enumerate([(3,), (2, 3), (), (0, 2), (5,)])
+    }
+    for name in ("float32", "complex64"):
+        state[f"{name}.turned"] = random_bits(name, (4, 3)).t()
+        state[f"{name}.repeated"] = random_bits(name, (3,)).expand(2, 3)
+    state["complex64.conj"] = random_bits("complex64", (4,)).conj()
+    state["float32.neg"] = random_bits("complex64", (4,)).conj().imag
+    state["parameter"] = torch.nn.Parameter(torch.randn(3))
+    state["array"] = np.arange(3, dtype=np.float32)
+    state["long"] = torch.randn(20_000)
+    return state
+
+
+@pytest.mark.parametrize("staging", ["full", "chunked"])
+def test_small_tensors_of_every_kind(tmp_path: Path, staging: Any) -> None:
+    state = make_small()
+    expected = {
+        name: value.tobytes() if isinstance(value, np.ndarray) else bits(value) for name, value in state.items()
+    }
+    with Checkpointer(tmp_path, staging=staging) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state)
+    verify(tmp_path)
+    with torch.inference_mode():  # tensors that only inference may change
+        template = {name: zeros(value.dtype, value.shape) for name, value in load(tmp_path, mmap=True).items()}
+    turned = {name: zeros(value.dtype, value.shape[::-1]).t() for name, value in template.items()}
+    for found in (load(tmp_path), load(tmp_path, template), load(tmp_path, turned)):
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            assert (value.tobytes() if isinstance(value, np.ndarray) else bits(value)) == expected[name], name
+
+
+def test_what_changes_after_a_save_is_not_in_it(tmp_path: Path) -> None:
+    state = [torch.full((8,), float(i)) for i in range(2000)]
+    with Checkpointer(tmp_path, max_in_flight=3) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, state)
+            for tensor in state:
+                tensor += 1
+        checkpointer.wait()
+        for step in range(3):
+            found = torch.stack(checkpointer.load(step=step))
+            assert torch.equal(found, torch.arange(2000.0).add(step)[:, None].expand(2000, 8))
+
+
+def test_files_are_laid_out_again_when_tensors_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+
+    def count(boxes: dict[int, HeldBox], max_file_bytes: int | None) -> Any:
+        planned.append(len(boxes))
+        return lay_out(boxes, max_file_bytes)
+
+    monkeypatch.setattr("gcore_ckpt.saving.pipeline.lay_out", count)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step, size in enumerate([3, 3, 3, 4, 4]):
+            checkpointer.save(step, {"a": torch.zeros(size), "step": step, "b": [torch.ones(2)]}).wait()
+            assert load(tmp_path)["a"].shape == (size,)
+            assert len(planned) == (1 if step < 3 else 2)
