@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from gcore_ckpt import Checkpointer
 from gcore_controller import Span
@@ -23,6 +24,7 @@ from gcore_runs.settings.run_config import BaseRunConfig
 if TYPE_CHECKING:
     from gcore_runs.prometheus import PrometheusExporter
 
+_ID = "run-id"
 _JOINED_BELOW_S = 1e-3
 _DIGITS = 4
 
@@ -116,7 +118,14 @@ def open_run(config: BaseRunConfig) -> RunFolder:
                 "to resume it, or --resume never, or another --name"
             )
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
+    if not (identity := folder.path / _ID).exists():
+        write_atomically(identity, lambda path: path.write_text(uuid4().hex[:12]))
     return folder
+
+
+def run_id(folder: Path) -> str:
+    """Return what distinguishes this run from others that had, or will have, a folder of the same name."""
+    return (folder / _ID).read_text()
 
 
 def write_atomically(target: Path, write: Callable[[Path], object]) -> None:

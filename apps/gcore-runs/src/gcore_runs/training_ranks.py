@@ -1,6 +1,7 @@
 """The models in training on one rank, as far as apps have them alike: checkpoints, weights, and the start of ranks."""
 
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from gcore_ckpt import Checkpointer, CheckpointError, Shard, Shards
+from gcore_ckpt import Checkpointer, CheckpointError, Shard, Shards, Tier, TieredCheckpointer
 from gcore_controller import State, TrainerSpec
 from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, logs_of
+from gcore_runs.run_folder import run_id
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_trainer import LoRAWeights, TrainerError
 
@@ -37,12 +39,15 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     is_one_at_a_time: bool = False
     """Whether the device has one model at a time: the one that is in use."""
     _is_asleep: bool = False
+    _is_complete: bool = False
+    """Whether the last step of the run is saved."""
 
     def __init__(self, config: BaseRunConfig, model: Path, checkpoints: Path) -> None:
         del model
         # A rank on Ray has an environment of its own.
         os.environ.update(allocator_variables(config))
-        self._checkpointer = Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
+        self._checkpointer = _checkpointer(config, checkpoints)
+        self._last_step = config.trainer.total_training_steps
 
     @property
     def num_updates(self) -> int:
@@ -98,10 +103,16 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     def save(self, step: int, rest: State) -> None:
         self.wake()
-        self._checkpointer.save(step, {**rest, **self._states()})
+        state, self._is_complete = {**rest, **self._states()}, step == self._last_step
+        if isinstance(self._checkpointer, TieredCheckpointer):
+            self._checkpointer.save(step, state, to_all=self._is_complete)
+        else:
+            self._checkpointer.save(step, state)
 
     def load(self) -> State:
         self.wake()
+        if not self._checkpointer.steps():
+            return {}
         states = {role: trainer.state() for role, trainer in self.trainers.items()}
         template = {_key(role): _for_checkpoint(state) for role, state in states.items()}
         loaded = self._checkpointer.load({**dict.fromkeys(self.rest), **template})
@@ -139,6 +150,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     def close(self) -> None:
         self._checkpointer.close()
+        if self._is_complete and isinstance(self._checkpointer, TieredCheckpointer):
+            self._checkpointer.delete_local()
 
     def _states(self) -> State:
         return {_key(role): _for_checkpoint(trainer.state()) for role, trainer in self.trainers.items()}
@@ -173,6 +186,27 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
             expected_errors=(CheckpointError, TrainerError, UserError),
             preload=[cls.__module__, *preload],
         )
+
+
+def _checkpointer(config: BaseRunConfig, checkpoints: Path) -> Checkpointer:
+    """Return what saves to the run's folder and, if it is asked for, more often to those of the machines."""
+    keep = config.trainer.max_ckpt_to_keep
+    if not isinstance(config, BaseRLConfig) or not config.local_checkpoints.folder:
+        return Checkpointer(checkpoints, keep=keep)
+    asked = config.local_checkpoints.folder
+    folder = Path(os.path.expandvars(asked)).absolute()
+    if "$" in str(folder):
+        raise UserError(
+            f"local_checkpoints.folder is {asked!r}, in which this rank's environment leaves {str(folder)!r}; expected "
+            "variables that are set on every machine"
+        )
+    # Of this run alone: another one of the same name may have been there.
+    folder /= f"{config.name}-{run_id(checkpoints.parent)}"
+    tiers = [
+        Tier(folder, every=config.local_checkpoints.save_freq, keep=2, replicas=1),
+        Tier(checkpoints, every=config.trainer.save_freq, keep=keep),
+    ]
+    return TieredCheckpointer(tiers, machine=f"{socket.gethostname()}:{folder}")
 
 
 def _key(role: str) -> str:

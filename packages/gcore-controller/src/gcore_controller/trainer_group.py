@@ -47,7 +47,7 @@ class TrainerGroup(Protocol):
         """Checkpoint all models together with ``rest``; return once they are copied."""
 
     def load(self) -> State:
-        """Load the latest checkpoint, and return the ``rest`` that was saved in it."""
+        """Load the latest checkpoint, and return the ``rest`` that was saved in it; empty: there is no checkpoint."""
         ...
 
     def close(self) -> None:

@@ -291,11 +291,15 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
                 self._warn_of_rewards(event)
             case Reached(step=step, controllers=controllers, is_last=is_last):
                 self._last, self._num_updates = (step, controllers), self._learner.num_updates
-                if is_last or step % self.job.config.trainer.save_freq == 0:
+                if is_last or self._is_save_due(step):
                     self.save_last()
                 self.stop.let_through()
             case _:
                 pass
+
+    def _is_save_due(self, step: int) -> bool:
+        local = self.job.config.local_checkpoints
+        return step % self.job.config.trainer.save_freq == 0 or bool(local.folder and step % local.save_freq == 0)
 
     def _record_step(self, event: Stepped) -> None:
         step, spans, devices = event.step, event.spans, event.devices

@@ -224,8 +224,9 @@ class Supervisor:
     def _resumed(self, services: Backend[JobT, Any], job: JobT, present: Present | None) -> JobT:
         """Return the job from where its models are: at the last finished step, or at the last checkpoint."""
         step, controllers = present or (0, None)
-        if present is None and Checkpointer(self.run.checkpoints).steps():
-            saved = services.learner.load()
+        # The ranks alone see what is on their machines.
+        may_be_saved = services.config.local_checkpoints.folder or Checkpointer(self.run.checkpoints).steps()
+        if present is None and may_be_saved and (saved := services.learner.load()):
             step, controllers = saved["step"], saved["controllers"]
         return replace(
             job,

@@ -199,6 +199,20 @@ class PlacementConfig(Checked, section="placement"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LocalCheckpointsConfig(Checked, section="local_checkpoints"):
+    """Checkpoints on the machines, besides those of trainer.save-freq: so frequent that a rank that dies costs a step.
+
+    Each machine has a copy of the next one's: of several, any one may be lost with its folder.
+    """
+
+    folder: str = ""
+    """Folder that each machine has of its own, such as one on its disk or in /dev/shm, for two checkpoints at a time;
+    $NAME stands for a variable of the rank's environment. Empty: none."""
+    save_freq: Count = 1
+    """Steps between them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BaseRLConfig(BaseRunConfig, ABC):
     """Settings of a run of reinforcement learning, whose controllers, engines and ranks may be on a cluster."""
 
@@ -222,6 +236,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     algorithm: BaseAlgorithmConfig = field(default_factory=BaseAlgorithmConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    local_checkpoints: LocalCheckpointsConfig = field(default_factory=LocalCheckpointsConfig)
     rollout: PolicyReplicas
     sim: Simulated
 

@@ -115,6 +115,14 @@ class TieredCheckpointer(Checkpointer):
 
         return self._use("steps", lambda: self._calls.run(steps))
 
+    def delete_local(self) -> None:
+        """Delete what is on this machine, after `close`, when all that is to last is in another tier.
+
+        While other ranks of the machine have not closed, nothing is deleted; the last one deletes.
+        """
+        if self._tiers.node is not None:
+            self._tiers.node.delete_local()
+
     @contextmanager
     def _found(self, call: Call, step: Step) -> Generator[tuple[Storage, int]]:
         group = self._open_group(call)

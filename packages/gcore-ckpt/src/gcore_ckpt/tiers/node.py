@@ -4,10 +4,10 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from gcore_ckpt.errors import CheckpointWriteError, LostRankError
+from gcore_ckpt.errors import CheckpointLockedError, CheckpointWriteError, LostRankError
 from gcore_ckpt.ranks.group import Group, TorchGroup, all_succeed, exchange, root_decides
 from gcore_ckpt.storage import StepFiles, step_name
 from gcore_ckpt.storage.local import LocalFiles, LocalStorage
@@ -100,6 +100,15 @@ class NodeStorage:
 
     def release(self) -> None:
         self.local.release()
+
+    def delete_local(self) -> None:
+        """Delete the folder of this machine, unless it is in use."""
+        with suppress(CheckpointLockedError):
+            self.local.acquire()
+            try:
+                shutil.rmtree(self.local.path, ignore_errors=True)
+            finally:
+                self.local.release()
 
     def acquire(self) -> None:
         """Do nothing: `open_for_saving` takes the locks of all machines."""
