@@ -57,7 +57,8 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def rank_server() -> Iterator[RankServer]:
-    with serving_ranks(HERE / "reshard_cases.py", HERE / "fault_cases.py", setup="make_meshes") as server:
+    cases = ("reshard_cases.py", "fault_cases.py", "dcp_cases.py")
+    with serving_ranks(*(HERE / name for name in cases), setup="make_meshes") as server:
         yield server
 
 

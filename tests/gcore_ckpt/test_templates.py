@@ -35,7 +35,7 @@ class Level(enum.IntEnum):
 
 class Moments(NamedTuple):
     mean: torch.Tensor
-    count: int
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def make_state() -> dict[str, Any]:
 
 def test_types_of_the_template_come_back(tmp_path: Path) -> None:
     gcore_ckpt.save(tmp_path, make_state())
-    template = {
+    template: dict[str, Any] = {
         "progress": Progress(0, set(), weights := torch.zeros(4)),
         "moments": [Moments(torch.zeros(3), 0)],
         "level": Level.LOW,
@@ -76,7 +76,7 @@ def test_types_of_the_template_come_back(tmp_path: Path) -> None:
     assert torch.equal(weights, torch.arange(4.0))
     assert isinstance(found["moments"][0], Moments)
     assert torch.equal(found["moments"][0].mean, torch.ones(3))
-    assert found["moments"][0].count == 5
+    assert found["moments"][0].steps == 5
     assert found["level"] is Level.HIGH
     assert found["rng"] == b"\x00\xffstate"
     assert type(found["loss"]) is np.float32
@@ -151,7 +151,7 @@ def test_a_report_of_what_was_missing_and_unused(tmp_path: Path) -> None:
 
 
 def test_a_load_goes_on_while_the_caller_works(tmp_path: Path) -> None:
-    state = {"w": torch.randn(3 << 20), "small": [torch.ones(2), 1]}
+    state: dict[str, Any] = {"w": torch.randn(3 << 20), "small": [torch.ones(2), 1]}
     gcore_ckpt.save(tmp_path, state)
     may_read, advances = threading.Event(), list[tuple[int, int]]()
 

@@ -19,6 +19,8 @@ APPS_MAY_IMPORT = {
 """Apps on top of each app's own code; packages are open to all of them."""
 
 ADAPTERS = {
+    "accelerate": ["packages/gcore-ckpt/src/gcore_ckpt/integrations/accelerate.py"],
+    "lightning": ["packages/gcore-ckpt/src/gcore_ckpt/integrations/lightning.py"],
     "vllm": [
         "packages/gcore-rollout/src/gcore_rollout/engines/vllm/",
         "apps/gcore-bench/src/gcore_bench/rollout/engines.py",

@@ -19,6 +19,7 @@ NEEDED_TO_IMPORT = "lazy-loader"
 """The only third-party distribution without which ``import gcore_x`` fails."""
 
 WITHOUT_EXTRA = [
+    ("ckpt", "object-store", "tensorstore", "import gcore_ckpt; gcore_ckpt.load('s3://bucket/steps')"),
     ("controller", "ray", "ray", "import gcore_controller.runtimes.ray"),
     ("placement", "cli", "rich", "import gcore_placement.cli.tables"),
     ("rollout", "http", "aiohttp", "from gcore_rollout import HTTPReward as use; use('http://localhost')"),

@@ -7,6 +7,7 @@ from .errors import (
     CheckpointWriteError as CheckpointWriteError,
     CorruptCheckpointError as CorruptCheckpointError,
     LostRankError as LostRankError,
+    MissingExtraError as MissingExtraError,
 )
 from .format.tree import PerRank as PerRank, State as State
 from .handles import (

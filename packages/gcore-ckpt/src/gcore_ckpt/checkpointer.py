@@ -3,22 +3,15 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
 from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport
-from gcore_ckpt.ranks.group import (
-    Group,
-    ProcessGroupArgument,
-    all_succeed,
-    any_rank,
-    attempt,
-    open_group,
-    root_decides,
-)
+from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
 from gcore_ckpt.saving.retention import Retention
+from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import Call, Calls, Outcome
@@ -103,9 +96,10 @@ class Checkpointer:
             step: Number of the step, 0 or more, not committed or in flight yet.
             state: Nested dict (with str or int keys), list, tuple, named tuple and dataclass of `torch.Tensor` (dense,
                 of any device, or a subclass made of such), `DTensor`, `Shard`, Megatron's `ShardedTensor`,
-                `numpy.ndarray` (of a native bool, integer, float or complex type), and small values: None, bool, int,
-                float, str, bytes, Enum, numpy scalars, and sets of these. In a group, a plain tensor or array is the
-                same on all ranks that have it, and so are small values; `PerRank` wraps what is not.
+                `numpy.ndarray` (of a native bool, integer, float or complex type), objects with `state_dict` and
+                `load_state_dict`, and small values: None, bool, int, float, str, bytes, Enum, numpy scalars, and sets
+                of these. In a group, a plain tensor or array is the same on all ranks that have it, and so are small
+                values; `PerRank` wraps what is not.
             progress: Is called in another thread with the bytes that this rank has written since the last call, file
                 by file, and with those that it writes in all.
 
@@ -117,7 +111,7 @@ class Checkpointer:
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
                 signal handler called this).
         """
-        return self._use("save", lambda: self._save(step, state, progress))
+        return self._use("save", lambda: self._save(step, with_state_dicts(state), progress))
 
     def _save(self, step: int, state: State, progress: Callable[[int, int], None] | None) -> SaveHandle:
         start_s = time.perf_counter()
@@ -162,8 +156,9 @@ class Checkpointer:
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
                 dtype and device, are filled in place; tensors on the meta device are created on `device`; small
-                values and None are replaced by what was saved. Named tuples, dataclasses and members of an Enum come
-                back as such. None loads everything, every tensor whole.
+                values and None are replaced by what was saved; an object's `load_state_dict` gets all that was saved
+                for it, after its own tensors are filled. Named tuples, dataclasses and members of an Enum come back as
+                such. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
             only: Without a template: dotted paths to load, or patterns, whose `*` matches dots: `["model.*.bias"]`.
             device: Where new tensors are made.
@@ -183,7 +178,7 @@ class Checkpointer:
         """
         options = {"only": only, "device": device, "mmap": mmap, "strict": strict, "progress": progress}
         load = self._loading(template, step, LoadReport(), options)
-        return self._use("load", lambda: self._calls.run(load))
+        return load_state_dicts(template, self._use("load", lambda: self._calls.run(load)))
 
     def load_async(
         self,
@@ -205,7 +200,8 @@ class Checkpointer:
         options = {"only": only, "device": device, "mmap": mmap, "strict": strict, "progress": progress}
         report = LoadReport()
         load = self._loading(template, step, report, options)
-        return LoadHandle[State](self._use("load", lambda: self._calls.start(load)), report)
+        loaded = self._use("load", lambda: self._calls.start(load))
+        return LoadHandle[State](loaded, report, partial(load_state_dicts, template))
 
     def _loading(
         self, template: State, step: "Step", report: LoadReport, options: dict[str, Any]
@@ -216,6 +212,8 @@ class Checkpointer:
             raise ValueError("strict is False and there is no template; expected a template, or only=")
         if isinstance(template, bool | int | float | str):
             raise TypeError(f"template is {template!r}; expected a tree of tensors (a step is given as step=...)")
+
+        own = template_of(template)
 
         def load(call: Call) -> State:
             from gcore_ckpt.loading.loader import LoadOptions, load_step
@@ -228,7 +226,8 @@ class Checkpointer:
             def fill() -> State:
                 with call.working(), open_step(self._storage, found) as reader:
                     report.open_s = time.perf_counter() - start_s
-                    return load_step(reader, group, template, LoadOptions(**options), report, call.check)
+                    wanted = completed(own, reader.index.tree)
+                    return load_step(reader, group, wanted, LoadOptions(**options), report, call.check)
 
             state = all_succeed(group, fill)
             if found is not None and step != "latest" and self._pipeline is not None:

@@ -31,3 +31,10 @@ class LostRankError(CheckpointError):
 
 class CheckpointLockedError(CheckpointError):
     """Another writer holds the lock of this path."""
+
+
+class MissingExtraError(CheckpointError, ImportError):
+    """An optional dependency is not installed; the message holds the install command."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(f"{module!r} is not installed: pip install 'gcore-ckpt[{extra}]'")

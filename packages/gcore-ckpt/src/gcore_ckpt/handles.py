@@ -1,5 +1,6 @@
 """Handles of saves and loads in the background, and what each did: bytes, and where its seconds went."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -54,16 +55,18 @@ class LoadReport:
 class LoadHandle(Generic[StateT]):
     """A load in the background."""
 
-    def __init__(self, outcome: Outcome[StateT], report: LoadReport) -> None:
+    def __init__(self, outcome: Outcome[StateT], report: LoadReport, finish: Callable[[StateT], StateT]) -> None:
         self.report = report
         self._outcome = outcome
+        self._finish = finish
+        self._finished: list[StateT] = []
 
     def done(self) -> bool:
         """Return whether the load has ended, well or not."""
         return self._outcome.done()
 
     def wait(self, timeout_s: float | None = None) -> StateT:
-        """Wait until all is loaded, and return the state.
+        """Wait until all is loaded, pass objects of the template their states, and return the state.
 
         Raises:
             TimeoutError: It is still being loaded after `timeout_s` seconds.
@@ -71,7 +74,9 @@ class LoadHandle(Generic[StateT]):
         """
         if not self._outcome.wait(timeout_s):
             raise TimeoutError(f"the step is still being loaded after {timeout_s} s")
-        return self._outcome.result()
+        if not self._finished:
+            self._finished.append(self._finish(self._outcome.result()))
+        return self._finished[0]
 
 
 class SaveHandle:

@@ -44,11 +44,12 @@ def load_step(
     reader: StepReader,
     group: Group,
     template: State,
-    options: LoadOptions,
-    report: LoadReport,
+    options: LoadOptions | None = None,
+    report: LoadReport | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> State:
     """Load from an open step, as `Checkpointer.load` says; `check` is called before each read and may raise."""
+    options, report = options or LoadOptions(), report or LoadReport()
     start_s, saved = time.perf_counter(), reader.index.tree
     matcher = Matcher(reader, group, torch.device(options.device), mmap=options.mmap)
     if template is None:

@@ -76,7 +76,7 @@ class Matcher:
         self._filled: list[torch.Tensor] = []
         self._missing: list[tuple[StatePath, tuple[object, ...] | None]] = []
         self.unused: list[StatePath] = []
-        """Paths that were saved and that the template does not name; the outermost, where it names nothing of a part."""
+        """Paths that were saved and that the template does not name; the outermost where it names nothing of a part."""
 
     def missing(self) -> list[StatePath]:
         """Return what the template has that was not saved; nothing was filled."""

@@ -150,8 +150,15 @@ class SavePipeline:
         self._raise_failed_deletion()
 
     def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
-        self._last = outcome = Outcome[T]()
-        self._executor.submit(outcome.set_by, partial(function, *args, **kwargs))
+        outcome = Outcome[T]()
+        act = partial(outcome.set_by, partial(function, *args, **kwargs))
+        try:
+            self._executor.submit(act)
+        except RuntimeError:  # the interpreter has started to exit, and waits for a thread that is still saving
+            if self._last is not None:
+                self._last.wait()
+            Workers(1).submit(act)
+        self._last = outcome
         return outcome
 
     def _write(

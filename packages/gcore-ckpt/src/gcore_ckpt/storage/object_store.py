@@ -17,11 +17,14 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import tensorstore as ts
-
-from gcore_ckpt.errors import CheckpointError, CorruptCheckpointError
+from gcore_ckpt.errors import CheckpointError, CorruptCheckpointError, MissingExtraError
 from gcore_ckpt.storage import INDEX_FILE, JOURNAL_FILE, Journal, StepFiles, settled_steps, step_name, step_of
 from gcore_ckpt.threads import Workers
+
+try:
+    import tensorstore as ts
+except ModuleNotFoundError:
+    raise MissingExtraError("tensorstore", "object-store") from None
 
 _T = TypeVar("_T")
 _SCHEMES = ("s3", "gs", "memory")

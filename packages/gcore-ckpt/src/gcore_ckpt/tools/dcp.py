@@ -17,10 +17,10 @@ from gcore_ckpt.checkpointer import Checkpointer
 from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import Box, overlap
+from gcore_ckpt.format.nested import NestedState
 from gcore_ckpt.format.tree import MAX_DEPTH, State
 
 _METADATA_FILE = ".metadata"
-_MAX_LIST = 2**20
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
 _METADATA_CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex")
@@ -116,12 +116,12 @@ def _read(folder: Path) -> State:
         raise CheckpointNotFoundError(f"{folder} holds no {_METADATA_FILE}, as torch.distributed.checkpoint writes it")
     with validation.reading(where, Exception), where.open("rb") as file:  # unpickling raises anything
         entries = dict(_entries(_Unpickler(file).load()))
-    state = _Children()
+    state = NestedState()
     for name, entry in entries.items():
         with validation.reading(f"{folder}: {name!r}", OSError):
-            _put(state, entry.path, _value(folder, entry))
+            state.put(entry.path, _value(folder, entry))
     with validation.reading(where):
-        return {key: _with_lists(value) for key, value in state.items()}
+        return state.state()
 
 
 def _entries(metadata: object) -> Iterator[tuple[str, _Entry]]:
@@ -207,33 +207,6 @@ def _load(folder: Path, place: _Place) -> State:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{place.file}: torch.load(weights_only=True) refuses what is at byte {place.offset_bytes}: "
                          f"{reason}") from error  # fmt: skip
-
-
-class _Children(dict[str | int, State]):
-    """A dict or list of the state, while it is put together; no value that was loaded is one."""
-
-
-def _put(state: State, path: tuple[str | int, ...], value: State) -> None:
-    *outer, last = path
-    for part in outer:
-        state = state.setdefault(part, _Children())
-        if not isinstance(state, _Children):
-            raise ValueError(f"its path {path} leads through a value")
-    if last in state:
-        raise ValueError(f"its path {path} is another's")
-    state[last] = value
-
-
-def _with_lists(node: State) -> State:
-    if not isinstance(node, _Children):
-        return node
-    children = {key: _with_lists(child) for key, child in node.items()}
-    if not all(isinstance(key, int) for key in children):
-        return children
-    length = max(cast("list[int]", list(children))) + 1
-    if length > _MAX_LIST:
-        raise ValueError(f"a list has {length} items; expected at most {_MAX_LIST}")
-    return [children.get(number) for number in range(length)]  # torch leaves out what is empty
 
 
 def _path(value: object) -> tuple[str | int, ...]:
