@@ -57,7 +57,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def rank_server() -> Iterator[RankServer]:
-    cases = ("reshard_cases.py", "fault_cases.py", "dcp_cases.py")
+    cases = ("reshard_cases.py", "fault_cases.py", "dcp_cases.py", "tier_cases.py")
     with serving_ranks(*(HERE / name for name in cases), setup="make_meshes") as server:
         yield server
 

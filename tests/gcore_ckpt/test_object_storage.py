@@ -3,6 +3,7 @@
 import http.client
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 import tensorstore as ts
@@ -19,6 +21,15 @@ import tensorstore as ts
 from gcore_ckpt.errors import CorruptCheckpointError
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.object_store import ObjectStorage
+
+
+class RankPool(Protocol):
+    def run(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[Any]: ...
+
+
+class RankServer(Protocol):
+    def shared(self, size: int = 4) -> RankPool: ...
+
 
 # One request at a time: moto looks for the object and creates it in two steps, which threads could interleave.
 # Below a folder "lossy", the first answer to each creation of `committed` is lost.
@@ -312,9 +323,15 @@ def test_damaged_commit(s3: str, server_port: int) -> None:
         pass
 
 
-def test_hard_links_need_a_folder(url: str) -> None:
-    with pytest.raises(OSError, match="hard links need a local folder"):
-        ObjectStorage(url).link_file("attempt", 1, "data-0", "data-1")
+def test_ranks_copy_steps_from_their_machines(s3: str, rank_server: RankServer, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_") or name == "no_proxy"}
+    options = {"machines": [0, 0, 1, 1], "every": 2, "slow": f"{s3}/slow", "environment": environment}
+    pool = rank_server.shared()
+    assert pool.run("save_in_tiers", str(tmp_path), [1, 2, 3, 4, 5, 6], options, size=4) == [[4, 5, 6]] * 4
+    assert ObjectStorage(f"{s3}/slow").steps() == [4, 6]
+    for machine in (0, 1):
+        shutil.rmtree(tmp_path / f"machine-{machine}")
+    assert pool.run("load_from_tiers", str(tmp_path), None, options, size=4) == [(6, [4, 6])] * 4
 
 
 @pytest.mark.parametrize("bad", ["ftp://host/folder", "s3://", "s3://bucket/folder?x=1"])
@@ -349,7 +366,7 @@ def test_dead_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_silent_server(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gcore_ckpt.storage.object_store._ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gcore_ckpt.storage.objects._ANSWER_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{server.getsockname()[1]}")
         with pytest.raises(TimeoutError, match=f"^{s3}: no answer within"):

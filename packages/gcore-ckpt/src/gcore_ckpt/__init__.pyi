@@ -20,5 +20,7 @@ from .loading.reader import verify as verify
 from .ranks.shards import Shard as Shard, Shards as Shards
 from .shortcuts import load as load, save as save
 from .stopping import StopSignals as StopSignals
+from .tiers.checkpointer import TieredCheckpointer as TieredCheckpointer
+from .tiers.tier import Tier as Tier
 from .tools.dcp import import_dcp as import_dcp
 from .tools.hugging_face import export_hf as export_hf

@@ -2,24 +2,26 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
 from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport
+from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
 from gcore_ckpt.saving.retention import Retention
 from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
+from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import Call, Calls, Outcome
 
 if TYPE_CHECKING:
     import torch
 
-    from gcore_ckpt.loading.reader import Step
     from gcore_ckpt.saving.pipeline import SavePipeline
 
 T = TypeVar("T")
@@ -42,7 +44,7 @@ class Checkpointer:
         staging: `"full"`: a save returns once all is copied, and holds host memory of the size of what this rank
             writes, which is kept for the next. `"chunked"`: two buffers of 128 MiB in all, and a save returns when
             nearly all is written.
-        incremental: Whether data that are the same as in the step before are hard-linked from it.
+        incremental: Whether data that are the same as in the step before are linked to it and not written again.
         process_group: The ranks that save and load together: `"world"` for those of `torch.distributed`, where it is
             initialised; a group of it; None for this process alone.
         timeout_s: How long ranks wait for one another. The death of a rank's process is noticed at once.
@@ -123,7 +125,7 @@ class Checkpointer:
         handle = SaveHandle(step, outcome, SaveReport(wait_s=time.perf_counter() - start_s))
 
         def check() -> None:
-            _check_step(step)
+            check_step(step)
             self._raise_uncollected()
             if step in (other.step for other in list(self._handles) if other is not handle):
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
@@ -144,7 +146,7 @@ class Checkpointer:
         self,
         template: State = None,
         *,
-        step: "Step" = "latest",
+        step: Step = "latest",
         only: Sequence[str] | None = None,
         device: "str | torch.device" = "cpu",
         mmap: bool = False,
@@ -184,7 +186,7 @@ class Checkpointer:
         self,
         template: State = None,
         *,
-        step: "Step" = "latest",
+        step: Step = "latest",
         only: Sequence[str] | None = None,
         device: "str | torch.device" = "cpu",
         mmap: bool = False,
@@ -204,7 +206,7 @@ class Checkpointer:
         return LoadHandle[State](loaded, report, partial(load_state_dicts, template))
 
     def _loading(
-        self, template: State, step: "Step", report: LoadReport, options: dict[str, Any]
+        self, template: State, step: Step, report: LoadReport, options: dict[str, Any]
     ) -> Callable[[Call], State]:
         if template is not None and (options["only"] is not None or options["mmap"]):
             raise ValueError("only and mmap are for loading without a template; expected one or the other")
@@ -217,19 +219,19 @@ class Checkpointer:
 
         def load(call: Call) -> State:
             from gcore_ckpt.loading.loader import LoadOptions, load_step
-            from gcore_ckpt.loading.reader import find_step, open_step
 
             start_s = time.perf_counter()
             group = self._open_group(call)
-            found = report.step = root_decides(group, lambda: find_step(self._storage, step))
 
             def fill() -> State:
-                with call.working(), open_step(self._storage, found) as reader:
+                with call.working(), open_step(storage, found) as reader:
                     report.open_s = time.perf_counter() - start_s
                     wanted = completed(own, reader.index.tree)
                     return load_step(reader, group, wanted, LoadOptions(**options), report, call.check)
 
-            state = all_succeed(group, fill)
+            with self._found(call, step) as (storage, found):
+                report.step = found
+                state = all_succeed(group, fill)
             if found is not None and step != "latest" and self._pipeline is not None:
                 self._pipeline.went_back(found)
             return state
@@ -255,7 +257,7 @@ class Checkpointer:
             CheckpointLockedError: Another writer has the path open for saving.
             CheckpointError: As in `save`.
         """
-        _check_step(step)
+        check_step(step)
 
         def roll_back() -> list[int]:
             self.wait()
@@ -359,6 +361,11 @@ class Checkpointer:
         finally:
             self._inside = None
 
+    @contextmanager
+    def _found(self, call: Call, step: Step) -> Generator[tuple[Storage, int | None]]:
+        """Find a step, on all ranks, and where it is, for as long as any rank reads it."""
+        yield self._storage, root_decides(self._open_group(call), lambda: find_step(self._storage, step))
+
     def _open_group(self, call: Call) -> Group:
         if self._group is None:
             self._pid = os.getpid()
@@ -390,10 +397,3 @@ class Checkpointer:
             for error in errors[1:]:
                 errors[0].add_note(f"and {error}")
             raise errors[0]
-
-
-def _check_step(step: int) -> None:
-    if type(step) is not int:
-        raise TypeError(f"step is {step!r}; expected an int")
-    if step < 0:
-        raise ValueError(f"step is {step}; expected 0 or more")

@@ -14,12 +14,13 @@ from gcore_ckpt import errors
 from gcore_ckpt.errors import CheckpointWriteError, LostRankError
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 ProcessGroupArgument: TypeAlias = "ProcessGroup | Literal['world'] | None"
 Message: TypeAlias = Mapping[str, Any]
+
+_FOREVER = timedelta(days=365)
 
 
 class Group:
@@ -76,13 +77,13 @@ class TorchGroup(Group):
 
     def gather(self, payload: bytes) -> list[bytes]:
         if self.rank != 0:
-            self._send(payload, 0)
+            self.send(payload, 0)
             return []
         received = [payload]
         lost: list[str] = []
         for rank in range(1, self.size):
             try:
-                received.append(self._receive(rank))
+                received.append(self.receive(rank))
             except LostRankError as error:
                 lost.append(str(error))
                 if self._broken is not None:  # the others would seem to be lost too
@@ -93,38 +94,54 @@ class TorchGroup(Group):
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
         if self.rank != 0:
-            return self._receive(0)
+            return self.receive(0)
         for rank, payload in enumerate(payloads[1:], start=1):
             with suppress(LostRankError):  # gather has reported it, or the next one will
-                self._send(payload, rank)
+                self.send(payload, rank)
         return payloads[0]
 
     def close(self) -> None:
         self._group = None
 
-    def _send(self, payload: bytes, rank: int) -> None:
+    def send(self, payload: bytes, rank: int) -> None:
+        """Send bytes to one rank, which calls `receive`."""
+        self.send_from(memoryview(bytearray(len(payload).to_bytes(8, "little"))), rank)
+        self.send_from(memoryview(bytearray(payload)), rank)
+
+    def receive(self, rank: int) -> bytes:
+        """Return what a rank sends."""
+        size = bytearray(8)
+        self.receive_into(memoryview(size), rank)
+        message = bytearray(int.from_bytes(size, "little"))
+        self.receive_into(memoryview(message), rank)
+        return bytes(message)
+
+    def send_from(self, buffer: memoryview, rank: int, tag: int = 0) -> None:
+        """Send the bytes of writable memory to one rank, which calls `receive_into` with as many."""
+        self._transfer("send", buffer, rank, tag)
+
+    def receive_into(self, buffer: memoryview, rank: int, tag: int = 0) -> None:
+        """Fill memory with what a rank sends by the same tag."""
+        self._transfer("recv", buffer, rank, tag)
+
+    def receive_from_any(self, buffer: memoryview, tag: int) -> None:
+        """Fill memory with the next message of that tag, however long it takes, also if a rank dies meanwhile."""
         import torch
 
-        self._transfer("send", torch.tensor([len(payload)]), rank)
-        self._transfer("send", torch.frombuffer(bytearray(payload), dtype=torch.uint8), rank)
+        self._group.recv_anysource([torch.frombuffer(buffer, dtype=torch.uint8)], tag).wait(_FOREVER)
 
-    def _receive(self, rank: int) -> bytes:
+    def _transfer(self, kind: Literal["send", "recv"], buffer: memoryview, rank: int, tag: int) -> None:
         import torch
 
-        size = torch.empty(1, dtype=torch.int64)
-        self._transfer("recv", size, rank)
-        message = torch.empty(int(size), dtype=torch.uint8)
-        self._transfer("recv", message, rank)
-        return message.numpy().tobytes()
-
-    def _transfer(self, kind: Literal["send", "recv"], tensor: "torch.Tensor", rank: int) -> None:
         if self._broken is not None:
             raise LostRankError(
                 f"this Checkpointer has lost the other ranks ({self._broken}); expected that all ranks close it and "
                 "make a new one"
             )
+        if not len(buffer):
+            return
         try:
-            getattr(self._group, kind)([tensor], rank, 0).wait()
+            getattr(self._group, kind)([torch.frombuffer(buffer, dtype=torch.uint8)], rank, tag).wait()
         except RuntimeError as error:
             is_late = "timed out" in str(error).lower()
             reason = "died, or stopped waiting for another rank that its own error names" if rank == 0 else "died"

@@ -87,7 +87,7 @@ class SavePipeline:
                 self._raise_failed_deletion()
                 if self._planning.rank == 0:
                     self._acquire()
-                    self._check_order(step)
+                    self._check_order(step, self._storage)
                 rank = self._planning.rank
                 held.append(collect_plain(state, rank, self._planner.boxes) or collect(state, rank))
                 return held[0].boxes
@@ -111,8 +111,7 @@ class SavePipeline:
             raise
         staged.put(None)
         report.copy_s = time.perf_counter() - planned_s
-        if self._planning.rank == 0:
-            self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
+        self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
         """Set the steps above a committed one aside, after what is in flight; return them."""
@@ -190,7 +189,7 @@ class SavePipeline:
         return later
 
     def _delete_old_steps(self, step: int, saved: Outcome[None]) -> None:
-        if saved.exception() is None:
+        if saved.exception() is None and self._planning.rank == 0:
             try:
                 for old in self._superfluous(self._storage.steps(), step):
                     self._storage.remove(old)
@@ -214,17 +213,17 @@ class SavePipeline:
             raise CheckpointWriteError(f"{self._storage} cannot be opened for saving: {error}") from error
         self._acquired = True
 
-    def _check_order(self, step: int) -> None:
+    def _check_order(self, step: int, storage: Storage) -> None:
         """Refuse a step that exists, or that lies below one which is not in the past of this run."""
-        steps = self._storage.steps()
+        steps = storage.steps()
         remedy = "to continue from an earlier step, first call rollback with it, which sets the later ones aside"
         if step in steps:
             raise CheckpointWriteError(
-                f"{self._storage} already holds step {step}; a committed step is never overwritten ({remedy})"
+                f"{storage} already holds step {step}; a committed step is never overwritten ({remedy})"
             )
         if steps and step < steps[-1] and self._newest < steps[-1]:
             raise CheckpointWriteError(
-                f"step is {step}; expected more than {steps[-1]}, the latest step that {self._storage} holds, which "
+                f"step is {step}; expected more than {steps[-1]}, the latest step that {storage} holds, which "
                 f"this run has neither saved nor continued from ({remedy})"
             )
 

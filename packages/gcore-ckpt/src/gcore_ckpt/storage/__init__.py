@@ -30,6 +30,14 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
+def check_step(step: int) -> None:
+    """Raise `TypeError` or `ValueError` for what is not the number of a step."""
+    if type(step) is not int:
+        raise TypeError(f"step is {step!r}; expected an int")
+    if step < 0:
+        raise ValueError(f"step is {step}; expected 0 or more")
+
+
 class StepFiles(Protocol):
     """The files of one committed step, open for reading."""
 

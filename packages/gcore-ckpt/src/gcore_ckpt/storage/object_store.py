@@ -2,121 +2,42 @@
 
     step-00000012/<attempt id>/<data file>
     step-00000012/<attempt id>/index.json
+    step-00000012/<attempt id>/links.json   the objects of earlier steps that are files of this one, by their names
     step-00000012/committed                 JSON: the id of the attempt that is the step, the sizes of its data files
     rollback.json                           the attempts that were set aside; see `Journal`
 
 `committed` is created only where there is none, which the store decides: of two writers of a step, one gets it.
+
+The folder of a step that was uploaded as it is, by `aws s3 sync`, is a step too, once all files of its index are there:
+
+    step-00000012/<data file>
+    step-00000012/index.json
 """
 
 import json
-import os
 import re
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from gcore_ckpt.errors import CheckpointError, CorruptCheckpointError, MissingExtraError
+from gcore_ckpt.errors import CheckpointError, CorruptCheckpointError
+from gcore_ckpt.format import validation
+from gcore_ckpt.format.index import decode_index
 from gcore_ckpt.storage import INDEX_FILE, JOURNAL_FILE, Journal, StepFiles, settled_steps, step_name, step_of
+from gcore_ckpt.storage.objects import Objects
 from gcore_ckpt.threads import Workers
 
-try:
-    import tensorstore as ts
-except ModuleNotFoundError:
-    raise MissingExtraError("tensorstore", "object-store") from None
-
-_T = TypeVar("_T")
-_SCHEMES = ("s3", "gs", "memory")
 _COMMITTED = "committed"
+_LINKS_FILE = "links.json"
+_REMOVED = "removed"
+"""In the folder of an uploaded step that is deleted but for files that later steps link to."""
+_UPLOADED = "uploaded"
+"""Stands for the id of an attempt in the record of rollbacks."""
 _ATTEMPT_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_CHECK_THREADS = 16
-_ANSWER_TIMEOUT_S = 60.0
-_SLOWEST_BYTES_PER_S = 2**20
-# With the defaults, 32 tries, a server that is gone would take a quarter of an hour to become an error.
-_RETRIES = {"max_retries": 5, "initial_delay": "250ms", "max_delay": "2s"}
-# One context for all: it is what makes `memory://` the same store for everyone in the process.
-_CONTEXT = ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
-
-
-class OutOfRangeError(OSError):
-    """The object has not all of the bytes asked for."""
-
-
-class Objects:
-    """The objects below a URL: tensorstore's calls with a bound on time and errors that name the URL."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._process = os.getpid()
-        try:
-            self._opened = ts.KvStore.open(_spec(url), context=_CONTEXT).result()
-        except ValueError as error:
-            raise ValueError(f"{url!r} names no place in an object store: {error}") from None
-
-    def __str__(self) -> str:
-        return self._url
-
-    @property
-    def _store(self) -> ts.KvStore:
-        if os.getpid() != self._process:  # tensorstore would abort the process
-            raise CheckpointError(f"{self._url} was opened before a fork: open it in a process started by 'spawn'")
-        return self._opened
-
-    def list_keys(self) -> list[str]:
-        return [key.decode(errors="replace") for key in self._wait(self._store.list())]
-
-    def read(self, key: str, byte_range: slice | None = None) -> ts.KvStore.ReadResult:
-        size_bytes = byte_range.stop - byte_range.start if byte_range and byte_range.stop else 0
-        return self._wait(self._store.read(key, byte_range=byte_range), size_bytes)
-
-    def size(self, key: str, expected: int) -> int | None:
-        """Return the size of an object in bytes, or None, by a read of its last byte if it is as expected."""
-        start = max(expected - 1, 0)
-        try:
-            found = self.read(key, slice(start, None))
-        except OutOfRangeError:
-            start, found = 0, self.read(key)
-        return start + len(found.value) if found.state == "value" else None
-
-    def write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> bool:
-        """Write an object, or delete it for None; False if it is not of the generation `if_equal`."""
-        stamp = self._wait(self._store.write(key, value, if_equal=if_equal), len(value or b""))
-        return bool(stamp.generation)
-
-    def delete_folder(self, folder: str) -> None:
-        everything = ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")  # "0" is the character after "/"
-        self._wait(self._store.delete_range(everything))
-
-    def _wait(self, future: "ts.Future[_T]", size_bytes: int = 0) -> _T:
-        timeout_s = _ANSWER_TIMEOUT_S + size_bytes / _SLOWEST_BYTES_PER_S
-        try:
-            return future.result(timeout=timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise TimeoutError(f"{self._url}: no answer within {timeout_s:.0f} s") from None
-        except (ValueError, NotImplementedError) as error:  # tensorstore's, whatever has gone wrong
-            status = str(error)
-            kind = OutOfRangeError if status.startswith("OUT_OF_RANGE") else OSError
-            raise kind(f"{self._url}: {status.partition(' [')[0]}") from error
-
-
-def _spec(url: str) -> dict[str, Any]:
-    """Return what tensorstore opens. The prefix ends with a slash, lest `ckpt` hold the steps of `ckpt-2`."""
-    if url.partition("://")[0] not in _SCHEMES:
-        raise ValueError("a path is a local folder, s3://bucket/folder or gs://bucket/folder")
-    spec: dict[str, Any] = ts.KvStore.Spec(url).to_json()
-    if path := spec.pop("path", "").rstrip("/"):
-        spec["path"] = path + "/"
-    if spec["driver"] == "s3":
-        if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
-            spec["endpoint"] = endpoint.rstrip("/")
-        if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
-            spec["aws_region"] = region
-        if os.environ.get("AWS_ACCESS_KEY_ID"):
-            # The default chain would look here first too, but prints errors about files that are not there.
-            spec["aws_credentials"] = {"type": "environment"}
-    return spec
+_THREADS = 16
 
 
 class _StoredJournal(NamedTuple):
@@ -124,6 +45,35 @@ class _StoredJournal(NamedTuple):
 
     content: Journal
     generation: bytes
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """The objects of all steps."""
+
+    committed: set[int] = field(default_factory=set[int])
+    attempts: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    """The folders of the attempts of each step."""
+    names: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """The objects in the folder of each attempt, and in that of each step itself."""
+    has_journal: bool = False
+
+    def uploaded(self) -> dict[int, set[str]]:
+        """Return the objects in the folder of each step that has an index there and no attempt that is the step."""
+        found = {step_of(folder): names for folder, names in self.names.items() if INDEX_FILE in names}
+        return {step: names for step, names in found.items() if step is not None and step not in self.committed}
+
+
+@dataclass(frozen=True)
+class _Located:
+    """The folder of a committed step, the sizes of its files, and the objects that those in other folders are."""
+
+    folder: str
+    sizes: Mapping[str, int]
+    links: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def key(self, name: str) -> str:
+        return self.links.get(name, f"{self.folder}/{name}")
 
 
 class ObjectStorage:
@@ -134,7 +84,8 @@ class ObjectStorage:
 
     An object store has no locks, so two writers may have the path open. A commit of a step that is there is refused,
     so neither replaces what the other has committed; but unfinished attempts below the newest step count as dead, so
-    the slower writer can lose one, and its commit then fails.
+    the slower writer can lose one, and its commit then fails. With incremental saves there must be one writer: what one
+    is about to link to, another may delete.
 
     Raises:
         ValueError: Another kind of URL, or no valid one.
@@ -146,22 +97,27 @@ class ObjectStorage:
         self._url = url
         self._objects = Objects(url)
         self._live: set[str] = set()
+        self._links: dict[str, dict[str, str]] = {}  # of each attempt in flight
+        self._base: tuple[int, _Located] | None = None  # the step that is being linked to
+        self._needed: dict[int, set[str]] = {}  # the objects that make up each uploaded step
 
     def __str__(self) -> str:
         return self._url
 
     def steps(self) -> list[int]:
-        committed, _, has_journal = self._scan()
-        if not has_journal:
-            return sorted(committed)
-        return settled_steps(lambda: self._scan()[0], lambda: self._read_journal().content)
+        listing = self._scan()
+        if not listing.has_journal:
+            return sorted(self._steps(listing, Journal()))
+        return settled_steps(
+            lambda: self._steps(self._scan(), self._read_journal().content), lambda: self._read_journal().content
+        )
 
     def open_step(self, step: int) -> AbstractContextManager[StepFiles]:
-        return nullcontext(_ObjectFiles(self._objects, *self._read_commit(step_name(step))))
+        return nullcontext(_ObjectFiles(self._objects, self._locate(step)))
 
     def acquire(self) -> None:
         """Check that the place can be listed. Takes no lock: the class docstring says why that is safe."""
-        if self._scan()[2]:
+        if self._scan().has_journal:
             self._finish_setting_aside(self._read_journal())
 
     def release(self) -> None:
@@ -170,14 +126,17 @@ class ObjectStorage:
     def begin(self, step: int) -> str:
         attempt = f"{step_name(step)}/{uuid.uuid4().hex}"
         self._live.add(attempt)
+        self._base = None
         return attempt
 
     def write_file(self, attempt: str, name: str, parts: Sequence[memoryview]) -> None:
         self._objects.write(f"{attempt}/{name}", b"".join(parts))
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        """Raise `OSError`: an object has one name."""
-        raise OSError(f"{attempt}/{name} cannot be a link to {file} of step {step}: hard links need a local folder")
+        """Let the index refer to the object of the earlier step, which stays as long as a step refers to it."""
+        if self._base is None or self._base[0] != step:
+            self._base = step, self._locate(step)
+        self._links.setdefault(attempt, {})[name] = self._base[1].key(file)
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
         """Make the attempt the committed step; then remove what dead attempts have left.
@@ -189,11 +148,13 @@ class ObjectStorage:
         key = f"{step_name(step)}/{_COMMITTED}"
         wrong = self._find_wrong_file(attempt, sizes)
         absent = self._objects.read(key)  # after the files: who commits first removes the others' files
-        if absent.state == "value":
+        if absent.state == "value" or self._is_uploaded(step):
             raise FileExistsError(f"{self} holds step {step} already")
         if wrong is not None:
             raise OSError(f"{self}: {wrong}")
         self._objects.write(f"{attempt}/{INDEX_FILE}", index)
+        if links := self._links.pop(attempt, None):
+            self._objects.write(f"{attempt}/{_LINKS_FILE}", json.dumps(links).encode())
         record = json.dumps({"attempt": attempt.rpartition("/")[2], "sizes": dict(sizes)}).encode()
         created = self._objects.write(key, record, if_equal=absent.stamp.generation)
         # A second try, after an answer that was lost, is refused because of the first: then the record is ours.
@@ -206,27 +167,29 @@ class ObjectStorage:
     def abort(self, attempt: str) -> None:
         """Remove what an attempt has written, as far as the store answers; the rest goes with a later commit."""
         self._live.discard(attempt)
+        self._links.pop(attempt, None)
         with suppress(OSError, CheckpointError):
             # A commit that failed for want of an answer may have happened.
             if self._committed_attempt(attempt.partition("/")[0]) != attempt:
                 self._objects.delete_folder(attempt)
 
     def remove(self, step: int) -> None:
-        """Delete a committed step, but not what was set aside under its number."""
-        self._objects.write(f"{step_name(step)}/{_COMMITTED}", None)
-        kept = _attempts(self._read_journal().content)
-        if not any(attempt.startswith(f"{step_name(step)}/") for attempt in kept):
-            self._objects.delete_folder(step_name(step))
-            return
-        for attempt in self._scan()[1].get(step, set[str]()) - kept:
-            self._objects.delete_folder(attempt)
+        """Delete a committed step, but not what was set aside under its number, nor what later steps link to."""
+        folder = step_name(step)
+        self._objects.write(f"{folder}/{_COMMITTED}", None)
+        listing, set_aside = self._scan(), _attempts(self._read_journal().content)
+        dead = listing.attempts.get(step, set[str]()) - set_aside
+        if INDEX_FILE in listing.names.get(folder, ()) and f"{folder}/{_UPLOADED}" not in set_aside:
+            self._objects.write(f"{folder}/{INDEX_FILE}", None)
+            dead.add(folder)
+        self._delete(dead, listing)
 
     def set_aside(self, steps: Sequence[int]) -> None:
         """Record the attempts, which is the atomic act, then take back their commits."""
         journal = self._finish_setting_aside(self._read_journal())  # of an earlier call that failed halfway
         if not steps:
             return
-        attempts = [(step, self._read_commit(step_name(step))[0].partition("/")[2]) for step in steps]
+        attempts = [(step, self._locate(step).folder.partition("/")[2] or _UPLOADED) for step in steps]
         set_aside = (*journal.content.set_aside, *attempts)
         self._finish_setting_aside(self._replace(journal, Journal(pending=tuple(steps), set_aside=set_aside)))
 
@@ -235,8 +198,7 @@ class ObjectStorage:
 
     def remove_set_aside(self) -> None:
         journal = self._read_journal()
-        for attempt in _attempts(journal.content):
-            self._objects.delete_folder(attempt)
+        self._delete({attempt.removesuffix(f"/{_UPLOADED}") for attempt in _attempts(journal.content)}, self._scan())
         if journal.content.set_aside:
             self._replace(journal, Journal())
 
@@ -245,7 +207,10 @@ class ObjectStorage:
             return journal
         for step in journal.content.pending:
             self._objects.write(f"{step_name(step)}/{_COMMITTED}", None)
-        return self._replace(journal, Journal(set_aside=journal.content.set_aside))
+        recorded = {step for step, _ in journal.content.set_aside}
+        # A record of a local folder, uploaded with it, has none of the attempts.
+        uploaded = [(step, _UPLOADED) for step in journal.content.pending if step not in recorded]
+        return self._replace(journal, Journal(set_aside=(*journal.content.set_aside, *uploaded)))
 
     def _read_journal(self) -> _StoredJournal:
         found = self._objects.read(JOURNAL_FILE)
@@ -260,23 +225,72 @@ class ObjectStorage:
             raise OSError(f"{self}/{JOURNAL_FILE} was changed by another writer meanwhile; nothing was set aside here")
         return _StoredJournal(content, found.stamp.generation)
 
-    def _scan(self) -> tuple[set[int], dict[int, set[str]], bool]:
-        """Return the committed steps, the attempts of each step, and whether there is a record of rollbacks."""
-        committed: set[int] = set()
-        attempts: dict[int, set[str]] = {}
-        has_journal = False
-        for key in self._objects.list_keys():
-            has_journal = has_journal or key == JOURNAL_FILE
+    def _scan(self) -> _Listing:
+        keys = self._objects.list_keys()
+        listing = _Listing(has_journal=JOURNAL_FILE in keys)
+        for key in keys:
             folder, _, name = key.partition("/")
             step = step_of(folder)
-            attempt_id, slash, _ = name.partition("/")
+            attempt_id, slash, file = name.partition("/")
             if step is None:
                 continue
             if name == _COMMITTED:
-                committed.add(step)
-            elif slash and _ATTEMPT_ID.fullmatch(attempt_id):
-                attempts.setdefault(step, set()).add(f"{folder}/{attempt_id}")
-        return committed, attempts, has_journal
+                listing.committed.add(step)
+            elif not slash:
+                listing.names.setdefault(folder, set()).add(name)
+            elif _ATTEMPT_ID.fullmatch(attempt_id):
+                listing.attempts.setdefault(step, set()).add(f"{folder}/{attempt_id}")
+                listing.names.setdefault(f"{folder}/{attempt_id}", set()).add(file)
+        return listing
+
+    def _steps(self, listing: _Listing, journal: Journal) -> set[int]:
+        set_aside = {step for step, attempt_id in journal.set_aside if attempt_id == _UPLOADED}
+        uploaded = {step: names for step, names in listing.uploaded().items() if step not in set_aside}
+
+        def is_whole(step: int) -> bool:
+            return step in self._needed and self._needed[step] <= uploaded[step]
+
+        unknown = [step for step in uploaded if not is_whole(step)]
+        with Workers(_THREADS) as workers:
+            needed = workers.run(partial(self._read_needed, step) for step in unknown)
+        self._needed |= {step: names for step, names in zip(unknown, needed, strict=True) if names is not None}
+        return listing.committed | {step for step in uploaded if is_whole(step)}
+
+    def _read_needed(self, step: int) -> set[str] | None:
+        """Return the objects that an uploaded step needs; None if it was deleted since it was listed."""
+        try:
+            return {INDEX_FILE, *self._read_uploaded(step).sizes}
+        except CorruptCheckpointError:  # reported when it is opened
+            return {INDEX_FILE}
+        except FileNotFoundError:
+            return None
+
+    def _is_uploaded(self, step: int) -> bool:
+        return self._objects.read(f"{step_name(step)}/{INDEX_FILE}").state == "value" and step in self.steps()
+
+    def _read_uploaded(self, step: int) -> _Located:
+        folder = step_name(step)
+        found = self._objects.read(f"{folder}/{INDEX_FILE}")
+        if found.state != "value":
+            raise FileNotFoundError(f"{self} holds no committed {folder}")
+        index = decode_index(found.value, f"{self}/{folder}/{INDEX_FILE}")
+        return _Located(folder, {name: file.size_bytes for name, file in index.files.items()})
+
+    def _locate(self, step: int) -> _Located:
+        try:
+            attempt, sizes = self._read_commit(step_name(step))
+        except FileNotFoundError:
+            return self._read_uploaded(step)
+        has_links = any(name.startswith("step-") for name in sizes)
+        return _Located(attempt, sizes, self._read_links(attempt) if has_links else {})
+
+    def _read_links(self, attempt: str) -> dict[str, str]:
+        found = self._objects.read(f"{attempt}/{_LINKS_FILE}")
+        if found.state != "value":
+            return {}
+        with validation.reading(f"{self}/{attempt}/{_LINKS_FILE}"):
+            links = validation.expect(dict, json.loads(found.value), "content")
+            return {name: validation.expect(str, key, name) for name, key in links.items()}
 
     def _read_commit(self, folder: str) -> tuple[str, dict[str, int]]:
         """Return the attempt that is a committed step, and the sizes of its data files."""
@@ -295,25 +309,43 @@ class ObjectStorage:
         return None
 
     def _find_wrong_file(self, attempt: str, sizes: Mapping[str, int]) -> str | None:
-        checks = (partial(self._objects.size, f"{attempt}/{name}", size) for name, size in sizes.items())
-        with Workers(_CHECK_THREADS) as workers:
+        located = _Located(attempt, sizes, self._links.get(attempt, {}))
+        checks = (partial(self._objects.size, located.key(name), size) for name, size in sizes.items())
+        with Workers(_THREADS) as workers:
             found = workers.run(checks)
         for (name, expected), size in zip(sizes.items(), found, strict=True):
             if size != expected:
                 problem = "is missing" if size is None else f"has {size} bytes"
-                return f"{attempt}/{name} {problem}; {expected} bytes were to be written"
+                return f"{located.key(name)} {problem}; {expected} bytes were to be written"
         return None
 
     def _remove_dead_attempts(self) -> None:
-        committed, attempts, has_journal = self._scan()
-        kept = self._live | (_attempts(self._read_journal().content) if has_journal else set())
-        newest = max(committed, default=-1)
-        for step, names in attempts.items():
-            if step > newest or (step in committed and len(names) == 1):
+        listing = self._scan()
+        kept = self._live | (_attempts(self._read_journal().content) if listing.has_journal else set())
+        newest = max(listing.committed, default=-1)
+        dead = {folder for folder, names in listing.names.items() if _REMOVED in names and INDEX_FILE not in names}
+        for step, names in listing.attempts.items():
+            if step > newest or (step in listing.committed and len(names) == 1):
                 continue
             # Read now: since the listing, a slower writer may have committed.
-            for attempt in names - kept - {self._committed_attempt(step_name(step))}:
-                self._objects.delete_folder(attempt)
+            dead |= names - kept - {self._committed_attempt(step_name(step))}
+        self._delete(dead, listing)
+
+    def _delete(self, dead: set[str], listing: _Listing) -> None:
+        """Delete the objects in folders of attempts, or of uploaded steps, except those that other attempts link to."""
+        linking = [folder for folder, names in listing.names.items() if _LINKS_FILE in names and folder not in dead]
+        links = [*map(self._read_links, linking), *self._links.values()]
+        used = {key for names in links for key in names.values()}
+        for folder in dead:
+            keys = {f"{folder}/{name}" for name in listing.names.get(folder, ())}
+            if "/" in folder and not keys & used:
+                self._objects.delete_folder(folder)
+                continue
+            if "/" not in folder and keys & used:
+                self._objects.write(f"{folder}/{_REMOVED}", b"")
+                keys.discard(f"{folder}/{_REMOVED}")
+            for key in keys - used:
+                self._objects.write(key, None)
 
 
 def _attempts(journal: Journal) -> set[str]:
@@ -321,16 +353,16 @@ def _attempts(journal: Journal) -> set[str]:
 
 
 class _ObjectFiles:
-    def __init__(self, objects: Objects, attempt: str, sizes: Mapping[str, int]) -> None:
+    def __init__(self, objects: Objects, located: _Located) -> None:
         self._objects = objects
-        self._attempt = attempt
-        self._sizes = dict(sizes)  # as they were committed; once a file is open, as it is
+        self._located = located
+        self._sizes = dict(located.sizes)  # as they were committed; once a file is open, as it is
 
     def read_index(self) -> bytes:
-        return self._read(INDEX_FILE)
+        return self._read(f"{self._located.folder}/{INDEX_FILE}")
 
     def open(self, name: str) -> int:
-        key = f"{self._attempt}/{name}"
+        key = self._located.key(name)
         size = self._objects.size(key, self._sizes[name]) if name in self._sizes else None
         if size is None:
             raise FileNotFoundError(f"{self._objects} holds no {key}")
@@ -341,12 +373,12 @@ class _ObjectFiles:
         stop = min(offset_bytes + buffer.nbytes, self._sizes[name])
         if stop <= offset_bytes:
             return 0
-        value = self._read(name, slice(offset_bytes, stop))
+        value = self._read(self._located.key(name), slice(offset_bytes, stop))
         buffer.cast("B")[: len(value)] = value
         return len(value)
 
-    def _read(self, name: str, byte_range: slice | None = None) -> bytes:
-        found = self._objects.read(f"{self._attempt}/{name}", byte_range)
+    def _read(self, key: str, byte_range: slice | None = None) -> bytes:
+        found = self._objects.read(key, byte_range)
         if found.state != "value":
-            raise FileNotFoundError(f"{self._objects} holds no {self._attempt}/{name}")
+            raise FileNotFoundError(f"{self._objects} holds no {key}")
         return found.value

@@ -1,0 +1,155 @@
+"""Saves to several places, each with its own frequency and retention, and loads the newest step that is whole."""
+
+import logging
+import socket
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+from gcore_ckpt.checkpointer import Checkpointer
+from gcore_ckpt.format.tree import State
+from gcore_ckpt.handles import SaveHandle, SaveReport
+from gcore_ckpt.loading.reader import Step
+from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, TorchGroup, exchange
+from gcore_ckpt.storage import Storage, check_step
+from gcore_ckpt.threads import Call, Outcome
+from gcore_ckpt.tiers.storage import Plan, TieredStorage
+from gcore_ckpt.tiers.survey import Report
+from gcore_ckpt.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from gcore_ckpt.saving.pipeline import SavePipeline
+
+_logger = logging.getLogger(__name__)
+
+
+class TieredCheckpointer(Checkpointer):
+    """Checkpoints in several places: a folder on each machine for frequent saves, a shared or remote one for others.
+
+        tiers = TieredCheckpointer([
+            Tier("/local/ckpt", every=1, keep=2, replicas=1),
+            Tier("s3://bucket/run", every=50, keep=5),
+        ])
+
+    A save copies the state once, into host memory, and writes it to the first tier for which the step is due; after the
+    commit, the files are copied from there to the other tiers that are due, in the background. A save for which no tier
+    is due does nothing. `load` takes the newest step that is whole anywhere, from the first tier that has it.
+
+    On the machines' own disks, each rank's files lie on its machine and on `replicas` others. A save is committed there
+    once all copies are made; when the next `save` returns, the machine of any rank may be lost with its disk, at the
+    cost of that one step. A group on other machines, or of another size, loads what is left of a step as long as every
+    file of it is on some machine.
+
+    All methods are called by all ranks together, `steps` too.
+
+    Args:
+        tiers: From the fastest to the slowest. Only the first can be on the machines (`replicas`).
+        machine: The name of this rank's machine; ranks of one name share the folder of the first tier. By default, the
+            name of the host.
+        max_in_flight, staging, process_group, timeout_s: As for `Checkpointer`.
+
+    Raises:
+        ValueError: An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        machine: str | None = None,
+        max_in_flight: int = 1,
+        staging: Literal["full", "chunked"] = "full",
+        process_group: ProcessGroupArgument = "world",
+        timeout_s: float = 600.0,
+    ) -> None:
+        if not tiers:
+            raise ValueError("tiers is empty; expected one or more")
+        if any(tier.replicas is not None for tier in tiers[1:]):
+            raise ValueError("a tier after the first has replicas; expected them for the first, or for none")
+        super().__init__(
+            tiers[0].path,
+            max_in_flight=max_in_flight,
+            staging=staging,
+            process_group=process_group,
+            timeout_s=timeout_s,
+        )
+        self._storage = self._tiers = TieredStorage(tiers)
+        self._machine = socket.gethostname() if machine is None else machine
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        to_all: bool = False,
+    ) -> SaveHandle:
+        """Start to save `state` to the tiers for which `step` is due; see `Checkpointer.save`.
+
+        The handle waits for the first of them. `wait` and `close` wait for the copies to the others too, and the next
+        save to one of the others for the copies before it; an error of a copy is raised by the next call of these.
+
+        Args:
+            step: Number of the step.
+            state, progress: As for `Checkpointer.save`.
+            to_all: Whether the step goes to every tier, as when the job is to end.
+        """
+        check_step(step)
+        if to_all:
+            self._tiers.forced.add(step)
+        if self._closed or self._tiers.due(step):
+            return super().save(step, state, progress=progress)
+        nothing = Outcome[None]()
+        nothing.set_result(None)
+        return SaveHandle(step, nothing, SaveReport())
+
+    def steps(self) -> list[int]:
+        """Return the steps that are whole in any tier, ascending. All ranks call this."""
+
+        def steps(call: Call) -> list[int]:
+            def merged(reports: Sequence[Report]) -> list[list[int]]:
+                found = {step for steps in self._tiers.reported_steps(reports) for step in steps}
+                return [sorted(found)] * len(reports)
+
+            return exchange(self._open_group(call), self._report, merged)
+
+        return self._use("steps", lambda: self._calls.run(steps))
+
+    @contextmanager
+    def _found(self, call: Call, step: Step) -> Generator[tuple[Storage, int]]:
+        group = self._open_group(call)
+        for handle in list(self._handles):
+            handle.join()  # what is written now is on some machines and not yet on others
+        plan: Plan = exchange(group, self._report, lambda reports: self._tiers.plan(reports, step))
+        storage, found = self._tiers.places[plan["tier"]].storage, plan["step"]
+        newest = {
+            str(place.storage): steps[-1:] for place, steps in zip(self._tiers.places, plan["steps"], strict=True)
+        }
+        _logger.info("step %d is loaded from %s; the newest steps are %s", found, storage, newest)
+        if plan["places"] is None or self._tiers.node is None:
+            yield storage, found
+            return
+        peers = self._connect(call)
+        assert isinstance(peers, TorchGroup)
+        with self._tiers.node.reading(found, plan["places"], peers):
+            yield storage, found
+
+    def _report(self) -> Report:
+        return self._tiers.node.report() if self._tiers.node is not None else {}
+
+    def _open_group(self, call: Call) -> Group:
+        if self._group is None:
+            group = super()._open_group(call)
+            if self._tiers.node is not None:
+                self._tiers.node.join(group, self._machine)
+        return super()._open_group(call)
+
+    def _open_pipeline(self, call: Call) -> "SavePipeline":
+        group = self._open_group(call)
+        if self._pipeline is None:
+            from gcore_ckpt.tiers.pipeline import TieredPipeline
+
+            self._pipeline = TieredPipeline(
+                self._tiers, group, self._connect(call), self._connect(call), **self._options
+            )
+        return self._pipeline

@@ -1,0 +1,197 @@
+"""Saves to the first tier that is due, and copies the committed step to the others in the background."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeAlias
+
+from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
+from gcore_ckpt.format.tree import Node, State
+from gcore_ckpt.handles import SaveReport
+from gcore_ckpt.ranks.group import Group, all_succeed, root_decides
+from gcore_ckpt.saving.pipeline import SavePipeline
+from gcore_ckpt.saving.saver import Saver
+from gcore_ckpt.saving.staging import StagedFile
+from gcore_ckpt.storage import Storage
+from gcore_ckpt.threads import Call, Outcome
+from gcore_ckpt.tiers.copying import copy_step
+from gcore_ckpt.tiers.storage import Place, TieredStorage
+from gcore_ckpt.tiers.transfer import Buffer
+
+_Copy: TypeAlias = tuple[int, list[Place], Outcome[None]]  # a step, where it is and goes to, and its save
+
+
+class _TieredSaver(Saver):
+    """A `Saver` to the first tier that is due; on the machines, a step is committed once it is copied."""
+
+    _storage: TieredStorage
+
+    def save(
+        self, step: int, tree: Node, staged: Iterable[StagedFile], advance: Callable[[int], None] = lambda _: None
+    ) -> None:
+        node = self._storage.node if self._storage.due(step)[0] is self._storage.places[0] else None
+        try:
+            super().save(step, tree, staged, advance)
+            if node is not None:
+                node.settle(step, self._group)
+        except Exception as error:
+            if node is not None:
+                node.discard(step, error)
+            raise
+
+
+class TieredPipeline(SavePipeline):
+    """A `SavePipeline` to several tiers; `copying` are the ranks for the thread that copies from tier to tier."""
+
+    def __init__(self, storage: TieredStorage, planning: Group, writing: Group, copying: Group, **options: Any) -> None:
+        super().__init__(storage, planning, writing, **options)
+        self._saver = _TieredSaver(storage, writing, self._hashers, incremental=False)
+        self._tiers = storage
+        self._copying = copying
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt-tiers")
+        self._buffer = Buffer()
+        self._copies: list[Outcome[None]] = []
+        self._owed: list[_Copy] = []  # by a run before this one
+        self._opened = False
+        self._listed = False
+        self._in_use: set[int] = set()  # steps that are being copied, which stay where they are
+
+    def save(
+        self,
+        call: Call,
+        step: int,
+        state: State,
+        outcome: Outcome[None],
+        report: SaveReport,
+        progress: Callable[[int, int], None] | None,
+        check: Callable[[], None],
+    ) -> None:
+        self._open(call)
+        due = self._tiers.due(step)
+        if due[0] is not self._tiers.places[0] or len(due) > 1:
+            for copy in self._copies:  # a tier that is slower than its `every` slows training, not fills the others
+                copy.wait()
+            self._copies.clear()
+        owed = [*self._owed, *([(step, due, outcome)] if len(due) > 1 else [])]
+        self._in_use |= {copied for copied, _, _ in owed}
+        try:
+            super().save(call, step, state, outcome, report, progress, check)
+        except BaseException:
+            self._in_use -= {copied for copied, _, _ in owed}
+            raise
+        self._owed = []
+        for copy in owed:
+            copied = Outcome[None]()
+            self._copies.append(copied)
+            self._deletions.append(copied)
+            self._copier.submit(copied.set_by, partial(self._copy, *copy))
+
+    def roll_back(self, call: Call, step: int) -> list[int]:
+        self._open(call)
+
+        def later_steps() -> list[int]:
+            with call.working():
+                self._acquire()
+                steps = self._tiers.steps()
+            if step not in steps:
+                missing = f"{self._tiers} hold no step {step!r} to roll back to"
+                raise CheckpointNotFoundError(f"{missing}; their committed steps are {steps}")
+            return [other for other in steps if other > step]
+
+        def set_aside() -> None:
+            try:
+                with call.working():
+                    for place in self._tiers.places:
+                        if self._leads(place):
+                            here = later if place.storage is self._tiers.node else place.storage.steps()
+                            place.storage.set_aside([other for other in later if other in here])
+            except OSError as error:
+                raise CheckpointWriteError(f"rolling {self._tiers} back to step {step} failed: {error}") from error
+
+        later = root_decides(self._planning, later_steps)
+        all_succeed(self._planning, set_aside)
+        self._newest = step
+        self._owed = [copy for copy in self._owed if copy[0] <= step]
+        return later
+
+    def close(self) -> None:
+        for copy in self._copies:
+            copy.wait()
+        self._copier.shutdown()
+        try:
+            super().close()
+        finally:
+            if self._tiers.node is not None:
+                self._tiers.node.release()
+            self._copying.close()
+
+    def _copy(self, step: int, due: list[Place], saved: Outcome[None]) -> None:
+        first, *others = due
+        try:
+            if saved.exception() is None:
+                for place in others:
+                    copy_step(step, first.storage, place.storage, self._copying, self._buffer)
+                    self._delete_superfluous(place, step)
+        except (OSError, CheckpointError) as error:
+            raise CheckpointWriteError(
+                f"step {step} is committed to {first.storage}, but copying it to the tiers after it failed: {error}"
+            ) from error
+        finally:
+            self._in_use.discard(step)
+
+    def _delete_old_steps(self, step: int, saved: Outcome[None]) -> None:
+        if saved.exception() is None:
+            self._delete_superfluous(self._tiers.due(step)[0], step)
+
+    def _delete_superfluous(self, place: Place, step: int) -> None:
+        if not self._leads(place):
+            return
+        node = self._tiers.node if place.storage is self._tiers.node else None
+        try:
+            steps = place.storage.steps() if node is None else node.steps_here()
+            for old in place.tier.retention.superfluous(steps, step):
+                if old not in self._in_use:
+                    place.storage.remove(old)
+        except OSError as error:
+            raise CheckpointWriteError(
+                f"step {step} is committed to {place.storage}, but deleting older steps failed: {error}"
+            ) from error
+
+    def _open(self, call: Call) -> None:
+        """Make ready for writing, once, and note the copies that a run before this one has not made."""
+        if self._opened:
+            return
+        if self._tiers.node is not None:
+            self._tiers.node.open_for_saving(self._planning, call.working)
+        places = self._tiers.places
+
+        def missed() -> list[tuple[int, int]]:
+            """Return, by tier, the newest step that is due there, if it is above all that are there."""
+            found: list[tuple[int, int]] = []
+            try:
+                steps = places[0].storage.steps()
+                for number, place in enumerate(places[1:], start=1):
+                    newest = max(place.storage.steps(), default=-1)
+                    found += [(step, number) for step in steps if step > newest and place in self._tiers.due(step)][-1:]
+            except OSError as error:
+                raise CheckpointWriteError(f"{self._tiers} cannot be opened for saving: {error}") from error
+            return found
+
+        saved = Outcome[None]()
+        saved.set_result(None)
+        self._owed = [
+            (step, [places[0], places[number]], saved) for step, number in root_decides(self._planning, missed)
+        ]
+        self._opened = True
+
+    def _check_order(self, step: int, storage: Storage) -> None:
+        """Refuse a step that does not fit to one of the tiers; once it did, those that it goes to are asked."""
+        del storage
+        for place in self._tiers.due(step) if self._listed else self._tiers.places:
+            super()._check_order(step, place.storage)
+        self._listed = True
+
+    def _leads(self, place: Place) -> bool:
+        """Return whether this rank is the one that deletes from a tier, or, on the machines, from its own."""
+        node = self._tiers.node
+        return node.leads if node is not None and place.storage is node else self._planning.rank == 0

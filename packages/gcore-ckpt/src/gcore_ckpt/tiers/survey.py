@@ -1,0 +1,79 @@
+"""Which steps are whole, when their files lie in several places, and where each file is.
+
+A place is the folder of one machine. It may hold some of the files of a step, next to the step's index. The index has
+checksums of all files, so that files next to equal indexes belong together, whichever attempt wrote them.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from gcore_ckpt.errors import CheckpointError
+from gcore_ckpt.format.boxes import checksum
+from gcore_ckpt.format.index import decode_index
+from gcore_ckpt.storage import INDEX_FILE, Storage, step_name
+
+_logger = logging.getLogger(__name__)
+
+Report: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The parts of steps in a place, as JSON: by step, the checksum of its index, when it was saved, and its files."""
+
+
+def report(storage: Storage, steps: Collection[int] | None = None) -> Report:
+    """Return what a place holds of these steps, or of all."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for step in storage.steps():
+        if steps is not None and step not in steps:
+            continue
+        where = f"{storage}/{step_name(step)}"
+        try:
+            found[str(step)] = _held(storage, step, where)
+        except (OSError, ValueError, CheckpointError) as error:  # other places may hold the step
+            if step in storage.steps():  # else it was deleted since it was listed
+                _logger.warning("%s is damaged and not used: %s", where, error)
+    return found
+
+
+def _held(storage: Storage, step: int, where: str) -> Mapping[str, Any]:
+    with storage.open_step(step) as files:
+        data = files.read_index()
+        index = decode_index(data, where)
+        sizes = {INDEX_FILE: len(data)}
+        missing: list[str] = []
+        for name, file in index.files.items():
+            try:
+                is_here = files.open(name) == file.size_bytes
+            except FileNotFoundError:
+                is_here = False
+            if is_here:
+                sizes[name] = file.size_bytes
+            else:
+                missing.append(name)
+    return {"index": checksum(data), "saved_at": index.saved_at, "files": sizes, "missing": missing}
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The files of a whole step: the size of each, and the places that have it."""
+
+    index: str
+    files: Mapping[str, tuple[int, Sequence[int]]]
+
+
+def whole_steps(reports: Mapping[int, Report]) -> dict[int, Copies]:
+    """Return the steps of which every file is somewhere, from what each place reports."""
+    found: dict[int, list[tuple[str, Copies]]] = {}
+    groups: dict[tuple[int, str, str], dict[int, Mapping[str, Any]]] = {}
+    for place, steps in reports.items():
+        for step, held in steps.items():
+            groups.setdefault((int(step), held["saved_at"], held["index"]), {})[place] = held
+    for (step, saved_at, index), places in groups.items():
+        files: dict[str, tuple[int, list[int]]] = {}
+        for place, held in places.items():
+            for name, size_bytes in held["files"].items():
+                files.setdefault(name, (size_bytes, []))[1].append(place)
+        if all(name in files for held in places.values() for name in held["missing"]):
+            found.setdefault(step, []).append((saved_at, Copies(index, files)))
+    # A machine that comes back with steps of long ago may hold another that is whole.
+    return {step: max(candidates, key=lambda candidate: candidate[0])[1] for step, candidates in found.items()}

@@ -1,0 +1,45 @@
+"""One of the places that a `TieredCheckpointer` saves to: where it is, how often, and how long steps stay there."""
+
+import os
+from dataclasses import KW_ONLY, dataclass
+
+from gcore_ckpt.saving.retention import Retention
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place for steps, and which steps go there.
+
+    Attributes:
+        path: A folder or a URL, as for `Checkpointer`. With `replicas`, a folder that each machine has of its own, such
+            as one on its disk or in `/dev/shm`; else one place that all ranks see.
+        every: The steps to save there are the multiples of this.
+        keep: After each commit, delete the lowest steps there until this many are left. None keeps all.
+        keep_every: Steps that are multiples of this stay there for good.
+        replicas: Number of other machines that get a copy of what a machine's ranks write. 0 survives the death of
+            processes, 1 the loss of any one machine with its disk. None: the place is not on the machines.
+
+    Raises:
+        ValueError: An argument is out of its range.
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int = 1
+    keep: int | None = None
+    keep_every: int | None = None
+    replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every is {self.every}; expected 1 or more")
+        if self.replicas is not None and self.replicas < 0:
+            raise ValueError(f"replicas is {self.replicas}; expected None (a place that all ranks see) or 0 or more")
+        if self.replicas is not None and "://" in str(self.path):
+            raise ValueError(f"replicas is {self.replicas} and path is {self.path}; expected a folder of each machine")
+        _ = self.retention
+
+    @property
+    def retention(self) -> Retention:
+        """Which steps stay there."""
+        return Retention(keep=self.keep, keep_every=self.keep_every)
