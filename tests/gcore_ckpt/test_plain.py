@@ -142,6 +142,23 @@ def test_small_tensors_of_every_kind(tmp_path: Path, staging: Any) -> None:
             assert (value.tobytes() if isinstance(value, np.ndarray) else bits(value)) == expected[name], name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_small_tensors_on_a_cuda_device(tmp_path: Path) -> None:
+    expected = {name: value for name, value in make_small().items() if isinstance(value, torch.Tensor)}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            state = {name: value.cuda() for name, value in expected.items() if value.dtype != torch.complex32}
+            checkpointer.save(step, state)
+            for name in ("float32.0", "float32.1", "int64.0", "bool.0"):
+                state[name].zero_()
+        checkpointer.wait()
+    verify(tmp_path)
+    for step in (1, 2):
+        for name, value in load(tmp_path, step=step).items():
+            assert bits(value) == bits(expected[name]), name
+
+
 def test_what_changes_after_a_save_is_not_in_it(tmp_path: Path) -> None:
     state = [torch.full((8,), float(i)) for i in range(2000)]
     with Checkpointer(tmp_path, max_in_flight=3) as checkpointer:

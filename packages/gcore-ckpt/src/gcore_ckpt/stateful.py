@@ -4,7 +4,7 @@ A save replaces each by its `state_dict()`. A load gives its `load_state_dict` a
 that its `state_dict()` holds are filled where they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeGuard, cast
 
@@ -67,8 +67,16 @@ def load_state_dicts(template: State, state: State) -> State:
 
 def _is_stateful(leaf: object) -> TypeGuard[Stateful]:
     """Return whether `leaf` has both methods; many times faster than a check of a runtime protocol."""
-    kind = type(leaf)
+    return _has_state(type(leaf))
+
+
+def _has_state(kind: type) -> bool:
     return hasattr(kind, "load_state_dict") and hasattr(kind, "state_dict")
+
+
+def _are_plain(values: Iterable[State]) -> bool:
+    """Return whether none of these is a container or has a state, by their types, which are few."""
+    return not any(issubclass(kind, dict | list | tuple) or _has_state(kind) for kind in {*map(type, values)})
 
 
 def _replaced(state: State, replacement: Callable[[Stateful], State], depth: int = 0) -> State:
@@ -77,9 +85,13 @@ def _replaced(state: State, replacement: Callable[[Stateful], State], depth: int
     if depth > MAX_DEPTH:  # refused by `tree.encode`, with the path
         return state
     if isinstance(state, dict):
-        items = cast("dict[str | int, State]", state).items()
-        return {key: _replaced(value, replacement, depth + 1) for key, value in items}
+        fields = cast("dict[str | int, State]", state)
+        if _are_plain(fields.values()):
+            return state
+        return {key: _replaced(value, replacement, depth + 1) for key, value in fields.items()}
     if isinstance(state, list | tuple):
+        if _are_plain(cast("Sequence[State]", state)):
+            return state
         found = [_replaced(value, replacement, depth + 1) for value in cast("Sequence[State]", state)]
         return _like(state, found)
     return state

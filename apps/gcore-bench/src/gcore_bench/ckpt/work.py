@@ -161,7 +161,7 @@ def _small_seconds(contender: Contender, root: Path, state: State) -> Figures:
     indexes = [path.stat().st_size for path in sorted(root.rglob("index.json"))]
     if indexes:
         seconds["index_mb"] = max(indexes) / 1e6
-    ways = {"load_warm": partial(contender.load, root / "2", state)}
+    ways: dict[str, Callable[[], object]] = {"load_warm": partial(contender.load, root / "2", state)}
     template = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     if contender.load_into is not None:
         ways["in_place_warm"] = partial(contender.load_into, root / "2", template)

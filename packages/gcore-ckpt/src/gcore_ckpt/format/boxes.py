@@ -172,7 +172,7 @@ class HeldBox(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its tensor, in which it lies."""
+        """Return whether the box, which lies in its tensor, is all of it."""
         return self.box.shape == self.shape
 
 

@@ -140,7 +140,7 @@ def _add_shards(tensors: "Tensors", name: str, file: DataFile, columns: Mapping[
 
 
 class _Type(NamedTuple):
-    """What tensors of one element type and shape have in common."""
+    """An element type and a shape, and what follows from them."""
 
     dtype: str
     whole: Box
@@ -150,7 +150,7 @@ class _Type(NamedTuple):
 class Tensors(Mapping[str, StoredTensor]):
     """The tensors of an index by name, in columns: each is made when it is asked for.
 
-    Objects that are kept would be looked through by Python's collector of garbage again and again.
+    Python's garbage collector would look through objects that are kept, again and again.
     """
 
     def __init__(self, block_bytes: int) -> None:

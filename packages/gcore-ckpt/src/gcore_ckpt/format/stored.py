@@ -1,4 +1,4 @@
-"""What an index says: tensors, the shards that make them up, and the files that hold these; checks of all versions."""
+"""The content of an index: tensors, their shards, and the files that hold these; checks that all versions share."""
 
 import math
 from collections.abc import Generator, Mapping, Sequence

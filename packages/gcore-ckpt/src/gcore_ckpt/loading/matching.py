@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
 
 class Requests:
-    """What is to be read, in columns: objects that are kept would be looked through by the collector of garbage."""
+    """Requests in columns, because Python's garbage collector looks through each object that is kept."""
 
     def __init__(self) -> None:
         self._names: list[str] = []

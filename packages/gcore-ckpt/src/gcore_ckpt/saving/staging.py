@@ -178,10 +178,13 @@ def _typed(piece: NumpyArray, file: FileLayout, run: range) -> torch.Tensor:
 @torch.no_grad()
 def _copy_joined(target: torch.Tensor, sources: list[torch.Tensor]) -> None:
     """Copy small tensors of one type, one after another: joined where they are, by one call instead of one for each."""
-    if target.device == sources[0].device and {*map(_ndim, sources)} == {1}:
+    if sources[0].device != target.device:  # as bytes, since devices do not join all types
+        parts = [source.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for source in sources]
+        target.view(torch.uint8).copy_(torch.cat(parts), non_blocking=True)
+    elif {*map(_ndim, sources)} == {1}:
         torch.cat(sources, out=target)
     else:
-        target.copy_(_flatten_dense_tensors(sources), non_blocking=True)
+        target.copy_(_flatten_dense_tensors(sources))
 
 
 def _as_plain_arrays(
