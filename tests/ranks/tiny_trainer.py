@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from gcore_ckpt import Checkpointer
 from gcore_ckpt.integrations.transformers import CheckpointCallback
@@ -68,7 +68,7 @@ def make_trainer(
 
 
 def losses(trainer: Trainer) -> dict[int, float]:
-    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    return {int(entry["step"]): entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
 class StopAfter(TrainerCallback):
