@@ -90,7 +90,8 @@ CHECKED_CLOSELY = {
 RUN_HERE = (
     r"(uv run )?"
     r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|gcore-diffusion (train|sample|report|logs)|"
-    r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|tensorboard --help)\b.*"
+    r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|rm -r run/|"
+    r"tensorboard --help)\b.*"
 )
 
 ADVICE = (

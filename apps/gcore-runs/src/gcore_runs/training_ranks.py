@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from gcore_ckpt import Checkpointer, CheckpointError, Shard, Shards, Tier, TieredCheckpointer
+from gcore_ckpt import Checkpointer, CheckpointError, Shard, Shards
 from gcore_controller import State, TrainerSpec
 from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError
@@ -19,6 +19,7 @@ from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_trainer import LoRAWeights, TrainerError
 
 if TYPE_CHECKING:
+    from gcore_ckpt import TieredCheckpointer
     from gcore_rollout import DigestedWeights
 
 BatchT = TypeVar("BatchT", bound=Sequence[Any])
@@ -46,7 +47,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         del model
         # A rank on Ray has an environment of its own.
         os.environ.update(allocator_variables(config))
-        self._checkpointer = _checkpointer(config, checkpoints)
+        self._tiers = _tiers(config, checkpoints)
+        self._checkpointer = self._tiers or Checkpointer(checkpoints, keep=config.trainer.max_ckpt_to_keep)
         self._last_step = config.trainer.total_training_steps
 
     @property
@@ -104,10 +106,10 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     def save(self, step: int, rest: State) -> None:
         self.wake()
         state, self._is_complete = {**rest, **self._states()}, step == self._last_step
-        if isinstance(self._checkpointer, TieredCheckpointer):
-            self._checkpointer.save(step, state, to_all=self._is_complete)
-        else:
+        if self._tiers is None:
             self._checkpointer.save(step, state)
+        else:
+            self._tiers.save(step, state, to_all=self._is_complete)
 
     def load(self) -> State:
         self.wake()
@@ -150,8 +152,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
 
     def close(self) -> None:
         self._checkpointer.close()
-        if self._is_complete and isinstance(self._checkpointer, TieredCheckpointer):
-            self._checkpointer.delete_local()
+        if self._tiers is not None and self._is_complete:
+            self._tiers.delete_local()
 
     def _states(self) -> State:
         return {_key(role): _for_checkpoint(trainer.state()) for role, trainer in self.trainers.items()}
@@ -188,11 +190,12 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         )
 
 
-def _checkpointer(config: BaseRunConfig, checkpoints: Path) -> Checkpointer:
-    """Return what saves to the run's folder and, if it is asked for, more often to those of the machines."""
-    keep = config.trainer.max_ckpt_to_keep
+def _tiers(config: BaseRunConfig, checkpoints: Path) -> "TieredCheckpointer | None":
+    """Return what saves to the folders of the machines and, less often, to that of the run; None: not asked for."""
     if not isinstance(config, BaseRLConfig) or not config.local_checkpoints.folder:
-        return Checkpointer(checkpoints, keep=keep)
+        return None
+    from gcore_ckpt import Tier, TieredCheckpointer
+
     asked = config.local_checkpoints.folder
     folder = Path(os.path.expandvars(asked)).absolute()
     if "$" in str(folder):
@@ -204,7 +207,7 @@ def _checkpointer(config: BaseRunConfig, checkpoints: Path) -> Checkpointer:
     folder /= f"{config.name}-{run_id(checkpoints.parent)}"
     tiers = [
         Tier(folder, every=config.local_checkpoints.save_freq, keep=2, replicas=1),
-        Tier(checkpoints, every=config.trainer.save_freq, keep=keep),
+        Tier(checkpoints, every=config.trainer.save_freq, keep=config.trainer.max_ckpt_to_keep),
     ]
     return TieredCheckpointer(tiers, machine=f"{socket.gethostname()}:{folder}")
 

@@ -12,10 +12,9 @@ from gcore_ckpt.format.tree import State
 from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport
 from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
-from gcore_ckpt.saving.retention import Retention
 from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
-from gcore_ckpt.storage import Storage, check_step
+from gcore_ckpt.storage import Retention, Storage, check_step
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import Call, Calls, Outcome
 

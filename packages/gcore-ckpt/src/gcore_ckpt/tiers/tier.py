@@ -3,7 +3,7 @@
 import os
 from dataclasses import KW_ONLY, dataclass
 
-from gcore_ckpt.saving.retention import Retention
+from gcore_ckpt.storage import Retention
 
 
 @dataclass(frozen=True)
