@@ -1,8 +1,10 @@
 """Checkpoints on the machines of the training ranks: what dies, with its disk, costs a step."""
 
 import os
+import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from command_line import Cli, assert_same_metrics, option_set, step_rows
 from process_tree import descendants
 from ray.cluster_utils import Cluster
+from tiny_jobs import HOLDING
 
 from gcore_ckpt import Checkpointer
 
@@ -27,24 +30,33 @@ def args(own_args: list[str]) -> list[str]:
     return [*args, "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_from_this_machine(cli: Cli, args: list[str]) -> None:
     """Another run of the same name starts from its beginning, and a variable that is not set is named."""
+    (cli.cwd / "holding.py").write_text(HOLDING)
+    args = option_set(args, "--reward", "holding.py:reward")
     cli.ok(*args, "--name", "whole")
     local = [*args, "--local-checkpoints.folder", str(cli.cwd / "local"), "--name", "killed"]
     run = cli.cwd / "runs/killed"
     command = cli.start(*local)
-    command.wait_until(lambda: num_steps(run) >= 4)
+    command.wait_until(lambda: num_steps(run) >= 3)
+    hold = cli.cwd / "hold"
+    hold.touch()
+    time.sleep(0.5)  # for the step that has its rewards already
     command.send(signal.SIGKILL)
     command.wait()
-    assert Checkpointer(run / "checkpoints").steps() in ([], [6])
+    hold.unlink()
+    assert Checkpointer(run / "checkpoints").steps() == []
+    before = num_steps(run)
+    assert 3 <= before < 6
     cli.ok(*local)
     rows = step_rows(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert_same_metrics(run, cli.cwd / "runs/whole")
     assert Checkpointer(run / "checkpoints").steps() == [6], "the last step is in the run's folder"
     assert not list((cli.cwd / "local").iterdir()), "nothing stays on the machine of a run that is complete"
-    first_of_second = (run / "logs/main.log").read_text().count("step 1:")
-    assert first_of_second == 1, "no step but the last was made again"
+    made = re.findall(r"step (\d+): [\d.]+ s", (run / "logs/main.log").read_text())
+    assert len(made) <= 6 + 1, "at most one step was made again"
 
     shutil.rmtree(run)
     cli.ok(*option_set(local, "--trainer.total-training-steps", "1"))
