@@ -207,8 +207,8 @@ class RayBackend(Generic[JobT, ConfigT]):
         The actors' handles stay those of their first roles, until `RoleActors.resize` brings them to the sizes.
         """
         before = self.config.sizes
-        has_own = not (before.in_turns or sizes.in_turns) and min(before.judges, sizes.judges) >= sizes.controllers
-        if sizes == before or not has_own:
+        fewest = min(before.engines, before.judges, sizes.engines, sizes.judges)
+        if sizes == before or before.in_turns or sizes.in_turns or fewest < sizes.controllers:
             return
         assert self._controllers is not None
         self.config = self._asked.with_sizes(sizes)
