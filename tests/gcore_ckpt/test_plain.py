@@ -2,6 +2,8 @@
 
 import math
 from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,28 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from gcore_ckpt import Checkpointer, PerRank, Shard, load, verify
+from gcore_ckpt import Checkpointer, PerRank, Shard, Shards, load, verify
 from gcore_ckpt.format.boxes import DTYPES, HeldBox, lay_out
 from gcore_ckpt.ranks.plain import collect_plain
 from gcore_ckpt.ranks.shards import TORCH_DTYPES, Holdings, collect
+
+
+@dataclass
+class Pair:
+    first: Any
+    second: Any
+
+
+class Mode(Enum):
+    ON = "on"
+
 
 BASE = torch.arange(24.0).view(2, 3, 4)
 PLAIN: list[Any] = [
     *(torch.zeros(3), torch.zeros(0, 2), torch.tensor(1.0), torch.zeros(4, 2).t(), torch.zeros(2).expand(3, 2)),
     *(torch.nn.Parameter(torch.zeros(2)), torch.ones(2).bfloat16(), torch.ones(2, dtype=torch.complex64).conj()),
     *(np.zeros(3), np.zeros((2, 3)).T, np.zeros(4)[::-2], np.zeros(0), np.array(2, np.uint8)),
-    *(None, True, 3, 2**80, 0.1, math.inf, "text", "\ud800", b"bytes", {1, "a"}, np.float32(1), {}, [], ()),
+    *(None, True, 3, 2**80, 0.1, math.inf, "text", "\ud800", b"bytes", {1, "a"}, np.float32(1), {}, [], (), Mode.ON),
 ]
 OTHER: list[Any] = [
     *(BASE, BASE[0], BASE[:, 1], BASE.view(-1), BASE.permute(2, 1, 0)),
@@ -31,7 +44,7 @@ OTHER: list[Any] = [
         object(),
         np.zeros(2, ">f4"),
     ),
-    np.ma.masked_array([1]),
+    *(np.ma.masked_array([1]), Shards([]), Pair(1, {"a": 2}), Pair(torch.zeros(2), None)),
 ]
 KEYS = st.sampled_from(["a", "b", "a.b", "", "é", "\ud800", "__metadata__", "1", 1, 0, -1, 2**60])
 STATES = st.recursive(
@@ -77,6 +90,13 @@ def test_what_is_plain_goes_the_short_way() -> None:
     cyclic: list[Any] = []
     cyclic.append(cyclic)
     assert collect_plain(cyclic) is None
+
+
+def test_a_place_without_shards_is_no_dict() -> None:
+    """Alone among plain tensors, too: it is a tensor that other ranks hold."""
+    state = {"w": torch.ones(2), "x": Shards([])}
+    assert collect_plain(state) is None
+    assert collect(state).tree == {"dict": {"w": {"tensor": "w"}, "x": {"tensor": "x"}}}
 
 
 def test_boxes_that_are_known_are_kept() -> None:

@@ -89,9 +89,10 @@ def _small(value: State) -> Node:
         raise _NotPlainError from error
 
 
-def _encode_leaf(leaf: object, _: StatePath) -> Leaf | None:
-    is_scalar = isinstance(leaf, np.generic) and leaf.dtype.kind in NUMPY_SCALARS
-    return Leaf(node=encode_numpy_scalar(leaf)) if is_scalar else None
+def _encode_leaf(leaf: object, _: StatePath) -> Leaf:
+    if isinstance(leaf, np.generic) and leaf.dtype.kind in NUMPY_SCALARS:
+        return Leaf(node=encode_numpy_scalar(leaf))
+    raise _NotPlainError  # such as `Shards` without parts, which `encode` would take for any dataclass
 
 
 def _boxes(
