@@ -168,6 +168,22 @@ def save_after_failure(
     return message
 
 
+def save_tied(rank: Rank, path: str, kinds: list[str]) -> list[Any]:
+    """Save a tensor and its transpose, which each rank has of a kind of its own; return whether it is tied, and it."""
+    w = torch.arange(6.0).view(2, 3)
+    transposes: dict[str, Any] = {
+        "view": w.t(),
+        "own": w.t().clone(),
+        "flat": w.view(-1),
+        "wide": w.t().double(),
+        "number": 3,
+    }
+    with checkpointer(rank, path, len(kinds)) as saving:
+        saving.save(1, {"w": w, "turned": transposes[kinds[rank.number]]}).wait()
+        found = saving.load()
+    return [found["w"].data_ptr() == found["turned"].data_ptr(), found["turned"].tolist()]
+
+
 def load_own(rank: Rank, path: str, trees: list[Any], size: int) -> list[str]:
     """Loads into a template that is each rank's own."""
     return load_template(rank, path, trees[rank.number], size)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from rank_pool import RankPool
 from safetensors.torch import load_file
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -275,3 +276,29 @@ def test_views_in_a_template_and_on_the_command_line(tmp_path: Path) -> None:
     a, b = (open_storage(tmp_path / name) for name in "ab")
     with open_step(a, 0) as first, open_step(b, 0) as second:
         assert [(found.kind, found.path) for found in compare(first, second)] == [("bytes", "m.tail")]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_tied"), [(["view", "view"], True), (["view", "own"], False), (["own", "view"], False)]
+)
+def test_ranks_need_not_tie_alike(ranks: RankPool, tmp_path: Path, kinds: list[str], is_tied: bool) -> None:
+    found = ranks.run("save_tied", str(tmp_path), kinds, size=2)
+    assert found == [[is_tied, [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (["view", "wide"], r"state['turned'] has dtype float32 and shape (3, 2) on rank 0, dtype float64 and shape (3"),
+        (["flat", "own"], r"state['turned'] has dtype float32 and shape (6,) on rank 0, dtype float32 and shape (3, 2"),
+        (["view", "flat"], "state['turned'] is {'view': ['w', [3, 2]"),
+        (["view", "number"], "state['turned'] is {'view': ['w', [3, 2]"),
+        (["number", "view"], "state['turned'] is 3 on rank 0 and {'view': ['w'"),
+    ],
+)
+def test_ranks_that_tie_other_tensors_are_refused(
+    ranks: RankPool, tmp_path: Path, kinds: list[str], message: str
+) -> None:
+    errors = ranks.errors("save_tied", str(tmp_path), kinds, size=2)
+    assert all(message in error for error in errors), errors
+    assert Checkpointer(tmp_path).steps() == []

@@ -15,7 +15,7 @@ from gcore_ckpt.format.boxes import BLOCK_BYTES, FileLayout, HeldBox, checksum, 
 from gcore_ckpt.format.columns import Tensors
 from gcore_ckpt.format.index import decode_index, encode_index
 from gcore_ckpt.format.stored import DataFile, Index, StoredShard
-from gcore_ckpt.format.tree import Node, merge, references
+from gcore_ckpt.format.tree import Node, Replaced, describe, merge, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage, step_name
@@ -222,20 +222,28 @@ def _link_unchanged(report: _Report, layout: FileLayout, digests: Sequence[str],
 
 def _merged_index(reports: Sequence[_Report]) -> Index:
     """Return the index of a step from the parts of all ranks; `ValueError` if they do not fit together."""
-    tree = merge([report.tree for report in reports])
+    replaced: list[Replaced] = []
+    tree = merge([report.tree for report in reports], replaced)
     files = {name: DataFile(**file) for report in reports for name, file in report.files.items()}
-    tensors, found = Tensors(BLOCK_BYTES), dict.fromkeys(references(tree), -1)
+    tensors, rows = Tensors(BLOCK_BYTES), dict.fromkeys(references(tree), -1)
     for rank, report in enumerate(reports):
         for file, columns in report.shards.items():
             for held, offset_bytes, checksums in chain.from_iterable(zip(*c, strict=True) for c in columns):
                 box = held if rank == 0 else HeldBox.from_json(*held)  # the root's own have not been through JSON
-                if (row := found.get(box.name, -1)) < 0:
-                    row = found[box.name] = tensors.add(box.name, box.dtype, box.shape)
+                if (row := rows.get(box.name, -1)) < 0:
+                    row = rows[box.name] = tensors.add(box.name, box.dtype, box.shape)
                 tensors.add_shard(row, file, offset_bytes, box.box, checksums)
-    missing = [name for name, row in found.items() if row < 0]
+    missing = [name for name, row in rows.items() if row < 0]
     if missing:
         raise ValueError(f"no rank holds any element of the tensors {missing[:5]}")
     tensors.check()
+    for path, rank, view, base, name in replaced:
+        found, stored = (tensors[base].dtype, view.shape), (tensors[name].dtype, tensors[name].shape)
+        if found != stored:
+            raise ValueError(
+                f"{describe(path)} has dtype {found[0]} and shape {found[1]} on rank {rank}, dtype {stored[0]} and "
+                f"shape {stored[1]} on others; what each rank has of its own is wrapped in PerRank"
+            )
     return Index(
         tree=tree,
         tensors=tensors,
