@@ -4,17 +4,18 @@ import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
-from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport
+from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport, raise_uncollected
 from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
 from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
-from gcore_ckpt.storage import Retention, Storage, check_step
+from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.threads import Call, Calls, Outcome
 
@@ -24,6 +25,32 @@ if TYPE_CHECKING:
     from gcore_ckpt.saving.pipeline import SavePipeline
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Steps to keep after a commit: `keep` of the latest (None for all), and multiples of `keep_every` for good."""
+
+    keep: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"keep is {self.keep}; expected None (keep all steps) or 1 or more")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every is {self.keep_every}; expected None or 1 or more")
+        if self.keep_every is not None and self.keep is None:
+            found = f"keep_every is {self.keep_every} and keep is None"
+            raise ValueError(f"{found}, which keeps all steps; expected a keep")
+
+    def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
+        """Return those of `steps` (ascending) that may go, never the one just committed."""
+        if self.keep is None:
+            return []
+        others = [step for step in steps if step != committed]
+        kept = self.keep - (0 if committed is None else 1)
+        lowest = others[: max(0, len(others) - kept)]
+        return [step for step in lowest if self.keep_every is None or step % self.keep_every != 0]
 
 
 class Checkpointer:
@@ -125,7 +152,7 @@ class Checkpointer:
 
         def check() -> None:
             check_step(step)
-            self._raise_uncollected()
+            raise_uncollected(self._handles)
             if step in (other.step for other in list(self._handles) if other is not handle):
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
 
@@ -238,7 +265,7 @@ class Checkpointer:
         return load
 
     def rollback(self, step: int) -> list[int]:
-        """Make a committed step the latest: all steps above it are set aside, after the saves in flight.
+        """Make a committed step the latest: set all steps above it aside, after the saves in flight, and return them.
 
         What is set aside is no longer a step: it is not loaded, does not count for `keep`, and its numbers may be
         saved again. It stays on disk until `gcore-ckpt prune --set-aside`. The change is atomic. In a group, all ranks
@@ -246,9 +273,6 @@ class Checkpointer:
 
         Args:
             step: The step to continue from; it is not loaded.
-
-        Returns:
-            The steps that were set aside, ascending; none if `step` is the latest.
 
         Raises:
             CheckpointNotFoundError: The step is not committed; nothing has changed.
@@ -265,26 +289,14 @@ class Checkpointer:
         return self._use("rollback", roll_back)
 
     def stop_on(self, *signals: int) -> StopSignals:
-        """Take note of signals instead of ending at once, and return what says whether one has come.
-
-            stop = checkpointer.stop_on(signal.SIGTERM)
-            for step in ...:
-                ...
-                if stop():  # on all ranks, once any has got the signal
-                    checkpointer.save(step, state).wait()
-                    break
-
-        In a group all ranks ask together, and `stop()` passes a message to the root and back. `close` lets the signals
-        act as before. Only the main thread can call this, as `signal.signal` says.
-        """
+        """Take note of signals instead of ending at once, and return what says whether one has come."""
 
         def agree(has_come: bool) -> bool:
             return self._use(
                 "stop_on", lambda: self._calls.run(lambda call: any_rank(self._open_group(call), has_come))
             )
 
-        stop = StopSignals(signals, agree)
-        self._stops.append(stop)
+        self._stops.append(stop := StopSignals(signals, agree))
         return stop
 
     def steps(self) -> list[int]:
@@ -299,7 +311,7 @@ class Checkpointer:
         """
         for handle in [handle for handle in list(self._handles) if not handle.abandoned]:
             handle.join()
-        self._raise_uncollected()
+        raise_uncollected(self._handles)
         if self._pipeline is not None:
             self._pipeline.wait()
 
@@ -314,7 +326,7 @@ class Checkpointer:
         """
         if self._pid in (None, os.getpid()):
             self._use("close", self._close)
-        self._raise_uncollected()
+        raise_uncollected(self._handles)
 
     def _close(self) -> None:
         self._closed = True
@@ -386,13 +398,3 @@ class Checkpointer:
             # Two threads must not share the messages of a group.
             self._pipeline = SavePipeline(self._storage, group, self._connect(call), **self._options)
         return self._pipeline
-
-    def _raise_uncollected(self) -> None:
-        ended = [handle for handle in list(self._handles) if handle.done()]
-        for handle in ended:
-            self._handles.pop(handle, None)
-        errors = [error for handle in ended if (error := handle.uncollected_error()) is not None]
-        if errors:
-            for error in errors[1:]:
-                errors[0].add_note(f"and {error}")
-            raise errors[0]

@@ -114,3 +114,15 @@ class SaveHandle:
         if self._collected or self.abandoned or not self._outcome.done():
             return None
         return self._outcome.exception()
+
+
+def raise_uncollected(handles: dict[SaveHandle, None]) -> None:
+    """Remove the saves that have ended, and raise the errors that no call has waited for as one."""
+    ended = [handle for handle in list(handles) if handle.done()]
+    for handle in ended:
+        handles.pop(handle, None)
+    errors = [error for handle in ended if (error := handle.uncollected_error()) is not None]
+    if errors:
+        for error in errors[1:]:
+            errors[0].add_note(f"and {error}")
+        raise errors[0]

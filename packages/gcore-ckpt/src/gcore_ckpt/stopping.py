@@ -9,8 +9,17 @@ from typing import Any
 class StopSignals:
     """Some signals, and whether one of them has come; made by `Checkpointer.stop_on`.
 
+        stop = checkpointer.stop_on(signal.SIGTERM)
+        for step in ...:
+            ...
+            if stop():  # on all ranks, once any has got the signal
+                checkpointer.save(step, state).wait()
+                break
+
     A handler of signals must not save, since it may run in the middle of an update: it takes note, and the training
-    loop asks at the end of a step. The first signal of a kind is noted; another one acts as before.
+    loop asks at the end of a step. The first signal of a kind is noted; another one acts as before. In a group all
+    ranks ask together, and `stop()` passes a message to the root and back. `Checkpointer.close` lets the signals act as
+    before. Only the main thread can make it, as `signal.signal` says.
     """
 
     def __init__(self, signals: tuple[int, ...], agree: Callable[[bool], bool]) -> None:

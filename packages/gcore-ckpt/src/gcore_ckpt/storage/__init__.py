@@ -1,4 +1,4 @@
-"""Protocols of a storage of steps (a local or mounted folder, an object store), which stay, and a record of rollbacks.
+"""Protocols of a storage of steps (a local or mounted folder, an object store), and its record of rollbacks.
 
 `gcore_ckpt.storage.local.open_storage` returns the storage of a path.
 """
@@ -36,32 +36,6 @@ def check_step(step: int) -> None:
         raise TypeError(f"step is {step!r}; expected an int")
     if step < 0:
         raise ValueError(f"step is {step}; expected 0 or more")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """Steps to keep after a commit: `keep` of the latest (None for all), and multiples of `keep_every` for good."""
-
-    keep: int | None = None
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(f"keep is {self.keep}; expected None (keep all steps) or 1 or more")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every is {self.keep_every}; expected None or 1 or more")
-        if self.keep_every is not None and self.keep is None:
-            found = f"keep_every is {self.keep_every} and keep is None"
-            raise ValueError(f"{found}, which keeps all steps; expected a keep")
-
-    def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
-        """Return those of `steps` (ascending) that may go, never the one just committed."""
-        if self.keep is None:
-            return []
-        others = [step for step in steps if step != committed]
-        kept = self.keep - (0 if committed is None else 1)
-        lowest = others[: max(0, len(others) - kept)]
-        return [step for step in lowest if self.keep_every is None or step % self.keep_every != 0]
 
 
 class StepFiles(Protocol):

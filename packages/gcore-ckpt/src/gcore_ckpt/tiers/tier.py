@@ -3,7 +3,7 @@
 import os
 from dataclasses import KW_ONLY, dataclass
 
-from gcore_ckpt.storage import Retention
+from gcore_ckpt.checkpointer import Retention
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from gcore_ckpt.checkpointer import Retention
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format.stored import Index, StoredTensor
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves, verify
-from gcore_ckpt.storage import Retention, Storage
+from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.local import open_storage
 
 _STEP_IN_PATH = re.compile(r"(.+)@(\d+)", re.ASCII | re.DOTALL)
