@@ -244,6 +244,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
         super().__post_init__()
         if self.runtime == "sim":
             self.sim.check("sim.", self.controllers)
+        may_save = self.runtime != "sim" or not self.local_checkpoints.folder
+        self.require("local_checkpoints.folder", may_save, "'' with runtime 'sim', which has no models to save")
         is_enough = self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers
         expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
         self.require("rollout.num_processes", is_enough, expected)

@@ -64,7 +64,7 @@ class CheckpointCallback(TrainerCallback):
         self._folder = TemporaryDirectory(prefix="gcore-ckpt-")
         folder = self._folder.name
         TrainerState(**saved).save_to_json(str(Path(folder, _STATE_FILE)))
-        load_weights: Any = getattr(trainer, "_load_from_checkpoint")  # noqa: B009
+        load_weights: Any = getattr(trainer, "_load_from_checkpoint")  # noqa: B009 - private, as below
 
         def load_others(checkpoint: str, *model: Any) -> None:
             if checkpoint != folder:
@@ -72,7 +72,7 @@ class CheckpointCallback(TrainerCallback):
 
         # The Trainer reads its own state from the folder, and would read the weights, which `on_train_begin` fills in
         # place. It has no public way to leave them out.
-        setattr(trainer, "_load_from_checkpoint", load_others)  # noqa: B010
+        setattr(trainer, "_load_from_checkpoint", load_others)  # noqa: B010 - private
         return folder
 
     def on_train_begin(
