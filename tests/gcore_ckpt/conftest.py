@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -12,6 +13,9 @@ import pytest
 from rank_pool import RankPool, RankServer, script_server, serving_ranks
 
 HERE = Path(__file__).parent
+
+# Importlib mode puts no test folder on the path, and `hostile_index` is shared by several files of this one.
+sys.path.insert(0, str(HERE))
 
 
 class Child:

@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
 
 import pytest
 import torch
+from rank_pool import RankServer
 from waiting import wait_until
 
 from gcore_ckpt import Checkpointer, verify
@@ -29,20 +29,6 @@ HEARD_WITHIN_S = 10.0
 """Within which all ranks hear of the death of one; a tenth of it is what it takes."""
 
 NOBODY = 65534
-
-
-class RankPool(Protocol):
-    pids: list[int]
-
-    def run(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[Any]: ...
-    def errors(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[str]: ...
-    def start(self, function: str, *arguments: object, ranks: Sequence[int]) -> None: ...
-    def collect(self, ranks: Sequence[int], timeout_s: float) -> list[dict[str, Any]]: ...
-    def kill(self, rank: int) -> None: ...
-
-
-class RankServer(Protocol):
-    def pool(self, size: int) -> AbstractContextManager[RankPool]: ...
 
 
 def check_steps(path: Path, log: Path) -> None:

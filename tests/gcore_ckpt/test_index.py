@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hostile_index import INDEX, assert_every_flipped_bit_is_found, edit_index
 
 from gcore_ckpt import Checkpointer, CorruptCheckpointError, Shard, Shards, load, save, verify
-from gcore_ckpt.format.boxes import checksum
 from gcore_ckpt.format.index import decode_index
 
 GOLDEN = Path(__file__).parent / "golden"
-DATA, INDEX = "data-00000.safetensors", "index.json"
+DATA = "data-00000.safetensors"
 WHOLE = torch.arange(12, dtype=torch.int32).view(3, 4)
 PARTS = [(slice(0, 1), slice(0, 4)), (slice(1, 3), slice(0, 3)), (slice(1, 3), slice(3, 4))]
 
@@ -30,24 +30,8 @@ def step_dir(tmp_path: Path) -> Path:
     return tmp_path / "step-00000004"
 
 
-def edit_index(step_dir: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Edit the index as a hostile writer would: with a checksum that fits."""
-    content = json.loads((step_dir / INDEX).read_text())
-    edit(content)
-    first = json.dumps({name: content.pop(name) for name in ("format", "version")})[:-1]
-    del content["checksum"]
-    body = json.dumps(content).encode()[1:]
-    (step_dir / INDEX).write_bytes(f'{first}, "checksum": "{checksum(body)}",\n'.encode() + body)
-
-
 def test_every_flipped_bit_is_found(step_dir: Path) -> None:
-    intact = (step_dir / INDEX).read_bytes()
-    decode_index(intact, "index.json")
-    for bit in range(len(intact) * 8):
-        damaged = bytearray(intact)
-        damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(CorruptCheckpointError, match=r"^index\.json: "):
-            decode_index(bytes(damaged), "index.json")
+    assert_every_flipped_bit_is_found((step_dir / INDEX).read_bytes())
 
 
 def test_it_says_once_what_is_known(step_dir: Path) -> None:

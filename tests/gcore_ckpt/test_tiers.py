@@ -5,13 +5,12 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
+from rank_pool import RankServer
 from waiting import wait_until
 
 from gcore_ckpt import Checkpointer, CheckpointNotFoundError, CheckpointWriteError, Tier, TieredCheckpointer, verify
@@ -19,21 +18,6 @@ from gcore_ckpt.tiers.machines import Machines
 from gcore_ckpt.tiers.survey import whole_steps
 
 HEARD_WITHIN_S = 20.0
-
-
-class RankPool(Protocol):
-    pids: list[int]
-
-    def run(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[Any]: ...
-    def errors(self, function: str, *arguments: object, size: int, timeout_s: float = 60) -> list[str]: ...
-    def start(self, function: str, *arguments: object, ranks: Sequence[int]) -> None: ...
-    def collect(self, ranks: Sequence[int], timeout_s: float) -> list[dict[str, Any]]: ...
-    def kill(self, rank: int) -> None: ...
-
-
-class RankServer(Protocol):
-    def pool(self, size: int) -> AbstractContextManager[RankPool]: ...
-    def shared(self, size: int = 4) -> RankPool: ...
 
 
 def files(root: Path) -> dict[str, list[str]]:
