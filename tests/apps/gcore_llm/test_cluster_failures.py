@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slow
 
 NODE: dict[str, Any] = {"num_cpus": 3, "object_store_memory": 100 << 20}
 """Capacity for all controllers and an engine over two devices, on which ranks train by turns: not for two engines."""
-WHOLE = "2 controllers, 2 engines and 2 training ranks"
-HALF = "1 controller, 1 engine and 1 training rank"
+MEGATRON = ["--trainer.backend", "megatron", "--trainer.parallel.tensor-model-parallel-size", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +78,28 @@ def cluster_args(cluster: Any) -> list[str]:
     ]
 
 
-def test_losses_of_each_kind_cost_no_sample(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
-    """vLLM over two devices twice, and two ranks on them by turns: one of each is killed, a node is lost, one joins."""
+@pytest.mark.parametrize(
+    ("trainer", "num_ranks", "half"),
+    [([], 2, "1 training rank"), (MEGATRON, 4, "2 training ranks")],
+    ids=["fsdp", "megatron"],
+)
+def test_losses_of_each_kind_cost_no_sample(
+    cli: Cli, own_args: list[str], cluster: Cluster, trainer: list[str], num_ranks: int, half: str
+) -> None:
+    """vLLM over two devices twice, and ranks on them by turns: one of each is killed, a node is lost, one joins.
+
+    Two ranks of FSDP2, or Megatron's TP=2 twice: the metrics of one process that trains with torch.
+    """
+    now_half, now_whole = (
+        f"1 controller, 1 engine and {half}",
+        f"2 controllers, 2 engines and {num_ranks} training ranks",
+    )
     (cli.cwd / "holding.py").write_text(HOLDING)
     args = option_set(run_args(own_args, 10), "--reward", "holding.py:reward")
     alone = cli(*args, "--name", "alone")
     assert alone.code == 0, alone
 
-    command = cli.start(*args, *cluster_args(cluster), "--trainer.num-processes", "2")
+    command = cli.start(*args, *cluster_args(cluster), *trainer, "--trainer.num-processes", str(num_ranks))
     run, hold = cli.cwd / "runs/default", cli.cwd / "hold"
     watched = Watched(command, run, cluster)
     workers = watched.kill_a_process_of_each()
@@ -94,14 +107,14 @@ def test_losses_of_each_kind_cost_no_sample(cli: Cli, own_args: list[str], clust
     hold.touch()
     [lost] = cluster.worker_nodes
     cluster.remove_node(lost, allow_graceful=False)
-    command.wait_until(lambda: f"; the run has {HALF} now, of {WHOLE}" in command.out)
+    command.wait_until(lambda: f"; the run has {now_half} now, of {now_whole}" in command.out)
     hold.unlink()
     watched.wait_for_a_step()
     hold.touch()
     cluster.add_node(**NODE)
     time.sleep(6)  # nodes that join are waited for, in case there are more
     hold.unlink()
-    command.wait_until(lambda: f"has joined; the run has {WHOLE} now" in command.out)
+    command.wait_until(lambda: f"has joined; the run has {now_whole} now" in command.out)
     workers += watched.processes("VLLM::Worker_TP")
     finished = command.wait()
     assert finished.code == 0, finished
@@ -116,18 +129,3 @@ def raylet_of(node: Any) -> int:
     """The process of a node's raylet, whose children are the node's actors."""
     [raylet] = node.all_processes["raylet"]
     return raylet.process.pid
-
-
-def test_megatron_ranks_on_two_nodes(cli: Cli, own_args: list[str], cluster: Cluster) -> None:
-    """TP=2 x 2 on the devices of vLLM's TP=2 x 2, through kills: the metrics of one process that trains with torch."""
-    args = run_args(own_args, 5)
-    alone = cli(*args, "--name", "alone")
-    assert alone.code == 0, alone
-    megatron = ["--trainer.backend", "megatron", "--trainer.parallel.tensor-model-parallel-size", "2"]
-    command = cli.start(*args, *cluster_args(cluster), *megatron, "--trainer.num-processes", "4")
-    run = cli.cwd / "runs/default"
-    workers = Watched(command, run, cluster).kill_a_process_of_each()
-    finished = command.wait()
-    assert finished.code == 0, finished
-    assert_same_metrics(run, cli.cwd / "runs/alone")
-    assert not left_after(workers, 10.0)
