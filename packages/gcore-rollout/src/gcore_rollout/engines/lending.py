@@ -95,13 +95,16 @@ class LendingEngines:
         if self._loan is not None:
             await asyncio.wait([self._loan])
 
-    def arrange(self, count: int | None = None) -> None:
+    def arrange(self, count: int) -> None:
         """Have ``count`` engines serve the first model and the rest the second, at once or when all are awake.
 
-        Engines change their model as by a loan. What one that has work leaves unfinished is continued by others. With
-        ``count`` None: do what was asked for while engines were asleep.
+        Engines change their model as by a loan. What one that has work leaves unfinished is continued by others.
         """
-        self._wanted = self._wanted if count is None else count
+        self._wanted = count
+        self.arrange_if_awake()
+
+    def arrange_if_awake(self) -> None:
+        """Do what `arrange` has been asked for and could not do while engines were asleep."""
         if self._wanted is not None and not any(pool.is_asleep for pool in self._pools):
             self._loan = asyncio.create_task(self._arrange(self._wanted, self._loan))
             self._wanted = None
@@ -202,7 +205,7 @@ class _LendingEngine(WrappedEngine[Any, Any]):
 
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
         await super().wake(weights=weights, cache=cache)
-        self._lending.arrange()
+        self._lending.arrange_if_awake()
 
     async def close(self) -> None:
         await self._lending.settle()
