@@ -182,7 +182,7 @@ def decode(
     """Return the state that `encode` made `node` of."""
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} containers inside each other")
-    match _tagged(node):
+    match tagged(node):
         case ("tensor" | "array") as kind, str(name):
             return array(kind, name, None)
         case "view", list():
@@ -214,7 +214,7 @@ def decode(
             return {key: decode(value, array, per_rank, depth + 1) for key, value in fields.items()}
 
 
-def _tagged(node: Node) -> tuple[str | None, Any]:
+def tagged(node: Node) -> tuple[str | None, Any]:
     """Return the name and the value of an object's only member; None and the node for any other node."""
     if isinstance(node, dict) and len(members := cast("dict[str, Any]", node)) == 1:
         return next(iter(members.items()))
@@ -223,7 +223,7 @@ def _tagged(node: Node) -> tuple[str | None, Any]:
 
 def fields_of(node: Node) -> dict[str | int, Node] | None:
     """Return the keys and nodes of an encoded dict; None for any other node. `ValueError` for a key of another type."""
-    match _tagged(node):
+    match tagged(node):
         case "dict", dict(fields):
             return cast("dict[str | int, Node]", fields)
         case "items", list(items):
@@ -234,13 +234,13 @@ def fields_of(node: Node) -> dict[str | int, Node] | None:
 
 def name_of(node: Node) -> str | None:
     """Return the name of the tensor or array that a node refers to; None for any other node."""
-    tag, value = _tagged(node)
+    tag, value = tagged(node)
     return value if tag in ("tensor", "array") and isinstance(value, str) else None
 
 
 def view_of(node: Node) -> tuple[str, View] | None:
     """Return the name of the tensor whose memory an encoded view is in, and the view; None for any other node."""
-    tag, value = _tagged(node)
+    tag, value = tagged(node)
     if tag != "view":
         return None
     parts = cast("list[object]", validation.expect(list, value, "view"))
@@ -256,73 +256,14 @@ def view_of(node: Node) -> tuple[str, View] | None:
 
 def items_of(node: Node) -> list[Node] | None:
     """Return the items of an encoded list or tuple; None for any other node."""
-    tag, value = _tagged(node)
+    tag, value = tagged(node)
     return cast("list[Node]", value) if tag in (None, "tuple") and isinstance(value, list) else None
 
 
 def ranks_of(node: Node) -> dict[str, Node] | None:
     """Return the nodes of an encoded `PerRank` by rank; None for any other node."""
-    tag, value = _tagged(node)
+    tag, value = tagged(node)
     return cast("dict[str, Node]", value) if tag == "per_rank" and isinstance(value, dict) else None
-
-
-class Replaced(NamedTuple):
-    """A view on one rank, in whose place the tree of the group has a tensor that another rank stores."""
-
-    path: StatePath
-    rank: int
-    view: View
-    base: str
-    """The tensor whose memory the view is in."""
-    name: str
-    """The tensor in its place."""
-
-
-def merge(nodes: Sequence[Node], replaced: list[Replaced]) -> Node:
-    """Return the tree of a group from those of its ranks: dicts hold the keys of all, `PerRank` the values of all.
-
-    Where something is a view on one rank and a tensor on another, it is the tensor; the view is added to `replaced`.
-    """
-    return nodes[0] if all(node == nodes[0] for node in nodes) else _merge(list(enumerate(nodes)), (), replaced)
-
-
-def _merge(nodes: list[tuple[int, Node]], path: StatePath, replaced: list[Replaced]) -> Node:
-    rank, first = nodes[0]
-    fields = [fields_of(node) for _, node in nodes]
-    if all(f is not None for f in fields):
-        found = cast("list[dict[str | int, Node]]", fields)
-        keys = dict.fromkeys(key for f in found for key in f)
-        merged = {
-            key: _merge(
-                [(r, f[key]) for (r, _), f in zip(nodes, found, strict=True) if key in f], (*path, key), replaced
-            )
-            for key in keys
-        }
-        return {"dict": merged} if all(isinstance(key, str) for key in merged) else {"items": list(merged.items())}
-    lists = [items_of(node) for _, node in nodes]
-    if all(items is not None and lists[0] is not None and len(items) == len(lists[0]) for items in lists):
-        columns = zip(*cast("list[list[Node]]", lists), strict=True)
-        ranks = [r for r, _ in nodes]
-        merged_items = [
-            _merge(list(zip(ranks, column, strict=True)), (*path, i), replaced) for i, column in enumerate(columns)
-        ]
-        return merged_items if isinstance(first, list) else {"tuple": merged_items}
-    own = [ranks_of(node) for _, node in nodes]
-    if all(found is not None for found in own):
-        return {"per_rank": {key: value for found in own for key, value in (found or {}).items()}}
-    views = {r: view for r, node in nodes if (view := view_of(node)) is not None}
-    others = [(r, node) for r, node in nodes if r not in views]
-    if views and others and _tagged(others[0][1])[0] == "tensor":
-        nodes = others
-        rank, first = nodes[0]
-        replaced += [Replaced(path, r, view, base, first["tensor"]) for r, (base, view) in views.items()]
-    for other_rank, other in nodes[1:]:
-        if other != first:
-            raise ValueError(
-                f"{describe(path)} is {str(first)[:60]} on rank {rank} and {str(other)[:60]} on rank {other_rank}; "
-                "wrap what each rank has of its own in PerRank"
-            )
-    return first
 
 
 def references(node: Node) -> Iterator[str]:

@@ -14,8 +14,9 @@ from gcore_ckpt.errors import CheckpointWriteError, LostRankError
 from gcore_ckpt.format.boxes import BLOCK_BYTES, FileLayout, HeldBox, checksum, digest, lay_out_file
 from gcore_ckpt.format.columns import Tensors
 from gcore_ckpt.format.index import decode_index, encode_index
+from gcore_ckpt.format.merging import Replaced, merge
 from gcore_ckpt.format.stored import DataFile, Index, StoredShard
-from gcore_ckpt.format.tree import Node, Replaced, describe, merge, references
+from gcore_ckpt.format.tree import Node, describe, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage, step_name
