@@ -162,7 +162,8 @@ def put_states_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         self: Stager, files: Sequence[FileLayout], holdings: Holdings, working: Working
     ) -> Iterator[StagedFile]:
         data = tuple(x.as_subclass(OnCuda) if isinstance(x, torch.Tensor) else x for x in holdings.data)
-        return stage(self, files, holdings._replace(data=data), working)
+        devices = frozenset(x.device for x in data if isinstance(x, torch.Tensor))
+        return stage(self, files, holdings._replace(data=data, devices=devices), working)
 
     monkeypatch.setattr(Stager, "stage", stage_from_cuda)
 

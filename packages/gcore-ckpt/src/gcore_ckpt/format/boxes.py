@@ -6,10 +6,12 @@ first byte is copied: memory is staged as it will lie in the file, and a file is
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple, Self
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Self, TypeAlias
 
 import xxhash
 
@@ -195,17 +197,21 @@ def block_count(size_bytes: int, block_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A data file before it has data: its header and the places of its boxes, in columns.
+    """A data file before it has data: the places of its header and its boxes, in columns.
 
     Box `held[i]` is a part of box `numbers[i]` of the rank, in the bytes from `offsets[i]` to `offsets[i + 1]` of the
     file. `runs` are the boxes again, in order: in one range those that are small, adjacent and of one element type.
     """
 
-    header: bytes
     numbers: Sequence[int]
     held: Sequence[HeldBox]
     offsets: Sequence[int]
     runs: Sequence[range]
+
+    @cached_property
+    def header(self) -> bytes:
+        """All that precedes the data; made when it is written, which no caller of a save waits for."""
+        return safetensors_header(self.held, self.offsets[0])
 
     @property
     def size_bytes(self) -> int:
@@ -219,86 +225,111 @@ def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> 
     widest elements come first, so that all are aligned. A box that is larger than a file may be (its header not
     counted) is cut across its outermost dimension.
     """
-    by_dtype: dict[str, list[int]] = {}
-    for number, held in boxes.items():
-        by_dtype.setdefault(held.dtype, []).append(number)
-    sizes = dict(zip(boxes, _sizes(boxes.values()), strict=True))
-    full_bytes = max(_FILE_BYTES, sum(sizes.values()) // _MAX_FILES)
+    dtypes = sorted({held.dtype for held in boxes.values()}, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype))
+    rank_of = {dtype: rank for rank, dtype in enumerate(dtypes)}
+    numbers = sorted(boxes, key=lambda number: rank_of[boxes[number].dtype]) if len(dtypes) > 1 else [*boxes]
+    parts = [boxes[number] for number in numbers]
+    sizes = _sizes(_kinds(parts))
+    full_bytes = max(_FILE_BYTES, sum(sizes) // _MAX_FILES)
     if max_file_bytes is not None:
         full_bytes = min(full_bytes, max_file_bytes)
-    files: list[FileLayout] = []
-    numbers, parts, used_bytes = list[int](), list[HeldBox](), 0
-
-    def add(number: int, held: HeldBox, size_bytes: int) -> None:
-        nonlocal numbers, parts, used_bytes
-        if numbers and used_bytes + size_bytes > full_bytes:
-            files.append(lay_out_file(numbers, parts))
-            numbers, parts, used_bytes = [], [], 0
-        numbers.append(number)
-        parts.append(held)
+        cut = [(number, part) for number in numbers for part in _cut(boxes[number], max_file_bytes)]
+        numbers, parts = [number for number, _ in cut], [part for _, part in cut]
+        sizes = _sizes(_kinds(parts))
+    firsts, used_bytes = [0], 0
+    for i, size_bytes in enumerate(sizes if sum(sizes) > full_bytes else ()):
+        if i > firsts[-1] and used_bytes + size_bytes > full_bytes:
+            firsts.append(i)
+            used_bytes = 0
         used_bytes += size_bytes
-
-    for dtype in sorted(by_dtype, key=lambda dtype: (-DTYPES[dtype].size_bytes, dtype)):
-        for number in by_dtype[dtype]:
-            held = boxes[number]
-            if max_file_bytes is None or sizes[number] <= max_file_bytes:
-                add(number, held, sizes[number])
-                continue
-            for box in held.box.split(max_file_bytes // DTYPES[dtype].size_bytes):
-                part = held._replace(box=box)
-                add(number, part, part.size_bytes)
-    return [*files, lay_out_file(numbers, parts)] if numbers else files
+    spans = pairwise([*firsts, len(parts)])
+    return [lay_out_file(numbers[first:stop], parts[first:stop]) for first, stop in spans if parts]
 
 
-def _sizes(boxes: Iterable[HeldBox]) -> list[int]:
-    """Return the sizes of boxes in bytes; many are of the same type and shape."""
-    known: dict[tuple[str, tuple[int, ...]], int] = {}
-    sizes: list[int] = []
-    for held in boxes:
-        kind = held.dtype, held.box.shape
-        if kind not in known:
-            known[kind] = held.size_bytes
-        sizes.append(known[kind])
-    return sizes
+def _cut(held: HeldBox, max_bytes: int) -> Iterator[HeldBox]:
+    if held.size_bytes <= max_bytes:
+        yield held
+        return
+    for box in held.box.split(max_bytes // DTYPES[held.dtype].size_bytes):
+        yield held._replace(box=box)
+
+
+_Kind: TypeAlias = tuple[str, tuple[int, ...]]  # element type and shape, of which many boxes have the same
+
+
+def _kinds(boxes: Iterable[HeldBox]) -> list[_Kind]:
+    return [(dtype, box.shape) for _, dtype, _, box in boxes]
+
+
+def _sizes(kinds: Sequence[_Kind]) -> list[int]:
+    """Return the sizes of boxes in bytes."""
+    known = {(dtype, shape): math.prod(shape) * DTYPES[dtype].size_bytes for dtype, shape in {*kinds}}
+    return [known[kind] for kind in kinds]
 
 
 def lay_out_file(numbers: Sequence[int], held: Sequence[HeldBox]) -> FileLayout:
     """Place boxes in one data file, in their order."""
-    sizes = _sizes(held)
-    header = safetensors_header(held, sizes)
+    kinds = _kinds(held)
+    sizes = _sizes(kinds)
     runs: list[range] = []
     start, dtype, joint_bytes = 0, held[0].dtype, 0
-    for i, (box, size_bytes) in enumerate(zip(held, sizes, strict=True)):
+    for i, ((other, _), size_bytes) in enumerate(zip(kinds, sizes, strict=True)):
         joint_bytes += size_bytes
-        if i > start and not (box.dtype == dtype and size_bytes < SMALL_BYTES and joint_bytes <= JOINT_BYTES):
+        if i > start and not (other == dtype and size_bytes < SMALL_BYTES and joint_bytes <= JOINT_BYTES):
             runs.append(range(start, i))
-            start, dtype, joint_bytes = i, box.dtype, size_bytes
+            start, dtype, joint_bytes = i, other, size_bytes
     runs.append(range(start, len(held)))
-    return FileLayout(header, numbers, held, [*accumulate(sizes, initial=len(header))], runs)
+    return FileLayout(numbers, held, [*accumulate(sizes, initial=_header_bytes(held, kinds, sum(sizes)))], runs)
 
 
-def safetensors_header(boxes: Sequence[HeldBox], sizes: Sequence[int] | None = None) -> bytes:
+_HEADER = '{"__metadata__":{"format":"pt"}'
+_ENTRY = ',%s:{%s,"data_offsets":[%s,%s]}'
+
+
+def safetensors_header(boxes: Sequence[HeldBox], size_bytes: int | None = None) -> bytes:
     """Return all that precedes the data in a safetensors file: the length, then JSON padded so that data are aligned.
 
-    A box that is a whole tensor has the tensor's name, a part is followed by its box: `weight[0:4, 0:8]`.
+    A box that is a whole tensor has the tensor's name, a part is followed by its box: `weight[0:4, 0:8]`. The header
+    is as short as it can be, or has `size_bytes`.
     """
-    names = {"__metadata__"}
-    entries = ['{"__metadata__":{"format":"pt"}']
-    types: dict[tuple[str, tuple[int, ...]], str] = {}
-    end = 0
-    for held, size_bytes in zip(boxes, sizes or _sizes(boxes), strict=True):
-        name = held.name if held.is_whole else f"{held.name}{held.box}"
-        while name in names:  # safetensors' own "__metadata__", or a tensor that is called like another's part
+    kinds = _kinds(boxes)
+    types = {kind: _safetensors_type(*kind) for kind in {*kinds}}
+    entries = [_HEADER]
+    for name, kind, span in zip(_names(boxes), kinds, pairwise(accumulate(_sizes(kinds), initial=0)), strict=True):
+        entries.append(_ENTRY % (_quoted(name), types[kind], *span))
+    header = "".join(entries).encode() + b"}"
+    length = _aligned(8 + len(header)) if size_bytes is None else size_bytes
+    return (length - 8).to_bytes(8, "little") + header.ljust(length - 8)
+
+
+def _header_bytes(boxes: Sequence[HeldBox], kinds: Sequence[_Kind], data_bytes: int) -> int:
+    """Return how long a header may have to be, without making it: as if all offsets were as long as the last one."""
+    names = _names(boxes)
+    fixed = len(_ENTRY % ('""', "", data_bytes, data_bytes)) * len(names)
+    types = sum(len(_safetensors_type(*kind)) * count for kind, count in Counter(kinds).items())
+    return _aligned(8 + len(_HEADER) + fixed + types + len(_quoted("".join(names))) - 2 + 1)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _names(boxes: Sequence[HeldBox]) -> list[str]:
+    """Return the names of boxes in a data file."""
+    names = [name if box.shape == shape else f"{name}{box}" for name, _, shape, box in boxes]
+    return names if len({"__metadata__", *names}) > len(names) else _distinct(names)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return names that differ from each other, and from the one that safetensors has for itself."""
+    taken = {"__metadata__"}
+    found: list[str] = []
+    for name in names:
+        while name in taken:  # a tensor may be called like another's part
             name += "#"
-        names.add(name)
-        kind = held.dtype, held.box.shape
-        if kind not in types:
-            types[kind] = _safetensors_type(*kind)
-        entries.append(f'{_quoted(name)}:{{{types[kind]},"data_offsets":[{end},{end + size_bytes}]}}')
-        end += size_bytes
-    header = ",".join(entries).encode() + b"}"
-    header += b" " * (-(len(header) + 8) % _ALIGNMENT_BYTES)
-    return len(header).to_bytes(8, "little") + header
+        taken.add(name)
+        found.append(name)
+    return found
 
 
 def _safetensors_type(dtype: str, shape: tuple[int, ...]) -> str:

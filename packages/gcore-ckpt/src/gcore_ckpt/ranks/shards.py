@@ -127,6 +127,8 @@ class Holdings(NamedTuple):
     tree: Node
     boxes: tuple[HeldBox, ...]
     data: tuple[torch.Tensor | NumpyArray, ...]
+    devices: frozenset[torch.device]
+    """All that the tensors are on."""
 
 
 def collect(state: State, rank: int = 0) -> Holdings:
@@ -135,7 +137,9 @@ def collect(state: State, rank: int = 0) -> Holdings:
     tree = encode(state, leaves.add, rank).node
     views = leaves.tie_views()
     kept = [i for i in range(len(leaves.boxes)) if i not in views]
-    return Holdings(tree, tuple(leaves.boxes[i] for i in kept), tuple(leaves.data[i] for i in kept))
+    data = tuple(leaves.data[i] for i in kept)
+    devices = frozenset(value.device for value in data if isinstance(value, torch.Tensor))
+    return Holdings(tree, tuple(leaves.boxes[i] for i in kept), data, devices)
 
 
 class _Leaves:

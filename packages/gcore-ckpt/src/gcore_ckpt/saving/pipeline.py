@@ -3,10 +3,12 @@
 By the plan of a save every element of every tensor is written once, replicas evenly by the ranks that hold them.
 """
 
+import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
@@ -27,6 +29,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _COPY_THREADS = min(8, os.cpu_count() or 1)
+
+
+@contextmanager
+def _collector_paused() -> Generator[None]:
+    """Pause Python's garbage collector, which would look through all that a save makes, several times as it grows."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class SavePipeline:
@@ -63,6 +77,7 @@ class SavePipeline:
         self._acquired = False
         self._newest = -1
 
+    @_collector_paused()
     def save(
         self,
         call: Call,
@@ -280,6 +295,8 @@ class SavePlanner:
 
 def assign(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
     """Return the boxes that each rank writes: one writer for each, the same bytes for all as far as that goes."""
+    if len(held) == 1 and len({box.name for box in held[0]}) == len(held[0]) and all(box.is_whole for box in held[0]):
+        return [[*range(len(held[0]))]]
     first: dict[HeldBox, tuple[int, int]] = {}  # the first rank that holds each distinct box, its number in its list
     shared: dict[HeldBox, dict[int, int]] = {}  # all of them, of boxes that several ranks hold
     for rank, boxes in enumerate(held):

@@ -108,6 +108,7 @@ class Saver:
                 name = f"data-{self._group.rank:05d}{part}.safetensors"
                 hashed = self._workers.submit(partial(_digests, file, waits=self._base is None))
                 unfinished.append((name, file, hashed))
+                file.data[: file.layout.offsets[0]] = file.layout.header
                 if self._base is None:
                     self._storage.write_file(attempt, name, [file.data])
                 if self._base is not None or file.settled.is_set():

@@ -29,7 +29,7 @@ CHUNK_BYTES = 128 << 20
 _JOB_BYTES = 16 << 20
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_device, _is_cuda, _nbytes, _ndim = map(attrgetter, ("device", "is_cuda", "nbytes", "ndim"))
+_device, _ndim = map(attrgetter, ("device", "ndim"))
 _Copy: TypeAlias = tuple[NumpyArray, NumpyArray]
 
 
@@ -58,7 +58,7 @@ class Arena:
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A data file in page-aligned host memory; `release` gives the memory back, once it is written.
+    """A data file in page-aligned host memory, but for its header; `release` gives the memory back, once it is written.
 
     `settled` is set once the caller of the save no longer waits for copies: until then, what can wait leaves memory and
     processors to them.
@@ -107,7 +107,7 @@ class Stager:
 
         copied, settled = 0, Event()
         try:
-            on_cuda = any(map(_is_cuda, [data for data in holdings.data if isinstance(data, torch.Tensor)]))
+            on_cuda = any(device.type == "cuda" for device in holdings.devices)
             with working():
                 memory = arena.reserve(starts[-1], pinned=on_cuda)
             for start, file in zip(starts, files, strict=False):
@@ -128,11 +128,10 @@ class Stager:
         copies: list[_Copy] = []
         joint: list[Callable[[], None]] = []
         streams: set[torch.cuda.Stream] = set()
-        piece[: len(file.header)] = np.frombuffer(file.header, np.uint8)
         try:
             for run in file.runs:
                 sources = [holdings.data[file.numbers[i]] for i in run]
-                if (device := _device_of_all(sources, file, run)) is not None:
+                if (device := _device_of_all(sources, file, run, holdings)) is not None:
                     target = _typed(piece, file, run)
                     job = partial(_copy_joined, target, cast("list[torch.Tensor]", sources))
                     if device.type == "cpu":
@@ -160,13 +159,18 @@ class Stager:
                 stream.synchronize()
 
 
-def _device_of_all(sources: Sequence[torch.Tensor | NumpyArray], file: FileLayout, run: range) -> torch.device | None:
+def _device_of_all(
+    sources: Sequence[torch.Tensor | NumpyArray], file: FileLayout, run: range, holdings: Holdings
+) -> torch.device | None:
     """Return the device of several tensors that are placed whole; None if they are to be copied one by one."""
     if len(run) == 1 or not {*map(type, sources)} <= _PLAIN or file.held[run.start].dtype == "complex32":
         return None  # torch warns of operations on complex32
-    devices = {*map(_device, cast("list[torch.Tensor]", sources))}
-    size_bytes = file.offsets[run.stop] - file.offsets[run.start]
-    return devices.pop() if len(devices) == 1 and sum(map(_nbytes, sources)) == size_bytes else None
+    if [holdings.boxes[file.numbers[i]] for i in run] != [file.held[i] for i in run]:
+        return None
+    devices = holdings.devices
+    if len(devices) > 1:
+        devices = {*map(_device, cast("list[torch.Tensor]", sources))}
+    return next(iter(devices)) if len(devices) == 1 else None
 
 
 def _typed(piece: NumpyArray, file: FileLayout, run: range) -> torch.Tensor:
