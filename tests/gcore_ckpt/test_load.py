@@ -10,6 +10,7 @@ import torch
 
 import gcore_ckpt
 from gcore_ckpt import Checkpointer, CheckpointMismatchError, PerRank, Shard, Shards, verify
+from gcore_ckpt.storage.local import LocalFiles
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -172,6 +173,33 @@ def test_blocks_at_the_edges_of_a_box(tmp_path: Path, size: int) -> None:
             target = torch.zeros(last - first, dtype=torch.int64)
             gcore_ckpt.load(tmp_path, {"x": Shard(global_shape=(size,), offset=(first,), tensor=target)})
             assert torch.equal(target, data[first:last])
+
+
+@pytest.mark.parametrize("shape", [(3000, 2000), (3, 2_000_003), (2, 3, 500_000), (5, 300_000, 3)])
+def test_columns_are_read_in_whole_blocks_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    data = torch.randint(0, 1000, shape, dtype=torch.int32)
+    gcore_ckpt.save(tmp_path, {"x": data})
+    reads: list[int] = []
+    read_into = LocalFiles.read_into
+
+    def read(self: LocalFiles, name: str, offset_bytes: int, buffer: memoryview) -> int:
+        reads.append(len(buffer))
+        return read_into(self, name, offset_bytes, buffer)
+
+    monkeypatch.setattr(LocalFiles, "read_into", read)
+    for dim in range(1, len(shape)):
+        for parts in (2, 64):
+            for part in data.chunk(parts, dim)[::31]:
+                offset = [0] * len(shape)
+                offset[dim] = int((part.data_ptr() - data.data_ptr()) // data.itemsize // data.stride(dim))
+                target = torch.zeros_like(part, memory_format=torch.contiguous_format)
+                reads.clear()
+                gcore_ckpt.load(tmp_path, {"x": Shard(global_shape=shape, offset=tuple(offset), tensor=target)})
+                assert torch.equal(target, part)
+                assert max(reads) <= 4 << 20, "memory of one block for each thread, however many ranks share a tensor"
+                assert sum(reads) <= data.nbytes + 1000, "the header and each block at most once"
 
 
 def test_chunked_staging_saves_the_same_with_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,9 @@ SMALL_BYTES = 64 << 10
 JOINT_BYTES = 1 << 20
 """Largest size of what is copied or read together; it fits into a processor's cache."""
 
+MAX_ITEM_BYTES = 16
+"""Size of the widest elements; sizes are powers of two."""
+
 _ALIGNMENT_BYTES = 64
 _FILE_BYTES = 256 << 20
 _MAX_FILES = 16
@@ -125,6 +128,28 @@ class Box(NamedTuple):
         first, last = self.flat_span(shape)
         return last - first == self.size
 
+    def within(self, shape: Sequence[int], first: int, last: int) -> Iterator["Box"]:
+        """Yield boxes of what lies from element `first` up to `last` of a row-major tensor of `shape`."""
+        begin, end = self.flat_span(shape)
+        if first <= begin and end <= last:
+            yield self
+        elif begin < last and first < end:
+            dim = next(dim for dim, extent in enumerate(self.shape) if extent > 1)
+            step = math.prod(shape[dim + 1 :])
+            size = end - begin - (self.shape[dim] - 1) * step  # of the span of each row
+            rows = range(max(0, -((begin + size - 1 - first) // step)), min(self.shape[dim], -((begin - last) // step)))
+            whole = range(max(0, -((begin - first) // step)), min(self.shape[dim], (last - size - begin) // step + 1))
+            for row in rows:
+                if row not in whole:
+                    yield from self._rows(dim, row, row + 1).within(shape, first, last)
+                elif row == whole.start:
+                    yield self._rows(dim, whole.start, whole.stop)
+
+    def _rows(self, dim: int, start: int, stop: int) -> "Box":
+        """Return a part of the box, its indices from `start` up to `stop` in one dimension."""
+        starts = (*self.start[:dim], self.start[dim] + start, *self.start[dim + 1 :])
+        return Box(starts, (*self.shape[:dim], stop - start, *self.shape[dim + 1 :]))
+
     def split(self, max_size: int) -> Iterator["Box"]:
         """Yield parts of at most `max_size` elements (but at least one), cut across the outermost dimensions."""
         if self.size <= max(1, max_size):
@@ -133,9 +158,7 @@ class Box(NamedTuple):
         dim = next(dim for dim, extent in enumerate(self.shape) if extent > 1)
         rows = max(1, max_size // (self.size // self.shape[dim]))
         for first in range(0, self.shape[dim], rows):
-            extent = min(rows, self.shape[dim] - first)
-            start = (*self.start[:dim], self.start[dim] + first, *self.start[dim + 1 :])
-            yield from Box(start, (*self.shape[:dim], extent, *self.shape[dim + 1 :])).split(max_size)
+            yield from self._rows(dim, first, min(first + rows, self.shape[dim])).split(max_size)
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(self.start, self.stop, strict=True))}]"
@@ -221,7 +244,7 @@ class FileLayout:
 def lay_out(boxes: Mapping[int, HeldBox], max_file_bytes: int | None = None) -> list[FileLayout]:
     """Place numbered boxes in data files without gaps, as safetensors demands.
 
-    There are several files where there is much to write, so that the first is written while the next is copied. The
+    There are several files where there is much to write, so that an incremental save can link some of them. The
     widest elements come first, so that all are aligned. A box that is larger than a file may be (its header not
     counted) is cut across its outermost dimension.
     """

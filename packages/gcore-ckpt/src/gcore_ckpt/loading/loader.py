@@ -1,6 +1,7 @@
 """Turns an open step into a state: a fresh one, or a template whose memory is filled, from any saved sharding."""
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch._utils import _unflatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
 
-from gcore_ckpt.format.boxes import DTYPES, Box
+from gcore_ckpt.format.boxes import DTYPES, Box, block_count
 from gcore_ckpt.format.stored import StoredShard
 from gcore_ckpt.format.tree import State, StatePath, View
 from gcore_ckpt.handles import LoadReport
@@ -23,8 +24,10 @@ from gcore_ckpt.threads import Workers
 
 _copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 _THREADS = 8
-_SCRATCH_BYTES = 64 << 20
+_SCRATCH_BYTES = 4 << 20
 _BATCH_BYTES = 4 << 20
+
+_local = threading.local()
 
 _SizedRead: TypeAlias = tuple[int, Callable[[], None]]  # the bytes that a call reads, and the call
 
@@ -191,9 +194,13 @@ def _reads(reader: StepReader, request: Request) -> Iterator[_SizedRead]:
             memory = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
             yield from _flat_reads(reader, request.name, shard, inside, memory)
             continue
-        for part in inside.split(_SCRATCH_BYTES // tensor.itemsize):
-            piece = target[part.relative_to(inside).slices()]
-            yield part.size * tensor.itemsize, partial(_read_strided, reader, request.name, shard, part, piece)
+        first, last = (element * tensor.itemsize for element in inside.flat_span(shard.box.shape))
+        for start, stop in pieces(shard, first, last, _SCRATCH_BYTES):
+            boxes = [*inside.within(shard.box.shape, start // tensor.itemsize, stop // tensor.itemsize)]
+            if boxes:
+                parts = [(box, target[box.relative_to(inside).slices()]) for box in boxes]
+                size_bytes = sum(box.size for box in boxes) * tensor.itemsize
+                yield size_bytes, partial(_read_strided, reader, request.name, shard, (start, stop), parts)
 
 
 def _flat_reads(
@@ -207,13 +214,25 @@ def _flat_reads(
 
 
 @torch.no_grad()
-def _read_strided(reader: StepReader, name: str, shard: StoredShard, part: Box, target: torch.Tensor) -> None:
-    """Read the bytes from the first to the last element of a part of a shard, and copy the part out of them."""
-    tensor = reader.index.tensors[name]
-    first, last = part.flat_span(shard.box.shape)
-    scratch = np.empty((last - first) * tensor.itemsize, np.uint8)
-    for _, read in _flat_reads(reader, name, shard, part, scratch.data):
-        read()
+def _read_strided(
+    reader: StepReader, name: str, shard: StoredShard, span: tuple[int, int], parts: Sequence[tuple[Box, torch.Tensor]]
+) -> None:
+    """Read a span of bytes of a shard, with the rest of its blocks, and copy boxes that lie there to their targets."""
+    tensor, block = reader.index.tensors[name], shard.block_bytes
+    start, stop = span[0] // block * block, min(block_count(span[1], block) * block, shard.size_bytes)
+    scratch = _scratch(stop - start)
+    reader.read(name, shard, start, scratch)
+    flat = np.frombuffer(scratch[span[0] - start : span[1] - start], np.uint8)
+    data = torch.from_numpy(flat).view(TORCH_DTYPES[tensor.dtype])
     strides = [math.prod(shard.box.shape[dim + 1 :]) for dim in range(len(shard.box.shape))]
-    stored = torch.from_numpy(scratch).view(TORCH_DTYPES[tensor.dtype]).as_strided(part.shape, strides)
-    target.copy_(stored)
+    for box, target in parts:
+        offset = box.flat_span(shard.box.shape)[0] - span[0] // tensor.itemsize
+        target.copy_(data.as_strided(box.shape, strides, offset))
+
+
+def _scratch(size_bytes: int) -> memoryview:
+    """Return memory of this thread, the same each time: new memory would take longer than what is done to it."""
+    memory = getattr(_local, "memory", b"")
+    if len(memory) < size_bytes:
+        memory = _local.memory = bytearray(size_bytes)
+    return memoryview(memory)[:size_bytes]

@@ -10,7 +10,16 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import tree, validation
-from gcore_ckpt.format.boxes import DIGITS, DTYPES, JOINT_BYTES, SMALL_BYTES, block_count, checksum, digest
+from gcore_ckpt.format.boxes import (
+    DIGITS,
+    DTYPES,
+    JOINT_BYTES,
+    MAX_ITEM_BYTES,
+    SMALL_BYTES,
+    block_count,
+    checksum,
+    digest,
+)
 from gcore_ckpt.format.index import decode_index
 from gcore_ckpt.format.stored import DataFile, Index, StoredShard, StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath, View
@@ -130,9 +139,9 @@ class SmallShards:
             yield size_bytes, run
 
 
-def pieces(shard: StoredShard, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes `start` to `stop` of a shard between blocks into pieces of about the size that is best to read."""
-    step = max(1, _READ_BYTES // shard.block_bytes) * shard.block_bytes
+def pieces(shard: StoredShard, start: int, stop: int, size_bytes: int = _READ_BYTES) -> Iterator[tuple[int, int]]:
+    """Cut bytes `start` to `stop` of a shard between blocks, and elements, into pieces of about `size_bytes`."""
+    step = math.lcm(max(1, size_bytes // shard.block_bytes) * shard.block_bytes, MAX_ITEM_BYTES)
     while start < stop:
         end = min((start // step + 1) * step, stop)
         yield start, end

@@ -1,7 +1,6 @@
 """Writes one step, in the background: every rank its files, then the root the index and the commit."""
 
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from gcore_ckpt.format.tree import Node, describe, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage, step_name
-from gcore_ckpt.threads import Outcome, Workers
+from gcore_ckpt.threads import Workers
 
 _LIVE_SHARE = 0.5
 """An incremental save links an older file only while at least this share of its bytes is still in use."""
@@ -90,36 +89,25 @@ class Saver:
     ) -> None:
         """Write the files while they are hashed; those of an incremental save after that, as far as they are new."""
         files = iter(staged)
-        unfinished: deque[tuple[str, StagedFile, Outcome[list[str]]]] = deque()
-
-        def finish() -> None:
-            while unfinished:
-                name, file, hashed = unfinished[0]
-                if self._base is None:
-                    self._add_file(report, name, file.layout, hashed.result())
-                else:
-                    self._write_changed(attempt, name, report, file, hashed.result(), self._base)
-                unfinished.popleft()[1].release()
-                advance(file.layout.size_bytes)
-
         try:
             for number, file in enumerate(files):
                 part = f"-{number:05d}" if number else ""
                 name = f"data-{self._group.rank:05d}{part}.safetensors"
-                hashed = self._workers.submit(partial(_digests, file, waits=self._base is None))
-                unfinished.append((name, file, hashed))
-                file.data[: file.layout.offsets[0]] = file.layout.header
-                if self._base is None:
-                    self._storage.write_file(attempt, name, [file.data])
-                if self._base is not None or file.settled.is_set():
-                    finish()
-            finish()
+                hashed = self._workers.submit(partial(_digests, file))
+                try:
+                    file.data[: file.layout.offsets[0]] = file.layout.header
+                    if self._base is None:
+                        self._storage.write_file(attempt, name, [file.data])
+                        self._add_file(report, name, file.layout, hashed.result())
+                    else:
+                        self._write_changed(attempt, name, report, file, hashed.result(), self._base)
+                finally:
+                    hashed.wait()  # it reads the memory
+                    file.release()
+                advance(file.layout.size_bytes)
         except Exception as error:  # reported to all ranks; nothing is swallowed
             report.error = str(error) or repr(error)
             _release_rest(files)
-            for _, file, hashed in unfinished:
-                hashed.exception()  # it reads the memory
-                file.release()
 
     def _write_changed(
         self, attempt: str, name: str, report: _Report, file: StagedFile, digests: Sequence[str], base: _Base
@@ -184,10 +172,8 @@ class Saver:
         return CheckpointWriteError(f"saving step {step} to {self._storage} failed: {str(error) or repr(error)}")
 
 
-def _digests(file: StagedFile, *, waits: bool) -> list[str]:
-    """Return the checksums of every box of a file, one of each block; `waits` until the copies have ended."""
-    if waits:
-        file.settled.wait()
+def _digests(file: StagedFile) -> list[str]:
+    """Return the checksums of every box of a file, one of each block."""
     return [_digests_of(file.data[start:end]) for start, end in pairwise(file.layout.offsets)]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
-from threading import Event
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
@@ -58,15 +57,10 @@ class Arena:
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A data file in page-aligned host memory, but for its header; `release` gives the memory back, once it is written.
-
-    `settled` is set once the caller of the save no longer waits for copies: until then, what can wait leaves memory and
-    processors to them.
-    """
+    """A data file in page-aligned host memory, without its header; `release` gives the memory back after the write."""
 
     layout: FileLayout
     data: memoryview
-    settled: Event
     release: Callable[[], None]
 
 
@@ -92,7 +86,7 @@ class Stager:
     def _stage_together(
         self, files: Sequence[FileLayout], holdings: Holdings, working: Working
     ) -> Iterator[StagedFile]:
-        """Copy files into one arena; each is yielded, to be written, before the next is copied."""
+        """Copy files into one arena, and yield them once all are there: writing would slow the copies down."""
         starts = [0]
         for file in files:
             starts.append(-(-(starts[-1] + file.size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -105,22 +99,20 @@ class Stager:
             if not held:
                 self._arenas.put(arena)
 
-        copied, settled = 0, Event()
+        yielded = 0
         try:
             on_cuda = any(device.type == "cuda" for device in holdings.devices)
             with working():
                 memory = arena.reserve(starts[-1], pinned=on_cuda)
-            for start, file in zip(starts, files, strict=False):
-                piece = memory[start : start + file.size_bytes]
+            pieces = [memory[start : start + file.size_bytes] for start, file in zip(starts, files, strict=False)]
+            for file, piece in zip(files, pieces, strict=True):
                 with working():
                     self._copy(file, piece, holdings)
-                copied += 1
-                if copied == len(files):
-                    settled.set()
-                yield StagedFile(file, piece.data, settled, release)
+            for file, piece in zip(files, pieces, strict=True):
+                yielded += 1
+                yield StagedFile(file, piece.data, release)
         finally:
-            settled.set()
-            for _ in files[copied:]:
+            for _ in files[yielded:]:
                 release()
 
     @torch.no_grad()
