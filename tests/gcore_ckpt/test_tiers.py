@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def test_a_machine_lost_in_training_costs_at_most_one_step(
 
 
 def kills(rank_server: RankServer, root: Path, number: int, seed: int) -> None:
-    """Kills one rank or all, at random moments, and takes a machine away; a group on what is left and more resumes."""
+    """Ends one rank or all, at random moments, and takes a machine away; a group on what is left and more resumes."""
     rng = random.Random(seed)
     current, reached = {0, 1, 2}, 0
     for kill in range(number):
@@ -146,7 +147,7 @@ def kills(rank_server: RankServer, root: Path, number: int, seed: int) -> None:
             time.sleep(rng.uniform(0.0, 0.1))
             killed = rng.choice([[rng.randrange(size)], range(size)])
             for rank in killed:
-                pool.kill(rank)
+                pool.kill(rank, rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
             time.sleep(rng.choice([0.0, 0.2]))  # then whatever started the group kills the rest
         assert "wrong" not in log.read_text()
         assert resumed(log) >= reached - 1, f"kill {kill} has lost more than a step"

@@ -112,10 +112,10 @@ class RankPool:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
 
-    def kill(self, rank: int) -> None:
-        """`kill -9`."""
+    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """`kill -9`, or another signal that ends a rank."""
         self.alive = False
-        signal.pidfd_send_signal(self._pidfds[rank], signal.SIGKILL)
+        signal.pidfd_send_signal(self._pidfds[rank], number)
 
     def close(self) -> None:
         """Kills all ranks."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gcore_bench.ckpt.bench import check_machine, part_table, scratch_folder, small_aims, summarise_part
+from gcore_bench.ckpt.bench import aims, check_machine, part_table, scratch_folder, summarise_part
 from gcore_bench.ckpt.options import LIMITS, PARTS, CkptOptions
 from gcore_bench.ckpt.workload import is_same, plan_state
 from gcore_bench.harness.options import BenchError
@@ -64,13 +64,20 @@ def test_small_tensors_are_compared_with_torch_save() -> None:
     runs = [Run(part="small", contender=name, round=1, load=1.0, rows={name: row}) for name, row in rows.items()]
     summary = summarise_part("small", runs)
     assert summary["lines"][0]["ratios"] == {"stall": 0.05, "load_warm": 0.4, "in_place_warm": 0.2}
-    assert [line.partition(" of them")[0] for line in small_aims(summary, CkptOptions())] == [
+    assert [line.partition(" of them")[0] for line in aims(summary, CkptOptions())] == [
         "aim: the stall of a later save",
         "aim: a load",
         "aim: a load",
         "aim: their index has at most 80 bytes for each: 90 (not met)",
     ]
-    assert ["(met)" in line for line in small_aims(summary, CkptOptions())] == [True, False, True, False]
+    assert ["(met)" in line for line in aims(summary, CkptOptions())] == [True, False, True, False]
+
+
+def test_loads_are_compared_with_those_of_a_peer() -> None:
+    gcore = run("gcore", 1, gcore={"columns_cold": 2.0, "columns_warm": 1.0, "stall": 0.1})
+    found = aims(summarise_part("ranks", [gcore, run("dcp", 1, dcp={"columns_cold": 3.0})]), CkptOptions())
+    assert found == ["aim: such a load of cold files takes at most 0.5 times dcp: 0.667 (not met)"]
+    assert aims(summarise_part("ranks", [run("dcp", 1, dcp={"stall": 1.0})]), CkptOptions()) == []
 
 
 def test_the_table_shows_a_dash_for_missing_measurements() -> None:
@@ -79,8 +86,8 @@ def test_the_table_shows_a_dash_for_missing_measurements() -> None:
         console.print(part_table(summarise_part("single", RUNS), CkptOptions(rounds=2)))
     rows = [[cell.strip() for cell in line.split("│")] for line in captured.get().splitlines()]
     cells = {row[1]: row[2:-1] for row in rows if len(row) > 2}
-    assert cells["gcore"] == ["1.000", "3.000 (1.50x)", "4.500 (1.50x)", "-", "-", "-", "2"]
-    assert cells["orbax"] == ["-"] * 7
+    assert cells["gcore"] == ["1.000", "3.000 (1.50x)", "-", "4.500 (1.50x)", "-", "-", "-", "2"]
+    assert cells["orbax"] == ["-"] * 8
     assert cells["direct"][1] == "2.000 (1.00x)"
 
 

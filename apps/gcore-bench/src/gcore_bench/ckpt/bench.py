@@ -14,7 +14,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from gcore_bench.ckpt.options import INDEX_BYTES, LIMITS, PARTS, SMALL_AIMS, CkptOptions
+from gcore_bench.ckpt.options import INDEX_BYTES, LIMITS, PARTS, CkptOptions
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Spec, merge_ranks, run_children
 from gcore_bench.harness.report import Figures, Rounds, Row, Run, Session, figures_table, mb, summarise, verdict
@@ -58,7 +58,7 @@ def run(options: CkptOptions, console: Console) -> None:
                     turn.failed(str(error))
             summary = summarise_part(part, rounds.runs)
             failures = [f"{contender} failed: {failure}" for contender, failure in summary["failures"].items()]
-            lines = [*failures, *small_aims(summary, options)] if part == "small" else failures
+            lines = [*failures, *aims(summary, options)]
             session.add(part, tables=[part_table(summary, options)], lines=lines, summary=summary, runs=rounds.runs)
             has_figures = has_figures or any(line["seconds"] for line in summary["lines"])
     if not has_figures:
@@ -165,13 +165,17 @@ def part_table(summary: dict[str, Any], options: CkptOptions) -> Table:
     return shown
 
 
-def small_aims(summary: dict[str, Any], options: CkptOptions) -> list[str]:
-    """Return whether the aims for many small tensors are met, as far as there are figures."""
-    (gcore,) = (line for line in summary["lines"] if line["row"] == "gcore")
-    ratios, lines = gcore["ratios"], list[str]()
-    for metric, (what, to, most) in SMALL_AIMS.items():
-        if metric in ratios:
-            found = ratios[metric]
+def aims(summary: dict[str, Any], options: CkptOptions) -> list[str]:
+    """Return whether the aims of a part are met, as far as there are figures."""
+    rows = {line["row"]: line for line in summary["lines"]}
+    gcore: Row = rows.get("gcore") or {"seconds": {}, "ratios": {}}
+    lines = list[str]()
+    for metric, (what, to, most, row) in PARTS[summary["part"]].aims.items():
+        found: float | None = gcore["ratios"].get(metric)
+        if row:
+            seconds, peers = (rows[name]["seconds"].get(metric) if name in rows else None for name in ("gcore", row))
+            found = seconds / peers if seconds and peers else None
+        if found is not None:
             lines.append(f"aim: {what} takes at most {most:g} times {to}: {found:.3f} ({verdict(found <= most)})")
     if "index_mb" in gcore["seconds"]:
         size, most = gcore["seconds"]["index_mb"] * 1e6 / options.small_tensors, INDEX_BYTES
@@ -198,7 +202,8 @@ def notes(options: CkptOptions) -> list[str]:
         "be changed, the whole call if there is no asynchronous save. durable: until all files are synced; what "
         "a library leaves unsynced (torch.save and safetensors everything, DCP and tensorstore their folder, Orbax "
         "its metadata) the bench syncs and counts.",
-        "Cold: the files are out of the page cache; warm: they are in it. Into fresh memory, or in place. What each "
+        "After: right after the save, with what the page cache then holds. Cold: the files are out of it; warm: they "
+        "are in it. Into fresh memory, or in place. What each "
         "contender loads is compared bitwise with what it saved. (x): over the fastest limit of the column.",
         "memcpy and the reads marked huge use memory in huge pages, the other reads into fresh memory small ones.",
         "extra MB: highest resident memory of all processes while saving, less that before the first save.",

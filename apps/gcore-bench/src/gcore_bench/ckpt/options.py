@@ -3,12 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from gcore_bench.harness.options import BenchError, QuickOptions, at_least
 
 LIMITS = "limits"
 """The contender that measures memory and disk alone, in a process of its own too."""
+
+
+class Aim(NamedTuple):
+    """Highest ratio that a figure of gcore is to have."""
+
+    what: str
+    to: str
+    most: float
+    row: str = ""
+    """Contender whose figure is compared; empty: the ratio in the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +35,8 @@ class Part:
     Limits are measured in a part without such."""
     ratio_to_row: str = ""
     """Contender that ratios are taken to, in place of limits; a load in place is compared with its load."""
+    aims: Mapping[str, Aim] = field(default_factory=dict[str, Aim])
+    """Aims of gcore by metric."""
 
 
 def _seconds(*metrics: str) -> dict[str, str]:
@@ -32,11 +44,22 @@ def _seconds(*metrics: str) -> dict[str, str]:
 
 
 PARTS = {
-    "single": Part(title="one process", columns=_seconds("load_cold", "load_warm", "in_place_cold", "in_place_warm")),
+    "single": Part(
+        title="one process",
+        columns=_seconds("load_after", "load_cold", "load_warm", "in_place_cold", "in_place_warm"),
+        aims={
+            "stall": Aim("the stall of a save", "a copy of memory", 1.15),
+            "load_after": Aim("a load right after the save", "torch.load", 1.0, "torch.save"),
+        },
+    ),
     "ranks": Part(
         title="several ranks",
         contenders=("gcore", "dcp", "dcp-async-thread"),
         columns=_seconds("rows_cold", "rows_warm", "columns_cold", "columns_warm"),
+        aims={
+            "columns_warm": Aim("a load of columns of what was saved by rows", "dcp", 1.0, "dcp"),
+            "columns_cold": Aim("such a load of cold files", "dcp", 0.5, "dcp"),
+        },
     ),
     "loop": Part(
         title="training steps",
@@ -60,18 +83,17 @@ PARTS = {
             "index_mb": "index MB",
         },
         ratio_to_row="torch.save",
+        aims={
+            "first_stall": Aim("the stall of the first save of many small tensors", "torch.save", 0.1),
+            "stall": Aim("the stall of a later save of them", "torch.save", 0.1),
+            "load_warm": Aim("a load of them", "torch.load", 0.3),
+            "in_place_warm": Aim("a load of them into a template", "torch.load", 0.3),
+        },
     ),
 }
 
-SMALL_AIMS = {
-    "first_stall": ("the stall of the first save of many small tensors", "torch.save", 0.1),
-    "stall": ("the stall of a later save of them", "torch.save", 0.1),
-    "load_warm": ("a load of them", "torch.load", 0.3),
-    "in_place_warm": ("a load of them into a template", "torch.load", 0.3),
-}
-"""Aims of gcore in the part small by metric: what is compared with what, and the highest ratio."""
 INDEX_BYTES = 80
-"""Highest size of the index for each of these tensors."""
+"""Highest size of the index for each tensor of the part small."""
 
 ContenderName = Literal[
     "gcore",

@@ -5,7 +5,7 @@ In the part ranks, processes save their shards (DTensors), and half as many load
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,8 @@ def run(spec: Spec) -> dict[str, Any]:
             else:
                 seconds, figures = _measured_saves(spec, contender, root, state)
             if spec.part == "single":
-                seconds |= load_seconds(make, "load", partial(_load_fresh, contender, state))
+                times = {"after": lambda _: None, **TEMPERATURES}
+                seconds |= load_seconds(make, "load", partial(_load_fresh, contender, state), times)
                 if contender.load_into is not None:
                     seconds |= load_seconds(make, "in_place", contender.load_into)
         contender.close()
@@ -125,10 +126,11 @@ def _load_seconds(
     make: Callable[[TensorPlan], torch.Tensor],
     way: str,
     load: Callable[[Path, State], object],
+    times: Mapping[str, Callable[[Path], object]] = TEMPERATURES,
 ) -> Figures:
-    """Load cold and warm files, into fresh memory or into zeros, and check this rank's part of every tensor."""
+    """Load at each of the `times`, into fresh memory or into zeros, and check this rank's part of every tensor."""
     seconds: Figures = {}
-    for temperature, prepare in TEMPERATURES.items():
+    for temperature, prepare in times.items():
         loaded: State = {}
         if way != "load":
             loaded |= {plan.name: torch.zeros_like(make(plan)) for plan in plans}
