@@ -32,7 +32,7 @@ _NAMES: dict[object, str] = {
 }
 _TAGS = {torch.Tensor: "tensor", torch.nn.Parameter: "tensor", np.ndarray: "array"}
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
-_kind_of_tensor = attrgetter("dtype", "shape", "layout", "device")
+_kind_of_tensor = attrgetter("dtype", "shape", "device")
 _kind_of_array = attrgetter("dtype", "shape")
 _new: Callable[[tuple[Any, ...]], HeldBox] = partial(tuple.__new__, HeldBox)  # in half the time of HeldBox(...)
 
@@ -84,7 +84,7 @@ def collect_plain(state: State, rank: int = 0, known: Sequence[HeldBox] = ()) ->
     try:
         tree = encoded(state, "state", 0)
         return _holdings(tree, names, data, known)
-    except (_NotPlainError, RuntimeError):  # a nested tensor has no shape
+    except (_NotPlainError, RuntimeError):  # a nested tensor has no shape, a sparse one no address
         return None
 
 
@@ -111,11 +111,11 @@ def _holdings(
     types: dict[tuple[Any, ...], tuple[str, tuple[int, ...], Box]] = {}
     devices: set[torch.device] = set()
     for kind in {*kinds}:
-        dtype, shape, *place = kind
-        if dtype not in _NAMES or (place and (place[0] != torch.strided or place[1].type == "meta")):
+        dtype, shape, *on = kind
+        if dtype not in _NAMES or any(device.type == "meta" for device in on):
             return None
         types[kind] = _NAMES[dtype], tuple(shape), Box.whole(shape)
-        devices.update(place[1:])
+        devices.update(on)
     sizes = {kind: box.size * DTYPES[dtype].size_bytes for kind, (dtype, _, box) in types.items()}
     if _overlap(data, [sizes[kind] for kind in kinds]):
         return None
