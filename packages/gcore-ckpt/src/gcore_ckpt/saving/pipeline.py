@@ -33,7 +33,7 @@ _COPY_THREADS = min(8, os.cpu_count() or 1)
 
 @contextmanager
 def _collector_paused() -> Generator[None]:
-    """Pause Python's garbage collector, which would look through all that a save makes, several times as it grows."""
+    """Pause Python's garbage collector, which would look through all that a plan makes, several times as it grows."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -77,7 +77,6 @@ class SavePipeline:
         self._acquired = False
         self._newest = -1
 
-    @_collector_paused()
     def save(
         self,
         call: Call,
@@ -109,7 +108,8 @@ class SavePipeline:
 
         staged: SimpleQueue[StagedFile | Exception | None] = SimpleQueue()
         try:
-            files = self._planner.plan(step, prepare)
+            with _collector_paused():
+                files = self._planner.plan(step, prepare)
             self._newest = max(self._newest, step)
             report.size_bytes = sum(file.size_bytes for file in files)
             planned_s = time.perf_counter()
