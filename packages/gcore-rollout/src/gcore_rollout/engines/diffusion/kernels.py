@@ -145,8 +145,8 @@ class FlowCPS(_NoisyFlow):
     noise_level: float = 0.7
     """The eta of the formula, in (0, 1]."""
     normalized: bool = False
-    """Whether log-probabilities are the Gaussian's own. If not, they are the negative squared error, as in the published
-    code, to which its clip ranges belong: std falls with the level, and ratios of the densities grow by 1 / 2 std^2."""
+    """True: log-probabilities are the Gaussian's own, whose ratios grow without bound as std falls with the level;
+    False: they are the negative squared error, as in the published code, and its clip ranges hold."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
