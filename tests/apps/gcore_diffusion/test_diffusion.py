@@ -147,10 +147,12 @@ def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["flow_grpo", "grpo_guard"])
-def test_a_sampler_of_another_type_leaves_the_first_update_on_policy(
-    cli: Cli, own_args: list[str], algorithm: str
+@pytest.mark.parametrize("trainers_type", ["float32", "bfloat16"])
+def test_after_a_sampler_in_bfloat16_the_first_update_is_on_policy(
+    cli: Cli, own_args: list[str], algorithm: str, trainers_type: str
 ) -> None:
     args = [*own_args, "--algorithm.name", algorithm, "--rollout.dtype", "bfloat16", "--actor.num-updates", "1"]
+    args += ["--actor.dtype", trainers_type]
     cli.ok(*args, "--name", "auto")
     cli.ok(*args, "--name", "rollout", "--algorithm.old-log-probs", "rollout")
     rows, others = (step_rows(cli.cwd / "runs" / name) for name in ("auto", "rollout"))
@@ -203,7 +205,7 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
 @pytest.mark.slow
 def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str]) -> None:
     """Two ranks share the parameters."""
-    args = [*own_args, "--actor.loss.kl-loss-coef", "0.1"]
+    args = [*own_args, "--actor.loss.kl-loss-coef", "0.1", "--algorithm.old-log-probs", "trainer"]
     cli.ok(*args, "--name", "one")
     cli.ok(*args, "--trainer.num-processes", "2", "--rollout.colocated", "true", "--name", "ranks")
     assert_alike(cli.cwd / "runs/ranks", cli.cwd / "runs/one", 2e-3)
@@ -216,7 +218,7 @@ def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> 
     args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
     args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "100", "--actor.optim.lr", "1e-4"]
     # Adapters alone are sent: an engine that is replaced gets the frozen weights with them.
-    args = [*args, "--actor.lora-rank", "2"]
+    args = [*args, "--actor.lora-rank", "2", "--algorithm.old-log-probs", "trainer"]
     cli.ok(*args, "--name", "one")
     options = ["--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2", "--rollout.colocated", "true"]
     command = cli.start(*args, *options, "--ray.weight-sync", "delta")

@@ -209,7 +209,7 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     old_log_probs: Literal["auto", "rollout", "trainer"] = "auto"
     """Denominator of the ratio: the engine's own log-probs (rollout), or the trainer's before its first update of the
     step (trainer), which costs a forward pass for each recorded step and makes the first update's ratios 1; auto:
-    trainer where rollout.dtype is not actor.dtype."""
+    trainer unless rollout.dtype and actor.dtype are float32."""
     reward_gradient_steps: Count = 1
     """Last steps of sampling that reward_gradient goes back through."""
 

@@ -149,8 +149,9 @@ def has_reference_pass(config: DiffusionConfig) -> bool:
 def has_old_pass(config: DiffusionConfig) -> bool:
     """Return whether the trainer computes the old log-probs and means, before the first update of a step."""
     setting = config.algorithm.old_log_probs
-    is_mixed = config.rollout.dtype != config.actor.dtype
-    return config.algorithm.name not in NOISELESS and (setting == "trainer" or (setting == "auto" and is_mixed))
+    # Engines have weights of their type, the trainer has float32 ones: two in bfloat16 differ, too.
+    is_rounded = (config.rollout.dtype, config.actor.dtype) != ("float32", "float32")
+    return config.algorithm.name not in NOISELESS and (setting == "trainer" or (setting == "auto" and is_rounded))
 
 
 def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> ImageSampling:
