@@ -15,7 +15,7 @@ class DenoisingPolicyConfig(Checked):
     clip_ratio: Annotated[float, Bound(lambda v: 0 < v < 1, "a number in (0, 1)")] = 1e-4
     """The ratio is clipped to 1 +- clip_ratio. It is of a mean over the latents' dimensions, which is why it is small:
     1e-3 to 1e-2 for very small images. Published for 512 pixels and more: 1e-4 (Flow-GRPO, MixGRPO) and 1e-5
-    (Flow-GRPO-Fast) with flow_sde, 1e-4 with dance_sde, 1e-5 with cps, 2e-6 to 4e-6 with loss_mode guard."""
+    (Flow-GRPO-Fast) with flow_sde, 1e-4 with dance_sde, 1e-4 to 1e-5 with cps, 2e-6 to 4e-6 with loss_mode guard."""
     kl_loss_coef: NotNegative = 0.0
     """Weight of the KL divergence to the reference, whose form is ``kl_loss_type``; 0 needs no reference."""
     kl_loss_type: Literal["gaussian", "flow_grpo"] = "gaussian"
