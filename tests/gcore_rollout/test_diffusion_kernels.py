@@ -28,9 +28,8 @@ def latents(seed: int, count: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def flow_sde(x: Any, v: Any, s: float, s_next: float, a: float) -> tuple[Any, float]:
-    below_one = s_next if s >= 1 else s
-    g2 = a * a * s / (1 - below_one)
-    dt = s_next - s
+    dt, to_one = s_next - s, 1 - s
+    g2 = a * a * s / (to_one if 4 * to_one >= -dt else 1 - s_next - 4 * to_one)
     mean = x + (v + g2 / (2 * s) * (x + (1 - s) * v)) * dt
     return mean, math.sqrt(-g2 * dt)
 
@@ -49,7 +48,7 @@ def flow_cps(x: Any, v: Any, s: float, s_next: float, a: float) -> tuple[Any, fl
 FORMULAS: dict[str, tuple[Callable[[float], Kernel], Callable[..., tuple[Any, float]]]] = {
     "flow-grpo": (lambda a: FlowSDE(noise_level=a), flow_sde),
     "dance": (lambda a: DanceSDE(noise_level=a), dance_sde),
-    "cps": (lambda a: FlowCPS(noise_level=a), flow_cps),
+    "cps": (lambda a: FlowCPS(noise_level=a, normalized=True), flow_cps),
 }
 
 
@@ -69,6 +68,76 @@ def test_steps_are_the_papers_in_float64(name: str, level: float, share: float, 
     normal = torch.distributions.Normal(found.mean.double(), found.std.double())
     expected = normal.log_prob(drawn.double()).flatten(1).mean(1)
     torch.testing.assert_close(found.log_prob(drawn).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(level=levels, share=st.floats(min_value=0.1, max_value=0.95), a=noise_levels, seed=st.integers(0, 99))
+def test_cps_by_default_has_the_published_log_prob(level: float, share: float, a: float, seed: int) -> None:
+    """The squared error alone, of the same steps."""
+    x, v = latents(seed)
+    arguments = v, x, scalar(level), scalar(level * share)
+    found, density = (FlowCPS(noise_level=a, normalized=normalized)(*arguments) for normalized in (False, True))
+    mean, std = found
+    assert torch.equal(mean, density.mean)
+    assert torch.equal(std, density.std)
+    drawn = mean + std * latents(seed + 1)[0]
+    errors = (drawn.double() - mean.double()).square().flatten(1)
+    expected = torch.tensor([-sum(error) / len(error) for error in errors.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(found.log_prob(drawn).double(), expected, rtol=1e-5, atol=1e-9)
+
+
+def test_ratios_of_cps_do_not_grow_as_its_noise_falls() -> None:
+    """Of a policy whose output changed by 1 %, at each step of a sampler."""
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(10)
+    x, v = latents(0, count=64)
+
+    def deviations(kernel: Kernel) -> list[float]:
+        found: list[float] = []
+        for level, next_level in pairwise(scheduler.sigmas[:-1]):
+            old, new = (kernel(output, x, level, next_level) for output in (v, 1.01 * v))
+            drawn = old.mean + old.std * latents(1, count=64)[0]
+            found.append(float((torch.exp(new.log_prob(drawn) - old.log_prob(drawn)) - 1).abs().mean()))
+        return found
+
+    published, density = deviations(FlowCPS()), deviations(FlowCPS(normalized=True))
+    assert published[-1] < 3e-4
+    assert max(published) < max(deviations(FlowSDE()))
+    assert density[-1] > 100 * published[-1]
+
+
+def published_std(s: float, s_next: float, a: float) -> float:
+    """Flow-GRPO's code's, in float64."""
+    return a * math.sqrt(s / (1 - (s_next if s == 1 else s)) * (s - s_next))
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
+@pytest.mark.parametrize("num_steps", [4, 6, 10, 28, 50])
+def test_noise_of_flow_sde_is_the_published_at_levels_of_samplers(shift: float, num_steps: int) -> None:
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(num_steps)
+    x, v = latents(0)
+    assert scheduler.sigmas[0] == 1.0
+    for level, next_level in pairwise(scheduler.sigmas):
+        found = FlowSDE(noise_level=0.7)(v, x, level, next_level)
+        assert float(found.std[0]) == pytest.approx(published_std(float(level), float(next_level), 0.7), rel=1e-4)
+
+
+@given(to_one=st.floats(0.0, 0.2), step=st.floats(0.02, 0.8), a=noise_levels)
+def test_noise_of_flow_sde_is_bounded_and_continuous_below_one(to_one: float, step: float, a: float) -> None:
+    x, v = latents(0)
+    near = 1e-5
+    stds: list[float] = []
+    for s in (1 - to_one, 1 - to_one - near):
+        found = FlowSDE(noise_level=a)(v, x, scalar(s), scalar(1 - to_one - step))
+        assert found.mean.isfinite().all()
+        assert float(found.std[0]) <= 2 * a * math.sqrt(s) * 1.001
+        stds.append(float(found.std[0]))
+    # The denominator is at least a quarter of a step, and changes at most four times as fast as the level.
+    assert stds[1] == pytest.approx(stds[0], rel=16 * near / step + 1e-3)
+    at_one = FlowSDE(noise_level=a)(v, x, scalar(1.0), scalar(1 - step))
+    just_below = FlowSDE(noise_level=a)(v, x, scalar(1 - 1e-6), scalar(1 - step))
+    torch.testing.assert_close(just_below.std, at_one.std, rtol=1e-3, atol=0)
+    torch.testing.assert_close(just_below.mean, at_one.mean, rtol=1e-3, atol=1e-3)
 
 
 def test_without_noise_a_step_is_diffusers_own() -> None:

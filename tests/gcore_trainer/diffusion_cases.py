@@ -1,6 +1,7 @@
 """What the ranks do in `test_diffusion_ranks.py`: `DiffusionTrainer` sharded by FSDP2 over the first ranks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import diffusers.models.transformers.transformer_sd3
@@ -9,12 +10,15 @@ from rank import Rank
 
 from gcore_trainer import (
     Denoiser,
+    DenoisingPolicyConfig,
+    DenoisingPolicyObjective,
     DiffusionMicroBatch,
     DiffusionObjective,
     DiffusionTrainer,
     LoRAConfig,
     OptimizerConfig,
     ParallelConfig,
+    StepScores,
     TorchParallel,
 )
 
@@ -34,6 +38,31 @@ def train_images(
     """Metrics of each step, the weights in the end, and their average. `steps` holds each replica's micro-batches."""
     del rank
     return trained(path, objective, steps, lora, parallel=TorchParallel.join(ParallelConfig()))
+
+
+def score_images(rank: Rank, path: str, parts: Sequence[Sequence[DiffusionMicroBatch]]) -> list[list[StepScores]]:
+    """Scores of this rank's micro-batches, under a sharded policy."""
+    del rank
+    objective = DenoisingPolicyObjective(DenoisingPolicyConfig(), kernel)
+    options: dict[str, Any] = {"optimizer": OptimizerConfig(), "objective": objective}
+    trainer = DiffusionTrainer(Denoiser.from_pretrained(path), parallel=TorchParallel.join(ParallelConfig()), **options)
+    return trainer.score_steps(parts[trainer.data_parallel_rank], kernel)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A Gaussian of a fixed std."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
+        return -((next_latents - self.mean) ** 2).flatten(1).mean(1)
+
+
+def kernel(output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor) -> Step:
+    dt = (next_level - level).reshape(-1, 1, 1, 1)
+    return Step(latents + output * dt, 0.3 * torch.sqrt(-dt))
 
 
 def trained(

@@ -1,13 +1,16 @@
 """`DiffusionTrainer` over several processes against one process: FSDP2, on real gloo ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from diffusion_cases import trained
+from diffusion_cases import kernel, trained
 from rank_pool import RankServer
 from tiny_pipelines import flow_pipeline
 
 from gcore_trainer import (
+    Denoiser,
     DiffusionDPOConfig,
     DiffusionDPOObjective,
     DiffusionMicroBatch,
@@ -17,6 +20,7 @@ from gcore_trainer import (
     LoRAConfig,
     NFTConfig,
     NFTObjective,
+    score_steps,
 )
 
 pytestmark = pytest.mark.slow
@@ -72,3 +76,24 @@ def test_steps_are_those_of_one_process(
             assert these.keys() == those.keys()
             for tensor_name, tensor in those.items():
                 torch.testing.assert_close(these[tensor_name], tensor, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (0, 1), (0, 0)])
+def test_scores_of_steps_are_those_of_one_process(
+    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, sizes: tuple[int, int]
+) -> None:
+    """Also on a rank that has no images."""
+    path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
+    levels, rng = np.linspace(1.0, 0.0, 4).astype(np.float32), np.random.default_rng(0)
+    x = rng.standard_normal((4, 3, 8, 8)).astype(np.float32)
+    steps = {"latents": x[:-1], "next_latents": x[1:], "levels": levels[:-1], "next_levels": levels[1:]}
+    made = [replace(s, **steps, timesteps=1000 * levels[:-1]) for s in images(8, seed=0)]
+    batches = iter([made[:2], made[2:5], made[5:]])
+    parts = [[next(batches) for _ in range(size)] for size in sizes]
+    answers = rank_server.shared(2).run("score_images", path, parts, size=2)
+    for own, part in zip(answers, parts, strict=True):
+        expected = score_steps(Denoiser.from_pretrained(path), part, kernel)
+        for found, alone in zip(own, expected, strict=True):
+            for one, other in zip(found, alone, strict=True):
+                np.testing.assert_allclose(one.means, other.means, atol=1e-5)
+                np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=1e-5)

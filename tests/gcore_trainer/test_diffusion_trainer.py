@@ -32,7 +32,7 @@ from gcore_trainer import (
     StateError,
     TrainerError,
     UnsupportedModelError,
-    step_means,
+    score_steps,
 )
 from gcore_trainer.diffusion.sample import Conditioned
 
@@ -163,7 +163,7 @@ def test_every_objective_raises_the_reward(pipeline: Path, name: str) -> None:
         elif name == "reward gradient":
             samples = [s.at_steps([2, 3]) for s in samples]
         elif name == "flow-grpo with kl":
-            means = step_means(reference, [samples], kernel)[0]
+            means = [score.means for score in score_steps(reference, [samples], kernel)[0]]
             samples = [replace(s, ref_means=m) for s, m in zip(samples, means, strict=True)]
         metrics = trainer.train_step([samples[:16], samples[16:]])
         assert np.isfinite(list(metrics.values())).all()
@@ -177,6 +177,58 @@ def test_before_the_first_update_the_ratio_is_1(pipeline: Path) -> None:
     assert metrics["actor/ratio_dev"] < 1e-6
     assert metrics["actor/pg_clipfrac"] == 0.0
     assert trainer.train_step([samples])["actor/ratio_dev"] > 1e-6
+
+
+@pytest.mark.parametrize("name", ["ddpo", "guard"])
+def test_scores_of_the_policy_make_the_first_ratio_1_whatever_the_samplers_type(pipeline: Path, name: str) -> None:
+    samples = sampled(Denoiser.from_pretrained(pipeline, compute_dtype=torch.bfloat16), 8, seed=0)
+    micro_batches = [samples[:5], samples[5:]]
+    assert trainer_of(pipeline, POLICY[name]()).train_step(micro_batches)["actor/ratio_dev"] > 1e-5
+    trainer = trainer_of(pipeline, POLICY[name]())
+    again = [
+        [replace(s, old_means=own.means, old_log_probs=own.log_probs) for s, own in zip(batch, scores, strict=True)]
+        for batch, scores in zip(micro_batches, trainer.score_steps(micro_batches, kernel), strict=True)
+    ]
+    assert trainer.train_step(again)["actor/ratio_dev"] < 1e-7
+    trainer.sleep()
+    with pytest.raises(TrainerError, match="asleep"):
+        trainer.score_steps(micro_batches, kernel)
+
+
+def test_scores_are_the_samplers_where_the_types_are_one(pipeline: Path) -> None:
+    def noiseless_at_last(*args: torch.Tensor) -> Step:
+        drawn = kernel(*args)
+        return Step(drawn.mean, drawn.std * (args[3] > 0).reshape(-1, 1, 1, 1))
+
+    denoiser = Denoiser.from_pretrained(pipeline)
+    samples = sampled(denoiser, 3, seed=0)
+    [scores] = score_steps(denoiser, [samples], noiseless_at_last)
+    for sample, own in zip(samples, scores, strict=True):
+        assert sample.old_log_probs is not None
+        assert sample.old_means is not None
+        np.testing.assert_allclose(own.means, sample.old_means, atol=1e-6)
+        np.testing.assert_allclose(own.log_probs[:-1], sample.old_log_probs[:-1], atol=1e-6)
+        assert np.isnan(own.log_probs[-1])
+    assert score_steps(denoiser, [], kernel) == []
+
+
+def test_both_forms_of_the_kl_term(pipeline: Path) -> None:
+    """Before the first update: of a reference whose means are elsewhere, in float64, over g = 0.3 and g sqrt(-dt)."""
+    samples = sampled(Denoiser.from_pretrained(pipeline), 4, seed=0)
+    rng = np.random.default_rng(0)
+    distances = [0.1 * rng.standard_normal((STEPS, 3, 8, 8)) for _ in samples]
+    samples = [
+        replace(s, ref_means=s.old_means + d.astype(np.float32))
+        for s, d in zip(samples, distances, strict=True)
+        if s.old_means is not None
+    ]
+    configs = {
+        0.3**2: DenoisingPolicyConfig(kl_loss_coef=0.01, kl_loss_type="flow_grpo"),
+        0.3**2 / STEPS: DenoisingPolicyConfig(kl_loss_coef=0.01),
+    }
+    for variance, config in configs.items():
+        found = trainer_of(pipeline, DenoisingPolicyObjective(config, kernel)).train_step([samples])
+        assert found["actor/kl_loss"] == pytest.approx(np.mean(np.square(distances)) / (2 * variance), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -123,7 +123,10 @@ def test_embedded_run_folder(cli: Cli) -> None:
 
 ALGORITHMS: dict[str, list[str]] = {
     "flow_grpo": ["--actor.loss.kl-loss-coef", "0.1", "--actor.ema-decay", "0.9"],
-    "flow_grpo_fast": ["--rollout.window-size", "1"],
+    "flow_grpo_fast": [
+        *("--rollout.window-size", "1", "--actor.loss.kl-loss-coef", "0.04"),
+        *("--actor.loss.kl-loss-type", "flow_grpo", "--algorithm.old-log-probs", "trainer"),
+    ],
     "mix_grpo": ["--rollout.window-size", "1", "--rollout.window-schedule", "sliding", "--rollout.window-steps", "1"],
     "ddpo": ["--algorithm.name", "ddpo", "--rollout.kernel", "dance_sde", "--algorithm.timestep-fraction", "0.5"],
     "grpo_guard": ["--algorithm.name", "grpo_guard", "--actor.lora-rank", "2"],
@@ -141,6 +144,28 @@ def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
     for row in steps:
         assert row["actor/grad_norm"] > 0
         assert all(np.isfinite(value) for value in row.values())
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "grpo_guard"])
+@pytest.mark.parametrize("trainers_type", ["float32", "bfloat16"])
+def test_after_a_sampler_in_bfloat16_the_first_update_is_on_policy(
+    cli: Cli, own_args: list[str], algorithm: str, trainers_type: str
+) -> None:
+    args = [*own_args, "--algorithm.name", algorithm, "--rollout.dtype", "bfloat16", "--actor.num-updates", "1"]
+    args += ["--actor.dtype", trainers_type]
+    cli.ok(*args, "--name", "auto")
+    cli.ok(*args, "--name", "rollout", "--algorithm.old-log-probs", "rollout")
+    rows, others = (step_rows(cli.cwd / "runs" / name) for name in ("auto", "rollout"))
+    for row, other in zip(rows, others, strict=True):
+        assert row["actor/ratio_dev"] < 1e-7
+        assert row["actor/pg_clipfrac"] == 0
+        assert other["actor/ratio_dev"] > 1e-5
+        assert row["training/rollout_ratio_dev"] > 1e-5
+        assert other["training/rollout_ratio_dev"] == other["actor/ratio_dev"]
+    if algorithm == "flow_grpo":
+        # The weights of the first step are the same, and so is what sampler and trainer differ by.
+        mismatches = [of_run[0]["training/rollout_ratio_dev"] for of_run in (rows, others)]
+        assert mismatches[0] == pytest.approx(mismatches[1], rel=1e-3)
 
 
 def test_gradient_of_a_reward_itself(cli: Cli, own_args: list[str]) -> None:
@@ -180,7 +205,7 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
 @pytest.mark.slow
 def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str]) -> None:
     """Two ranks share the parameters."""
-    args = [*own_args, "--actor.loss.kl-loss-coef", "0.1"]
+    args = [*own_args, "--actor.loss.kl-loss-coef", "0.1", "--algorithm.old-log-probs", "trainer"]
     cli.ok(*args, "--name", "one")
     cli.ok(*args, "--trainer.num-processes", "2", "--rollout.colocated", "true", "--name", "ranks")
     assert_alike(cli.cwd / "runs/ranks", cli.cwd / "runs/one", 2e-3)
@@ -193,7 +218,7 @@ def test_a_cluster_trains_alike_despite_kills(cli: Cli, own_args: list[str]) -> 
     args = option_set([*own_args, "--actor.loss.kl-loss-coef", "0.1"], "--trainer.total-training-steps", "6")
     args = [*args, "--trainer.save-freq", "1", "--trainer.test-freq", "100", "--actor.optim.lr", "1e-4"]
     # Adapters alone are sent: an engine that is replaced gets the frozen weights with them.
-    args = [*args, "--actor.lora-rank", "2"]
+    args = [*args, "--actor.lora-rank", "2", "--algorithm.old-log-probs", "trainer"]
     cli.ok(*args, "--name", "one")
     options = ["--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2", "--rollout.colocated", "true"]
     command = cli.start(*args, *options, "--ray.weight-sync", "delta")
@@ -289,6 +314,10 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "noise where none is": (
         lambda _: ["--algorithm.name", "nft"],
         "rollout.kernel is 'flow_sde'; expected 'ode' or 'ddim'",
+    ),
+    "form of the KL": (
+        lambda _: ["--rollout.kernel", "cps", "--actor.loss.kl-loss-type", "flow_grpo"],
+        "actor.loss.kl_loss_type is 'flow_grpo'; expected 'gaussian' with rollout.kernel 'cps'",
     ),
     "window": (lambda _: ["--rollout.window-size", "9"], "rollout.window_size is 9; expected at most"),
     "unknown reward": (lambda _: ["--reward.kind", "pretty"], "reward.kind is 'pretty'; expected jpeg_compressibility"),

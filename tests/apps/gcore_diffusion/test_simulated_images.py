@@ -11,7 +11,9 @@ def cli(diffusion_server: Server, tmp_path: Path) -> Cli:
     return Cli(diffusion_server, tmp_path)
 
 
-@pytest.mark.parametrize("options", [[], ["--recipe", "embedded_nft"], ["--sim.reward.latency-s", "3"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--recipe", "embedded_nft"], ["--sim.reward.latency-s", "3"], ["--rollout.dtype", "bfloat16"]]
+)
 def test_a_run_in_simulated_time(cli: Cli, options: list[str]) -> None:
     args = ["train", "--runtime", "sim", "--controllers", "2", "--sim.devices", "16", "--sim.engine.base-s", "1"]
     out = cli.ok(*args, "--sim.engine.per-sample-s", "0", "--trainer.total-training-steps", "2", *options)

@@ -132,8 +132,8 @@ class RolloutConfig(Checked, section="rollout"):
     guidance_scale: Amount = 1.0
     """Scale of classifier-free guidance in training; 1: none."""
     kernel: KernelName = "flow_sde"
-    """How steps with noise are made: Flow-GRPO's (flow_sde), DanceGRPO's (dance_sde), coefficient-preserving (cps),
-    DDIM's (ddim, for models of DDPM's kind), or none with noise (ode)."""
+    """How steps with noise are made: Flow-GRPO's (flow_sde), DanceGRPO's (dance_sde), Flow-CPS's with its unnormalised
+    log-probs (cps), DDIM's (ddim, for models of DDPM's kind), or none with noise (ode)."""
     noise_level: Positive = 0.7
     """Level of the kernel's noise; of ddim its eta."""
     window_size: NonNegative = 0
@@ -206,6 +206,10 @@ class AlgorithmConfig(BaseAlgorithmConfig):
     """Advantages are clipped to +- this."""
     timestep_fraction: FractionAbove0 = 1.0
     """Share of the recorded steps that is trained on, drawn for each batch."""
+    old_log_probs: Literal["auto", "rollout", "trainer"] = "auto"
+    """Denominator of the ratio: the engine's own log-probs (rollout), or the trainer's before its first update of the
+    step (trainer), which costs a forward pass for each recorded step and makes the first update's ratios 1; auto:
+    trainer unless rollout.dtype and actor.dtype are float32."""
     reward_gradient_steps: Count = 1
     """Last steps of sampling that reward_gradient goes back through."""
 
@@ -299,6 +303,8 @@ class DiffusionConfig(BaseRLConfig):
         }
         for expected, holds in kernels.items():
             self.require("rollout.kernel", holds, f"{expected} with algorithm.name {name!r}")
+        is_of_sde = self.actor.loss.kl_loss_type == "gaussian" or kernel in ("flow_sde", "dance_sde")
+        self.require("actor.loss.kl_loss_type", is_of_sde, f"'gaussian' with rollout.kernel {kernel!r}")
         is_shorter = self.algorithm.reward_gradient_steps <= steps
         self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
         if self.model and not self.data.train_files:

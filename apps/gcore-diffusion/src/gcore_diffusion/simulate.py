@@ -20,7 +20,7 @@ from gcore_diffusion.sampling.services import Rewards
 from gcore_rollout import Engine, Failed, ImageRequest, ImageSample, RewardRunner
 from gcore_runs.simulation.cluster import SimulatedCluster
 from gcore_runs.simulation.services import SimulatedModality, sample_name
-from gcore_trainer import DiffusionSample
+from gcore_trainer import DiffusionSample, StepScores
 
 if TYPE_CHECKING:
     from gcore_runs import Display, Kind, Result
@@ -77,8 +77,9 @@ class SimulatedImages(SimulatedModality[ImageRequest, ImageSample]):
         """Return the FLOPs of a forward and a backward pass for each step."""
         return 3 * self._pass_flops * sum(max(1, sample.num_steps) for sample in micro_batch)
 
-    def outputs(self, sample: DiffusionSample) -> NDArray[np.float32]:
-        return np.zeros(sample.num_steps, np.float32)
+    def outputs(self, sample: DiffusionSample) -> StepScores:
+        steps = np.zeros(sample.num_steps, np.float32)
+        return StepScores(means=steps, log_probs=steps)
 
 
 def _services(

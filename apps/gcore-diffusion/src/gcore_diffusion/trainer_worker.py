@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_diffusion.config import DiffusionConfig
@@ -30,8 +28,9 @@ from gcore_trainer import (
     NoiseProcess,
     ParallelConfig,
     RewardGradientObjective,
+    StepScores,
     TorchParallel,
-    step_means,
+    score_steps,
 )
 
 
@@ -82,12 +81,13 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
 
     def score(
         self, role: str, micro_batches: Sequence[DiffusionMicroBatch], *, with_routing: bool
-    ) -> list[list[NDArray[np.float32]]]:
-        """Return the reference's means [K, ...] at the recorded steps of each image; see `step_means`."""
-        assert role == "reference"
-        assert self._reference is not None
+    ) -> list[list[StepScores]]:
+        """Return the Gaussians of the reference or the actor at the recorded steps of each image."""
         assert not with_routing
-        return step_means(self._reference, micro_batches, self._kernel)
+        if role == "actor":
+            return self._trainer.score_steps(micro_batches, self._kernel)
+        assert self._reference is not None
+        return score_steps(self._reference, micro_batches, self._kernel)
 
     def sleep(self) -> None:
         super().sleep()

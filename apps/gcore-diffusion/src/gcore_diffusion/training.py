@@ -21,11 +21,11 @@ _KIND = Kind(
     signals=(
         ("Reward not trained on", "held_out/score/mean", "mean score of some of the step's images"),
         ("Held-out accuracy", "val/accuracy", "share, by a classifier that is not trained on"),
-        ("KL to the reference", "actor/kl_loss", "nats per dimension"),
+        ("KL to the reference", "actor/kl_loss", "mean over dimensions"),
         ("Policy loss", "actor/pg_loss", "clipped objective, no unit"),
         ("Preference loss", "actor/dpo_loss", "mean of pairs, no unit"),
         ("Clipped", "actor/pg_clipfrac", "share of steps whose ratio the clip cuts"),
-        ("KL to the sampling policy", "actor/ppo_kl", "nats per dimension"),
+        ("KL to the sampling policy", "actor/ppo_kl", "mean over dimensions"),
         ("Engine-trainer mismatch", "training/rollout_ratio_dev", "mean distance of the ratio from 1 before an update"),
         ("Gradient norm", "actor/grad_norm", "L2 norm"),
         ("Spread of scores", "critic/score/std", "standard deviation"),

@@ -63,11 +63,15 @@ from .diffusion.objectives import (
     NFTObjective as NFTObjective,
     RewardGradientObjective as RewardGradientObjective,
 )
-from .diffusion.sample import DiffusionMicroBatch as DiffusionMicroBatch, DiffusionSample as DiffusionSample
+from .diffusion.sample import (
+    DiffusionMicroBatch as DiffusionMicroBatch,
+    DiffusionSample as DiffusionSample,
+    StepScores as StepScores,
+)
 from .diffusion.trainer import (
     DiffusionTrainer as DiffusionTrainer,
     MovingAverage as MovingAverage,
-    step_means as step_means,
+    score_steps as score_steps,
 )
 from .errors import (
     BatchError as BatchError,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_controller import Context, DeviceTimers, TrainerClient
-from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.config import NOISELESS, DiffusionConfig
 from gcore_diffusion.sampling.prompts import Prompt
 from gcore_diffusion.sampling.services import Rewards
 from gcore_rollout import (
@@ -143,7 +143,15 @@ def kernel_of(config: DiffusionConfig) -> Kernel:
 
 def has_reference_pass(config: DiffusionConfig) -> bool:
     """Return whether the reference's means are needed before the first update of a step."""
-    return bool(config.actor.loss.kl_loss_coef) and config.algorithm.name not in ("nft", "dpo")
+    return bool(config.actor.loss.kl_loss_coef) and config.algorithm.name not in NOISELESS
+
+
+def has_old_pass(config: DiffusionConfig) -> bool:
+    """Return whether the trainer computes the old log-probs and means, before the first update of a step."""
+    setting = config.algorithm.old_log_probs
+    # Engines have weights of their type, the trainer has float32 ones: two in bfloat16 differ, too.
+    is_rounded = (config.rollout.dtype, config.actor.dtype) != ("float32", "float32")
+    return config.algorithm.name not in NOISELESS and (setting == "trainer" or (setting == "auto" and is_rounded))
 
 
 def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> ImageSampling:

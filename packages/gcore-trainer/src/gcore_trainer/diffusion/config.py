@@ -14,9 +14,14 @@ class DenoisingPolicyConfig(Checked):
     """PPO's clipped ratio (vanilla), or with the ratio's bias and scale taken out of it (guard)."""
     clip_ratio: Annotated[float, Bound(lambda v: 0 < v < 1, "a number in (0, 1)")] = 1e-4
     """The ratio is clipped to 1 +- clip_ratio. It is of a mean over the latents' dimensions, which is why it is small:
-    1e-4 to 1e-5 for images of 512 pixels, 1e-3 to 1e-2 for very small ones."""
+    1e-3 to 1e-2 for very small images. Published for 512 pixels and more: 1e-4 (Flow-GRPO, MixGRPO) and 1e-5
+    (Flow-GRPO-Fast) with flow_sde, 1e-4 with dance_sde, 1e-4 to 1e-5 with cps, 2e-6 to 4e-6 with loss_mode guard."""
     kl_loss_coef: NotNegative = 0.0
-    """Weight of the KL divergence to the reference, of the Gaussians themselves; 0 needs no reference."""
+    """Weight of the KL divergence to the reference, whose form is ``kl_loss_type``; 0 needs no reference."""
+    kl_loss_type: Literal["gaussian", "flow_grpo"] = "gaussian"
+    """gaussian: the divergence of the Gaussians themselves, (m - m_ref)^2 / 2 std^2 with std = g sqrt(-dt); flow_grpo:
+    (m - m_ref)^2 / 2 g^2, as in Flow-GRPO's code for images, which is |dt| times that. A coefficient b for flow_grpo is
+    b |dt| for gaussian, about b / num_inference_steps. For kernels of an SDE: flow_sde and dance_sde."""
 
 
 @dataclass(frozen=True, kw_only=True)

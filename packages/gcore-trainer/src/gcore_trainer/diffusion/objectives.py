@@ -131,7 +131,10 @@ class DenoisingPolicyObjective(DiffusionObjective):
         }
         if self._config.kl_loss_coef:
             [ref_means] = stacked(samples, device, "ref_means", step=index)
-            kl_loss = gaussian_kl(drawn.mean, ref_means, drawn.std.flatten()).sum() / total
+            std = drawn.std.flatten()
+            if self._config.kl_loss_type == "flow_grpo":
+                std = std / (-dt).sqrt()
+            kl_loss = gaussian_kl(drawn.mean, ref_means, std).sum() / total
             loss = loss + self._config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
         return loss, sums

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -77,6 +78,15 @@ class DiffusionSample:
 
 DiffusionMicroBatch = list[DiffusionSample]
 """Images computed in one forward and backward pass for each step."""
+
+
+class StepScores(NamedTuple):
+    """The Gaussians of a policy at the K recorded steps of an image."""
+
+    means: NDArray[np.float32]
+    """[K, ...]."""
+    log_probs: NDArray[np.float32]
+    """[K] of the next latents; NaN: the step has no noise, and so no density."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

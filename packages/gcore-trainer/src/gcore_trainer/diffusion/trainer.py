@@ -5,14 +5,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
-from gcore_trainer.diffusion.sample import DiffusionMicroBatch
+from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
 from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.objectives.policy import add_sums, check_finite
 from gcore_trainer.torch.host_memory import Sleeper
@@ -152,6 +150,20 @@ class DiffusionTrainer(BaseTrainer):
             tensor.lerp_(self._adamw.parameters[name].detach(), 1 - min(growth * self.step, bound))
         return metrics
 
+    def score_steps(
+        self, micro_batches: Sequence[DiffusionMicroBatch], kernel: TransitionKernel
+    ) -> list[list[StepScores]]:
+        """Compute the policy's Gaussians at the recorded steps of each image; see the function `score_steps`.
+
+        They are in the numerics of `train_step`: as ``old_log_probs`` and ``old_means`` of the same micro-batches, they
+        make the ratios of the first update 1, whatever the sampler's data type is.
+
+        Raises:
+            TrainerError: the trainer is asleep.
+        """
+        self._sleeper.check_awake()
+        return score_steps(self._models.policy, micro_batches, kernel, self._replicas)
+
     def _backward(
         self, micro_batches: Sequence[DiffusionMicroBatch], num_batches: int, num_passes: int, total: int
     ) -> dict[str, float]:
@@ -208,22 +220,34 @@ def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig
 
 
 @torch.no_grad()
-def step_means(
+def score_steps(
     denoiser: Denoiser,
     micro_batches: Sequence[DiffusionMicroBatch],
     kernel: TransitionKernel,
     replicas: Replicas | None = None,
-) -> list[list[NDArray[np.float32]]]:
-    """Compute means [K, ...] of the Gaussians at each image's recorded steps, under a reference, for the KL term.
+) -> list[list[StepScores]]:
+    """Compute the Gaussians at the recorded steps of each image: a reference's, for the KL term, or a policy's.
 
-    Each of the replicas, among which a sharded model is divided, has one micro-batch at least.
+    ``replicas`` are those among which a sharded model is divided; all of them call this, one may have no micro-batch.
     """
-    num_batches = max((replicas or Replicas()).gather(len(micro_batches)))
-    found: list[list[NDArray[np.float32]]] = []
-    for i in range(num_batches):
-        samples = micro_batches[min(i, len(micro_batches) - 1)]
-        steps = range(samples[0].num_steps)
-        means = [drawn_at(denoiser, kernel, samples, step)[0].mean.cpu().numpy() for step in steps]
+    replicas = replicas or Replicas()
+    counts = replicas.gather(len(micro_batches))
+    stand_in: DiffusionMicroBatch = micro_batches[0] if micro_batches else []
+    if 0 in counts:
+        # A sharded model's collectives need all ranks: one without images computes with another's for nothing.
+        stand_in = next(filter(None, replicas.gather(stand_in[:1])), [])
+    found: list[list[StepScores]] = []
+    for i in range(max(counts)):
+        samples = micro_batches[i] if i < len(micro_batches) else stand_in
+        means: list[torch.Tensor] = []
+        log_probs: list[torch.Tensor] = []
+        for step in range(samples[0].num_steps):
+            drawn, _ = drawn_at(denoiser, kernel, samples, step)
+            [following] = stacked(samples, denoiser.device, "next_latents", step=step)
+            has_noise = bool((drawn.std > 0).all())
+            means.append(drawn.mean.cpu())
+            log_probs.append((drawn.log_prob(following) if has_noise else drawn.std.flatten() * torch.nan).cpu())
         if i < len(micro_batches):
-            found.append(list(np.stack(means, axis=1)))
+            columns = (torch.stack(rows, dim=1).numpy() for rows in (means, log_probs))
+            found.append([StepScores(*own) for own in zip(*columns, strict=True)])
     return found

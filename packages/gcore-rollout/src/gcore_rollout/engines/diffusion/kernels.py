@@ -36,10 +36,24 @@ class Transition(NamedTuple):
         Raises:
             ValueError: there is no noise, and so no density.
         """
-        if not bool((self.std > 0).all()):
-            raise ValueError("std is 0: a step without noise has no log-probability")
+        self.require_noise()
         exponents = (next_latents - self.mean) ** 2 / (2 * self.std**2)
         return -(exponents + torch.log(self.std) + 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
+
+    def require_noise(self) -> None:
+        """Raise `ValueError` if there is no noise."""
+        if not bool((self.std > 0).all()):
+            raise ValueError("std is 0: a step without noise has no log-probability")
+
+
+class UnnormalizedTransition(Transition):
+    """A Gaussian whose `log_prob` is the negative squared error, without the factor 1 / 2 std^2 and constants."""
+
+    __slots__ = ()
+
+    def log_prob(self, next_latents: torch.Tensor) -> torch.Tensor:
+        self.require_noise()
+        return -((next_latents - self.mean) ** 2).flatten(1).mean(1)
 
 
 class Kernel(ABC):
@@ -87,7 +101,9 @@ class FlowSDE(_NoisyFlow):
     """Flow-GRPO's (arXiv 2505.05470, eq. 9): the SDE with the flow's marginals, g = a sqrt(s / (1 - s)).
 
     mean = x (1 + g^2 dt / 2s) + v (1 + g^2 (1 - s) / 2s) dt, std = g sqrt(-dt). At s = 1, where g has no value, the
-    next level stands in the denominator, as in the published code.
+    published code has 1 - s' in the denominator. To bound std also just below 1, the denominator here is
+    max(1 - s, (1 - s') - 4 (1 - s)): the published one at s = 1, and 1 - s itself where the step is at most four times
+    as long as the distance to 1, as it is in samplers. Then std <= 2 a sqrt(s).
     """
 
     noise_level: float = 0.7
@@ -95,8 +111,7 @@ class FlowSDE(_NoisyFlow):
 
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
         dt = s_next - s
-        below_one = torch.where(s >= 1, s_next, s)
-        g = self.noise_level * torch.sqrt(s / (1 - below_one))
+        g = self.noise_level * torch.sqrt(s / torch.maximum(1 - s, -dt - 3 * (1 - s)))
         mean = x * (1 + g**2 / (2 * s) * dt) + v * (1 + g**2 * (1 - s) / (2 * s)) * dt
         return Transition(mean, g * torch.sqrt(-dt))
 
@@ -129,6 +144,9 @@ class FlowCPS(_NoisyFlow):
 
     noise_level: float = 0.7
     """The eta of the formula, in (0, 1]."""
+    normalized: bool = False
+    """True: log-probabilities are the Gaussian's own, whose ratios grow without bound as std falls with the level;
+    False: they are the negative squared error, as in the published code, and its clip ranges hold."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,7 +156,8 @@ class FlowCPS(_NoisyFlow):
     def _transition(self, v: torch.Tensor, x: torch.Tensor, s: torch.Tensor, s_next: torch.Tensor) -> Transition:
         std = s_next * math.sin(self.noise_level * math.pi / 2)
         clean, noise = x - s * v, x + (1 - s) * v
-        return Transition((1 - s_next) * clean + torch.sqrt(s_next**2 - std**2) * noise, std)
+        kind = Transition if self.normalized else UnnormalizedTransition
+        return kind((1 - s_next) * clean + torch.sqrt(s_next**2 - std**2) * noise, std)
 
 
 @dataclass(frozen=True, kw_only=True)
