@@ -25,6 +25,16 @@ from gcore_runs import RunJob
 from gcore_trainer import DiffusionMicroBatch, DiffusionSample, grpo_advantages
 
 _EPSILON = 1e-4
+_MODEL_INPUTS = (
+    "conditions",
+    "negative_conditions",
+    "shared_conditions",
+    "guidance_scale",
+    "keeps_norm",
+    "is_negated",
+    "timestep_map",
+)
+"""Fields of an `ImageSample` that say how its model was called, as a `DiffusionSample` has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,13 +219,8 @@ def _training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any
     if has_steps:
         fields |= {name: getattr(t, name) for name in ("latents", "next_latents", "levels", "next_levels", "timesteps")}
         fields |= {"old_means": t.means, "old_log_probs": t.log_probs}
-    return DiffusionSample(
-        clean_latents=made.latents,
-        conditions=made.conditions,
-        shared_conditions=made.shared_conditions,
-        guidance_scale=made.guidance_scale,
-        **fields,
-    )
+    fields |= {name: getattr(made, name) for name in _MODEL_INPUTS}
+    return DiffusionSample(clean_latents=made.latents, **fields)
 
 
 def _updates(

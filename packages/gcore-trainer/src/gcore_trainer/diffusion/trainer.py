@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
+from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch
@@ -129,21 +130,29 @@ class DiffusionTrainer(BaseTrainer):
         """
         self._sleeper.check_awake()
 
-        def checked() -> tuple[int, int, int]:
+        def checked() -> tuple[int, int, int, set[int]]:
             samples = [s for batch in micro_batches for s in batch]
             if not samples:
                 raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
             check_finite(micro_batches, *self._objective.reads)
-            return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches)
+            calls = {num_calls(batch) for batch in micro_batches}
+            return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches), calls
 
         everyones = self._replicas.gather_or_raise(checked)
-        passes = {count for _, count, _ in everyones}
+        passes = {count for _, count, *_ in everyones}
         if len(passes) != 1:
             raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
         (num_passes,) = passes
+        calls = {count for *_, counts in everyones for count in counts}
+        if self._world_size > 1 and len(calls) != 1:
+            # The collectives of a sharded model need as many calls on all ranks.
+            raise BatchError(
+                f"micro-batches need {sorted(calls)} calls of the model, one for each shape of conditions; expected one "
+                "number where ranks share a model: give prompts one length, or a micro-batch one prompt"
+            )
         total = sum(weight for weight, *_ in everyones) * num_passes
-        sums = self._backward(micro_batches, max(count for *_, count in everyones), num_passes, total)
+        sums = self._backward(micro_batches, max(count for _, _, count, _ in everyones), num_passes, total)
         metrics = self._update(sums)
         if self._ema is not None:
             self._ema.update(self.step)
