@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
 from gcore_trainer.diffusion.losses import (
     FlowProcess,
@@ -17,7 +18,6 @@ from gcore_trainer.diffusion.losses import (
     guard_step_loss,
     nft_loss,
 )
-from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, DiffusionSample, require_fields, stacked
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.policy import PartialLoss
@@ -269,7 +269,7 @@ def drawn_at(
 
 
 def model_timesteps(samples: Sequence[DiffusionSample], timesteps: torch.Tensor) -> torch.Tensor:
-    """Return the timesteps [B] that the model is given for timesteps [B] in training, as the images' sampler gave them."""
+    """Return the timesteps [B] that the sampler gave its model for timesteps [B] in training."""
     [maps] = stacked(samples, timesteps.device, "timestep_map")
     return maps[:, 0] * timesteps + maps[:, 1]
 

@@ -148,8 +148,8 @@ class DiffusionTrainer(BaseTrainer):
         if self._world_size > 1 and len(calls) != 1:
             # The collectives of a sharded model need as many calls on all ranks.
             raise BatchError(
-                f"micro-batches need {sorted(calls)} calls of the model, one for each shape of conditions; expected one "
-                "number where ranks share a model: give prompts one length, or a micro-batch one prompt"
+                f"micro-batches need {sorted(calls)} calls of the model, one for each shape of conditions; expected "
+                "one number where ranks share a model: give prompts one length, or a micro-batch one prompt"
             )
         total = sum(weight for weight, *_ in everyones) * num_passes
         sums = self._backward(micro_batches, max(count for _, _, count, _ in everyones), num_passes, total)

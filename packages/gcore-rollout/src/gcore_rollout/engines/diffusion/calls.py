@@ -168,15 +168,16 @@ def image_conditions(conditions: Mapping[str, Any], per_image: set[str]) -> tupl
     return rows, shared
 
 
-def timestep_map(times: Sequence[float], passed: Sequence[float], num_train: int) -> tuple[float, float] | None:
-    """Return (scale, shift) such that the model's timesteps ``passed`` are scale x the scheduler's ``times`` + shift.
+def timestep_map(times: Sequence[tuple[float, float]], num_train: int) -> tuple[float, float] | None:
+    """Return (scale, shift) such that the model's timesteps are scale x the scheduler's + shift, of all steps' ``times``.
 
-    These are multiples of time, or of num_train - time, as two models of three have it; None: neither.
+    They are multiples of the scheduler's time, or of the time left, num_train - time; None: neither.
     """
-    largest = max(map(abs, passed))
-    ratio, inverse = passed[0] / times[0], passed[-1] / (num_train - times[-1])
+    largest = max(abs(passed) for _, passed in times)
+    (first, passed_first), (last, passed_last) = times[0], times[-1]
+    ratio, inverse = passed_first / first, passed_last / (num_train - last)
     for scale, shift in ((ratio, 0.0), (-inverse, inverse * num_train)):
-        errors = (abs(scale * time + shift - own) for time, own in zip(times, passed, strict=True))
+        errors = (abs(scale * time + shift - passed) for time, passed in times)
         if scale and max(errors) <= _TIMESTEP_TOLERANCE * largest:
             return scale, shift
     return None

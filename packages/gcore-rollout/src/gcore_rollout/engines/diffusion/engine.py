@@ -300,7 +300,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
 
     def _guidance(self, scale: float, num_prompts: int) -> dict[str, Any]:
         """Return the arguments of guidance; models that are given their scale as an input have no second pass."""
-        if "true_cfg_scale" not in self._accepted or self._recorded.denoiser.config.get("guidance_embeds"):
+        config: Any = self._recorded.denoiser.config
+        if "true_cfg_scale" not in self._accepted or config.get("guidance_embeds"):
             return {"guidance_scale": scale - _SCALES_BELOW.get(type(self.pipeline).__name__, 0.0)}
         return {"true_cfg_scale": scale} | ({"negative_prompt": [" "] * num_prompts} if scale > 1 else {})
 
@@ -327,7 +328,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 sizes.setdefault(name, []).append(len(value) if has_rows else 0)
             times = tape.times
         per_image = {name for name, found in sizes.items() if found == list(_PROBED)}
-        return per_image, timestep_map(*zip(*times, strict=True), self._recorded.num_train_timesteps)
+        return per_image, timestep_map(times, self._recorded.num_train_timesteps)
 
 
 def _trajectories(steps: Sequence[Mapping[str, Any]], final: NDArray[np.float32]) -> Iterator[Trajectory]:

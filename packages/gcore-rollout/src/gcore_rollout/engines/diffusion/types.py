@@ -19,8 +19,8 @@ SCALARS = ("levels", "next_levels", "timesteps")
 Condition = Any
 """An argument of a model: an array, or a plain value (numbers, strings, None, and lists, tuples and dicts of them)."""
 Conditions = Mapping[str, Condition]
-"""By the model's names. ``a.b`` is entry b of a dict a, or of a tuple where b is a number; ``a[]`` is an entry for each
-image of a list a."""
+"""By the model's names. ``a.b`` is entry b of a dict a, or of a tuple where b is a number; ``a[]`` is an
+image's entry of a list a."""
 
 ImageFinishReason = Literal["stop", "abort"]
 """All steps were made; `Engine.abort` cut it short."""
