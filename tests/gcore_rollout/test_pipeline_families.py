@@ -2,7 +2,9 @@
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tiny_families import FAMILIES, REFUSED, Family
 from gcore_rollout import DDIM, FlowSDE, ImageRequest, ImageSample, ImageSampling, Kernel, UnsupportedModelError
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine
 from gcore_trainer import (
+    BatchError,
     DDPMProcess,
     Denoiser,
     DenoisingPolicyConfig,
@@ -145,6 +148,45 @@ async def test_an_update(name: str, guidance_scale: float, lora: LoRAConfig | No
         assert all(np.isfinite(value) for value in metrics.values())
         assert metrics["actor/grad_norm"] > 0
         assert any(not torch.equal(p, before[name]) for name, p in denoiser.trained_parameters().items())
+
+
+async def test_guidance_that_ends_early_is_refused(tmp_path: Path) -> None:
+    family = FAMILIES["Lumina 2"]
+    family = replace(family, options={**family.options, "cfg_trunc_ratio": 0.5})
+    with pytest.raises(UnsupportedModelError, match="calls its model otherwise in later steps than in the first"):
+        await sampled(family, tmp_path, 2.5)
+
+
+def test_timesteps_that_training_cannot_give_are_refused(tmp_path: Path) -> None:
+    """The model is given a root of the time; objectives that draw levels need a multiple of it, or of the rest."""
+
+    def of_root(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return arguments, {**named, "timestep": named["timestep"] ** 0.5}
+
+    family = FAMILIES["Stable Diffusion 3 and 3.5"]
+    pipeline = family.make(tmp_path)
+    pipeline.transformer.register_forward_pre_hook(of_root, with_kwargs=True)
+    engine = DiffusersEngine(pipeline, size=family.size)
+    assert engine._timestep_map is None  # pyright: ignore[reportPrivateUsage]
+    made = DiffusionSample(clean_latents=np.zeros(1, np.float32), conditions={}, advantage=0.0, timestep_map=None)
+    with pytest.raises(BatchError, match="timestep_map is None"):
+        NFTObjective(NFTConfig()).check([made])
+
+
+def test_it_is_tried_in_the_size_that_will_be_used(tmp_path: Path) -> None:
+    """And images are decoded one by one."""
+    family = FAMILIES["Stable Diffusion 3 and 3.5"]
+    pipeline = family.make(tmp_path)
+    seen: list[torch.Size] = []
+    pipeline.transformer.register_forward_pre_hook(
+        lambda _, __, named: seen.append(named["hidden_states"].shape), with_kwargs=True
+    )
+    decoded: list[int] = []
+    decode = pipeline.vae.decoder.forward
+    pipeline.vae.decoder.forward = lambda latents, *rest: (decoded.append(len(latents)), decode(latents, *rest))[1]
+    DiffusersEngine(pipeline, size=(8, 16))
+    assert {tuple(shape[1:]) for shape in seen} == {(4, 4, 8)}
+    assert set(decoded) == {1}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -169,7 +169,7 @@ def image_conditions(conditions: Mapping[str, Any], per_image: set[str]) -> tupl
 
 
 def timestep_map(times: Sequence[tuple[float, float]], num_train: int) -> tuple[float, float] | None:
-    """Return (scale, shift) such that the model's timesteps are scale x the scheduler's + shift, of all steps' ``times``.
+    """Return (scale, shift): the model is given scale x the scheduler's timestep + shift, in all steps (``times``).
 
     They are multiples of the scheduler's time, or of the time left, num_train - time; None: neither.
     """

@@ -79,7 +79,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         for component in pipeline.components.values():
             if isinstance(component, torch.nn.Module):
                 component.eval().requires_grad_(False)
-        if hasattr(vae := getattr(pipeline, "vae", None), "enable_slicing"):
+        vae: Any = getattr(pipeline, "vae", None)
+        if hasattr(vae, "enable_slicing"):
             vae.enable_slicing()
         self._recorded = Recorded(pipeline)
         self.pipeline = pipeline
