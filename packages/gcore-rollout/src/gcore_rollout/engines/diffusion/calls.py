@@ -69,7 +69,7 @@ class ModelCall:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerForm:
-    """How the scheduler's input is made of the outputs with the prompt, c, and without it, u, in a step.
+    """The form in which the outputs with the prompt, c, and without it, u, make up the scheduler's input in a step.
 
     It is c, or u + guidance_scale (c - u) (classifier-free guidance, arXiv 2207.12598). The rows of c are those of the
     first or the second half of the outputs of all calls.

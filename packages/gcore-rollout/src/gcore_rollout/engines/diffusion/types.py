@@ -124,8 +124,8 @@ class ImageSample(AnySample):
     shared_conditions: Conditions
     """Arguments that have no entry for each image, such as positions."""
     guidance_scale: float | None
-    """Of classifier-free guidance, u + guidance_scale (c - u) of the outputs without and with the prompt; None: there
-    was none."""
+    """Scale of classifier-free guidance, u + guidance_scale (c - u) of the outputs without and with the prompt; None:
+    there was none."""
     keeps_norm: bool = False
     """Guidance scales the norms over the last dimension to those of c."""
     is_negated: bool = False
