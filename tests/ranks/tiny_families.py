@@ -14,10 +14,12 @@ from tiny_parts import (
     decoder_config,
     deep_compression,
     flow,
+    flux_2_decoder,
     gemma,
     kinds,
     letters,
     ltx_decoder,
+    mistral,
     seeded,
     t5,
     unet,
@@ -334,7 +336,7 @@ def wan_of_two(path: Path) -> Any:
     return pipeline
 
 
-def flux_2_klein(_: Path) -> Any:
+def flux_2_parts(*, is_distilled: bool) -> dict[str, Any]:
     transformer = seeded(
         kinds.Flux2Transformer2DModel,
         patch_size=1,
@@ -346,20 +348,18 @@ def flux_2_klein(_: Path) -> Any:
         joint_attention_dim=2 * WIDTH,
         timestep_guidance_channels=32,
         axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
+        guidance_embeds=is_distilled,
     )
-    decoder = seeded(
-        kinds.AutoencoderKLFlux2,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(4, 4),
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=2,
-    )
+    return {"transformer": transformer, "vae": flux_2_decoder(), "scheduler": flow(), "tokenizer": letters()}
+
+
+def flux_2_dev(_: Path) -> Any:
+    return kinds.Flux2Pipeline(text_encoder=mistral(), **flux_2_parts(is_distilled=True))
+
+
+def flux_2_klein(_: Path) -> Any:
     encoder = seeded(transformers.Qwen3ForCausalLM, config=decoder_config("Qwen3"))
-    parts: dict[str, Any] = {"transformer": transformer, "vae": decoder, "scheduler": flow()}
-    return kinds.Flux2KleinPipeline(tokenizer=letters(), text_encoder=encoder, **parts)
+    return kinds.Flux2KleinPipeline(text_encoder=encoder, **flux_2_parts(is_distilled=False))
 
 
 _SHORT = {"max_sequence_length": 16}
@@ -373,6 +373,7 @@ FAMILIES = {
     "FLUX.1 Kontext, without an image": Family(
         make=kontext, options={**_SHORT, "_auto_resize": False, "max_area": 256}, has_guidance=False
     ),
+    "FLUX.2 dev": Family(make=flux_2_dev, options={**_SHORT, "text_encoder_out_layers": (0, 1)}, has_guidance=False),
     "FLUX.2 klein": Family(
         make=flux_2_klein, options={**_SHORT, "text_encoder_out_layers": (0, 1)}, has_two_calls=True
     ),

@@ -39,7 +39,8 @@ def letters(*, limit: int = 512) -> Any:
         bos_token="<s>",
         model_max_length=limit,
     )
-    made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    last = "{% set content = messages[-1]['content'] %}"
+    made.chat_template = last + "{{ content if content is string else content[0]['text'] }}"
     return made
 
 
@@ -89,6 +90,22 @@ def gemma() -> Any:
     return seeded(transformers.Gemma2Model, config=decoder_config("Gemma2"))
 
 
+def mistral() -> Any:
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "image_size": 12,
+        "patch_size": 6,
+    }
+    config = transformers.Mistral3Config(
+        text_config=decoder_config("Mistral").to_dict(), vision_config=vision, image_token_index=1
+    )
+    return seeded(transformers.Mistral3ForConditionalGeneration, config=config)
+
+
 def vae(channels: int = 4, **more: Any) -> Any:
     return seeded(
         kinds.AutoencoderKL,
@@ -123,6 +140,18 @@ def deep_compression() -> Any:
         upsample_block_type="interpolate",
         decoder_norm_types="rms_norm",
         decoder_act_fns="silu",
+    )
+
+
+def flux_2_decoder() -> Any:
+    return seeded(
+        kinds.AutoencoderKLFlux2,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(4, 4),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=2,
     )
 
 

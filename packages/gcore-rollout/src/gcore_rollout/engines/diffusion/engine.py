@@ -321,7 +321,10 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                     if isinstance(error, RolloutError):
                         raise
                     kind = type(self.pipeline).__name__
-                    raise UnsupportedModelError(f"{kind} makes no image of a prompt alone: {error}") from error
+                    settings = f"size {size} and {self._options}" if self._options else f"size {size}"
+                    raise UnsupportedModelError(
+                        f"{kind} makes no image of a prompt alone with {settings}: {error}"
+                    ) from error
             if not tape.conditions:
                 raise UnsupportedModelError("the pipeline makes no step: its model was never called")
             for name, value in tape.conditions[0].items():
