@@ -144,13 +144,8 @@ class DiffusionTrainer(BaseTrainer):
         if len(passes) != 1:
             raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
         (num_passes,) = passes
-        calls = {count for *_, counts in everyones for count in counts}
-        if self._world_size > 1 and len(calls) != 1:
-            # The collectives of a sharded model need as many calls on all ranks.
-            raise BatchError(
-                f"micro-batches need {sorted(calls)} calls of the model, one for each shape of conditions; expected "
-                "one number where ranks share a model: give prompts one length, or a micro-batch one prompt"
-            )
+        if self._world_size > 1:
+            _require_one({count for *_, counts in everyones for count in counts})
         total = sum(weight for weight, *_ in everyones) * num_passes
         sums = self._backward(micro_batches, max(count for _, _, count, _ in everyones), num_passes, total)
         metrics = self._update(sums)
@@ -216,6 +211,15 @@ def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig
     return make_adamw(parameters, config, offload=False)
 
 
+def _require_one(calls: set[int]) -> None:
+    """Raise `BatchError` for unequal numbers of calls, which the collectives of a sharded model cannot make."""
+    if len(calls) != 1:
+        raise BatchError(
+            f"micro-batches need {sorted(calls)} calls of the model, one for each shape of conditions; expected one "
+            "number where ranks share a model: give prompts one length, or a micro-batch one prompt"
+        )
+
+
 @torch.no_grad()
 def step_means(
     denoiser: Denoiser,
@@ -227,7 +231,10 @@ def step_means(
 
     Each of the replicas, among which a sharded model is divided, has one micro-batch at least.
     """
-    num_batches = max((replicas or Replicas()).gather(len(micro_batches)))
+    everyones = (replicas or Replicas()).gather((len(micro_batches), {num_calls(batch) for batch in micro_batches}))
+    if replicas is not None:
+        _require_one({count for _, counts in everyones for count in counts})
+    num_batches = max(count for count, _ in everyones)
     found: list[list[NDArray[np.float32]]] = []
     for i in range(num_batches):
         samples = micro_batches[min(i, len(micro_batches) - 1)]
