@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,11 @@ def process_of(family: Family, engine: DiffusersEngine) -> NoiseProcess:
     return FlowProcess() if family.is_flow else DDPMProcess(alphas_cumprod=scheduler.alphas_cumprod.tolist())
 
 
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether the conditions are the same."""
+    return one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
+
+
 @torch.no_grad()
 def ratios(denoiser: Denoiser, kernel: Kernel, samples: list[DiffusionSample]) -> torch.Tensor:
     """Return the ratios [K, B] of the trainer's density of each recorded step to the engine's."""
@@ -106,6 +112,10 @@ async def test_what_was_sampled_is_computed_again(name: str, guidance_scale: flo
     found = ratios(denoiser_of(engine), kernel_of(family), samples)
     tolerance = TWO_CALLS_TOLERANCE if family.has_two_calls and guidance_scale > 1 else RATIO_TOLERANCE
     assert (found - 1).abs().max() <= tolerance
+    assert not same(made[0].conditions, made[2].conditions)
+    if made[0].negative_conditions is not None:
+        assert not same(made[0].conditions, made[0].negative_conditions)
+        assert made[0].keeps_norm == (name in ("Qwen-Image", "Lumina 2"))
     assert (made[0].guidance_scale is None) == (guidance_scale == 1 or not family.has_guidance)
     assert made[0].image.ndim == (4 if family.makes_videos else 3)
     if family.is_flow:

@@ -381,7 +381,7 @@ FAMILIES = {
     "PixArt-Sigma": Family(make=pixart_sigma, options=_UNBINNED, is_flow=False),
     "Sana": Family(make=sana, options={**_UNBINNED, "complex_human_instruction": None}, size=(32, 32)),
     "AuraFlow": Family(make=aura_flow, options=_SHORT),
-    "Qwen-Image": Family(make=qwen_image, options=_SHORT, has_two_calls=True),
+    "Qwen-Image": Family(make=qwen_image, options={"max_sequence_length": 400}, has_two_calls=True),
     "Lumina 2": Family(make=lumina_2, options={"max_sequence_length": 64, "system_prompt": "a"}, has_two_calls=True),
     "Z-Image": Family(make=z_image, options=_SHORT),
     "LTX": Family(make=ltx, options={**_SHORT, "num_frames": 9}, size=(32, 32), makes_videos=True),

@@ -308,7 +308,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
 
     def _probe(self, size: tuple[int, int] | None) -> tuple[set[str], tuple[float, float] | None]:
         """Make two batches; return which of the model's arguments have a row for each image, and the timestep map."""
-        sizes: dict[str, list[int]] = {}
+        has_rows: dict[str, bool] = {}
         prompts = ("probe", "another probe") if "prompt" in self._accepted else ("0", "0")
         sampling = ImageSampling(num_inference_steps=_PROBED_STEPS, size=size)
         times: list[tuple[float, float]] = []
@@ -328,10 +328,11 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             if not tape.conditions:
                 raise UnsupportedModelError("the pipeline makes no step: its model was never called")
             for name, value in tape.conditions[0].items():
-                has_rows = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
-                sizes.setdefault(name, []).append(len(value) if has_rows else 0)
+                is_long = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+                # Masks, which some pipelines only pass for prompts of several lengths, are in one batch alone.
+                has_rows[name] = has_rows.get(name, True) and is_long and len(value) == count
             times = tape.times
-        per_image = {name for name, found in sizes.items() if found == list(_PROBED)}
+        per_image = {name for name, has in has_rows.items() if has}
         return per_image, timestep_map(times, self._recorded.num_train_timesteps)
 
 
