@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import Cli, step_rows, write_rows
+from command_line import Cli, Server, step_rows, write_rows
 from tiny_families import FAMILIES
 
 from gcore_ckpt import Checkpointer
@@ -20,6 +20,11 @@ RUNS = {
     "Z-Image": (*NFT, "--rollout.guidance-scale", "2", "--actor.lora-rank", "2"),
     "Wan 2.1": ("--rollout.num-frames", "5", "--rollout.guidance-scale", "2"),
 }
+
+
+@pytest.fixture
+def cli(diffusion_server: Server, tmp_path: Path) -> Cli:
+    return Cli(diffusion_server, tmp_path)
 
 
 @pytest.mark.slow

@@ -78,6 +78,9 @@ class Denoiser:
         """Return what a pipeline's scheduler was given for latents [B, ...] and timesteps [B], [B, ...] in float32."""
         if conditions.guidance_scale is not None:
             latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
+        if len(conditions.calls) == 1:
+            [(_, arguments)] = conditions.calls
+            return conditions.combined(self._called(latents, timesteps, arguments))
         places = [place for rows, _ in conditions.calls for place in rows]
         outputs = [self._called(latents[rows], timesteps[rows], given) for rows, given in conditions.calls]
         return conditions.combined(torch.cat(outputs)[np.argsort(places)])
