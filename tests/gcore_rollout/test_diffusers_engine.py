@@ -34,7 +34,7 @@ from gcore_rollout import (
     check_weights,
 )
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine, image_generator
-from gcore_rollout.engines.diffusion.recording import combined, load_pipeline
+from gcore_rollout.engines.diffusion.recording import load_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -95,17 +95,19 @@ async def test_a_trajectory_can_be_made_again(flow: Path, kernel: Any, guidance_
     num_steps = 4 if isinstance(kernel, FlowCPS) else 5
     for step in range(num_steps):
         x = torch.stack([torch.from_numpy(s.trajectory.latents[step]) for s in samples])
-        tell = {
-            name: torch.stack([torch.from_numpy(s.conditions[name]) for s in samples]) for name in samples[0].conditions
-        }
         time = torch.tensor([s.trajectory.timesteps[step] for s in samples])
-        if guidance_scale == 1.0:
-            output = model(hidden_states=x, timestep=time, **tell, return_dict=False)[0]
-        else:
-            both = {name: torch.cat([value[:, 0], value[:, 1]]) for name, value in tell.items()}
-            twice, times = torch.cat([x, x]), torch.cat([time, time])
-            output = model(hidden_states=twice, timestep=times, **both, return_dict=False)[0]
-            output = combined(output, 3, 3, guidance_scale)
+
+        rows = [
+            *(s.negative_conditions or {} for s in samples if guidance_scale != 1.0),
+            *(s.conditions for s in samples),
+        ]
+        given = {name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]}
+        count = len(rows) // len(samples)
+        latents, times = torch.cat([x] * count), torch.cat([time] * count)
+        output = model(hidden_states=latents, timestep=times, **given, return_dict=False)[0]
+        if guidance_scale != 1.0:
+            without, with_prompt = output.chunk(2)
+            output = without + guidance_scale * (with_prompt - without)
         level, following = (
             torch.tensor([getattr(s.trajectory, name)[step] for s in samples]) for name in ("levels", "next_levels")
         )

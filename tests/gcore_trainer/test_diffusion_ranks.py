@@ -97,3 +97,16 @@ def test_scores_of_steps_are_those_of_one_process(
             for one, other in zip(found, alone, strict=True):
                 np.testing.assert_allclose(one.means, other.means, atol=1e-5)
                 np.testing.assert_allclose(one.log_probs, other.log_probs, rtol=1e-5)
+
+
+def test_ranks_that_would_call_the_model_unequally_are_refused(
+    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One replica's micro-batch has prompts of two lengths, which need two calls; alone, they are trained on."""
+    path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
+    equal, mixed = images(2, 0), images(2, 1)
+    longer = np.zeros((5, 32), np.float32)
+    mixed[1] = replace(mixed[1], conditions={**mixed[1].conditions, "encoder_hidden_states": longer})
+    trained(path, OBJECTIVES["nft"], [[[mixed]]], None)
+    errors = rank_server.shared(2).errors("train_images", path, OBJECTIVES["nft"], [[[equal], [mixed]]], None, size=2)
+    assert all("BatchError: micro-batches need [1, 2] calls of the model" in error for error in errors)

@@ -34,7 +34,7 @@ from gcore_trainer import (
     UnsupportedModelError,
     score_steps,
 )
-from gcore_trainer.diffusion.sample import Conditioned
+from gcore_trainer.diffusion.conditions import Conditioned
 
 STEPS = 4
 LEVELS = np.linspace(1.0, 0.0, STEPS + 1).astype(np.float32)

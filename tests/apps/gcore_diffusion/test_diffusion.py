@@ -361,7 +361,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         lambda _: ["--rollout.guidance-scale", "-1"],
         "rollout.guidance_scale is -1.0; expected a finite number, 0 or more",
     ),
-    "size": (lambda _: ["--rollout.size", "7", "7"], "the pipeline makes no image of 'a 0' with these settings"),
+    "size": (lambda _: ["--rollout.size", "7", "7"], "makes no image of a prompt alone with size (7, 7): "),
     "layers to adapt": (lambda _: ["--actor.lora-rank", "2", "--actor.target-modules", "zzz"], "zzz"),
     "a server that does not answer": (lambda _: ["--reward.kind", "http://127.0.0.1:9"], "127.0.0.1:9"),
     "a folder of prompts": (lambda _: ["--data.train-files", "."], "data file .: Is a directory"),

@@ -84,7 +84,7 @@ async def start(
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
     """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
     first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
-    sampling = ImageSampling(num_inference_steps=1, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size)
+    sampling = ImageSampling(num_inference_steps=2, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size)
     try:
         (made,) = await images(sampler.policy, [ImageRequest(request_id="try", prompt=first.text, sampling=sampling)])
     except (ValueError, TypeError, RuntimeError) as error:
@@ -92,10 +92,15 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
         if isinstance(error, RolloutError):
             raise
         raise UserError(f"the pipeline makes no image of {first.text!r} with these settings: {error}") from error
+    if config.algorithm.name in ("nft", "dpo") and made.timestep_map is None:
+        raise UserError(
+            f"algorithm.name is {config.algorithm.name!r}; expected an algorithm of recorded steps, because the "
+            "pipeline gives its model timesteps that are not a multiple of the time or of the time left"
+        )
     grey = np.full((2, *made.image.shape), 128, np.uint8)
     for reward in filter(None, (sampler.rewards.trained, sampler.rewards.held_out)):
         if check := getattr(reward, "check", None):
-            check(*grey.shape[1:3])
+            check(*grey.shape[-3:-1])
         await evaluate_images(reward, grey, [first.text] * 2, [first.row] * 2)
 
 
@@ -146,7 +151,11 @@ async def sample_run(
         raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
     rollout = config.rollout
     engine = DiffusersEngine.from_pretrained(
-        folder.export, device=config.device, dtype=rollout.dtype, options=rollout.pipeline_options
+        folder.export,
+        device=config.device,
+        dtype=rollout.dtype,
+        options=rollout.pipeline_options,
+        size=rollout.image_size,
     )
     sampling = ImageSampling(
         num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,

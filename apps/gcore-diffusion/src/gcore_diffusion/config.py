@@ -95,8 +95,8 @@ class RewardConfig(Checked, section="reward"):
 
     kind: str = ""
     """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, image_reward, judge, an http(s) URL,
-    or PATH.py:function of (images [B, H, W, 3] uint8, prompts, rows) that returns B numbers; with the embedded model
-    also digit or colour."""
+    or PATH.py:function of (images [B, H, W, 3] uint8 or videos [B, F, H, W, 3], prompts, rows) that returns B numbers;
+    with the embedded model also digit or colour."""
     held_out: str = ""
     """A reward of the same kinds, except judge, that is not trained on: if it falls while the other rises, the other
     is being hacked."""
@@ -149,6 +149,8 @@ class RolloutConfig(Checked, section="rollout"):
     """Height and width in pixels; (0, 0): the pipeline's own."""
     max_sequence_length: NonNegative = 0
     """Tokens of a prompt, where the pipeline has a limit to set; 0: its own. Shorter is faster."""
+    num_frames: NonNegative = 0
+    """Frames of a video, where the pipeline makes videos; 0: its own number."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the sampler's weights."""
     max_num_images: Count = 64
@@ -182,7 +184,8 @@ class RolloutConfig(Checked, section="rollout"):
     @property
     def pipeline_options(self) -> dict[str, int]:
         """Further arguments of the pipeline's call."""
-        return {"max_sequence_length": self.max_sequence_length} if self.max_sequence_length else {}
+        options = {"max_sequence_length": self.max_sequence_length, "num_frames": self.num_frames}
+        return {name: value for name, value in options.items() if value}
 
     @property
     def range_of_window(self) -> tuple[int, int]:

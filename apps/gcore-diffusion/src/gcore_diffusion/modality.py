@@ -29,6 +29,16 @@ from gcore_trainer import DiffusionMicroBatch, DiffusionSample, StepScores, grpo
 _EPSILON = 1e-4
 _MISMATCH = "training/rollout_ratio_dev"
 """Metric: mean distance from 1 of the ratio between trainer and sampler with the same weights."""
+_MODEL_INPUTS = (
+    "conditions",
+    "negative_conditions",
+    "shared_conditions",
+    "guidance_scale",
+    "keeps_norm",
+    "is_negated",
+    "timestep_map",
+)
+"""Fields of an `ImageSample` that say how its model was called, as a `DiffusionSample` has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,13 +227,8 @@ def _training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any
     if has_steps:
         fields |= {name: getattr(t, name) for name in ("latents", "next_latents", "levels", "next_levels", "timesteps")}
         fields |= {"old_means": t.means, "old_log_probs": t.log_probs}
-    return DiffusionSample(
-        clean_latents=made.latents,
-        conditions=made.conditions,
-        shared_conditions=made.shared_conditions,
-        guidance_scale=made.guidance_scale,
-        **fields,
-    )
+    fields |= {name: getattr(made, name) for name in _MODEL_INPUTS}
+    return DiffusionSample(clean_latents=made.latents, **fields)
 
 
 async def _with_old_pass(

@@ -29,7 +29,9 @@ def write_grid(path: Path, images: NDArray[np.uint8], prompts: Sequence[str], *,
 
 
 def grid(images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int) -> Image.Image:
-    """Return the grid as an image; see `write_grid`."""
+    """Return the grid as an image, of videos [..., F, H, W, 3] with their middle frames; see `write_grid`."""
+    if images.ndim == 5:
+        images = images[:, images.shape[1] // 2]
     num_prompts = len(images) // per_prompt
     rows = range(0, num_prompts, -(-num_prompts // MAX_PROMPTS))
     columns = min(per_prompt, MAX_COLUMNS)

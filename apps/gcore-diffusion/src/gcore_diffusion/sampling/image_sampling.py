@@ -71,16 +71,12 @@ class Group:
 
     def state(self) -> dict[str, Any]:
         """Return plain arrays and numbers for a checkpoint."""
-        plain = ("conditions", "shared_conditions")
         return {
             "ticket": self.prompt_index,
             "text": self.prompt.text,
             "row": dict(self.prompt.row),
             "scores": self.scores,
-            "samples": [
-                {**vars(s), **{name: dict(vars(s)[name]) for name in plain}, "trajectory": dict(vars(s.trajectory))}
-                for s in self.samples
-            ],
+            "samples": [{**vars(s), "trajectory": dict(vars(s.trajectory))} for s in self.samples],
             "ref_means": self.ref_means,
         }
 

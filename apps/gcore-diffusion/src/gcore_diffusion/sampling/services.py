@@ -37,6 +37,7 @@ def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], Dif
         dtype=rollout.dtype,
         max_num_images=rollout.max_num_images,
         options=rollout.pipeline_options,
+        size=rollout.image_size,
     )
 
 

@@ -8,12 +8,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion.sample import Conditioned
+from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import LoRAWeights, add_lora
 from gcore_trainer.torch.activations import is_checkpointed
@@ -52,8 +53,11 @@ class Denoiser:
         self._compute_dtype = compute_dtype
         self._is_sharded = False
         self.device: torch.device = next(model.parameters()).device
-        self._latents, *others = inspect.signature(model.forward).parameters
-        self._timesteps = "timesteps" if "timesteps" in others else "timestep"
+        parameters = inspect.signature(model.forward).parameters
+        self._latents, *others = parameters
+        self._timesteps = next((name for name in ("timesteps", "t") if name in others), "timestep")
+        # Z-Image's model takes and gives a list of images, each [C, frames, H, W].
+        self._is_of_lists = str(parameters[self._latents].annotation).startswith("list")
         if is_checkpointed(gradient_checkpointing, model, self.device):
             model.enable_gradient_checkpointing()
         if lora is not None:
@@ -72,22 +76,26 @@ class Denoiser:
 
     def __call__(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: Conditioned) -> torch.Tensor:
         """Return what a pipeline's scheduler was given for latents [B, ...] and timesteps [B], [B, ...] in float32."""
-        num_images, scale = len(latents), conditions.guidance_scale
-        per_image = conditions.per_image
-        if scale is not None:
+        if conditions.guidance_scale is not None:
             latents, timesteps = torch.cat([latents, latents]), torch.cat([timesteps, timesteps])
-            per_image = {name: torch.cat([value[:, 0], value[:, 1]]) for name, value in per_image.items()}
-        arguments = {self._latents: latents, self._timesteps: timesteps, **per_image, **conditions.shared}
+        if len(conditions.calls) == 1:
+            [(_, arguments)] = conditions.calls
+            return conditions.combined(self._called(latents, timesteps, arguments))
+        places = [place for rows, _ in conditions.calls for place in rows]
+        outputs = [self._called(latents[rows], timesteps[rows], given) for rows, given in conditions.calls]
+        return conditions.combined(torch.cat(outputs)[np.argsort(places)])
+
+    def _called(self, latents: torch.Tensor, timesteps: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         dtype = self._compute_dtype
         is_cast = dtype != torch.float32 and not self._is_sharded
+        given = [each.unsqueeze(1) for each in latents] if self._is_of_lists else latents
+        arguments = {self._latents: given, self._timesteps: timesteps, **arguments}
         with torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
             output = self.model(**arguments, return_dict=False)[0]
+        if self._is_of_lists:
+            output = torch.stack(output).squeeze(2)
         # A learned variance may follow the latents' channels.
-        output = output[:, : latents.shape[1]].float()
-        if scale is None:
-            return output
-        without, with_prompt = output[:num_images], output[num_images:]
-        return without + scale * (with_prompt - without)
+        return output[:, : latents.shape[1]].float()
 
     def copied(self) -> "Denoiser":
         """Return another one with the same weights, of which none is trained."""

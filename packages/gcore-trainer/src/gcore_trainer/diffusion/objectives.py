@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.diffusion.config import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig
 from gcore_trainer.diffusion.losses import (
     FlowProcess,
@@ -17,7 +18,7 @@ from gcore_trainer.diffusion.losses import (
     guard_step_loss,
     nft_loss,
 )
-from gcore_trainer.diffusion.sample import Conditioned, DiffusionMicroBatch, DiffusionSample, require_fields, stacked
+from gcore_trainer.diffusion.sample import DiffusionMicroBatch, DiffusionSample, require_fields, stacked
 from gcore_trainer.errors import BatchError
 from gcore_trainer.objectives.policy import PartialLoss
 
@@ -147,7 +148,7 @@ class NFTObjective(DiffusionObjective):
     """
 
     needs_old = True
-    reads = ("clean_latents", "advantage")
+    reads = ("clean_latents", "advantage", "timestep_map")
 
     def __init__(self, config: NFTConfig, process: FlowProcess | None = None) -> None:
         self._config = config
@@ -160,7 +161,10 @@ class NFTObjective(DiffusionObjective):
         device, bound = models.policy.device, self._config.adv_clip_max
         clean, advantages = stacked(samples, device, "clean_latents", "advantage")
         level, noise = drawn_noise(samples, index, clean)
-        noised, timesteps = self._process.noised(clean, noise, level), self._process.timesteps(level)
+        noised, timesteps = (
+            self._process.noised(clean, noise, level),
+            model_timesteps(samples, self._process.timesteps(level)),
+        )
         conditions = Conditioned.of(samples, device)
         with torch.no_grad():
             old = models.old(noised, timesteps, conditions)
@@ -185,7 +189,7 @@ class DiffusionDPOObjective(DiffusionObjective):
     """
 
     needs_reference = True
-    reads = ("clean_latents",)
+    reads = ("clean_latents", "timestep_map")
 
     def __init__(self, config: DiffusionDPOConfig, process: NoiseProcess) -> None:
         self._config = config
@@ -205,7 +209,10 @@ class DiffusionDPOObjective(DiffusionObjective):
         [clean] = stacked(samples, device, "clean_latents")
         # Both of a pair get one noise.
         level, noise = drawn_noise([s for chosen in samples[::2] for s in (chosen, chosen)], index, clean)
-        noised, timesteps = self._process.noised(clean, noise, level), self._process.timesteps(level)
+        noised, timesteps = (
+            self._process.noised(clean, noise, level),
+            model_timesteps(samples, self._process.timesteps(level)),
+        )
         target, conditions = self._process.target(clean, noise, level), Conditioned.of(samples, device)
 
         def errors(model: "Denoiser") -> torch.Tensor:
@@ -262,6 +269,12 @@ def drawn_at(
         [latents] = stacked(samples, model.device, "latents", step=step)
     output = model(latents, timesteps, Conditioned.of(samples, model.device))
     return kernel(output, latents, levels, next_levels), next_levels - levels
+
+
+def model_timesteps(samples: Sequence[DiffusionSample], timesteps: torch.Tensor) -> torch.Tensor:
+    """Return the timesteps [B] that the sampler gave its model for timesteps [B] in training."""
+    [maps] = stacked(samples, timesteps.device, "timestep_map")
+    return maps[:, 0] * timesteps + maps[:, 1]
 
 
 def drawn_noise(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from gcore_trainer.errors import BatchError
 from gcore_trainer.sample import require_finite
 
-Conditions = Mapping[str, NDArray[np.generic]]
+Conditions = Mapping[str, Any]
+"""Inputs of a model, by its names: arrays, or plain values (numbers, strings, None, and lists, tuples and dicts of
+them). ``a.b`` is entry b of a dict a, or of a tuple where b is a number; ``a[]`` is an image's entry of a list a."""
 
 _PER_STEP = ("latents", "next_latents", "old_means", "old_log_probs", "ref_means", "levels", "next_levels", "timesteps")
 
@@ -23,11 +25,20 @@ class DiffusionSample:
     clean_latents: NDArray[np.float32]
     """[...] of the finished image."""
     conditions: Conditions
-    """Inputs of the model besides latents and timestep, by its names; with guidance [2, ...]: without, with it."""
-    shared_conditions: Conditions = field(default_factory=dict[str, NDArray[np.generic]])
+    """Inputs of the model besides latents and timestep, for this image."""
+    negative_conditions: Conditions | None = None
+    """The same without the prompt; needed where there is guidance."""
+    shared_conditions: Conditions = field(default_factory=dict[str, Any])
     """Further inputs, which have no entry for each image."""
     guidance_scale: float | None = None
-    """Scale of classifier-free guidance, if conditions are [2, ...]; None: the model is called once."""
+    """Scale of classifier-free guidance, u + guidance_scale (c - u) of the outputs without and with the prompt (arXiv
+    2207.12598); None: the model is only called with it."""
+    keeps_norm: bool = False
+    """Guidance scales the norms over the last dimension to those of c."""
+    is_negated: bool = False
+    """The model's output is negated."""
+    timestep_map: tuple[float, float] | None = (1.0, 0.0)
+    """(scale, shift): the model is given scale x t + shift for the timestep t in training; None: another function."""
     advantage: float | None = None
     latents: NDArray[np.float32] | None = None
     """[K, ...] before each step; none where steps are not trained on."""
@@ -64,8 +75,11 @@ class DiffusionSample:
     def check_finite(self, name: str, *names: str) -> None:
         """Raise `BatchError` if the named arrays or the conditions, of image ``name``, hold NaN or infinities."""
         arrays = {field: getattr(self, field) for field in names}
-        for field_name in ("conditions", "shared_conditions"):
-            arrays |= {f"{field_name}[{key!r}]": value for key, value in getattr(self, field_name).items()}
+        for field_name in ("conditions", "negative_conditions", "shared_conditions"):
+            given = getattr(self, field_name) or {}
+            arrays |= {
+                f"{field_name}[{key!r}]": v for key, v in given.items() if isinstance(v, np.ndarray | np.generic)
+            }
         for label, value in arrays.items():
             if value is not None and np.issubdtype(np.asarray(value).dtype, np.floating):
                 require_finite(f"{name}.{label}", np.asarray(value))
@@ -87,27 +101,6 @@ class StepScores(NamedTuple):
     """[K, ...]."""
     log_probs: NDArray[np.float32]
     """[K] of the next latents; NaN: the step has no noise, and so no density."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Conditioned:
-    """Inputs of a model for B images, besides latents and timesteps."""
-
-    per_image: dict[str, torch.Tensor]
-    """[B, ...], or with guidance [B, 2, ...]."""
-    shared: dict[str, torch.Tensor]
-    guidance_scale: float | None
-
-    @classmethod
-    def of(cls, samples: Sequence[DiffusionSample], device: torch.device) -> "Conditioned":
-        """Collect those of a micro-batch, whose images were made with the same settings."""
-        first = samples[0]
-        stacks = {name: np.stack([s.conditions[name] for s in samples]) for name in first.conditions}
-        per_image, shared = (
-            {name: torch.from_numpy(np.asarray(value)).to(device) for name, value in arrays.items()}
-            for arrays in (stacks, first.shared_conditions)
-        )
-        return cls(per_image=per_image, shared=shared, guidance_scale=first.guidance_scale)
 
 
 def require_fields(samples: Sequence[DiffusionSample], names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
+from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
@@ -127,21 +128,24 @@ class DiffusionTrainer(BaseTrainer):
         """
         self._sleeper.check_awake()
 
-        def checked() -> tuple[int, int, int]:
+        def checked() -> tuple[int, int, int, set[int]]:
             samples = [s for batch in micro_batches for s in batch]
             if not samples:
                 raise BatchError("micro_batches holds no image; expected at least one on every replica")
             self._objective.check(samples)
             check_finite(micro_batches, *self._objective.reads)
-            return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches)
+            calls = {num_calls(batch) for batch in micro_batches}
+            return self._objective.weight(samples), self._objective.num_passes(samples), len(micro_batches), calls
 
         everyones = self._replicas.gather_or_raise(checked)
-        passes = {count for _, count, _ in everyones}
+        passes = {count for _, count, *_ in everyones}
         if len(passes) != 1:
             raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
         (num_passes,) = passes
+        if self._world_size > 1:
+            _require_one({count for *_, counts in everyones for count in counts})
         total = sum(weight for weight, *_ in everyones) * num_passes
-        sums = self._backward(micro_batches, max(count for *_, count in everyones), num_passes, total)
+        sums = self._backward(micro_batches, max(count for _, _, count, _ in everyones), num_passes, total)
         metrics = self._update(sums)
         if self._ema is not None:
             self._ema.update(self.step)
@@ -219,6 +223,15 @@ def _adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig
     return make_adamw(parameters, config, offload=False)
 
 
+def _require_one(calls: set[int]) -> None:
+    """Raise `BatchError` for unequal numbers of calls, which the collectives of a sharded model cannot make."""
+    if len(calls) != 1:
+        raise BatchError(
+            f"micro-batches need {sorted(calls)} calls of the model, one for each shape of conditions; expected one "
+            "number where ranks share a model: give prompts one length, or a micro-batch one prompt"
+        )
+
+
 @torch.no_grad()
 def score_steps(
     denoiser: Denoiser,
@@ -231,7 +244,10 @@ def score_steps(
     ``replicas`` are those among which a sharded model is divided; all of them call this, one may have no micro-batch.
     """
     replicas = replicas or Replicas()
-    counts = replicas.gather(len(micro_batches))
+    everyones = replicas.gather((len(micro_batches), {num_calls(batch) for batch in micro_batches}))
+    counts = [count for count, _ in everyones]
+    if replicas.size > 1 and any(counts):
+        _require_one({calls for _, own in everyones for calls in own})
     stand_in: DiffusionMicroBatch = micro_batches[0] if micro_batches else []
     if 0 in counts:
         # A sharded model's collectives need all ranks: one without images computes with another's for nothing.

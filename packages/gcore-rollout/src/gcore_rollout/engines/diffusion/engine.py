@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcore_rollout.engines.diffusion.calls import image_conditions, same_conditions, timestep_map
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
 from gcore_rollout.engines.diffusion.types import (
     SCALARS,
     STACKED,
+    Conditions,
     ImageRequest,
     ImageSample,
     ImageSampling,
@@ -28,8 +30,12 @@ from gcore_rollout.weight_sync.checked import held
 
 _Image = Sample[ImageRequest, ImageSample]
 
-_PROBED = (2, 3)
+_PROBED = (1, 2)
 """Sizes of two batches that show which of the model's arguments have a row for each image."""
+_SCALES_BELOW = {"ZImagePipeline": 1.0}
+"""Pipelines whose guidance is c + scale (c - u), and how much less than in u + scale (c - u) the scale then is."""
+_PROBED_STEPS = 2
+"""Steps of these batches: the timestep of a second one shows what the first leaves open."""
 
 
 class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
@@ -45,7 +51,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     Args:
         pipeline: a pipeline of diffusers; its scheduler is replaced.
         max_num_images: largest batch.
-        options: further arguments of the pipeline's call, such as max_sequence_length.
+        options: further arguments of the pipeline's call, such as max_sequence_length or num_frames.
+        size: height and width in pixels of the images that it is tried on; None: the pipeline's own.
 
     Attributes:
         pipeline: The pipeline.
@@ -57,7 +64,14 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
 
     _HOW_TO_OPEN = "make a new one"
 
-    def __init__(self, pipeline: Any, *, max_num_images: int = 64, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Any,
+        *,
+        max_num_images: int = 64,
+        options: Mapping[str, Any] | None = None,
+        size: tuple[int, int] | None = None,
+    ) -> None:
         if max_num_images < 1:
             raise RolloutError(f"max_num_images is {max_num_images}; expected at least 1")
         super().__init__()
@@ -65,6 +79,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         for component in pipeline.components.values():
             if isinstance(component, torch.nn.Module):
                 component.eval().requires_grad_(False)
+        vae: Any = getattr(pipeline, "vae", None)
+        if hasattr(vae, "enable_slicing"):
+            vae.enable_slicing()
         self._recorded = Recorded(pipeline)
         self.pipeline = pipeline
         self._device: torch.device = pipeline.device
@@ -79,7 +96,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._turn = asyncio.Lock()
         """Held by the running batch, and by methods that change the model."""
         self._worker: asyncio.Task[None] | None = None
-        self._per_image = self._probe()
+        self._per_image, self._timestep_map = self._probe(size)
 
     @classmethod
     def from_pretrained(
@@ -90,10 +107,11 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         dtype: str = "float32",
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
+        size: tuple[int, int] | None = None,
     ) -> Self:
         """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16."""
         pipeline = load_pipeline(path, dtype=getattr(torch, dtype))
-        return cls(pipeline.to(device), max_num_images=max_num_images, options=options)
+        return cls(pipeline.to(device), max_num_images=max_num_images, options=options, size=size)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
@@ -195,6 +213,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             thread = asyncio.create_task(asyncio.to_thread(self._call, prompts, sampling, generators))
             try:
                 pixels = await asyncio.shield(thread)
+                self._hand_over(batch, tape, pixels, version)
             except asyncio.CancelledError:
                 tape.is_aborted = True
                 await asyncio.wait([thread])
@@ -209,26 +228,16 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 return
             finally:
                 self._running = None
-        self._hand_over(batch, tape, pixels, version)
         self._prompt_tokens += len({image.request.request_id for image in batch})
         self._completion_tokens += len(batch) * sampling.num_inference_steps
 
     def _hand_over(self, batch: list[_Image], tape: Tape, pixels: NDArray[np.uint8], version: int) -> None:
-        """Hand over a batch of B images with pixels [B, H, W, 3]."""
-        assert tape.call is not None
+        """Hand over a batch of B images with pixels [B, ...]."""
+        assert tape.form is not None
         assert tape.final is not None
         final = tape.final.cpu().numpy()
-        own: dict[str, NDArray[np.generic]] = {}
-        shared: dict[str, NDArray[np.generic]] = {}
-        for name, value in tape.call.conditions().items():
-            array = (value.float() if value.is_floating_point() else value).cpu().numpy()
-            if name not in self._per_image:
-                shared[name] = array
-            elif len(array) == 2 * len(batch):
-                own[name] = np.stack([array[: len(batch)], array[len(batch) :]], axis=1)
-            else:
-                own[name] = array
-        is_guided = len(tape.call.output) == 2 * len(batch)
+        form, (rows, shared) = tape.form, self._split(tape)
+        with_prompt, without = form.halves(rows, len(batch)) if form.guidance_scale is not None else (rows, None)
         for row, (image, trajectory) in enumerate(zip(batch, _trajectories(tape.steps, final), strict=True)):
             sample = ImageSample(
                 request_id=image.request.request_id,
@@ -236,58 +245,95 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 image=pixels[row],
                 latents=final[row],
                 trajectory=trajectory,
-                conditions={name: value[row] for name, value in own.items()},
+                conditions=with_prompt[row],
+                negative_conditions=without[row] if without is not None else None,
                 shared_conditions=shared,
-                guidance_scale=image.request.sampling.guidance_scale if is_guided else None,
+                guidance_scale=form.guidance_scale,
+                keeps_norm=form.keeps_norm,
+                is_negated=form.is_negated,
+                timestep_map=self._timestep_map,
                 weight_version=version,
                 finish_reason="stop",
             )
             image.call.finished.put_nowait(sample)
 
+    def _split(self, tape: Tape) -> tuple[list[Conditions], Conditions]:
+        """Return the conditions of each row of a step's calls, and those that all share."""
+        first, *others = ({n: v for n, v in c.items() if n not in self._per_image} for c in tape.conditions)
+        if not all(same_conditions(first, other) for other in others):
+            raise UnsupportedModelError(
+                f"the pipeline's two calls of its model have other {sorted(first)}; expected the same in both"
+            )
+        parts = [image_conditions(conditions, self._per_image) for conditions in tape.conditions]
+        return [row for rows, _ in parts for row in rows], parts[0][1]
+
     @torch.no_grad()
     def _call(
         self, prompts: Sequence[str], sampling: ImageSampling, generators: Sequence[torch.Generator]
     ) -> NDArray[np.uint8]:
-        """Run the pipeline and return the images, [B, H, W, 3]."""
+        """Run the pipeline and return the images [B, H, W, 3], or the videos [B, F, H, W, 3]."""
         options = dict(self._options)
         if "prompt" in self._accepted:
             # Each prompt is encoded once.
             unique = list(dict.fromkeys(prompts))
             repeats = len(prompts) // len(unique)
             is_even = [p for p in unique for _ in range(repeats)] == list(prompts)
-            if is_even and "num_images_per_prompt" in self._accepted:
-                options |= {"prompt": unique, "num_images_per_prompt": repeats}
+            count = next((n for n in ("num_images_per_prompt", "num_videos_per_prompt") if n in self._accepted), None)
+            if is_even and count is not None:
+                options |= {"prompt": unique, count: repeats}
             else:
                 options |= {"prompt": list(prompts)}
         else:
             options |= {"class_labels": [self._class_of(p) for p in prompts]}
+        options |= self._guidance(sampling.guidance_scale, len(options.get("prompt", ())))
         if sampling.size is not None:
             options |= dict(zip(("height", "width"), sampling.size, strict=True))
         has_decoder = getattr(self.pipeline, "vae", None) is not None
-        images = self.pipeline(
+        # The first field is called images or frames.
+        images: torch.Tensor = self.pipeline(
             **options,
             generator=list(generators),
             num_inference_steps=sampling.num_inference_steps,
-            guidance_scale=sampling.guidance_scale,
             output_type="pt" if has_decoder else "latent",
-        ).images
+        )[0]
         pixels = images.float() if has_decoder else images.float() / 2 + 0.5
-        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
 
-    def _probe(self) -> set[str]:
-        """Make a step of two batches, and return which of the model's arguments have a row for each image."""
-        sizes: dict[str, list[int]] = {}
-        prompt = "probe" if "prompt" in self._accepted else "0"
+    def _guidance(self, scale: float, num_prompts: int) -> dict[str, Any]:
+        """Return the arguments of guidance; models that are given their scale as an input have no second pass."""
+        config: Any = self._recorded.denoiser.config
+        if "true_cfg_scale" not in self._accepted or config.get("guidance_embeds"):
+            return {"guidance_scale": scale - _SCALES_BELOW.get(type(self.pipeline).__name__, 0.0)}
+        return {"true_cfg_scale": scale} | ({"negative_prompt": [" "] * num_prompts} if scale > 1 else {})
+
+    def _probe(self, size: tuple[int, int] | None) -> tuple[set[str], tuple[float, float] | None]:
+        """Make two batches; return which of the model's arguments have a row for each image, and the timestep map."""
+        has_rows: dict[str, bool] = {}
+        prompts = ("probe", "another probe") if "prompt" in self._accepted else ("0", "0")
+        sampling = ImageSampling(num_inference_steps=_PROBED_STEPS, size=size)
+        times: list[tuple[float, float]] = []
         for count in _PROBED:
-            sampling = ImageSampling(num_inference_steps=1)
             generators = [image_generator(0, i) for i in range(count)]
             with self._recorded.taping(sampling, generators) as tape:
-                self._call([prompt] * count, sampling, generators)
-            if tape.call is None:
-                raise UnsupportedModelError("the pipeline makes no step: its model was never asked")
-            for name, value in tape.call.conditions().items():
-                sizes.setdefault(name, []).append(len(value) if value.ndim else 0)
-        return {name for name, found in sizes.items() if found == list(_PROBED)}
+                try:
+                    self._call(prompts[:count], sampling, generators)
+                except (AttributeError, IndexError, TypeError, ValueError) as error:
+                    if isinstance(error, RolloutError):
+                        raise
+                    kind = type(self.pipeline).__name__
+                    settings = f"size {size} and {self._options}" if self._options else f"size {size}"
+                    raise UnsupportedModelError(
+                        f"{kind} makes no image of a prompt alone with {settings}: {error}"
+                    ) from error
+            if not tape.conditions:
+                raise UnsupportedModelError("the pipeline makes no step: its model was never called")
+            for name, value in tape.conditions[0].items():
+                is_long = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.ndim > 0)
+                # Masks, which some pipelines only pass for prompts of several lengths, are in one batch alone.
+                has_rows[name] = has_rows.get(name, True) and is_long and len(value) == count
+            times = tape.times
+        per_image = {name for name, has in has_rows.items() if has}
+        return per_image, timestep_map(times, self._recorded.num_train_timesteps)
 
 
 def _trajectories(steps: Sequence[Mapping[str, Any]], final: NDArray[np.float32]) -> Iterator[Trajectory]:

@@ -8,13 +8,13 @@ import inspect
 import json
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 
+from gcore_rollout.engines.diffusion.calls import AnswerForm, ModelCall, same_conditions, stacked_outputs
 from gcore_rollout.engines.diffusion.kernels import DDIM, FlowODE, Kernel
 from gcore_rollout.engines.diffusion.types import ImageSampling
 from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
@@ -27,42 +27,9 @@ try:
 except ImportError:
     raise MissingExtraError("diffusers", "diffusion") from None
 
-_TOLERANCE = 1e-5
-"""Relative and absolute tolerance when a pipeline's use of its model's output is checked."""
-
 
 class StepAbortedError(Exception):
     """The batch was aborted."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ModelCall:
-    """The arguments and the output of one call of a denoiser."""
-
-    arguments: dict[str, Any]
-    """By the denoiser's names for them."""
-    latents_argument: str
-    """Its name for the latents."""
-    output: torch.Tensor
-
-    @property
-    def timestep(self) -> float:
-        value = self.arguments.get("timestep", self.arguments.get("timesteps"))
-        if value is None:
-            raise UnsupportedModelError(
-                f"arguments of the pipeline's model are {sorted(self.arguments)}; expected a timestep among them"
-            )
-        return float(value.reshape(-1)[0]) if isinstance(value, torch.Tensor) else float(value)
-
-    def conditions(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that the model was given besides latents and timestep, by its names for them."""
-        left_out = {"return_dict", "timestep", "timesteps", self.latents_argument}
-        given = {name: value for name, value in self.arguments.items() if name not in left_out}
-        for name, value in given.items():
-            if value is not None and not isinstance(value, torch.Tensor | bool):
-                # Training could not give it again.
-                raise UnsupportedModelError(f"the pipeline gives its model {name}={value!r}; expected tensors only")
-        return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
 
 
 class Tape:
@@ -83,15 +50,28 @@ class Tape:
         """Set from outside: the next step raises `StepAbortedError`."""
         self.steps: list[dict[str, Any]] = []
         """The recorded steps, by the fields of a `Trajectory`, of the whole batch."""
-        self.call: ModelCall | None = None
-        """The model's call in the first step."""
+        self.conditions: list[dict[str, Any]] = []
+        """The model's conditions in the calls of a step; the same in all steps."""
+        self.form: AnswerForm | None = None
+        """How a step's outputs make up the scheduler's input; the same in all steps."""
+        self.times: list[tuple[float, float]] = []
+        """The timesteps of all steps: the scheduler's, and the model's."""
         self.final: torch.Tensor | None = None
         """Latents [B, ...] after the last step, float32."""
 
     def step(
-        self, output: torch.Tensor, latents: torch.Tensor, level: torch.Tensor, next_level: torch.Tensor
+        self,
+        output: torch.Tensor,
+        latents: torch.Tensor,
+        level: torch.Tensor,
+        next_level: torch.Tensor,
+        *,
+        time: float,
     ) -> torch.Tensor:
-        """Make a step, and return the next latents in the data type of the model's output."""
+        """Make a step, and return the next latents in the data type of the model's output.
+
+        ``time`` is the level's timestep in training.
+        """
         if self.is_aborted:
             raise StepAbortedError
         if len(latents) != len(self._generators):
@@ -99,7 +79,8 @@ class Tape:
                 f"the pipeline steps {len(latents)} latents for {len(self._generators)} images; expected one each "
                 "(guidance within the latents, as in DiTPipeline, needs guidance_scale=1)"
             )
-        call = self._only_call(output)
+        timestep = self._checked_calls(output, latents).timestep
+        self.times.append((time, timestep))
         index, self._num_steps = self._num_steps, self._num_steps + 1
         first, end = self._sampling.window or (0, self._sampling.num_inference_steps)
         is_inside = first <= index < end
@@ -120,51 +101,39 @@ class Tape:
                     "steps": index,
                     "levels": float(level),
                     "next_levels": float(next_level),
-                    "timesteps": call.timestep,
+                    "timesteps": timestep,
                 }
             )
         self.final = following
         return following.to(output.dtype)
 
-    def _only_call(self, output: torch.Tensor) -> ModelCall:
+    def _checked_calls(self, given: torch.Tensor, latents: torch.Tensor) -> ModelCall:
+        """Take the calls of this step, which made the scheduler's input, and return the first."""
         calls, self._calls[:] = list(self._calls), []
-        if len(calls) != 1:
+        if len(calls) not in (1, 2):
             raise UnsupportedModelError(
-                f"the pipeline asks its model {len(calls)} times a step; expected once, because training cannot "
-                "repeat how it combines several answers"
+                f"the pipeline calls its model {len(calls)} times a step; expected once or twice"
             )
-        if self.call is None:
-            self.call = calls[0]
-            model_output = calls[0].output
-            own = combined(model_output, len(output), output.shape[1], self._sampling.guidance_scale)
-            near = partial(torch.allclose, rtol=_TOLERANCE, atol=_TOLERANCE)
-            if own.shape != output.shape or not near(own.float(), output.float()):
-                raise UnsupportedModelError(
-                    f"the pipeline gives its scheduler {tuple(output.shape)} for its model's output of shape "
-                    f"{tuple(model_output.shape)}; expected the output itself, or u + guidance_scale (c - u) of its "
-                    "halves, which training can compute again"
-                )
+        conditions = [call.conditions() for call in calls]
+        for call in calls:
+            call.check_latents(latents)
+        if self.form is None:
+            self.form, self.conditions = AnswerForm.found(calls, given, self._sampling.guidance_scale), conditions
+        elif not (
+            len(calls) == len(self.conditions)
+            and all(map(same_conditions, conditions, self.conditions))
+            and self.form.holds(stacked_outputs(calls, given), given)
+        ):
+            raise UnsupportedModelError(
+                "the pipeline calls its model otherwise in later steps than in the first; expected the same conditions "
+                "and guidance in all steps"
+            )
         return calls[0]
 
     def _noise(self, like: torch.Tensor) -> torch.Tensor:
         shape = like.shape[1:]
         drawn = [torch.randn(shape, generator=g, device=g.device, dtype=torch.float32) for g in self._generators]
         return torch.stack(drawn).to(like.device)
-
-
-def combined(output: torch.Tensor, num_images: int, num_channels: int, guidance_scale: float) -> torch.Tensor:
-    """Return what a pipeline gives its scheduler for its model's output.
-
-    Channels after the latents' own are a learned variance, and left out. If there are twice as many rows as images, the
-    first half is without the prompt, and the result is u + guidance_scale (c - u) (arXiv 2207.12598).
-
-    ``output`` is [num_images or 2 num_images, channels, ...], and the result [num_images, num_channels, ...].
-    """
-    output = output[:, :num_channels]
-    if len(output) != 2 * num_images:
-        return output
-    without, with_prompt = output.chunk(2)
-    return without + guidance_scale * (with_prompt - without)
 
 
 class _FlowScheduler(FlowMatchEulerDiscreteScheduler):
@@ -175,7 +144,9 @@ class _FlowScheduler(FlowMatchEulerDiscreteScheduler):
         if self.step_index is None:
             self._init_step_index(timestep)
         sigmas, index = cast(torch.Tensor, self.sigmas), self._step_index
-        following = self.tape.step(model_output, sample, sigmas[index], sigmas[index + 1])
+        level, config = sigmas[index], cast(Any, self.config)
+        time = float(level) * config.num_train_timesteps
+        following = self.tape.step(model_output, sample, level, sigmas[index + 1], time=time)
         self._step_index = index + 1
         return _Stepped(following)
 
@@ -189,7 +160,7 @@ class _DDIMScheduler(DDIMScheduler):
         before = timestep - config.num_train_timesteps // self.num_inference_steps
         level = self.alphas_cumprod[timestep]
         next_level = self.alphas_cumprod[before] if before >= 0 else self.final_alpha_cumprod
-        following = self.tape.step(model_output, sample, level, next_level)
+        following = self.tape.step(model_output, sample, level, next_level, time=float(timestep))
         return _Stepped(following)
 
 
@@ -220,7 +191,10 @@ class Recorded:
         denoiser = next((model for model in models if isinstance(model, torch.nn.Module)), None)
         if denoiser is None:
             raise UnsupportedModelError(f"{type(pipeline).__name__} has no model; expected a transformer or a unet")
+        if getattr(pipeline, "transformer_2", None) is not None:
+            raise UnsupportedModelError(f"{type(pipeline).__name__} has two transformers; expected one")
         self.denoiser = denoiser
+        self.num_train_timesteps: int = self._scheduler.config.num_train_timesteps
         self.is_flow = isinstance(self._scheduler, _FlowScheduler)
         self._parameters = list(inspect.signature(denoiser.forward).parameters)
         self._calls: list[ModelCall] = []

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,12 @@ STACKED = ("latents", "next_latents", "means", "log_probs")
 """Fields of a `Trajectory` that have a row for each image of a batch."""
 SCALARS = ("levels", "next_levels", "timesteps")
 """Fields that all images of a batch share."""
+
+Condition = Any
+"""An argument of a model: an array, or a plain value (numbers, strings, None, and lists, tuples and dicts of them)."""
+Conditions = Mapping[str, Condition]
+"""By the model's names. ``a.b`` is entry b of a dict a, or of a tuple where b is a number; ``a[]`` is an
+image's entry of a list a."""
 
 ImageFinishReason = Literal["stop", "abort"]
 """All steps were made; `Engine.abort` cut it short."""
@@ -107,17 +113,25 @@ class ImageSample(AnySample):
     """One image and its trajectory."""
 
     image: NDArray[np.uint8]
-    """[H, W, 3]; empty if it was cut short."""
+    """[H, W, 3], or of a video's frames [F, H, W, 3]; empty if it was cut short."""
     latents: NDArray[np.float32]
     """Latents [...] that the image was decoded from."""
     trajectory: Trajectory
-    conditions: Mapping[str, NDArray[np.generic]]
-    """Arguments of the model besides latents and timestep, by name; with guidance [2, ...], without and with the
-    prompt."""
-    guidance_scale: float | None
-    """None: there was no guidance."""
-    shared_conditions: Mapping[str, NDArray[np.generic]]
+    conditions: Conditions
+    """Arguments of the model besides latents and timestep, for this image."""
+    negative_conditions: Conditions | None = None
+    """The same without the prompt, where there is guidance."""
+    shared_conditions: Conditions
     """Arguments that have no entry for each image, such as positions."""
+    guidance_scale: float | None
+    """Scale of classifier-free guidance, u + guidance_scale (c - u) of the outputs without and with the prompt; None:
+    there was none."""
+    keeps_norm: bool = False
+    """Guidance scales the norms over the last dimension to those of c."""
+    is_negated: bool = False
+    """The scheduler is given minus the model's output."""
+    timestep_map: tuple[float, float] | None = (1.0, 0.0)
+    """(scale, shift): the model is given scale x the scheduler's timestep + shift; None: another function of it."""
     weight_version: int
     """Version of the weights that made it; -1 if it was cut short."""
     finish_reason: ImageFinishReason
