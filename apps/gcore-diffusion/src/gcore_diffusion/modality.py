@@ -20,7 +20,7 @@ from gcore_diffusion.sampling.image_sampling import (
     scored,
 )
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
-from gcore_rollout import ImageRequest, ImageSample
+from gcore_rollout import ImageRequest, ImageSample, Scored, part_means
 from gcore_runs import RunJob
 from gcore_trainer import DiffusionMicroBatch, DiffusionSample, grpo_advantages
 
@@ -83,17 +83,23 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     def group_from_state(self, state: State) -> Group:
         return Group.from_state(state)
 
-    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> tuple[list[float], list[float]]:
-        """Return the scores, and those of one group by the held-out reward."""
-        own = [float(score) for g in groups for score in g.scores]
+    async def sampled_part(self, ctx: Context[Roles], groups: Sequence[Group]) -> tuple[list[Scored], list[float]]:
+        """Return the scores with their parts, and those of one group by the held-out reward."""
+        own = [
+            Scored(score=float(score), parts=parts)
+            for g in groups
+            for score, parts in zip(g.scores, g.parts, strict=True)
+        ]
         held_out = ctx.roles.rewards.held_out
         if held_out is None or not groups:
             return own, []
-        return own, await scored(ctx, held_out, groups[0].samples, [groups[0].prompt] * len(groups[0].samples))
+        found = await scored(ctx, held_out, groups[0].samples, [groups[0].prompt] * len(groups[0].samples))
+        return own, [one.score for one in found]
 
-    def sampled_metrics(self, parts: Sequence[tuple[list[float], list[float]]]) -> dict[str, float]:
-        scores = np.array([score for own, _ in parts for score in own])
-        metrics = {"perf/num_images": float(len(scores))}
+    def sampled_metrics(self, parts: Sequence[tuple[list[Scored], list[float]]]) -> dict[str, float]:
+        everything = [one for own, _ in parts for one in own]
+        scores = np.array([one.score for one in everything])
+        metrics = {"perf/num_images": float(len(scores)), **part_means(one.parts for one in everything)}
         if len(scores):
             statistics = ("mean", "max", "min", "std")
             metrics |= {f"critic/score/{name}": float(getattr(scores, name)()) for name in statistics}
@@ -146,8 +152,15 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         """Score a group, and compute the reference's means of its images meanwhile."""
         samples = sorted(samples, key=lambda s: s.index)
         scoring = scored(ctx, ctx.roles.rewards.trained, samples, [prompt] * len(samples))
-        scores, ref_means = await asyncio.gather(scoring, self._ref_means(ctx, samples))
-        return Group(prompt_index=index, prompt=prompt, samples=samples, scores=np.array(scores), ref_means=ref_means)
+        found, ref_means = await asyncio.gather(scoring, self._ref_means(ctx, samples))
+        return Group(
+            prompt_index=index,
+            prompt=prompt,
+            samples=samples,
+            scores=np.array([one.score for one in found]),
+            parts=[one.parts for one in found],
+            ref_means=ref_means,
+        )
 
     async def _ref_means(self, ctx: Context[Roles], samples: Sequence[ImageSample]) -> list[NDArray[np.float32]] | None:
         if not has_reference_pass(self._config):

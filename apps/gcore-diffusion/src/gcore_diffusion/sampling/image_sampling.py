@@ -1,6 +1,6 @@
 """Sampling and scoring of images: the roles, groups of those of one prompt, and held-out evaluation without noise."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from gcore_rollout import (
     ImageSample,
     ImageSampling,
     Kernel,
+    Scored,
     Trajectory,
     evaluate_images,
 )
@@ -56,6 +57,8 @@ class Group:
     samples: list[ImageSample]
     scores: NDArray[np.float64]
     """[n]."""
+    parts: list[Mapping[str, float]]
+    """Numbers that the reward returned with each score; see `Scored`."""
     ref_means: list[NDArray[np.float32]] | None = None
     """The reference's means of each image's recorded steps, [K, ...]; None: the algorithm does not need them."""
 
@@ -77,6 +80,7 @@ class Group:
             "text": self.prompt.text,
             "row": dict(self.prompt.row),
             "scores": self.scores,
+            "parts": [dict(parts) for parts in self.parts],
             "samples": [
                 {**vars(s), **{name: dict(vars(s)[name]) for name in plain}, "trajectory": dict(vars(s.trajectory))}
                 for s in self.samples
@@ -96,6 +100,7 @@ class Group:
             prompt=Prompt(text=state["text"], row=state["row"]),
             samples=[ImageSample(**fields) for fields in samples],
             scores=np.asarray(state["scores"], np.float64),
+            parts=state["parts"],
             ref_means=None if means is None else [np.asarray(m, np.float32) for m in means],
         )
 
@@ -115,9 +120,16 @@ class Evaluation:
     accuracy: float | None = None
     """Fraction of images that a classifier recognizes as their prompts; None: there is no classifier."""
 
+    def diversity(self) -> float:
+        """Return the standard deviation, from 0 to 1, of a pixel over the images of a prompt, on average."""
+        places: dict[str, list[int]] = {}
+        for place, prompt in enumerate(self.prompts):
+            places.setdefault(prompt, []).append(place)
+        return float(np.mean([(self.images[own] / 255).std(0).mean() for own in places.values()]))
+
     def metrics(self) -> dict[str, float]:
         """Return the means by their names in metrics.jsonl."""
-        found = {"val/score/mean": float(self.scores.mean())}
+        found = {"val/score/mean": float(self.scores.mean()), "val/diversity": self.diversity()}
         if self.held_out is not None:
             found["val/held_out/mean"] = float(self.held_out.mean())
         if self.accuracy is not None:
@@ -178,7 +190,7 @@ async def images(engine: Engine[ImageRequest, ImageSample], requests: Sequence[I
 
 async def scored(
     ctx: Context[Roles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[Prompt]
-) -> list[float]:
+) -> list[Scored]:
     """Score images of some prompts."""
     pixels, roles = np.stack([s.image for s in samples]), ctx.roles
     # The engines of a judge time their own work.
@@ -207,9 +219,9 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
         indices = [request.seed for request in requests for _ in range(rollout.eval_n)]
         repeated, pixels = [prompts[i] for i in indices], [sample.image for sample in samples]
         with ctx.timer.stage("reward"):
-            scores = others = await scored(ctx, rewards.trained, samples, repeated)
+            scores = others = [s.score for s in await scored(ctx, rewards.trained, samples, repeated)]
             if rewards.held_out is not None:
-                others = await scored(ctx, rewards.held_out, samples, repeated)
+                others = [s.score for s in await scored(ctx, rewards.held_out, samples, repeated)]
         is_right = [False] * len(samples)
         if classify is not None:
             is_right = classify(np.stack(pixels), [prompt.text for prompt in repeated]).tolist()
