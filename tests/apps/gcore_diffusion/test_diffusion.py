@@ -1,6 +1,7 @@
 """`gcore-diffusion`: the embedded model in short, a user's own pipeline, every algorithm, resumption, wrong input."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -20,9 +21,10 @@ from tiny_vision_model import save_vision_model
 
 from gcore_ckpt import Checkpointer
 from gcore_diffusion.cli import parse_train
-from gcore_diffusion.config import RECIPES, DiffusionConfig
+from gcore_diffusion.config import RECIPES, DataConfig, DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS, DigitReward, load
 from gcore_diffusion.sampling.grids import grid
+from gcore_diffusion.sampling.prompts import load_prompts
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings.parsing import merge, resolve, to_toml
 
@@ -43,6 +45,19 @@ def few(images, prompts, rows):
 
 def nothing(images, prompts, rows):
     return [float("nan")] * len(images)
+
+
+def extra(images, prompts, rows):
+    scores = torch.tensor(red(images, prompts, rows), requires_grad=True) * 1e35
+    return scores.bfloat16(), {"brightness": images.mean((1, 2, 3)), "verdict": ["good"] * len(images)}
+
+
+def rounded(images, prompts, rows):
+    return 0.5 + 1e-9 * red(images, prompts, rows)
+
+
+def flat(latents, prompts):
+    return 0 * latents.flatten(1).mean(1) + 0.5
 
 
 def differentiable(latents, prompts):
@@ -356,6 +371,47 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--algorithm.name", "nft", "--rollout.kernel", "ode"],
+        ["--algorithm.name", "dpo", "--rollout.kernel", "ode"],
+        ["--algorithm.name", "ddpo", "--algorithm.norm-adv-by", "group"],
+        ["--actor.loss.kl-loss-coef", "0.1"],
+        ["--reward.kind", "flat", "--algorithm.name", "reward_gradient", "--rollout.kernel", "ode"],
+    ],
+    ids=["nft", "dpo", "ddpo", "kl", "reward_gradient"],
+)
+def test_a_reward_without_differences_never_ends_well(cli: Cli, own_args: list[str], options: list[str]) -> None:
+    file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
+    own = ["--reward.kind", f"{file}:rounded", "--algorithm.filter-groups", "False"]
+    finished = cli(*own_args, *own, *(f"{file}:flat" if option == "flat" else option for option in options))
+    assert (finished.code, finished.err) == (3, "")
+    assert "the run trained nothing: no step had anything to learn from" in " ".join(finished.out.split())
+
+
+def test_large_scores_and_numbers_that_come_with_them(cli: Cli, own_args: list[str]) -> None:
+    file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
+    out = cli.ok(*own_args, "--reward.kind", f"{file}:extra")
+    assert re.search(r"held-out images: reward -?[\d.]+e\+3\d", out)
+    assert not re.search(r"\d{12}", out)
+    page = (cli.cwd / "runs/default/report.html").read_text()
+    assert "×10³" in page
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert 0 < row["reward/brightness/mean"] < 255
+        assert "reward/verdict/mean" not in row
+
+
+def test_prompts_with_a_mark_and_other_line_ends(tmp_path: Path) -> None:
+    """Only a newline ends a prompt, after a carriage return or not."""
+    text, rows = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_bytes("\ufeffa cat\u2028and a dog\r\na\rbird\n\n".encode())
+    rows.write_bytes('\ufeff{"prompt": "a cat\u2028and a dog"}\r\n{"prompt": "a\\rbird"}\r\n'.encode())
+    for file in (text, rows):
+        sets = load_prompts(DataConfig(train_files=(str(file),), val_size=0))
+        assert [prompt.text for prompt in sets.train] == ["a cat\u2028and a dog", "a\rbird"]
+
+
 @pytest.mark.parametrize("filters", [True, False])
 def test_a_reward_that_says_nothing(cli: Cli, own_args: list[str], filters: bool) -> None:
     (cli.cwd / "constant.py").write_text("def half(images, prompts, rows):\n    return [0.5] * len(images)\n")
@@ -471,6 +527,7 @@ def test_bad_input_is_refused(cli: Cli, own_args: list[str], name: str) -> None:
     file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
     # An option that comes again is the last one's.
     assert expected in cli.refused(*own_args, *options(file))
+    assert not (cli.cwd / "runs/default").exists()
 
 
 @pytest.mark.parametrize("name", RECIPES)

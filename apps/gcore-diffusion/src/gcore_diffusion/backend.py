@@ -24,7 +24,7 @@ from gcore_diffusion.sampling.prompts import PromptSets
 from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError, evaluate_images
-from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
+from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of, shown
 from gcore_runs.engines import Instrumentation, device_timers
 from gcore_trainer import pipeline_component
 
@@ -125,8 +125,8 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         metrics = evaluation.metrics()
         picture = self.run.samples / f"step-{step:06}.png"
         write_grid(picture, evaluation.images, evaluation.prompts, per_prompt=self.job.config.rollout.eval_n)
-        shown = ", ".join(f"{label} {metrics[name]:.3f}" for name, label in EVALUATED.items() if name in metrics)
-        self.display.say(f"step {step}: held-out images: {shown}")
+        found = ", ".join(f"{label} {shown(metrics[name])}" for name, label in EVALUATED.items() if name in metrics)
+        self.display.say(f"step {step}: held-out images: {found}")
         return metrics
 
 

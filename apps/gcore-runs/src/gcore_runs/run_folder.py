@@ -48,6 +48,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_new = not path.exists()
+        """Whether the folder did not exist when this object was made."""
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.spans = path / "spans.jsonl"

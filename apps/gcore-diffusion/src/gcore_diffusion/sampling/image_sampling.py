@@ -28,6 +28,8 @@ from gcore_rollout import (
 )
 from gcore_trainer import DiffusionMicroBatch
 
+_ROUNDING = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRoles:
@@ -65,7 +67,7 @@ class Group:
     @property
     def has_signal(self) -> bool:
         """True if the scores differ, so that something can be learned from them."""
-        return bool(np.ptp(self.scores) > 0)
+        return differ(self.scores)
 
     @property
     def oldest_version(self) -> int:
@@ -135,6 +137,11 @@ class Evaluation:
         if self.accuracy is not None:
             found["val/accuracy"] = self.accuracy
         return found
+
+
+def differ(scores: NDArray[np.float64]) -> bool:
+    """Return whether scores differ by more than float32 rounds."""
+    return bool(np.ptp(scores) > _ROUNDING * np.abs(scores).max())
 
 
 def kernel_of(config: DiffusionConfig) -> Kernel:

@@ -46,6 +46,8 @@ STAGES = ("gen", "reward", "prepare", "train", "sync")
 _logger = logging.getLogger(__name__)
 
 _PLAIN_EVERY_S = 10.0
+_LARGE = 1e9
+"""Numbers below this are written out on the screen."""
 _SIGNAL = Modality.HAS_SIGNAL
 _PATIENCE = 5
 """Number of consecutive steps without a learning signal that is reported."""
@@ -151,9 +153,14 @@ STAGE_CELLS = (
 """Times of a step and of its stages."""
 
 
+def shown(value: float, form: str = "{:.3f}") -> str:
+    """Format a number for the screen; from 1e9 on, with three digits and a power of ten."""
+    return form.format(value) if abs(value) < _LARGE else f"{value:.3g}"
+
+
 def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the label and the text of each cell that is shown."""
-    texts = [(c.label, c.form.format(metrics[c.metric]) if c.metric in metrics else c.absent) for c in cells]
+    texts = [(c.label, shown(metrics[c.metric], c.form) if c.metric in metrics else c.absent) for c in cells]
     return [(label, text) for label, text in texts if text is not None]
 
 
