@@ -62,6 +62,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.export = path / "export"
+        self.best = path / "best"
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":

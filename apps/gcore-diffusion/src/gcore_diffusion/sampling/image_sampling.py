@@ -28,6 +28,10 @@ from gcore_rollout import (
 )
 from gcore_trainer import DiffusionMicroBatch
 
+TRAINED, HELD_OUT, DIVERSITY = "val/score/mean", "val/held_out/mean", "val/diversity"
+"""Metrics of evaluations: means of the reward that is trained on and of one that is not, and `Evaluation.diversity`."""
+KEPT_DIVERSITY = 0.7
+"""Share of the initial diversity below which a run is warned about."""
 _ROUNDING = 1e-6
 
 
@@ -119,8 +123,6 @@ class Evaluation:
     """[P * n], by the reward that is trained on."""
     held_out: NDArray[np.float64] | None
     """[P * n], by a reward that is not trained on."""
-    accuracy: float | None = None
-    """Fraction of images that a classifier recognizes as their prompts; None: there is no classifier."""
 
     def diversity(self) -> float:
         """Return the standard deviation, from 0 to 1, of a pixel over the images of a prompt, on average."""
@@ -131,12 +133,34 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return the means by their names in metrics.jsonl."""
-        found = {"val/score/mean": float(self.scores.mean()), "val/diversity": self.diversity()}
+        found = {TRAINED: float(self.scores.mean()), DIVERSITY: self.diversity()}
         if self.held_out is not None:
-            found["val/held_out/mean"] = float(self.held_out.mean())
-        if self.accuracy is not None:
-            found["val/accuracy"] = self.accuracy
+            found[HELD_OUT] = float(self.held_out.mean())
         return found
+
+    def doubts(self, earlier: Sequence[Mapping[str, float]]) -> str | None:
+        """Return the reason, in words, to doubt that a higher reward means better images; None: there is none.
+
+        ``earlier`` are the metrics of earlier evaluations. The reward that is not trained on has fallen if it is lower
+        than once before by three standard errors, and the images of a prompt have become alike if less than 70 % of
+        the initial diversity is left.
+        """
+        now, first = self.metrics(), earlier[0]
+        found: list[str] = []
+        if self.held_out is not None:
+            best, error = max(earlier, key=lambda row: row[HELD_OUT]), self.held_out.std() / len(self.held_out) ** 0.5
+            if now[TRAINED] > best[TRAINED] and now[HELD_OUT] < best[HELD_OUT] - 3 * error:
+                found.append(
+                    f"the reward rose from {best[TRAINED]:.3g} at step {best['step']} to {now[TRAINED]:.3g}, while the "
+                    f"reward that is not trained on fell from {best[HELD_OUT]:.3g} to {now[HELD_OUT]:.3g}"
+                )
+        if now[TRAINED] > first[TRAINED] and now[DIVERSITY] < KEPT_DIVERSITY * first[DIVERSITY]:
+            found.append(
+                f"the reward rose from {first[TRAINED]:.3g} to {now[TRAINED]:.3g}, while the images of a prompt became "
+                f"alike: {now[DIVERSITY] / first[DIVERSITY]:.0%} of the initial diversity is left"
+            )
+        hint = "look at samples/; a larger actor.loss.kl-loss-coef, or another reward, keeps images closer to the start"
+        return f"{', and '.join(found)}; {hint}" if found else None
 
 
 def differ(scores: NDArray[np.float64]) -> bool:
@@ -209,7 +233,6 @@ async def scored(
 async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:
     """Sample and score held-out images, divided among the controllers; the result is the same on each of them."""
     rollout, rewards = config.rollout, ctx.roles.rewards
-    classify = getattr(rewards.trained, "accuracy", None)
     sampling = ImageSampling(
         num_inference_steps=rollout.eval_num_inference_steps or rollout.num_inference_steps,
         guidance_scale=rollout.eval_guidance_scale or rollout.guidance_scale,
@@ -219,7 +242,7 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
         ImageRequest(request_id=f"val/{i}", prompt=prompts[i].text, sampling=sampling, n=rollout.eval_n, seed=i)
         for i in range(ctx.rank, len(prompts), ctx.world_size)
     ]
-    own: list[tuple[int, NDArray[np.uint8], float, float, bool]] = []
+    own: list[tuple[int, NDArray[np.uint8], float, float]] = []
     if requests:
         with ctx.timer.stage("gen"):
             samples = await images(ctx.roles.policy, requests)
@@ -229,16 +252,12 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
             scores = others = [s.score for s in await scored(ctx, rewards.trained, samples, repeated)]
             if rewards.held_out is not None:
                 others = [s.score for s in await scored(ctx, rewards.held_out, samples, repeated)]
-        is_right = [False] * len(samples)
-        if classify is not None:
-            is_right = classify(np.stack(pixels), [prompt.text for prompt in repeated]).tolist()
-        own = list(zip(indices, pixels, scores, others, is_right, strict=True))
+        own = list(zip(indices, pixels, scores, others, strict=True))
     everyones = sorted((entry for part in await ctx.group.all_gather(own) for entry in part), key=lambda e: e[0])
-    indices, pixels, scores, others, is_right = zip(*everyones, strict=True)
+    indices, pixels, scores, others = zip(*everyones, strict=True)
     return Evaluation(
         prompts=[prompts[i].text for i in indices],
         images=np.stack(pixels),
         scores=np.array(scores),
         held_out=None if rewards.held_out is None else np.array(others),
-        accuracy=None if classify is None else float(np.mean(is_right)),
     )

@@ -128,9 +128,15 @@ def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
 
 
 def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
-    from gcore_diffusion.demo.digits import DigitReward
+    from gcore_diffusion.demo.rewards import DigitReward
 
     return DigitReward()
+
+
+def _nearest(_: ImageRewardSettings) -> Callable[..., Any]:
+    from gcore_diffusion.demo.rewards import NearestReward
+
+    return NearestReward()
 
 
 def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
@@ -140,6 +146,7 @@ def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
 
 
 register_image_reward("digit", ImageRewardKind(make=_digit))
+register_image_reward("nearest", ImageRewardKind(make=_nearest))
 register_image_reward("colour", ImageRewardKind(make=_colour))
 
 

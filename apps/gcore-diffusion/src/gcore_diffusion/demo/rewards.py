@@ -1,0 +1,152 @@
+"""Rewards of the embedded model's images: one to train on, and a judge of another kind that is only measured."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_diffusion.demo.digits import COLOURS, PROMPTS, SIZE, load
+from gcore_rollout import RewardConfigError
+
+_NO_DIGIT = len(PROMPTS)
+"""Class of images that show no digit, or one in another colour; the others are the places in `PROMPTS`."""
+_RGB = np.array(list(COLOURS.values()), np.float32)
+_WIDTH = 64
+_STEPS = 400
+_BATCH_SIZE = 128
+_LR = 3e-3
+
+
+class _PromptReward:
+    """A reward of images of the digits' size, by the digit and the colour that their prompts name."""
+
+    def check(self, height: int, width: int) -> None:
+        """Raise `RewardConfigError` if the images are not of the digits' size."""
+        if (height, width) != (SIZE, SIZE):
+            raise RewardConfigError(
+                f"rewards of digits score {SIZE} x {SIZE} pixels; these images have {height} x {width}"
+            )
+
+
+class DigitReward(_PromptReward):
+    """Probability that an image shows its prompt's digit in the prompt's colour, from 0 to 1: the least of an ensemble.
+
+    The classifiers, networks with one hidden layer, differ in their initial weights and in the order of their data, so
+    that an image which exploits one of them seldom pleases all. They are trained when this is made, in a second or two,
+    on every second digit, and on images that are to be recognized as no digit; see `_batch`.
+    """
+
+    def __init__(self, *, num_classifiers: int = 4) -> None:
+        generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
+        sizes = SIZE * SIZE * 3, _WIDTH, _NO_DIGIT + 1
+        self._layers = [
+            (
+                torch.randn(num_classifiers, before, after, generator=generator) * (2 / before) ** 0.5,
+                torch.zeros(num_classifiers, 1, after),
+            )
+            for before, after in pairwise(sizes)
+        ]
+        parameters = [parameter.requires_grad_() for layer in self._layers for parameter in layer]
+        optimizer = torch.optim.AdamW(parameters, lr=_LR, weight_decay=0.01)
+        (images, labels), rows = load(), slice(0, None, 2)
+        with torch.enable_grad():
+            for step in range(_STEPS):
+                pixels, classes = _batch(images[rows], labels[rows], rng, num_classifiers * _BATCH_SIZE)
+                logits = self._logits(torch.from_numpy(pixels).view(num_classifiers, _BATCH_SIZE, -1))
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(classes))
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.param_groups[0]["lr"] = _LR * (1 - step / _STEPS)
+                optimizer.step()
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+
+    def __call__(
+        self, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> NDArray[np.float64]:
+        """Return the least probabilities [B]."""
+        del rows
+        pixels = torch.from_numpy(images.reshape(len(images), -1).astype(np.float32) / 255)
+        found = self._logits(pixels).softmax(-1)[:, np.arange(len(images)), _classes(prompts)]
+        return found.min(0).values.double().numpy()
+
+    def _logits(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the logits [K, B, classes] of pixels [B, ...], or [K, B, ...] with a batch for each classifier."""
+        (into, into_bias), (out, out_bias) = self._layers
+        return (pixels @ into + into_bias).relu() @ out + out_bias
+
+
+class NearestReward(_PromptReward):
+    """Share of the five real images nearest to an image, among all colours, that show its prompt.
+
+    The real images are those that `DigitReward` is not trained on: where that rises and this falls, it is exploited.
+    """
+
+    def __init__(self, *, num_neighbours: int = 5) -> None:
+        (images, labels), rows = load(), slice(1, None, 2)
+        self._known = (images[rows, ..., None] * _RGB[:, None, None, None]).reshape(-1, SIZE * SIZE * 3)
+        self._classes = (np.arange(len(_RGB))[:, None] * 10 + labels[rows]).flatten()
+        self._num_neighbours = num_neighbours
+
+    def __call__(
+        self, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> NDArray[np.float64]:
+        """Return the shares [B]."""
+        del rows
+        # Squared distances, without the images' own norms, which are the same for every neighbour.
+        pixels = images.reshape(len(images), -1) / 255
+        distances = (self._known**2).sum(1) - 2 * pixels @ self._known.T
+        nearest = np.argpartition(distances, self._num_neighbours, axis=1)[:, : self._num_neighbours]
+        return (self._classes[nearest] == _classes(prompts)[:, None]).mean(1)
+
+
+def _classes(prompts: Sequence[str]) -> NDArray[np.int64]:
+    """Return the places [B] in `PROMPTS` of the colour and the digit that each prompt names."""
+    found: list[int] = []
+    for prompt in prompts:
+        words = prompt.split()
+        place = next((p for p, known in enumerate(PROMPTS) if set(known.split()) <= set(words)), None)
+        if place is None:
+            raise RewardConfigError(f"prompt is {prompt!r}; expected one that names a colour and a digit: 'red 7'")
+        found.append(place)
+    return np.array(found)
+
+
+def _batch(
+    images: NDArray[np.float32], labels: NDArray[np.int64], rng: np.random.Generator, count: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Draw pixels [N, 192] from 0 to 1, and their classes [N].
+
+    Two in five images are of no digit: halves of two digits, mixtures of two, digits without their middle, and digits
+    in other colours.
+    """
+    first, second = rng.integers(len(images), size=(2, count))
+    colour = rng.integers(len(_RGB), size=count)
+    kind = rng.integers(10, size=count)
+    grey, other, differs = images[first], images[second], labels[first] != labels[second]
+    rows = np.arange(SIZE)
+    start = rng.integers(2, 4, size=(count, 1))
+    is_vertical = rng.random((count, 1, 1)) < 0.5
+
+    def across(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return np.where(is_vertical, mask[:, None, :], mask[:, :, None])
+
+    halves = np.where(across(np.broadcast_to(rows < SIZE // 2, (count, SIZE))), grey, other)
+    weight = rng.uniform(0.35, 0.65, (count, 1, 1))
+    middle = across((rows >= start) & (rows < start + 3))
+    drawn, unit = rng.random((count, 3)), _RGB / np.linalg.norm(_RGB, axis=1, keepdims=True)
+    is_strange = (drawn / np.linalg.norm(drawn, axis=1, keepdims=True) @ unit.T).max(1) < 0.93
+    changes = [(kind == 0) & differs, (kind == 1) & differs, kind == 2, (kind == 3) & is_strange]
+    grey = np.select(
+        [change[:, None, None] for change in changes[:3]],
+        [halves, weight * grey + (1 - weight) * other, np.where(middle, 0, grey)],
+        grey,
+    )
+    rgb = np.where(changes[3][:, None], drawn / drawn.max(1, keepdims=True), _RGB[colour])
+    pixels = grey[..., None] * rgb[:, None, None] * rng.uniform(0.75, 1.0, (count, 1, 1, 1))
+    noised = (pixels + rng.normal(0, 0.06, pixels.shape)).clip(0, 1)
+    classes = np.where(np.any(changes, axis=0), _NO_DIGIT, colour * 10 + labels[first])
+    return noised.reshape(count, -1).astype(np.float32), classes
