@@ -334,9 +334,10 @@ def embedded() -> DiffusionConfig:
         actor=ActorConfig(
             optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
             # Much less of it lets images of a prompt become alike, and the reward be exploited.
-            loss=DenoisingPolicyConfig(clip_ratio=5e-3, kl_loss_coef=0.1),
+            loss=DenoisingPolicyConfig(clip_ratio=5e-3, kl_loss_coef=0.15),
+            ema_decay=0.9,
         ),
-        trainer=TrainerConfig(total_training_steps=40, export="best"),
+        trainer=TrainerConfig(total_training_steps=30, export="best"),
     )
 
 

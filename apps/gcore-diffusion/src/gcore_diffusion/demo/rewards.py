@@ -120,33 +120,38 @@ def _batch(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Draw pixels [N, 192] from 0 to 1, and their classes [N].
 
-    Two in five images are of no digit: halves of two digits, mixtures of two, digits without their middle, and digits
-    in other colours.
+    Half of the images are of no digit, but as a policy may draw them that exploits a classifier: halves of two digits,
+    three images of a digit on average, digits without their middle, swollen, speckled, or in other colours.
     """
     first, second = rng.integers(len(images), size=(2, count))
-    colour = rng.integers(len(_RGB), size=count)
-    kind = rng.integers(10, size=count)
-    grey, other, differs = images[first], images[second], labels[first] != labels[second]
-    rows = np.arange(SIZE)
-    start = rng.integers(2, 4, size=(count, 1))
-    is_vertical = rng.random((count, 1, 1)) < 0.5
+    colour, kind = rng.integers(len(_RGB), size=count), rng.integers(12, size=count)
+    grey, other = images[first], images[second]
+    order, sizes = np.argsort(labels, kind="stable"), np.bincount(labels)
+    starts = (sizes.cumsum() - sizes)[labels[first]]
+    alike = images[order[starts + rng.integers(sizes[labels[first]], size=(3, count))]]
+    is_vertical, rows = rng.random((count, 1, 1)) < 0.5, np.arange(SIZE)
 
     def across(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        return np.where(is_vertical, mask[:, None, :], mask[:, :, None])
+        return np.where(is_vertical, mask[..., None, :], mask[..., :, None])
 
-    halves = np.where(across(np.broadcast_to(rows < SIZE // 2, (count, SIZE))), grey, other)
-    weight = rng.uniform(0.35, 0.65, (count, 1, 1))
-    middle = across((rows >= start) & (rows < start + 3))
+    start = rng.integers(2, 4, size=(count, 1))
+    padded = np.pad(grey, ((0, 0), (1, 1), (1, 1)))
+    shifted = [padded[:, y : y + SIZE, x : x + SIZE] for y, x in ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))]
+    spoiled = {
+        0: np.where(across(rows < SIZE // 2), grey, other),
+        1: alike.mean(0),
+        2: np.where(across((rows >= start) & (rows < start + 3)), 0, grey),
+        3: np.max(shifted, axis=0),
+        4: grey * rng.uniform(0.2, 1.0, grey.shape),
+    }
+    is_spoiled = {place: kind == place for place in spoiled}
+    is_spoiled[0] &= labels[first] != labels[second]
+    pixels = np.select([is_spoiled[place][:, None, None] for place in spoiled], list(spoiled.values()), grey)
     drawn, unit = rng.random((count, 3)), _RGB / np.linalg.norm(_RGB, axis=1, keepdims=True)
     is_strange = (drawn / np.linalg.norm(drawn, axis=1, keepdims=True) @ unit.T).max(1) < 0.93
-    changes = [(kind == 0) & differs, (kind == 1) & differs, kind == 2, (kind == 3) & is_strange]
-    grey = np.select(
-        [change[:, None, None] for change in changes[:3]],
-        [halves, weight * grey + (1 - weight) * other, np.where(middle, 0, grey)],
-        grey,
-    )
-    rgb = np.where(changes[3][:, None], drawn / drawn.max(1, keepdims=True), _RGB[colour])
-    pixels = grey[..., None] * rgb[:, None, None] * rng.uniform(0.75, 1.0, (count, 1, 1, 1))
-    noised = (pixels + rng.normal(0, 0.06, pixels.shape)).clip(0, 1)
-    classes = np.where(np.any(changes, axis=0), _NO_DIGIT, colour * 10 + labels[first])
+    is_strange &= kind == len(spoiled)
+    rgb = np.where(is_strange[:, None], drawn / drawn.max(1, keepdims=True), _RGB[colour])
+    pixels = pixels[..., None] * rgb[:, None, None] * rng.uniform(0.75, 1.0, (count, 1, 1, 1))
+    noised = (pixels + rng.normal(0, 0.05, pixels.shape)).clip(0, 1)
+    classes = np.where(np.any([*is_spoiled.values(), is_strange], axis=0), _NO_DIGIT, colour * 10 + labels[first])
     return noised.reshape(count, -1).astype(np.float32), classes
