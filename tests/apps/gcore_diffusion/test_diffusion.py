@@ -24,7 +24,7 @@ from gcore_ckpt import Checkpointer
 from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import RECIPES, DataConfig, DiffusionConfig
 from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
-from gcore_diffusion.demo.rewards import DigitReward, NearestReward
+from gcore_diffusion.demo.rewards import DigitReward, JudgeReward
 from gcore_diffusion.sampling.grids import grid
 from gcore_diffusion.sampling.image_sampling import Evaluation
 from gcore_diffusion.sampling.prompts import load_prompts
@@ -557,7 +557,7 @@ def coloured(grey: Any, colour: tuple[float, float, float]) -> Any:
 def test_digits_are_scored_by_two_rewards() -> None:
     """Each reads most digits that it was not trained on, in their colours alone, and no halves of two digits."""
     pixels, labels = load()
-    for reward, half, score in ((DigitReward(), 1, 0.6), (NearestReward(), 0, 0.9)):
+    for reward, half, score in ((DigitReward(), 1, 0.6), (JudgeReward(), 0, 0.6)):
         grey, own = pixels[half::2], labels[half::2]
         rows: list[dict[str, Any]] = [{}] * len(grey)
         for colour, rgb in COLOURS.items():
@@ -581,8 +581,8 @@ def evaluation(pixels: float, scores: float, held_out: float | None) -> Evaluati
     """Eight images of two prompts, those of each alike but for one pixel value."""
     images = np.zeros((8, 2, 2, 3), np.uint8)
     images[::2] = round(255 * pixels)
-    parts = {"scores": np.full(8, scores), "held_out": None if held_out is None else np.full(8, held_out)}
-    return Evaluation(prompts=["a"] * 4 + ["b"] * 4, images=images, **parts)
+    judged = None if held_out is None else np.full(8, held_out)
+    return Evaluation(prompts=["a"] * 4 + ["b"] * 4, images=images, scores=np.full(8, scores), held_out=judged)
 
 
 def test_diversity_is_within_prompts() -> None:

@@ -146,9 +146,10 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
         metrics = evaluation.metrics()
         earlier = [row for row in read_jsonl(self.run.metrics) if TRAINED in row]
-        if earlier and (message := evaluation.doubts(earlier)):
-            self.warnings.warn(step, message, key="trained reward alone")
-        if self.job.config.trainer.export == "best":
+        doubts = evaluation.doubts(earlier) if earlier else None
+        if doubts:
+            self.warnings.warn(step, doubts, key="trained reward alone")
+        elif self.job.config.trainer.export == "best":
             score = metrics.get(HELD_OUT, metrics[TRAINED])
             best = best_step(self.job.config, self.run) if earlier else None
             if best is None or score > best["score"]:
@@ -161,7 +162,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
 
     def _keep(self, step: dict[str, float], path: Path) -> None:
         """Fill a folder with the denoiser, and with the ``step`` that it is of."""
-        self._learner.save_pretrained(path / "denoiser")
+        self.learner.save_pretrained(path / "denoiser")
         (path / "step.json").write_text(json.dumps(step))
 
 

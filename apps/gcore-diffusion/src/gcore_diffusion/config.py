@@ -100,7 +100,7 @@ class RewardConfig(Checked, section="reward"):
     kind: str = ""
     """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, image_reward, judge, an http(s) URL,
     or PATH.py:function of (images [B, H, W, 3] uint8, prompts, rows) that returns B numbers; with the embedded model
-    also digit, nearest or colour."""
+    also digit, digit_judge or colour."""
     held_out: str = ""
     """A reward of the same kinds, except judge, that is not trained on: if it falls while the other rises, the other
     is being hacked."""
@@ -246,7 +246,7 @@ class TrainerConfig(BaseTrainerConfig):
     """Steps between checkpoints."""
     export: Literal["last", "best"] = "last"
     """Step whose policy is exported. best: that of the evaluation with the highest reward not trained on, or without
-    one with the highest reward; it is saved at the evaluation, while trainer and engines are in memory."""
+    one with the highest reward, of those without a warning; it is saved at once, with trainer and engines in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +318,7 @@ class DiffusionConfig(BaseRLConfig):
         )
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
-        is_of_users = not self.model or self.reward.kind not in ("", "digit", "nearest", "colour")
+        is_of_users = not self.model or self.reward.kind not in ("", "digit", "digit_judge", "colour")
         self.require("reward.kind", is_of_users, "a reward that is not the embedded model's with model")
 
 
@@ -327,17 +327,17 @@ def embedded() -> DiffusionConfig:
     return DiffusionConfig(
         threads=1,
         data=DataConfig(train_batch_size=16),
-        reward=RewardConfig(kind="digit", held_out="nearest"),
+        reward=RewardConfig(kind="digit", held_out="digit_judge"),
         rollout=RolloutConfig(
             n=16, num_inference_steps=10, window_size=2, max_sequence_length=1, max_num_images=256, eval_n=8
         ),
         actor=ActorConfig(
             optim=OptimizerConfig(lr=3e-4, weight_decay=1e-4),
             # Much less of it lets images of a prompt become alike, and the reward be exploited.
-            loss=DenoisingPolicyConfig(clip_ratio=5e-3, kl_loss_coef=0.15),
+            loss=DenoisingPolicyConfig(clip_ratio=5e-3, kl_loss_coef=0.2),
             ema_decay=0.9,
         ),
-        trainer=TrainerConfig(total_training_steps=30, export="best"),
+        trainer=TrainerConfig(total_training_steps=20, test_freq=5, export="best"),
     )
 
 

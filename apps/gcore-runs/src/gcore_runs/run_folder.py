@@ -31,14 +31,14 @@ _DIGITS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A finished run, with its first and last evaluation on held-out data."""
+    """A finished run, with its first and its last evaluation on held-out data."""
 
     run: Path
     """The run's folder."""
     before: dict[str, float]
     """Metrics of the first evaluation; empty: nothing was held out."""
     after: dict[str, float]
-    """Metrics of the last one."""
+    """Metrics of the last one, or of the one whose policy is exported."""
     has_signal: bool = True
     """Whether any step had a learning signal."""
 

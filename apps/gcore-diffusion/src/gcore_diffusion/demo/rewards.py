@@ -14,10 +14,13 @@ from gcore_rollout import RewardConfigError
 _NO_DIGIT = len(PROMPTS)
 """Class of images that show no digit, or one in another colour; the others are the places in `PROMPTS`."""
 _RGB = np.array(list(COLOURS.values()), np.float32)
+_NUM_KNOWN = 6000
 _WIDTH = 64
 _STEPS = 400
 _BATCH_SIZE = 128
 _LR = 3e-3
+_LEAST_FILLED = 3.0
+"""Pixels that the holes of a digit have at least, to be one that is spoiled by filling them."""
 
 
 class _PromptReward:
@@ -32,11 +35,34 @@ class _PromptReward:
 
 
 class DigitReward(_PromptReward):
-    """Probability that an image shows its prompt's digit in the prompt's colour, from 0 to 1: the least of an ensemble.
+    """Share of the known images near an image, from 0 to 1, that show its prompt's digit in the prompt's colour.
 
-    The classifiers, networks with one hidden layer, differ in their initial weights and in the order of their data, so
-    that an image which exploits one of them seldom pleases all. They are trained when this is made, in a second or two,
-    on every second digit, and on images that are to be recognized as no digit; see `_batch`.
+    A known image counts e^(-d^2 / width), with d its distance. Known are every second digit, in colours, and images of
+    no digit that a classifier which knows digits alone takes for one; see `_batch`.
+    """
+
+    def __init__(self, *, width: float = 0.5) -> None:
+        (images, labels), rows = load(), slice(0, None, 2)
+        self._known, self._classes = _batch(images[rows], labels[rows], np.random.default_rng(0), _NUM_KNOWN)
+        self._width = width
+
+    def __call__(
+        self, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> NDArray[np.float64]:
+        """Return the shares [B]."""
+        del rows
+        # Squared distances, without the images' own norms, which are the same for every neighbour.
+        pixels = images.reshape(len(images), -1).astype(np.float32) / 255
+        distances = (self._known**2).sum(1) - 2 * pixels @ self._known.T
+        counts = np.exp((distances.min(1, keepdims=True) - distances).astype(np.float64) / self._width)
+        return (counts * (self._classes == _classes(prompts)[:, None])).sum(1) / counts.sum(1)
+
+
+class JudgeReward(_PromptReward):
+    """Probability that an image shows its prompt's digit in its colour, from 0 to 1: the least by four classifiers.
+
+    They are of another kind than `DigitReward`, networks with one hidden layer, and of other digits: where that rises
+    and this falls, it is exploited. They are trained when this is made, in a second or two.
     """
 
     def __init__(self, *, num_classifiers: int = 4) -> None:
@@ -51,7 +77,7 @@ class DigitReward(_PromptReward):
         ]
         parameters = [parameter.requires_grad_() for layer in self._layers for parameter in layer]
         optimizer = torch.optim.AdamW(parameters, lr=_LR, weight_decay=0.01)
-        (images, labels), rows = load(), slice(0, None, 2)
+        (images, labels), rows = load(), slice(1, None, 2)
         with torch.enable_grad():
             for step in range(_STEPS):
                 pixels, classes = _batch(images[rows], labels[rows], rng, num_classifiers * _BATCH_SIZE)
@@ -79,30 +105,6 @@ class DigitReward(_PromptReward):
         return (pixels @ into + into_bias).relu() @ out + out_bias
 
 
-class NearestReward(_PromptReward):
-    """Share of the five real images nearest to an image, among all colours, that show its prompt.
-
-    The real images are those that `DigitReward` is not trained on: where that rises and this falls, it is exploited.
-    """
-
-    def __init__(self, *, num_neighbours: int = 5) -> None:
-        (images, labels), rows = load(), slice(1, None, 2)
-        self._known = (images[rows, ..., None] * _RGB[:, None, None, None]).reshape(-1, SIZE * SIZE * 3)
-        self._classes = (np.arange(len(_RGB))[:, None] * 10 + labels[rows]).flatten()
-        self._num_neighbours = num_neighbours
-
-    def __call__(
-        self, images: NDArray[np.uint8], prompts: Sequence[str], rows: Sequence[Mapping[str, Any]]
-    ) -> NDArray[np.float64]:
-        """Return the shares [B]."""
-        del rows
-        # Squared distances, without the images' own norms, which are the same for every neighbour.
-        pixels = images.reshape(len(images), -1) / 255
-        distances = (self._known**2).sum(1) - 2 * pixels @ self._known.T
-        nearest = np.argpartition(distances, self._num_neighbours, axis=1)[:, : self._num_neighbours]
-        return (self._classes[nearest] == _classes(prompts)[:, None]).mean(1)
-
-
 def _classes(prompts: Sequence[str]) -> NDArray[np.int64]:
     """Return the places [B] in `PROMPTS` of the colour and the digit that each prompt names."""
     found: list[int] = []
@@ -115,16 +117,23 @@ def _classes(prompts: Sequence[str]) -> NDArray[np.int64]:
     return np.array(found)
 
 
+def _shifted(images: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return images [N, 8, 8] as they are and moved by a pixel in each direction, [5, N, 8, 8]."""
+    padded = np.pad(images, ((0, 0), (1, 1), (1, 1)), mode="edge")
+    return np.stack([padded[:, y : y + SIZE, x : x + SIZE] for y, x in ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))])
+
+
 def _batch(
     images: NDArray[np.float32], labels: NDArray[np.int64], rng: np.random.Generator, count: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Draw pixels [N, 192] from 0 to 1, and their classes [N].
 
     Half of the images are of no digit, but as a policy may draw them that exploits a classifier: halves of two digits,
-    three images of a digit on average, digits without their middle, swollen, speckled, or in other colours.
+    three images of a digit on average, digits without their middle, swollen, with their holes filled, speckled, or in
+    other colours.
     """
     first, second = rng.integers(len(images), size=(2, count))
-    colour, kind = rng.integers(len(_RGB), size=count), rng.integers(12, size=count)
+    colour, kind = rng.integers(len(_RGB), size=count), rng.integers(14, size=count)
     grey, other = images[first], images[second]
     order, sizes = np.argsort(labels, kind="stable"), np.bincount(labels)
     starts = (sizes.cumsum() - sizes)[labels[first]]
@@ -135,17 +144,19 @@ def _batch(
         return np.where(is_vertical, mask[..., None, :], mask[..., :, None])
 
     start = rng.integers(2, 4, size=(count, 1))
-    padded = np.pad(grey, ((0, 0), (1, 1), (1, 1)))
-    shifted = [padded[:, y : y + SIZE, x : x + SIZE] for y, x in ((1, 1), (0, 1), (2, 1), (1, 0), (1, 2))]
+    swollen = _shifted(grey).max(0)
+    filled = _shifted(swollen).min(0)
     spoiled = {
         0: np.where(across(rows < SIZE // 2), grey, other),
         1: alike.mean(0),
         2: np.where(across((rows >= start) & (rows < start + 3)), 0, grey),
-        3: np.max(shifted, axis=0),
-        4: grey * rng.uniform(0.2, 1.0, grey.shape),
+        3: swollen,
+        4: filled,
+        5: grey * rng.uniform(0.2, 1.0, grey.shape),
     }
     is_spoiled = {place: kind == place for place in spoiled}
     is_spoiled[0] &= labels[first] != labels[second]
+    is_spoiled[4] &= (filled - grey).sum((1, 2)) > _LEAST_FILLED
     pixels = np.select([is_spoiled[place][:, None, None] for place in spoiled], list(spoiled.values()), grey)
     drawn, unit = rng.random((count, 3)), _RGB / np.linalg.norm(_RGB, axis=1, keepdims=True)
     is_strange = (drawn / np.linalg.norm(drawn, axis=1, keepdims=True) @ unit.T).max(1) < 0.93

@@ -133,10 +133,10 @@ def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
     return DigitReward()
 
 
-def _nearest(_: ImageRewardSettings) -> Callable[..., Any]:
-    from gcore_diffusion.demo.rewards import NearestReward
+def _digit_judge(_: ImageRewardSettings) -> Callable[..., Any]:
+    from gcore_diffusion.demo.rewards import JudgeReward
 
-    return NearestReward()
+    return JudgeReward()
 
 
 def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
@@ -146,7 +146,7 @@ def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
 
 
 register_image_reward("digit", ImageRewardKind(make=_digit))
-register_image_reward("nearest", ImageRewardKind(make=_nearest))
+register_image_reward("digit_judge", ImageRewardKind(make=_digit_judge))
 register_image_reward("colour", ImageRewardKind(make=_colour))
 
 

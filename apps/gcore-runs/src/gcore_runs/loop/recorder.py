@@ -267,7 +267,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     ) -> None:
         self.job, self.run, self.display = job, run, display
         self.warnings, self.stop = RunWarnings(run, display.say), Stop()
-        self._learner, self._writer, self._spans = learner, writer, spans
+        self.learner, self._writer, self._spans = learner, writer, spans
         self._num_idle = 0
         """Consecutive steps without a learning signal."""
         self._last: Present = (job.first_step, job.controllers)
@@ -297,7 +297,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case RewardsFailed():
                 self._warn_of_rewards(event)
             case Reached(step=step, controllers=controllers, is_last=is_last):
-                self._last, self._num_updates = (step, controllers), self._learner.num_updates
+                self._last, self._num_updates = (step, controllers), self.learner.num_updates
                 if is_last or self._is_save_due(step):
                     self.save_last()
                 self.stop.let_through()
@@ -341,7 +341,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     def present(self) -> Present | None:
         """Return the last finished step; None if a model was updated since, or is lost."""
         try:
-            return self._last if self._num_updates == self._learner.num_updates else None
+            return self._last if self._num_updates == self.learner.num_updates else None
         except RankError:
             return None
 
@@ -352,7 +352,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             return
         step, controllers = present
         start_s = time.time()
-        self._learner.save(step, {"step": step, "controllers": controllers})
+        self.learner.save(step, {"step": step, "controllers": controllers})
         self._spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _REFUSALS = UserError, RolloutError, TrainerError
 """Errors of wrong input: before anything is trained, a new run that ends by one leaves no folder."""
 _LOSSES = EngineStartError, EngineDiedError
-"""Those among them that are of a process, whose log is in the folder."""
+"""Errors that are none of wrong input, and whose causes are in the folder's logs."""
 _MAX_LOSSES = 5
 """How many times in a row services may die without a finished step in between."""
 
