@@ -271,7 +271,9 @@ async def test_a_server_scores_pngs(server: HTTPServer) -> None:
 
     reward = HTTPImageReward(f"http://127.0.0.1:{server.server_port}")
     Handler.answer = staticmethod(brightness)
-    assert [s.score for s in await evaluate_images(reward, NOISE, PROMPTS, ROWS)] == [float(image.mean()) for image in NOISE]
+    assert [s.score for s in await evaluate_images(reward, NOISE, PROMPTS, ROWS)] == [
+        float(image.mean()) for image in NOISE
+    ]
     Handler.answer = staticmethod(lambda _: (500, "out of memory"))
     with pytest.raises(RewardError, match=r"answered 500 .*out of memory"):
         await evaluate_images(reward, NOISE, PROMPTS, ROWS)
