@@ -282,6 +282,16 @@ async def test_a_server_scores_pngs(server: HTTPServer) -> None:
         await evaluate_images(reward, NOISE, PROMPTS, ROWS)
 
 
+def returning(values: Any) -> Callable[..., Any]:
+    """A reward that returns the same for all images."""
+
+    def reward(images: Any, prompts: Any, rows: Any) -> Any:
+        del images, prompts, rows
+        return values
+
+    return reward
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -291,11 +301,8 @@ async def test_a_server_scores_pngs(server: HTTPServer) -> None:
     ],
 )
 async def test_what_is_no_score_is_refused(values: Any, said: str) -> None:
-    def reward(images: Any, prompts: Any, rows: Any) -> Any:
-        return values
-
     with pytest.raises(RewardError, match=said):
-        await evaluate_images(reward, NOISE, PROMPTS, ROWS)
+        await evaluate_images(returning(values), NOISE, PROMPTS, ROWS)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +316,7 @@ async def test_what_is_no_score_is_refused(values: Any, said: str) -> None:
     ids=["gradient", "bfloat16", "list", "tuple"],
 )
 async def test_scores_may_be_tensors(values: Any) -> None:
-    found = await evaluate_images(lambda images, prompts, rows: values, NOISE, PROMPTS, ROWS)
+    found = await evaluate_images(returning(values), NOISE, PROMPTS, ROWS)
     assert found == [Scored(score=1.0), Scored(score=2.0), Scored(score=3.0)]
 
 
@@ -322,7 +329,7 @@ async def test_numbers_that_come_with_scores_are_their_parts() -> None:
         "pair": [1.0, 2.0],
         "nothing": None,
     }
-    found = await evaluate_images(lambda images, prompts, rows: ([1, 2, 3], extra), NOISE, PROMPTS, ROWS)
+    found = await evaluate_images(returning(([1, 2, 3], extra)), NOISE, PROMPTS, ROWS)
     assert [s.score for s in found] == [1.0, 2.0, 3.0]
     assert [dict(s.parts) for s in found] == [
         {"sharp": 1.0, "strict": 1.0, "temperature": 0.5},
@@ -330,7 +337,7 @@ async def test_numbers_that_come_with_scores_are_their_parts() -> None:
         {"sharp": 0.25, "strict": 1.0, "temperature": 0.5},
     ]
     with pytest.raises(RewardError, match="returned 2 scores; expected one for each of 3 images"):
-        await evaluate_images(lambda images, prompts, rows: ([1, 2], extra), NOISE, PROMPTS, ROWS)
+        await evaluate_images(returning(([1, 2], extra)), NOISE, PROMPTS, ROWS)
 
 
 async def test_rewards_may_be_async() -> None:

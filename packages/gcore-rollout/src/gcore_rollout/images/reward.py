@@ -20,8 +20,8 @@ Scores = NDArray[np.float64]
 """Scores [B]."""
 
 ImageRewardFunction = Callable[[Images, Sequence[str], Rows], Any | Awaitable[Any]]
-"""``reward(images, prompts, rows)`` returns B scores, or B scores and a dict of more numbers, each one for every image or
-one for all, which become metrics. It may be async. A method ``check(height, width)``, if there is one, raises
+"""``reward(images, prompts, rows)`` returns B scores, or B scores and a dict of more numbers by name, each B or one for
+all, which become metrics. It may be async. A method ``check(height, width)``, if there is one, raises
 `RewardConfigError` before a run for images of a size that it cannot score."""
 
 _QUALITY = 95
