@@ -21,6 +21,7 @@ from gcore_diffusion.config import EVALUATED, DiffusionConfig
 from gcore_diffusion.modality import Job
 from gcore_diffusion.sampling.grids import write_grid
 from gcore_diffusion.sampling.image_sampling import (
+    DIVERSITY,
     HELD_OUT,
     TRAINED,
     Evaluation,
@@ -145,7 +146,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
         metrics = evaluation.metrics()
-        earlier = [row for row in read_jsonl(self.run.metrics) if TRAINED in row]
+        earlier = [row for row in read_jsonl(self.run.metrics) if DIVERSITY in row]
         doubts = evaluation.doubts(earlier) if earlier else None
         if doubts:
             self.warnings.warn(step, doubts, key="trained reward alone")

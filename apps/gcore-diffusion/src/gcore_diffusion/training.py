@@ -83,7 +83,7 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         result = supervisor.finish(KINDS)
         if best := best_step(config, run):
             rows = [row for row in read_jsonl(run.metrics) if row["step"] == best["step"] and "val/score/mean" in row]
-            return replace(result, after=rows[-1])
+            return replace(result, after=(rows or [result.after])[-1])
         return result
 
 
