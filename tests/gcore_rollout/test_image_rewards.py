@@ -42,6 +42,7 @@ from gcore_rollout import (
     RewardConfigError,
     RewardError,
     SamplingParams,
+    Scored,
     VisionProcessor,
     evaluate_images,
 )
@@ -227,7 +228,7 @@ async def test_a_vision_language_model_judges(tmp_path: Path) -> None:
     )
     reward = ImageJudgeReward(model=model, template="Is it {prompt}, {style}?", parse=parse, unparsable_score=-1.0)
     rows = [{"style": "bold"}] * 3
-    assert await evaluate_images(reward, NOISE, PROMPTS, rows) == [1.0, 2.0, -1.0]
+    assert [s.score for s in await evaluate_images(reward, NOISE, PROMPTS, rows)] == [1.0, 2.0, -1.0]
     for image, prompt, text in zip(NOISE, PROMPTS, texts, strict=True):
         ids = processor.expand(encode(f"Is it {prompt}, bold?"), [png(image)])
         assert text == tokenizer.decode(reference.greedy(ids, [png(image)], 6))
@@ -270,13 +271,25 @@ async def test_a_server_scores_pngs(server: HTTPServer) -> None:
 
     reward = HTTPImageReward(f"http://127.0.0.1:{server.server_port}")
     Handler.answer = staticmethod(brightness)
-    assert await evaluate_images(reward, NOISE, PROMPTS, ROWS) == [float(image.mean()) for image in NOISE]
+    assert [s.score for s in await evaluate_images(reward, NOISE, PROMPTS, ROWS)] == [
+        float(image.mean()) for image in NOISE
+    ]
     Handler.answer = staticmethod(lambda _: (500, "out of memory"))
     with pytest.raises(RewardError, match=r"answered 500 .*out of memory"):
         await evaluate_images(reward, NOISE, PROMPTS, ROWS)
     Handler.answer = staticmethod(lambda _: (200, "[]"))
     with pytest.raises(RewardError, match="expected JSON with 'scores'"):
         await evaluate_images(reward, NOISE, PROMPTS, ROWS)
+
+
+def returning(values: Any) -> Callable[..., Any]:
+    """A reward that returns the same for all images."""
+
+    def reward(images: Any, prompts: Any, rows: Any) -> Any:
+        del images, prompts, rows
+        return values
+
+    return reward
 
 
 @pytest.mark.parametrize(
@@ -288,15 +301,47 @@ async def test_a_server_scores_pngs(server: HTTPServer) -> None:
     ],
 )
 async def test_what_is_no_score_is_refused(values: Any, said: str) -> None:
-    def reward(images: Any, prompts: Any, rows: Any) -> Any:
-        return values
-
     with pytest.raises(RewardError, match=said):
-        await evaluate_images(reward, NOISE, PROMPTS, ROWS)
+        await evaluate_images(returning(values), NOISE, PROMPTS, ROWS)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([1.0, 2.0, 3.0], requires_grad=True),
+        torch.tensor([1, 2, 3], dtype=torch.bfloat16),
+        [torch.tensor(float(i), requires_grad=True) for i in (1, 2, 3)],
+        (torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.bfloat16, requires_grad=True), {}),
+    ],
+    ids=["gradient", "bfloat16", "list", "tuple"],
+)
+async def test_scores_may_be_tensors(values: Any) -> None:
+    found = await evaluate_images(returning(values), NOISE, PROMPTS, ROWS)
+    assert found == [Scored(score=1.0), Scored(score=2.0), Scored(score=3.0)]
+
+
+async def test_numbers_that_come_with_scores_are_their_parts() -> None:
+    extra = {
+        "sharp": torch.tensor([1.0, 0.5, 0.25], dtype=torch.bfloat16, requires_grad=True),
+        "strict": np.array([True, False, True]),
+        "temperature": 0.5,
+        "verdicts": ["good", "bad", "good"],
+        "pair": [1.0, 2.0],
+        "nothing": None,
+    }
+    found = await evaluate_images(returning(([1, 2, 3], extra)), NOISE, PROMPTS, ROWS)
+    assert [s.score for s in found] == [1.0, 2.0, 3.0]
+    assert [dict(s.parts) for s in found] == [
+        {"sharp": 1.0, "strict": 1.0, "temperature": 0.5},
+        {"sharp": 0.5, "strict": 0.0, "temperature": 0.5},
+        {"sharp": 0.25, "strict": 1.0, "temperature": 0.5},
+    ]
+    with pytest.raises(RewardError, match="returned 2 scores; expected one for each of 3 images"):
+        await evaluate_images(returning(([1, 2], extra)), NOISE, PROMPTS, ROWS)
 
 
 async def test_rewards_may_be_async() -> None:
     async def reward(images: Any, prompts: Any, rows: Any) -> list[int]:
         return [len(prompt) for prompt in prompts]
 
-    assert await evaluate_images(reward, NOISE, PROMPTS, ROWS) == [5.0, 6.0, 5.0]
+    assert [s.score for s in await evaluate_images(reward, NOISE, PROMPTS, ROWS)] == [5.0, 6.0, 5.0]

@@ -81,7 +81,7 @@ async def test_an_added_image_reward_is_made_by_name_with_its_settings() -> None
     register_image_reward("mean", ImageRewardKind(make=make, path="anything"))
     reward = build_image_reward("mean", ImageRewardSettings(path="abc"), setting="reward.kind")
     images = np.full((2, 4, 4, 3), 5, np.uint8)
-    assert await evaluate_images(reward, images, ["", ""], [{}, {}]) == [8.0, 8.0]
+    assert [s.score for s in await evaluate_images(reward, images, ["", ""], [{}, {}])] == [8.0, 8.0]
     with pytest.raises(RewardConfigError, match=r"reward\.path is not set; expected a local folder of anything"):
         build_image_reward("mean", ImageRewardSettings(), setting="reward.kind")
     with pytest.raises(RewardConfigError, match=r"reward\.kind is 'no'; expected jpeg_.*, mean, a URL"):

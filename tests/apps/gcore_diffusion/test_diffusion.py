@@ -1,6 +1,7 @@
 """`gcore-diffusion`: the embedded model in short, a user's own pipeline, every algorithm, resumption, wrong input."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from command_line import Cli, Server, option_set, read_rows, step_rows, write_rows
 from PIL import Image
 from process_tree import descendants
@@ -20,9 +22,13 @@ from tiny_vision_model import save_vision_model
 
 from gcore_ckpt import Checkpointer
 from gcore_diffusion.cli import parse_train
-from gcore_diffusion.config import RECIPES, DiffusionConfig
-from gcore_diffusion.demo.digits import PROMPTS, DigitReward, load
+from gcore_diffusion.config import RECIPES, DataConfig, DiffusionConfig
+from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
+from gcore_diffusion.demo.rewards import DigitReward, JudgeReward
 from gcore_diffusion.sampling.grids import grid
+from gcore_diffusion.sampling.image_sampling import Evaluation
+from gcore_diffusion.sampling.prompts import load_prompts
+from gcore_rollout import RewardConfigError
 from gcore_runs.run_folder import RunFolder
 from gcore_runs.settings.parsing import merge, resolve, to_toml
 
@@ -43,6 +49,23 @@ def few(images, prompts, rows):
 
 def nothing(images, prompts, rows):
     return [float("nan")] * len(images)
+
+
+def opposite(images, prompts, rows):
+    return -red(images, prompts, rows)
+
+
+def extra(images, prompts, rows):
+    scores = torch.tensor(red(images, prompts, rows), requires_grad=True) * 1e35
+    return scores.bfloat16(), {"brightness": images.mean((1, 2, 3)), "verdict": ["good"] * len(images)}
+
+
+def rounded(images, prompts, rows):
+    return 0.5 + 1e-9 * red(images, prompts, rows)
+
+
+def flat(latents, prompts):
+    return 0 * latents.flatten(1).mean(1) + 0.5
 
 
 def differentiable(latents, prompts):
@@ -106,8 +129,10 @@ def test_embedded_run_folder(cli: Cli) -> None:
     page = (run / "report.html").read_text()
     assert page.count("<figcaption>") == 2
     assert "Before training" in page
-    assert "Held-out reward, trained on" in page
-    first = {row["step"]: row for row in read_rows(run / "metrics.jsonl") if "val/accuracy" in row}
+    for label in ("Held-out reward, trained on", "Held-out reward, not trained on", "Diversity within prompts"):
+        assert label in page
+        assert label.lower().removeprefix("held-out ").split(",")[0] in out
+    first = {row["step"]: row for row in read_rows(run / "metrics.jsonl") if "val/diversity" in row}
     assert set(first) == {0, 2}
     assert {"val/score/mean", "val/held_out/mean"} <= first[0].keys()
     (kept,) = (cli.cwd / "cache").iterdir()
@@ -327,9 +352,13 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "returned 1 scores; expected one for each of 2 images",
     ),
     "no number": (lambda file: ["--reward.kind", f"{file}:nothing"], "returned nan for an image"),
+    "the best of a trainer that sleeps": (
+        lambda _: ["--trainer.export", "best", "--rollout.colocated", "true"],
+        "trainer.export is 'best'; expected 'last' with rollout.colocated true",
+    ),
     "size for a reward": (
         lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],
-        "digit scores 8 x 8 pixels",
+        "rewards of digits score 8 x 8 pixels",
     ),
     "clip without weights": (
         lambda _: ["--reward.kind", "clip"],
@@ -383,6 +412,47 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "algorithm.name is 'reward_gradient'; expected a differentiable function",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--algorithm.name", "nft", "--rollout.kernel", "ode"],
+        ["--algorithm.name", "dpo", "--rollout.kernel", "ode"],
+        ["--algorithm.name", "ddpo", "--algorithm.norm-adv-by", "group"],
+        ["--actor.loss.kl-loss-coef", "0.1"],
+        ["--reward.kind", "flat", "--algorithm.name", "reward_gradient", "--rollout.kernel", "ode"],
+    ],
+    ids=["nft", "dpo", "ddpo", "kl", "reward_gradient"],
+)
+def test_a_reward_without_differences_never_ends_well(cli: Cli, own_args: list[str], options: list[str]) -> None:
+    file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
+    own = ["--reward.kind", f"{file}:rounded", "--algorithm.filter-groups", "False"]
+    finished = cli(*own_args, *own, *(f"{file}:flat" if option == "flat" else option for option in options))
+    assert (finished.code, finished.err) == (3, "")
+    assert "the run trained nothing: no step had anything to learn from" in " ".join(finished.out.split())
+
+
+def test_large_scores_and_numbers_that_come_with_them(cli: Cli, own_args: list[str]) -> None:
+    file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
+    out = cli.ok(*own_args, "--reward.kind", f"{file}:extra")
+    assert re.search(r"held-out images: reward -?[\d.]+e\+3\d", out)
+    assert not re.search(r"\d{12}", out)
+    page = (cli.cwd / "runs/default/report.html").read_text()
+    assert "\N{MULTIPLICATION SIGN}10³" in page
+    for row in step_rows(cli.cwd / "runs/default"):
+        assert 0 < row["reward/brightness/mean"] < 255
+        assert "reward/verdict/mean" not in row
+
+
+def test_prompts_with_a_mark_and_other_line_ends(tmp_path: Path) -> None:
+    """Only a newline ends a prompt, after a carriage return or not."""
+    text, rows = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_bytes("\ufeffa cat\u2028and a dog\r\na\rbird\n\n".encode())
+    rows.write_bytes('\ufeff{"prompt": "a cat\u2028and a dog"}\r\n{"prompt": "a\\rbird"}\r\n'.encode())
+    for file in (text, rows):
+        sets = load_prompts(DataConfig(train_files=(str(file),), val_size=0))
+        assert [prompt.text for prompt in sets.train] == ["a cat\u2028and a dog", "a\rbird"]
 
 
 @pytest.mark.parametrize("filters", [True, False])
@@ -500,6 +570,7 @@ def test_bad_input_is_refused(cli: Cli, own_args: list[str], name: str) -> None:
     file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
     # An option that comes again is the last one's.
     assert expected in cli.refused(*own_args, *options(file))
+    assert not (cli.cwd / "runs/default").exists()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -508,17 +579,76 @@ def test_recipes_are_what_a_file_can_hold(name: str, tmp_path: Path) -> None:
     assert merge(DiffusionConfig(), tomllib.loads(to_toml(config)), source="test") == config
 
 
-def test_digits_are_scored_by_two_classifiers() -> None:
-    """Of digits that neither was taught on, each reads most."""
-    reward, (pixels, labels) = DigitReward(), load()
-    for half, score in ((1, "trained on"), (0, "held out")):
-        images = np.repeat((pixels[half::2] * 255).round().astype(np.uint8)[..., None], 3, axis=-1)
-        prompts = [f"red {label}" for label in labels[half::2]]
-        if score == "trained on":
-            assert reward(images, prompts, [{}] * len(prompts)).mean() > 0.85
-        else:
-            assert reward.accuracy(images, prompts).mean() > 0.9
+def coloured(grey: Any, colour: tuple[float, float, float]) -> Any:
+    return (grey[..., None] * np.array(colour) * 255).round().astype(np.uint8)
+
+
+def test_digits_are_scored_by_two_rewards() -> None:
+    """Each reads most digits that it was not trained on, in their colours alone, and no halves of two digits."""
+    pixels, labels = load()
+    for reward, half, score in ((DigitReward(), 1, 0.6), (JudgeReward(), 0, 0.6)):
+        grey, own = pixels[half::2], labels[half::2]
+        rows: list[dict[str, Any]] = [{}] * len(grey)
+        for colour, rgb in COLOURS.items():
+            images = coloured(grey, rgb)
+            assert reward(images, [f"{colour} {label}" for label in own], rows).mean() > score
+            assert reward(images, [f"{colour} {(label + 1) % 10}" for label in own], rows).mean() < 0.05
+        # As the policy drew blue digits for a reward of the digit alone.
+        orange = coloured(grey, (1.0, 0.5, 0.1))
+        assert reward(orange, [f"blue {label}" for label in own], rows).mean() < 0.05
+        for prompt in ("7", "red", "green 7", "red 77"):
+            with pytest.raises(RewardConfigError, match="names a colour and a digit"):
+                reward(orange[:1], [prompt], [{}])
+    sevens, zeros = (coloured(pixels[1::2][labels[1::2] == digit], COLOURS["red"]) for digit in (7, 0))
+    count = min(len(sevens), len(zeros))
+    halves = np.concatenate([sevens[:count, :4], zeros[:count, 4:]], axis=1)
+    assert DigitReward()(halves, ["red 7"] * count, [{}] * count).mean() < 0.2
     assert len(PROMPTS) == 30
+
+
+def evaluation(pixels: float, scores: float, held_out: float | None) -> Evaluation:
+    """Eight images of two prompts, those of each alike but for one pixel value."""
+    images = np.zeros((8, 2, 2, 3), np.uint8)
+    images[::2] = round(255 * pixels)
+    judged = None if held_out is None else np.full(8, held_out)
+    return Evaluation(prompts=["a"] * 4 + ["b"] * 4, images=images, scores=np.full(8, scores), held_out=judged)
+
+
+def test_diversity_is_within_prompts() -> None:
+    assert evaluation(0.4, 0.0, None).metrics()["val/diversity"] == pytest.approx(0.2)
+    whole = evaluation(0.4, 0.0, None)
+    whole.images[:4], whole.images[4:] = 0, 255
+    assert whole.metrics()["val/diversity"] == 0.0
+
+
+def test_doubts_of_a_reward_that_rises_alone() -> None:
+    earlier: list[dict[str, float]] = [
+        {"step": 0, **evaluation(0.4, 0.3, 0.5).metrics()},
+        {"step": 10, **evaluation(0.4, 0.5, 0.6).metrics()},
+    ]
+    assert evaluation(0.4, 0.8, 0.7).doubts(earlier) is None
+    assert evaluation(0.4, 0.4, 0.5).doubts(earlier) is None
+    fell, alike = (evaluation(*values).doubts(earlier) for values in ((0.4, 0.8, 0.55), (0.2, 0.8, 0.7)))
+    assert fell is not None
+    assert "rose from 0.5 at step 10 to 0.8, while the reward that is not trained on fell from 0.6 to 0.55;" in fell
+    assert alike is not None
+    assert "the images of a prompt became alike: 50% of the initial diversity is left;" in alike
+
+
+def test_the_best_step_is_exported(cli: Cli, own_args: list[str]) -> None:
+    """With a reward that is not trained on and only falls, that is the first; the screen and the report say so."""
+    file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]
+    args = option_set([*own_args, "--reward.held-out", f"{file}:opposite"], "--trainer.total-training-steps", "6")
+    args += ["--actor.optim.lr", "3e-3", "--trainer.test-freq", "2"]
+    initial = load_file(next(Path(args[args.index("--model") + 1]).glob("transformer/*.safetensors")))
+    for export in ("last", "best"):
+        out = " ".join(cli.ok(*args, "--trainer.export", export, "--name", export).split())
+        assert "while the reward that is not trained on fell from" in out
+        assert ("exporting the policy of step 0, the best on held-out prompts" in out) == (export == "best")
+        assert "while the reward that is not trained on fell" in (cli.cwd / f"runs/{export}/report.html").read_text()
+        exported = load_file(next((cli.cwd / f"runs/{export}/export/transformer").glob("*.safetensors")))
+        is_initial = [torch.equal(exported[name], tensor) for name, tensor in initial.items()]
+        assert all(is_initial) == (export == "best")
 
 
 def test_grids_show_every_prompt_until_there_are_too_many() -> None:

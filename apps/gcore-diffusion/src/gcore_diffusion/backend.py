@@ -1,11 +1,12 @@
 """Services of a run, in this process or on a Ray cluster; its recording and export, and images of a finished run."""
 
+import json
 import shutil
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,12 +20,34 @@ from gcore_controller import (
 from gcore_diffusion.config import EVALUATED, DiffusionConfig
 from gcore_diffusion.modality import Job
 from gcore_diffusion.sampling.grids import write_grid
-from gcore_diffusion.sampling.image_sampling import Evaluation, Roles, SamplingRoles, images, kernel_of
+from gcore_diffusion.sampling.image_sampling import (
+    DIVERSITY,
+    HELD_OUT,
+    TRAINED,
+    Evaluation,
+    Roles,
+    SamplingRoles,
+    images,
+    kernel_of,
+)
 from gcore_diffusion.sampling.prompts import PromptSets
 from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError, evaluate_images
-from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, Display, RunFolder, UserError, inline_backend, logs_of
+from gcore_runs import (
+    STAGE_CELLS,
+    BaseRunRecorder,
+    Cell,
+    Display,
+    RunFolder,
+    UserError,
+    inline_backend,
+    json_object,
+    logs_of,
+    read_jsonl,
+    shown,
+    write_atomically,
+)
 from gcore_runs.engines import Instrumentation, device_timers
 from gcore_trainer import pipeline_component
 
@@ -128,18 +151,42 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
         metrics = evaluation.metrics()
+        earlier = [row for row in read_jsonl(self.run.metrics) if DIVERSITY in row]
+        doubts = evaluation.doubts(earlier) if earlier else None
+        if doubts:
+            self.warnings.warn(step, doubts, key="trained reward alone")
+        elif self.job.config.trainer.export == "best":
+            score = metrics.get(HELD_OUT, metrics[TRAINED])
+            best = best_step(self.job.config, self.run) if earlier else None
+            if best is None or score > best["score"]:
+                write_atomically(self.run.best, partial(self._keep, {"step": step, "score": score}))
         picture = self.run.samples / f"step-{step:06}.png"
         write_grid(picture, evaluation.images, evaluation.prompts, per_prompt=self.job.config.rollout.eval_n)
-        shown = ", ".join(f"{label} {metrics[name]:.3f}" for name, label in EVALUATED.items() if name in metrics)
-        self.display.say(f"step {step}: held-out images: {shown}")
+        found = ", ".join(f"{label} {shown(metrics[name])}" for name, label in EVALUATED.items() if name in metrics)
+        self.display.say(f"step {step}: held-out images: {found}")
         return metrics
 
+    def _keep(self, step: dict[str, float], path: Path) -> None:
+        """Fill a folder with the denoiser, and with the ``step`` that it is of."""
+        self.learner.save_pretrained(path / "denoiser")
+        (path / "step.json").write_text(json.dumps(step))
 
-def export(learner: TrainerGroup, model: Path, path: Path) -> None:
-    """Write the pipeline's folder with the trained denoiser in it."""
+
+def best_step(config: DiffusionConfig, run: RunFolder) -> dict[str, Any] | None:
+    """Return the step and the score of the policy that is to be exported; None: it is the last one."""
+    file = run.best / "step.json"
+    is_best = config.trainer.export == "best" and file.is_file()
+    return json_object(file.read_text(), str(file)) if is_best else None
+
+
+def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = None) -> None:
+    """Write the pipeline's folder with the trained denoiser in it, or the one in the folder ``best``."""
     name, _ = pipeline_component(model)
     shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
-    learner.save_pretrained(path / name)
+    if best is None:
+        learner.save_pretrained(path / name)
+    else:
+        shutil.copytree(best / "denoiser", path / name)
 
 
 async def sample_run(

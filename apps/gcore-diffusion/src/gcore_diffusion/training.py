@@ -1,12 +1,13 @@
 """`gcore-diffusion train`: from settings to a finished run and its report."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.sampling.prompts import load_prompts
-from gcore_runs import Kind, Result, Supervisor, UserError, check_safetensors, json_object, resolve
+from gcore_runs import Kind, Result, Supervisor, UserError, check_safetensors, json_object, read_jsonl, resolve
 
 if TYPE_CHECKING:
     from gcore_runs import Display
@@ -18,10 +19,11 @@ _KIND = Kind(
     key="critic/score/mean",
     measure="reward",
     evaluations={"trained on": "val/score/mean", "not trained on": "val/held_out/mean"},
+    tiles={"val/held_out/mean": "Held-out reward, not trained on", "val/diversity": "Diversity within prompts"},
     signals=(
         ("Reward not trained on", "held_out/score/mean", "mean score of some of the step's images"),
-        ("Held-out accuracy", "val/accuracy", "share, by a classifier that is not trained on"),
-        ("KL to the reference", "actor/kl_loss", "mean over dimensions"),
+        ("Diversity within prompts", "val/diversity", "standard deviation of a pixel over a prompt's held-out images"),
+        ("KL to the initial policy", "actor/kl_loss", "mean over dimensions"),
         ("Policy loss", "actor/pg_loss", "clipped objective, no unit"),
         ("Preference loss", "actor/dpo_loss", "mean of pairs, no unit"),
         ("Clipped", "actor/pg_clipfrac", "share of steps whose ratio the clip cuts"),
@@ -50,7 +52,7 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         UserError: wrong settings or data, found before anything is trained.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    from gcore_diffusion.backend import RunRecorder, checked_rewards, export, start
+    from gcore_diffusion.backend import RunRecorder, best_step, checked_rewards, export, start
     from gcore_diffusion.modality import Job
 
     config = resolve(config)
@@ -75,8 +77,14 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
             starting = start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
             with supervisor.started(starting) as services:
                 supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
-                supervisor.export(lambda path: export(services.learner, model, path))
-        return supervisor.finish(KINDS)
+                if best := best_step(config, run):
+                    supervisor.display.say(f"exporting the policy of step {best['step']}, the best on held-out prompts")
+                supervisor.export(lambda path: export(services.learner, model, path, run.best if best else None))
+        result = supervisor.finish(KINDS)
+        if best := best_step(config, run):
+            rows = [row for row in read_jsonl(run.metrics) if row["step"] == best["step"] and "val/score/mean" in row]
+            return replace(result, after=(rows or [result.after])[-1])
+        return result
 
 
 def check_pipeline(model: Path) -> None:

@@ -19,6 +19,7 @@ from .inputs import (
     eos_token_ids as eos_token_ids,
     hold_out as hold_out,
     max_sequence_length as max_sequence_length,
+    read_lines as read_lines,
     read_rows as read_rows,
 )
 from .logs import log_to as log_to, logged as logged, logs_of as logs_of
@@ -30,6 +31,7 @@ from .loop.recorder import (
     Display as Display,
     RunJob as RunJob,
     Stop as Stop,
+    shown as shown,
 )
 from .loop.supervisor import Supervisor as Supervisor, inline_backend as inline_backend
 from .report.page import render_report as render_report

@@ -114,7 +114,7 @@ def run_training(
     """
     from rich.table import Table
 
-    from gcore_runs.loop.recorder import Display
+    from gcore_runs.loop.recorder import Display, shown
 
     with Display() as display:
         result = train(config, display)
@@ -123,7 +123,7 @@ def run_training(
         own = {name: name.rpartition("/")[2].replace("_", " ") for name in sorted(result.before) if name[:4] == "val/"}
         for name, label in (labels or own).items():
             if name in result.before:
-                table.add_row(label, f"{result.before[name]:.3f}", f"{result.after[name]:.3f}")
+                table.add_row(label, shown(result.before[name]), shown(result.after[name]))
         display.console.print(table)
     display.say(f"report:  {result.run / 'report.html'}")
     if (result.run / "export").is_dir():

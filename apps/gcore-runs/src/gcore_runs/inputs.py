@@ -33,12 +33,17 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     return rows
 
 
+def read_lines(path: Path) -> list[str]:
+    r"""Return the lines of a UTF-8 file, which may have a byte order mark; only \n and \r\n end them."""
+    # Unlike this, splitlines takes other characters for line ends, too, which texts and JSON strings may contain.
+    return [line.removesuffix("\r") for line in path.read_bytes().decode("utf-8-sig").split("\n")]
+
+
 def _rows_of(path: Path) -> list[dict[str, Any]]:
     match path.suffix:
         case ".jsonl":
             try:
-                # JSON strings may contain other characters that splitlines takes for line ends.
-                lines = path.read_text("utf-8").split("\n")
+                lines = read_lines(path)
             except UnicodeDecodeError as error:
                 raise UserError(f"data file {path} is not UTF-8: {error}") from None
             return [json_object(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]

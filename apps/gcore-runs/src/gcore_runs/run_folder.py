@@ -31,14 +31,14 @@ _DIGITS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A finished run, with its first and last evaluation on held-out data."""
+    """A finished run, with its first and its last evaluation on held-out data."""
 
     run: Path
     """The run's folder."""
     before: dict[str, float]
     """Metrics of the first evaluation; empty: nothing was held out."""
     after: dict[str, float]
-    """Metrics of the last one."""
+    """Metrics of the last one, or of the one whose policy is exported."""
     has_signal: bool = True
     """Whether any step had a learning signal."""
 
@@ -48,6 +48,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_new = not path.exists()
+        """Whether the folder did not exist when this object was made."""
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.spans = path / "spans.jsonl"
@@ -60,6 +62,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
         self.export = path / "export"
+        self.best = path / "best"
 
     @classmethod
     def existing(cls, path: str | Path) -> "RunFolder":

@@ -13,7 +13,8 @@ import torch
 from gcore_bench.harness.processes import Spec
 from gcore_bench.harness.report import Figures
 from gcore_diffusion.config import embedded
-from gcore_diffusion.demo.digits import PROMPTS, DigitReward
+from gcore_diffusion.demo.digits import PROMPTS
+from gcore_diffusion.demo.rewards import DigitReward
 from gcore_rollout import load_pipeline
 
 _RECIPE = embedded()

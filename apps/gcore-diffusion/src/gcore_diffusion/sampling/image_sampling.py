@@ -1,6 +1,6 @@
 """Sampling and scoring of images: the roles, groups of those of one prompt, and held-out evaluation without noise."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,17 @@ from gcore_rollout import (
     ImageSample,
     ImageSampling,
     Kernel,
+    Scored,
     Trajectory,
     evaluate_images,
 )
 from gcore_trainer import DiffusionMicroBatch
+
+TRAINED, HELD_OUT, DIVERSITY = "val/score/mean", "val/held_out/mean", "val/diversity"
+"""Metrics of evaluations: means of the reward that is trained on and of one that is not, and `Evaluation.diversity`."""
+KEPT_DIVERSITY = 0.7
+"""Share of the initial diversity below which a run is warned about."""
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +63,15 @@ class Group:
     samples: list[ImageSample]
     scores: NDArray[np.float64]
     """[n]."""
+    parts: list[Mapping[str, float]]
+    """Numbers that the reward returned with each score; see `Scored`."""
     ref_means: list[NDArray[np.float32]] | None = None
     """The reference's means of each image's recorded steps, [K, ...]; None: the algorithm does not need them."""
 
     @property
     def has_signal(self) -> bool:
         """True if the scores differ, so that something can be learned from them."""
-        return bool(np.ptp(self.scores) > 0)
+        return differ(self.scores)
 
     @property
     def oldest_version(self) -> int:
@@ -76,6 +85,7 @@ class Group:
             "text": self.prompt.text,
             "row": dict(self.prompt.row),
             "scores": self.scores,
+            "parts": [dict(parts) for parts in self.parts],
             "samples": [{**vars(s), "trajectory": dict(vars(s.trajectory))} for s in self.samples],
             "ref_means": self.ref_means,
         }
@@ -92,6 +102,7 @@ class Group:
             prompt=Prompt(text=state["text"], row=state["row"]),
             samples=[ImageSample(**fields) for fields in samples],
             scores=np.asarray(state["scores"], np.float64),
+            parts=state["parts"],
             ref_means=None if means is None else [np.asarray(m, np.float32) for m in means],
         )
 
@@ -108,17 +119,49 @@ class Evaluation:
     """[P * n], by the reward that is trained on."""
     held_out: NDArray[np.float64] | None
     """[P * n], by a reward that is not trained on."""
-    accuracy: float | None = None
-    """Fraction of images that a classifier recognizes as their prompts; None: there is no classifier."""
+
+    def diversity(self) -> float:
+        """Return the standard deviation, from 0 to 1, of a pixel over the images of a prompt, on average."""
+        places: dict[str, list[int]] = {}
+        for place, prompt in enumerate(self.prompts):
+            places.setdefault(prompt, []).append(place)
+        return float(np.mean([(self.images[own] / 255).std(0).mean() for own in places.values()]))
 
     def metrics(self) -> dict[str, float]:
         """Return the means by their names in metrics.jsonl."""
-        found = {"val/score/mean": float(self.scores.mean())}
+        found = {TRAINED: float(self.scores.mean()), DIVERSITY: self.diversity()}
         if self.held_out is not None:
-            found["val/held_out/mean"] = float(self.held_out.mean())
-        if self.accuracy is not None:
-            found["val/accuracy"] = self.accuracy
+            found[HELD_OUT] = float(self.held_out.mean())
         return found
+
+    def doubts(self, earlier: Sequence[Mapping[str, float]]) -> str | None:
+        """Return the reason, in words, to doubt that a higher reward means better images; None: there is none.
+
+        ``earlier`` are the metrics of earlier evaluations. The reward that is not trained on has fallen if it is lower
+        than once before by three standard errors, and the images of a prompt have become alike if less than 70 % of
+        the initial diversity is left.
+        """
+        now, first = self.metrics(), earlier[0]
+        found: list[str] = []
+        if self.held_out is not None:
+            best, error = max(earlier, key=lambda row: row[HELD_OUT]), self.held_out.std() / len(self.held_out) ** 0.5
+            if now[TRAINED] > best[TRAINED] and now[HELD_OUT] < best[HELD_OUT] - 3 * error:
+                found.append(
+                    f"the reward rose from {best[TRAINED]:.3g} at step {best['step']} to {now[TRAINED]:.3g}, while the "
+                    f"reward that is not trained on fell from {best[HELD_OUT]:.3g} to {now[HELD_OUT]:.3g}"
+                )
+        if now[TRAINED] > first[TRAINED] and now[DIVERSITY] < KEPT_DIVERSITY * first[DIVERSITY]:
+            found.append(
+                f"the reward rose from {first[TRAINED]:.3g} to {now[TRAINED]:.3g}, while the images of a prompt became "
+                f"alike: {now[DIVERSITY] / first[DIVERSITY]:.0%} of the initial diversity is left"
+            )
+        hint = "look at samples/; a larger actor.loss.kl-loss-coef, or another reward, keeps images closer to the start"
+        return f"{', and '.join(found)}; {hint}" if found else None
+
+
+def differ(scores: NDArray[np.float64]) -> bool:
+    """Return whether scores differ by more than float32 rounds."""
+    return bool(np.ptp(scores) > _ROUNDING * np.abs(scores).max())
 
 
 def kernel_of(config: DiffusionConfig) -> Kernel:
@@ -182,7 +225,7 @@ async def images(engine: Engine[ImageRequest, ImageSample], requests: Sequence[I
 
 async def scored(
     ctx: Context[Roles], reward: Callable[..., Any], samples: Sequence[ImageSample], prompts: Sequence[Prompt]
-) -> list[float]:
+) -> list[Scored]:
     """Score images of some prompts."""
     pixels, roles = np.stack([s.image for s in samples]), ctx.roles
     # The engines of a judge time their own work.
@@ -194,7 +237,6 @@ async def scored(
 async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequence[Prompt]) -> Evaluation:
     """Sample and score held-out images, divided among the controllers; the result is the same on each of them."""
     rollout, rewards = config.rollout, ctx.roles.rewards
-    classify = getattr(rewards.trained, "accuracy", None)
     sampling = ImageSampling(
         num_inference_steps=rollout.eval_num_inference_steps or rollout.num_inference_steps,
         guidance_scale=rollout.eval_guidance_scale or rollout.guidance_scale,
@@ -204,26 +246,22 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
         ImageRequest(request_id=f"val/{i}", prompt=prompts[i].text, sampling=sampling, n=rollout.eval_n, seed=i)
         for i in range(ctx.rank, len(prompts), ctx.world_size)
     ]
-    own: list[tuple[int, NDArray[np.uint8], float, float, bool]] = []
+    own: list[tuple[int, NDArray[np.uint8], float, float]] = []
     if requests:
         with ctx.timer.stage("gen"):
             samples = await images(ctx.roles.policy, requests)
         indices = [request.seed for request in requests for _ in range(rollout.eval_n)]
         repeated, pixels = [prompts[i] for i in indices], [sample.image for sample in samples]
         with ctx.timer.stage("reward"):
-            scores = others = await scored(ctx, rewards.trained, samples, repeated)
+            scores = others = [s.score for s in await scored(ctx, rewards.trained, samples, repeated)]
             if rewards.held_out is not None:
-                others = await scored(ctx, rewards.held_out, samples, repeated)
-        is_right = [False] * len(samples)
-        if classify is not None:
-            is_right = classify(np.stack(pixels), [prompt.text for prompt in repeated]).tolist()
-        own = list(zip(indices, pixels, scores, others, is_right, strict=True))
+                others = [s.score for s in await scored(ctx, rewards.held_out, samples, repeated)]
+        own = list(zip(indices, pixels, scores, others, strict=True))
     everyones = sorted((entry for part in await ctx.group.all_gather(own) for entry in part), key=lambda e: e[0])
-    indices, pixels, scores, others, is_right = zip(*everyones, strict=True)
+    indices, pixels, scores, others = zip(*everyones, strict=True)
     return Evaluation(
         prompts=[prompts[i].text for i in indices],
         images=np.stack(pixels),
         scores=np.array(scores),
         held_out=None if rewards.held_out is None else np.array(others),
-        accuracy=None if classify is None else float(np.mean(is_right)),
     )

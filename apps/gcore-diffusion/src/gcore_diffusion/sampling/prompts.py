@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore_diffusion.config import DataConfig
-from gcore_runs import UserError, columns, hold_out, read_rows
+from gcore_runs import UserError, columns, hold_out, read_lines, read_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def _read(path: str, key: str) -> list[Prompt]:
     if Path(path).suffix in (".jsonl", ".parquet"):
         return [_of_row(row, key, f"data file {path}, row {n}") for n, row in enumerate(read_rows(path), start=1)]
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = read_lines(Path(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data file {path}: {getattr(error, 'strerror', None) or error}") from None
     prompts = [Prompt(text=line.strip(), row={}) for line in lines if line.strip()]

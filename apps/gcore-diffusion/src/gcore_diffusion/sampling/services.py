@@ -129,9 +129,15 @@ def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
 
 
 def _digit(_: ImageRewardSettings) -> Callable[..., Any]:
-    from gcore_diffusion.demo.digits import DigitReward
+    from gcore_diffusion.demo.rewards import DigitReward
 
     return DigitReward()
+
+
+def _digit_judge(_: ImageRewardSettings) -> Callable[..., Any]:
+    from gcore_diffusion.demo.rewards import JudgeReward
+
+    return JudgeReward()
 
 
 def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
@@ -141,6 +147,7 @@ def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
 
 
 register_image_reward("digit", ImageRewardKind(make=_digit))
+register_image_reward("digit_judge", ImageRewardKind(make=_digit_judge))
 register_image_reward("colour", ImageRewardKind(make=_colour))
 
 

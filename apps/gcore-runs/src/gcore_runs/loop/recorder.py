@@ -46,6 +46,8 @@ STAGES = ("gen", "reward", "prepare", "train", "sync")
 _logger = logging.getLogger(__name__)
 
 _PLAIN_EVERY_S = 10.0
+_LARGE = 1e9
+"""Numbers below this are written out on the screen."""
 _SIGNAL = Modality.HAS_SIGNAL
 _PATIENCE = 5
 """Number of consecutive steps without a learning signal that is reported."""
@@ -151,9 +153,14 @@ STAGE_CELLS = (
 """Times of a step and of its stages."""
 
 
+def shown(value: float, form: str = "{:.3f}") -> str:
+    """Format a number for the screen; from 1e9 on, with three digits and a power of ten."""
+    return form.format(value) if abs(value) < _LARGE else f"{value:.3g}"
+
+
 def shown_cells(cells: Iterable[Cell], metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the label and the text of each cell that is shown."""
-    texts = [(c.label, c.form.format(metrics[c.metric]) if c.metric in metrics else c.absent) for c in cells]
+    texts = [(c.label, shown(metrics[c.metric], c.form) if c.metric in metrics else c.absent) for c in cells]
     return [(label, text) for label, text in texts if text is not None]
 
 
@@ -260,7 +267,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     ) -> None:
         self.job, self.run, self.display = job, run, display
         self.warnings, self.stop = RunWarnings(run, display.say), Stop()
-        self._learner, self._writer, self._spans = learner, writer, spans
+        self.learner, self._writer, self._spans = learner, writer, spans
         self._num_idle = 0
         """Consecutive steps without a learning signal."""
         self._last: Present = (job.first_step, job.controllers)
@@ -290,7 +297,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case RewardsFailed():
                 self._warn_of_rewards(event)
             case Reached(step=step, controllers=controllers, is_last=is_last):
-                self._last, self._num_updates = (step, controllers), self._learner.num_updates
+                self._last, self._num_updates = (step, controllers), self.learner.num_updates
                 if is_last or self._is_save_due(step):
                     self.save_last()
                 self.stop.let_through()
@@ -334,7 +341,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     def present(self) -> Present | None:
         """Return the last finished step; None if a model was updated since, or is lost."""
         try:
-            return self._last if self._num_updates == self._learner.num_updates else None
+            return self._last if self._num_updates == self.learner.num_updates else None
         except RankError:
             return None
 
@@ -345,7 +352,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             return
         step, controllers = present
         start_s = time.time()
-        self._learner.save(step, {"step": step, "controllers": controllers})
+        self.learner.save(step, {"step": step, "controllers": controllers})
         self._spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step
 

@@ -24,6 +24,7 @@ from gcore_controller import (
     VirtualTimeLoop,
     share_trainer,
 )
+from gcore_rollout import EngineDiedError, EngineStartError, RolloutError
 from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
@@ -32,10 +33,15 @@ from gcore_runs.report.page import render_report
 from gcore_runs.report.run import Kind
 from gcore_runs.run_folder import MetricsWriter, Result, RunFolder, SpanWriter, open_run, read_jsonl, write_atomically
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+from gcore_trainer import TrainerError
 
 if TYPE_CHECKING:
     from gcore_runs.prometheus import PrometheusExporter
 
+_REFUSALS = UserError, RolloutError, TrainerError
+"""Errors of wrong input: before anything is trained, a new run that ends by one leaves no folder."""
+_LOSSES = EngineStartError, EngineDiedError
+"""Errors that are none of wrong input, and whose causes are in the folder's logs."""
 _MAX_LOSSES = 5
 """How many times in a row services may die without a finished step in between."""
 
@@ -85,6 +91,7 @@ class Supervisor:
         self._app = app
         self._stack = ExitStack()
         self._prometheus: PrometheusExporter | None = None
+        self._is_new = False
         self.display = display or Display(Console(quiet=True))
 
     def __enter__(self) -> Self:
@@ -116,6 +123,10 @@ class Supervisor:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._stack.__exit__(kind, error, traceback)
+        if self._is_new and isinstance(error, _REFUSALS) and not isinstance(error, _LOSSES):
+            run = self.run
+            if not any(file.exists() for file in (run.metrics, run.warmup, run.model, run.checkpoints)):
+                shutil.rmtree(run.path, ignore_errors=True)
 
     def run_async(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, in the event loop of the whole run."""
@@ -133,6 +144,7 @@ class Supervisor:
     def open_run(self, *notices: str) -> RunFolder:
         """Open the run's folder (see `gcore_runs.run_folder.open_run`), log to it until the end, and show notices."""
         self.run = open_run(self._config)
+        self._is_new = self.run.is_new
         self._stack.enter_context(log_to(self.run.logs, "main"))
         for line in (f"run folder: {self.run.path}", *notices):
             self.display.say(line)

@@ -101,7 +101,12 @@ def tiles(run: Run) -> list[Tile]:
         slowest = f"median; slowest {duration(max(step_times))}"
         step = Tile(step.label, duration(statistics.median(step_times)), slowest)
         wall = Tile(wall.label, duration(sum(step_times)), f"in {len(step_times):,} training steps")
-    return [_evaluation_tile(run), reward, speed, step, wall]
+    further: list[Tile] = []
+    for key, label in run.kind.tiles.items():
+        at, values = series(run.metrics, key)
+        if at:
+            further.append(_change_tile(label, at, amount(values[0]), amount(values[-1])))
+    return [_evaluation_tile(run), *further, reward, speed, step, wall]
 
 
 def _evaluation_tile(run: Run) -> Tile:
@@ -113,11 +118,14 @@ def _evaluation_tile(run: Run) -> Tile:
         is_share = measure in ("score", "accuracy") and min(scores) >= 0 and max(scores) <= 1
         first, last = (f"{score:.0%}" if is_share else amount(score) for score in (scores[0], scores[-1]))
         shown = "accuracy" if is_share else measure
-        label = f"Held-out {shown}, {way}" if way else f"Held-out {shown}"
-        if len(steps) == 1:
-            return Tile(label, first, f"step {steps[0]:.0f}; not evaluated again yet")
-        return Tile(label, f"{first} → {last}", f"step {steps[0]:.0f} → step {steps[-1]:.0f}")
+        return _change_tile(f"Held-out {shown}, {way}" if way else f"Held-out {shown}", steps, first, last)
     return Tile(f"Held-out {'accuracy' if measure == 'score' else measure}", note="not evaluated yet")
+
+
+def _change_tile(label: str, steps: Sequence[float], first: str, last: str) -> Tile:
+    if len(steps) == 1:
+        return Tile(label, first, f"step {steps[0]:.0f}; not evaluated again yet")
+    return Tile(label, f"{first} → {last}", f"step {steps[0]:.0f} → step {steps[-1]:.0f}")
 
 
 def reward_seen(run: Run) -> str:

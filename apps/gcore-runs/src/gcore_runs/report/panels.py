@@ -64,9 +64,9 @@ class Panel:
 
 def amount(value: float) -> str:
     """Format a number with three digits: 0.614, 12.3; thousands separated: 20,413; powers written out: 1.2×10⁻⁷."""
-    if abs(value) >= 1000:
+    if 1000 <= abs(value) < 1e9:
         return f"{value:,.0f}"
-    if value == 0 or abs(value) >= 1e-4:
+    if value == 0 or 1e-4 <= abs(value) < 1000:
         return f"{value:.3g}"
     mantissa, exponent = f"{value:.1e}".split("e")
     times_ten = "\N{MULTIPLICATION SIGN}10"

@@ -6,7 +6,7 @@ import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -45,6 +45,8 @@ class Kind:
     evaluations: dict[str, str]
     """Their metrics, by the way of answering; empty where there is only one."""
     signals: tuple[Signal, ...]
+    tiles: dict[str, str] = field(default_factory=dict[str, str])
+    """Further metrics of evaluations in the page's first row, and their labels."""
     throughput_unit: str = "tokens/s"
     has_samples: bool = False
     """Texts before and after, in samples/*.jsonl."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import MissingExtraError, RewardConfigError, RewardError, require
-from gcore_rollout.rewards.reward import ThreadedReward, located, name_of
+from gcore_rollout.rewards.reward import Scored, ThreadedReward, located, name_of
 from gcore_rollout.rewards.runner import answer, is_async
 
 Images = NDArray[np.uint8]
@@ -20,17 +20,20 @@ Scores = NDArray[np.float64]
 """Scores [B]."""
 
 ImageRewardFunction = Callable[[Images, Sequence[str], Rows], Any | Awaitable[Any]]
-"""``reward(images, prompts, rows)`` returns B scores, and may be async. A method ``check(height, width)``, if there is
-one, raises `RewardConfigError` before a run for images of a size that it cannot score."""
+"""``reward(images, prompts, rows)`` returns B scores, or B scores and a dict of more numbers by name, each B or one for
+all, which become metrics. It may be async. A method ``check(height, width)``, if there is one, raises
+`RewardConfigError` before a run for images of a size that it cannot score."""
 
 _QUALITY = 95
 
 
 async def evaluate_images(
     reward: ImageRewardFunction, images: Images, prompts: Sequence[str], rows: Rows
-) -> list[float]:
+) -> list[Scored]:
     """Call a reward, in a thread unless it is async, and check what it returns.
 
+    Scores may be in a tensor of torch, of any data type and device and with a gradient. Of the numbers that may come
+    with them, those that are one for every image, or one for all, are the parts of each score; the rest is left out.
     `RewardError` if it raised, or did not return as many finite numbers as there are images; `RewardExitError` if it
     tried to end the process.
     """
@@ -42,13 +45,38 @@ async def evaluate_images(
         finally:
             if threaded is not None:
                 threaded.close()
-        scores = [float(value) for value in np.asarray(values, dtype=np.float64).reshape(-1)]
+        extra: Mapping[str, Any] = {}
+        if isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], Mapping):
+            values, extra = values
+        scores = [float(value) for value in np.asarray(_detached(values), dtype=np.float64).reshape(-1)]
         if len(scores) != len(images):
             raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(images)} images")
         for score, prompt in zip(scores, prompts, strict=True):
             if not math.isfinite(score):
                 raise RewardError(f"returned {score} for an image of {prompt!r}; expected a finite number")
-        return scores
+        parts = _parts(extra, len(images))
+        return [Scored(score=score, parts={n: p[i] for n, p in parts.items()}) for i, score in enumerate(scores)]
+
+
+def _detached(values: Any) -> Any:
+    """Return values with torch's tensors as arrays: NumPy reads none with a gradient, in bfloat16 or on a GPU."""
+    if isinstance(values, list | tuple):
+        return [_detached(value) for value in values]
+    return values.detach().cpu().double().numpy() if hasattr(values, "detach") else values
+
+
+def _parts(extra: Mapping[str, Any], num_images: int) -> dict[str, list[float]]:
+    """Return the values that are a finite number for each image, or one for all, by name."""
+    found: dict[str, list[float]] = {}
+    for name, value in extra.items():
+        try:
+            numbers = np.asarray(_detached(value), dtype=np.float64).reshape(-1)
+        except (TypeError, ValueError):
+            # A text, or lists of several lengths.
+            continue
+        if len(numbers) in (1, num_images) and np.isfinite(numbers).all():
+            found[str(name)] = np.broadcast_to(numbers, num_images).tolist()
+    return found
 
 
 def import_pillow() -> Any:
