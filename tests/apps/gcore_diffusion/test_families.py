@@ -60,7 +60,9 @@ async def test_a_checkpoint_keeps_conditions(tmp_path: Path) -> None:
     requests = [ImageRequest(request_id="a", prompt="red 7", sampling=sampling, n=2)]
     samples = [sample async for sample in engine.generate(requests)]
     await engine.close()
-    group = Group(prompt_index=3, prompt=Prompt(text="red 7", row={}), samples=samples, scores=np.zeros(2))
+    group = Group(
+        prompt_index=3, prompt=Prompt(text="red 7", row={}), samples=samples, scores=np.zeros(2), parts=[{}, {}]
+    )
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(1, {"group": group.state()})
         checkpointer.wait()
