@@ -101,7 +101,7 @@ def ratios(denoiser: Denoiser, kernel: Kernel, samples: list[DiffusionSample]) -
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
+@pytest.mark.parametrize("guidance_scale", [pytest.param(1.0, marks=pytest.mark.slow), 2.5])
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_what_was_sampled_is_computed_again(name: str, guidance_scale: float, tmp_path: Path) -> None:
     """The trainer's density of every step is the engine's, and so is the timestep of its level."""
