@@ -181,7 +181,7 @@ def test_bench_measures_saves_and_loads(tmp_path: Path) -> None:
     assert gcore["seconds"].keys() == dcp["seconds"].keys() == metrics
     assert torch_save["seconds"].keys() == metrics - {"in_place_cold", "in_place_warm"}
     for line in (gcore, dcp, torch_save):
-        assert line["ratios"].keys() == line["seconds"].keys()
+        assert line["ratios"].keys() == line["seconds"].keys() - {"load_after"}, "which no limit has"
 
 
 @pytest.mark.slow
