@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_pipelines import word_tokenizer
+from tiny_pipelines import clip_config, word_tokenizer
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 kinds: Any = import_module("diffusers")
@@ -45,19 +45,7 @@ def letters(*, limit: int = 512) -> Any:
 
 
 def clip(kind: type[Any], vocab_size: int) -> Any:
-    config = transformers.CLIPTextConfig(
-        vocab_size=vocab_size,
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=8,
-        projection_dim=WIDTH,
-        bos_token_id=vocab_size - 2,
-        eos_token_id=vocab_size - 1,
-        pad_token_id=vocab_size - 1,
-    )
-    return seeded(kind, config=config)
+    return seeded(kind, config=clip_config(vocab_size, num_layers=2))
 
 
 def clip_parts(path: Path) -> dict[str, Any]:

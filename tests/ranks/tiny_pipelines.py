@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-    from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 SIZE = 8
 
@@ -109,16 +109,15 @@ def word_tokenizer(path: Path) -> "CLIPTokenizer":
     return CLIPTokenizer.from_pretrained(path, model_max_length=8)
 
 
-def _text_encoder(vocab_size: int, *, seed: int) -> "CLIPTextModelWithProjection":
-    import torch
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+def clip_config(vocab_size: int, *, num_layers: int = 1) -> "CLIPTextConfig":
+    """The settings of a text encoder, 16 wide."""
+    from transformers import CLIPTextConfig
 
-    torch.manual_seed(seed)
-    config = CLIPTextConfig(
+    return CLIPTextConfig(
         vocab_size=vocab_size,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         max_position_embeddings=8,
         projection_dim=16,
@@ -126,4 +125,11 @@ def _text_encoder(vocab_size: int, *, seed: int) -> "CLIPTextModelWithProjection
         eos_token_id=vocab_size - 1,
         pad_token_id=vocab_size - 1,
     )
-    return CLIPTextModelWithProjection(config).eval()
+
+
+def _text_encoder(vocab_size: int, *, seed: int) -> "CLIPTextModelWithProjection":
+    import torch
+    from transformers import CLIPTextModelWithProjection
+
+    torch.manual_seed(seed)
+    return CLIPTextModelWithProjection(clip_config(vocab_size)).eval()

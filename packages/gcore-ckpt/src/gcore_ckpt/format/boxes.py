@@ -27,9 +27,6 @@ SMALL_BYTES = 64 << 10
 JOINT_BYTES = 1 << 20
 """Largest size of what is copied or read together; it fits into a processor's cache."""
 
-MAX_ITEM_BYTES = 16
-"""Size of the widest elements; sizes are powers of two."""
-
 _ALIGNMENT_BYTES = 64
 _FILE_BYTES = 256 << 20
 _MAX_FILES = 16
@@ -72,6 +69,8 @@ DTYPES: Mapping[str, DType] = {
     "float8_e8m0fnu": DType(1, None, in_numpy=False),
     "float4_e2m1fn_x2": DType(1, None, in_numpy=False),
 }
+MAX_ITEM_BYTES = max(dtype.size_bytes for dtype in DTYPES.values())
+"""Size of the widest elements, of which all other sizes are divisors."""
 
 
 class Box(NamedTuple):

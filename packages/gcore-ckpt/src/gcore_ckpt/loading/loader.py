@@ -1,7 +1,6 @@
 """Turns an open step into a state: a fresh one, or a template whose memory is filled, from any saved sharding."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from gcore_ckpt.format.stored import StoredShard
 from gcore_ckpt.format.tree import State, StatePath, View
 from gcore_ckpt.handles import LoadReport
 from gcore_ckpt.loading.matching import Matcher, Request, pruned, view_in
-from gcore_ckpt.loading.reader import SmallShards, StepReader, pieces
+from gcore_ckpt.loading.reader import SmallShards, StepReader, pieces, scratch
 from gcore_ckpt.ranks.group import Group
 from gcore_ckpt.ranks.shards import TORCH_DTYPES
 from gcore_ckpt.threads import Workers
@@ -26,8 +25,6 @@ _copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, re
 _THREADS = 8
 _SCRATCH_BYTES = 4 << 20
 _BATCH_BYTES = 4 << 20
-
-_local = threading.local()
 
 _SizedRead: TypeAlias = tuple[int, Callable[[], None]]  # the bytes that a call reads, and the call
 
@@ -220,19 +217,11 @@ def _read_strided(
     """Read a span of bytes of a shard, with the rest of its blocks, and copy boxes that lie there to their targets."""
     tensor, block = reader.index.tensors[name], shard.block_bytes
     start, stop = span[0] // block * block, min(block_count(span[1], block) * block, shard.size_bytes)
-    scratch = _scratch(stop - start)
-    reader.read(name, shard, start, scratch)
-    flat = np.frombuffer(scratch[span[0] - start : span[1] - start], np.uint8)
+    memory = scratch(stop - start)
+    reader.read(name, shard, start, memory)
+    flat = np.frombuffer(memory[span[0] - start : span[1] - start], np.uint8)
     data = torch.from_numpy(flat).view(TORCH_DTYPES[tensor.dtype])
     strides = [math.prod(shard.box.shape[dim + 1 :]) for dim in range(len(shard.box.shape))]
     for box, target in parts:
         offset = box.flat_span(shard.box.shape)[0] - span[0] // tensor.itemsize
         target.copy_(data.as_strided(box.shape, strides, offset))
-
-
-def _scratch(size_bytes: int) -> memoryview:
-    """Return memory of this thread, the same each time: new memory would take longer than what is done to it."""
-    memory = getattr(_local, "memory", b"")
-    if len(memory) < size_bytes:
-        memory = _local.memory = bytearray(size_bytes)
-    return memoryview(memory)[:size_bytes]

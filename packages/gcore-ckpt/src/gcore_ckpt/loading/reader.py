@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ Step: TypeAlias = int | Literal["latest"]
 
 _READ_BYTES = 16 << 20
 _THREADS = 4
+_local = threading.local()
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,14 @@ def pieces(shard: StoredShard, start: int, stop: int, size_bytes: int = _READ_BY
         start = end
 
 
+def scratch(size_bytes: int) -> memoryview:
+    """Return memory of this thread, the same each time: new memory would take longer than what is done to it."""
+    memory = getattr(_local, "memory", b"")
+    if len(memory) < size_bytes:
+        memory = _local.memory = bytearray(size_bytes)
+    return memoryview(memory)[:size_bytes]
+
+
 def find_step(storage: Storage, step: Step) -> int | None:
     """Return the number of a committed step; `"latest"` is the highest. None is what a Hugging Face folder holds."""
     steps = storage.steps()
@@ -254,7 +264,7 @@ def verify(
     """
 
     def check(size_bytes: int, read: Callable[[memoryview], None]) -> None:
-        read(memoryview(bytearray(size_bytes)))
+        read(scratch(size_bytes))
         if progress is not None:
             progress(size_bytes)
 

@@ -161,10 +161,8 @@ class NFTObjective(DiffusionObjective):
         device, bound = models.policy.device, self._config.adv_clip_max
         clean, advantages = stacked(samples, device, "clean_latents", "advantage")
         level, noise = drawn_noise(samples, index, clean)
-        noised, timesteps = (
-            self._process.noised(clean, noise, level),
-            model_timesteps(samples, self._process.timesteps(level)),
-        )
+        noised = self._process.noised(clean, noise, level)
+        timesteps = model_timesteps(samples, self._process.timesteps(level))
         conditions = Conditioned.of(samples, device)
         with torch.no_grad():
             old = models.old(noised, timesteps, conditions)
@@ -209,10 +207,8 @@ class DiffusionDPOObjective(DiffusionObjective):
         [clean] = stacked(samples, device, "clean_latents")
         # Both of a pair get one noise.
         level, noise = drawn_noise([s for chosen in samples[::2] for s in (chosen, chosen)], index, clean)
-        noised, timesteps = (
-            self._process.noised(clean, noise, level),
-            model_timesteps(samples, self._process.timesteps(level)),
-        )
+        noised = self._process.noised(clean, noise, level)
+        timesteps = model_timesteps(samples, self._process.timesteps(level))
         target, conditions = self._process.target(clean, noise, level), Conditioned.of(samples, device)
 
         def errors(model: "Denoiser") -> torch.Tensor:
