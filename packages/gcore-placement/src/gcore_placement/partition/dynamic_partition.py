@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 
 from gcore_placement.errors import refusal
+from gcore_placement.partition.safeguard import Safeguard
 from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, stage_seconds
-from gcore_placement.quantities import Amount, Checked, Floats, Positive, check_above_0, check_amounts, check_positive
+from gcore_placement.quantities import (
+    Amount,
+    Checked,
+    Floats,
+    Positive,
+    check_above_0,
+    check_amounts,
+    check_positive,
+)
 from gcore_placement.strategies import STRATEGIES, Strategy
 
 NUM_ROUNDS = 21
@@ -53,6 +62,11 @@ class LoadHistory:
         """Return the last round's load, scaled to the usual size."""
         last = np.array(self.rows[-1])
         return last[_WORK] * self.corrections * self._usual_size(), last[_FLOOR]
+
+    def last(self) -> Load:
+        """Return the last round's load, of its own size."""
+        last = np.array(self.rows[-1])
+        return last[_WORK] * self.corrections * last[_SIZE], last[_FLOOR]
 
     def noise(self) -> Floats:
         """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
@@ -127,6 +141,9 @@ class DynamicPartitionConfig(Checked):
     """Devices move as far as pays even if both medians are off by this many of their deviations."""
     far: Amount = 3.0
     """A round whose load is off the medians by this many deviations is an outlier, or the first after a jump."""
+    tolerance: Amount = 0.02
+    """Share of each round that following the load may lose to the best fixed partition so far; see `Safeguard`.
+    A large number: whatever it loses."""
     is_corrected: bool = True
     """Measurements correct the work that a cost model predicts."""
 
@@ -155,14 +172,17 @@ class DynamicPartition:
     go where the time for either load, over the shortest for that load, is least in the worse case. After a jump,
     however large, the best partition is reached in `config.jump_rounds` rounds.
 
+    Where the load swings faster than that, the best fixed partition so far is kept instead (`Safeguard`).
+
     Pure, deterministic, and symmetric in policy and reward. Raises PlacementError where `start` is not in `space`.
     """
 
     def __init__(self, space: PartitionSpace, start: Partition, config: DynamicPartitionConfig | None = None) -> None:
         self.space = space
         self.config = config or DynamicPartitionConfig()
-        self._index = space.index(start)
+        self._index = self._followed = space.index(start)
         self._history = LoadHistory(self.config)
+        self._safeguard = Safeguard(space.role_devices, self._index, self.config.tolerance)
 
     @property
     def partition(self) -> Partition:
@@ -186,7 +206,15 @@ class DynamicPartition:
         """
         check_above_0("size", size)
         self._history.add((policy, reward), (self.partition.policy_devices, self.partition.reward_devices), size)
-        self._move(is_within_step=is_within_step)
+        before, move_s = self._followed, self.config.move_within_s if is_within_step else self.config.move_s
+        self._follow(move_s, is_within_step=is_within_step)
+        self._index = self._safeguard.choose(
+            self._mean_seconds(self._history.last(), self.config.law_error),
+            before=before,
+            after=self._followed,
+            move_s=move_s,
+            is_within_step=is_within_step,
+        )
         return self.partition
 
     def predicted_seconds(self) -> Floats:
@@ -198,45 +226,50 @@ class DynamicPartition:
     def best(self, work_device_s: tuple[float, float], floor_s: tuple[float, float] = (0.0, 0.0)) -> Partition:
         """Return the partition in which both roles finish this work first; the nearest of equal ones."""
         seconds = stage_seconds(work_device_s, floor_s, self.space.role_devices)
-        return self.space.partitions[self._nearest_best(seconds)]
+        return self.space.partitions[_nearest_best(seconds, self._index)]
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain data, for JSON."""
-        return {"partition": asdict(self.partition), "history": [list(row) for row in self._history.rows]}
+        return {
+            "partition": asdict(self.partition),
+            "followed": asdict(self.space.partitions[self._followed]),
+            "history": [list(row) for row in self._history.rows],
+            "safeguard": self._safeguard.state(),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state()`; PlacementError where a cluster that has changed has no such partition."""
-        self._index = self.space.index(Partition(**state["partition"]))
+        index, followed = (self.space.index(Partition(**state[name])) for name in ("partition", "followed"))
+        self._safeguard.load_state(state["safeguard"])
+        self._index, self._followed = index, followed
         self._history.rows = [[float(value) for value in row] for row in state["history"]]
 
     def _seconds(self, load: Load) -> Floats:
         """Return mean seconds over the noise and the error of the law: [num_partitions]."""
+        return self._mean_seconds(load, np.hypot(self._history.noise(), self.config.law_error))
+
+    def _mean_seconds(self, load: Load, deviation: float | Floats) -> Floats:
+        """Return mean seconds, where the logarithms of work deviate by so much, for each role: [num_partitions]."""
         work, floor = load
         # [9, 1, 2] work of both roles at all pairs of nodes.
         nodes = np.stack(np.meshgrid(_NODES, _NODES), axis=-1).reshape(-1, 1, 2)
-        deviation = np.hypot(self._history.noise(), self.config.law_error)
         seconds = stage_seconds(work * np.exp(deviation * nodes), floor, self.space.role_devices)
         return np.outer(_WEIGHTS, _WEIGHTS).ravel() @ seconds
 
-    def _nearest_best(self, seconds: Floats) -> int:
-        fastest = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-12))
-        return int(fastest[np.abs(fastest - self._index).argmin()])
-
-    def _move(self, *, is_within_step: bool) -> None:
-        config, now = self.config, self._index
+    def _follow(self, move_s: float, *, is_within_step: bool) -> None:
+        config, now = self.config, self._followed
         is_far = self._history.deviation() > config.far
         target = self._least_regret() if is_far else self._towards_best()
         seconds = self._seconds(self._history.latest() if is_far else self._history.settled())
         rounds = 1 if is_far or is_within_step else config.horizon_steps
-        move_s = config.move_within_s if is_within_step else config.move_s
         if (seconds[now] - seconds[target]) * rounds > move_s:
-            self._index = target
+            self._followed = target
 
     def _towards_best(self) -> int:
         """Return the partition on the way to the best one that pays even if the settled load is off by noise."""
-        config, now, (work, floor) = self.config, self._index, self._history.settled()
+        config, now, (work, floor) = self.config, self._followed, self._history.settled()
         seconds = self._seconds((work, floor))
-        best = self._nearest_best(seconds)
+        best = _nearest_best(seconds, now)
         if seconds[now] - seconds[best] <= config.min_gain * seconds[now]:
             return now
         direction = np.sign(best - now)
@@ -244,17 +277,23 @@ class DynamicPartition:
         off = config.near * _MEDIAN_DEVIATION * self._history.noise() / np.sqrt(num_rounds)
         # More devices for the policy are a mistake where its work is less, and the reward's more, than it seems.
         against = work * np.exp(off * np.array([-1, 1]) * direction)
-        least = self._nearest_best(self._seconds((against, floor)))
+        least = _nearest_best(self._seconds((against, floor)), now)
         return least if np.sign(least - now) == direction else now
 
     def _least_regret(self) -> int:
         """Return the partition of least regret under two cases: the settled load, and that of the last round."""
-        config, now = self.config, self._index
+        config, now = self.config, self._followed
         seconds = np.stack([self._seconds(load) for load in (self._history.settled(), self._history.latest())])
         least = seconds.min(axis=1, keepdims=True)
         regret = np.divide(seconds, least, out=np.ones_like(seconds), where=least > 0).max(axis=0)
-        target = self._nearest_best(regret)
+        target = _nearest_best(regret, now)
         return target if regret[now] - regret[target] > config.min_gain * regret[now] else now
+
+
+def _nearest_best(seconds: Floats, now: int) -> int:
+    """Return the index of the least seconds, the nearest to ``now`` of equal ones."""
+    fastest = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-12))
+    return int(fastest[np.abs(fastest - now).argmin()])
 
 
 _WINDOW = 3
