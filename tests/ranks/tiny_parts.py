@@ -177,13 +177,13 @@ def ddim() -> Any:
     )
 
 
-def unet(**more: Any) -> Any:
+def unet(*, in_channels: int = 4, **more: Any) -> Any:
     return seeded(
         kinds.UNet2DConditionModel,
         block_out_channels=(8, 16),
         layers_per_block=1,
         sample_size=8,
-        in_channels=4,
+        in_channels=in_channels,
         out_channels=4,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),

@@ -54,6 +54,9 @@ CHECKED_ELSEWHERE = {
         f"{DIFFUSION}/test_diffusion.py::test_a_cluster_trains_alike_despite_kills"
     ),
     r"(uv run )?gcore-bench diffusion( --.*)?": f"{BENCH}/test_bench_diffusion.py::test_bench_measures_and_simulates",
+    r"uv run python tests/ranks/pipeline_conformance\.py": (
+        "tests/gcore_rollout/test_pipeline_families.py::test_the_command_prints_the_table"
+    ),
     r"uv run python examples/\w+\.py": "tests/apps/test_examples.py::test_a_quick_example_runs",
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"(uv run )?gcore-bench grpo( --.*)?": f"{BENCH}/test_bench.py::test_bench_measures_gcore_and_trl",

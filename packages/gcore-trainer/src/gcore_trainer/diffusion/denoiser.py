@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion.conditions import Conditioned
+from gcore_trainer.diffusion.conditions import Conditioned, with_appended
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import LoRAWeights, add_lora
 from gcore_trainer.torch.activations import is_checkpointed
@@ -88,14 +88,16 @@ class Denoiser:
     def _called(self, latents: torch.Tensor, timesteps: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         dtype = self._compute_dtype
         is_cast = dtype != torch.float32 and not self._is_sharded
-        given = [each.unsqueeze(1) for each in latents] if self._is_of_lists else latents
-        arguments = {self._latents: given, self._timesteps: timesteps, **arguments}
+        given, others = with_appended(latents, arguments)
+        if self._is_of_lists:
+            given = [each.unsqueeze(1) for each in given]
+        arguments = {self._latents: given, self._timesteps: timesteps, **others}
         with torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
             output = self.model(**arguments, return_dict=False)[0]
         if self._is_of_lists:
             output = torch.stack(output).squeeze(2)
-        # A learned variance may follow the latents' channels.
-        return output[:, : latents.shape[1]].float()
+        # A learned variance may follow the latents' channels, and outputs for what was appended to them.
+        return output[tuple(map(slice, latents.shape))].float()
 
     def copied(self) -> "Denoiser":
         """Return another one with the same weights, of which none is trained."""

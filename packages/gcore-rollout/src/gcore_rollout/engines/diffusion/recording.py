@@ -6,17 +6,18 @@ denoiser.
 
 import inspect
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
 from gcore_rollout.engines.diffusion.calls import AnswerForm, ModelCall, same_conditions, stacked_outputs
 from gcore_rollout.engines.diffusion.kernels import DDIM, FlowODE, Kernel
-from gcore_rollout.engines.diffusion.types import ImageSampling
+from gcore_rollout.engines.diffusion.types import SCALARS, STACKED, ImageSampling, Trajectory
 from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
 
 try:
@@ -107,6 +108,19 @@ class Tape:
         self.final = following
         return following.to(output.dtype)
 
+    def trajectories(self) -> Iterator[Trajectory]:
+        """Yield the trajectory of each image, after the last step."""
+        assert self.final is not None
+        stacked: dict[str, torch.Tensor] = {name: self.final.new_zeros((0, *self.final.shape)) for name in STACKED}
+        stacked["log_probs"] = self.final.new_zeros((0, len(self.final)))
+        if self.steps:
+            stacked = {name: torch.stack([step[name] for step in self.steps]) for name in STACKED}
+        arrays = {name: values.cpu().numpy() for name, values in stacked.items()}
+        shared = {name: np.array([step[name] for step in self.steps], np.float32) for name in SCALARS}
+        indices = np.array([step["steps"] for step in self.steps], np.int64)
+        for row in range(len(self.final)):
+            yield Trajectory(**{name: values[:, row] for name, values in arrays.items()}, **shared, steps=indices)
+
     def _checked_calls(self, given: torch.Tensor, latents: torch.Tensor) -> ModelCall:
         """Take the calls of this step, which made the scheduler's input, and return the first."""
         calls, self._calls[:] = list(self._calls), []
@@ -114,9 +128,7 @@ class Tape:
             raise UnsupportedModelError(
                 f"the pipeline calls its model {len(calls)} times a step; expected once or twice"
             )
-        conditions = [call.conditions() for call in calls]
-        for call in calls:
-            call.check_latents(latents)
+        conditions = [call.conditions(latents) for call in calls]
         if self.form is None:
             self.form, self.conditions = AnswerForm.found(calls, given, self._sampling.guidance_scale), conditions
         elif not (
@@ -211,17 +223,17 @@ class Recorded:
 
     @contextmanager
     def taping(self, sampling: ImageSampling, generators: Sequence[torch.Generator]) -> Generator[Tape]:
-        """Record the one call of the pipeline that is made inside the block."""
+        """Record the one call of the pipeline that is made inside the block, besides those in blocks inside it."""
         # The default kernel is a flow's; without noise each kind of model has its own.
         plain = self.kernel(FlowODE() if self.is_flow else DDIM(eta=0.0))
         kernel = plain if isinstance(sampling.kernel, FlowODE) else self.kernel(sampling.kernel)
         tape = Tape(replace(sampling, kernel=kernel), generators, plain=plain, calls=self._calls)
         self._calls.clear()
-        self._scheduler.tape = tape
+        outer, self._scheduler.tape = self._scheduler.tape, tape
         try:
             yield tape
         finally:
-            self._scheduler.tape = None
+            self._scheduler.tape = outer
 
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments = dict(zip(self._parameters, args, strict=False)) | kwargs
