@@ -263,7 +263,8 @@ def z_image(_: Path) -> Any:
     return kinds.ZImagePipeline(tokenizer=letters(), text_encoder=encoder, **parts)
 
 
-def flux_2_parts(*, is_distilled: bool) -> dict[str, Any]:
+def flux_2_parts(*, num_read: int, is_distilled: bool) -> dict[str, Any]:
+    """The pipeline reads so many layers of the text encoder."""
     transformer = seeded(
         kinds.Flux2Transformer2DModel,
         patch_size=1,
@@ -272,7 +273,7 @@ def flux_2_parts(*, is_distilled: bool) -> dict[str, Any]:
         num_single_layers=1,
         attention_head_dim=16,
         num_attention_heads=2,
-        joint_attention_dim=2 * WIDTH,
+        joint_attention_dim=num_read * WIDTH,
         timestep_guidance_channels=32,
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=is_distilled,
@@ -281,9 +282,10 @@ def flux_2_parts(*, is_distilled: bool) -> dict[str, Any]:
 
 
 def flux_2_dev(_: Path) -> Any:
-    return kinds.Flux2Pipeline(text_encoder=mistral(), **flux_2_parts(is_distilled=True))
+    return kinds.Flux2Pipeline(text_encoder=mistral(), **flux_2_parts(num_read=2, is_distilled=True))
 
 
 def flux_2_klein(_: Path) -> Any:
-    encoder = seeded(transformers.Qwen3ForCausalLM, config=decoder_config("Qwen3"))
-    return kinds.Flux2KleinPipeline(text_encoder=encoder, **flux_2_parts(is_distilled=False))
+    # It reads layers up to 27.
+    encoder = seeded(transformers.Qwen3ForCausalLM, config=decoder_config("Qwen3", num_hidden_layers=28))
+    return kinds.Flux2KleinPipeline(text_encoder=encoder, **flux_2_parts(num_read=3, is_distilled=False))

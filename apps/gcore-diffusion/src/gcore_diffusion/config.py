@@ -61,6 +61,9 @@ class DataConfig(BaseDataConfig):
     """How many prompts to hold out if there are no val-files; never more than a tenth of them."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
+    image_key: str = ""
+    """Column of a prompt's images, for a pipeline that takes them: one, or a list, each a path (relative to the data
+    file) or the bytes of an image file; the reward gets absolute paths in its row. Empty: none."""
     train_batch_size: Count = 8
     """Prompts a step, each with rollout.n images."""
 

@@ -63,7 +63,7 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
         if config.model:
             check_pipeline(Path(config.model))
-        prompts = load_prompts(config.data, PROMPTS)
+        prompts = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
         rewards = checked_rewards(config)
         run = supervisor.open_run()
         if supervisor.resume(config.trainer.total_training_steps) is not None:

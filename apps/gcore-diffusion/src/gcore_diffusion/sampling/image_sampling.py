@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ class Group:
             "ticket": self.prompt_index,
             "text": self.prompt.text,
             "row": dict(self.prompt.row),
+            "images": [image if isinstance(image, bytes) else str(image) for image in self.prompt.images],
             "scores": self.scores,
             "parts": [dict(parts) for parts in self.parts],
             "samples": [{**vars(s), "trajectory": dict(vars(s.trajectory))} for s in self.samples],
@@ -97,9 +99,10 @@ class Group:
             {**saved, "trajectory": Trajectory(**saved["trajectory"])} for saved in state["samples"]
         ]
         means = state["ref_means"]
+        images = (Path(image) if isinstance(image, str) else image for image in state["images"])
         return cls(
             prompt_index=state["ticket"],
-            prompt=Prompt(text=state["text"], row=state["row"]),
+            prompt=Prompt(text=state["text"], row=state["row"], images=tuple(images)),
             samples=[ImageSample(**fields) for fields in samples],
             scores=np.asarray(state["scores"], np.float64),
             parts=state["parts"],
@@ -216,6 +219,11 @@ def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> 
     )
 
 
+def image_request(prompt: Prompt, name: str, sampling: ImageSampling, *, n: int = 1, seed: int = 0) -> ImageRequest:
+    """Return a request for images of a prompt, with its own images."""
+    return ImageRequest(request_id=name, prompt=prompt.text, images=prompt.pixels(), sampling=sampling, n=n, seed=seed)
+
+
 async def images(engine: Engine[ImageRequest, ImageSample], requests: Sequence[ImageRequest]) -> list[ImageSample]:
     """Sample all images of some requests; return them in the requests' order."""
     order = {request.request_id: place for place, request in enumerate(requests)}
@@ -243,7 +251,7 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
         size=rollout.image_size,
     )
     requests = [
-        ImageRequest(request_id=f"val/{i}", prompt=prompts[i].text, sampling=sampling, n=rollout.eval_n, seed=i)
+        image_request(prompts[i], f"val/{i}", sampling, n=rollout.eval_n, seed=i)
         for i in range(ctx.rank, len(prompts), ctx.world_size)
     ]
     own: list[tuple[int, NDArray[np.uint8], float, float]] = []
