@@ -132,7 +132,7 @@ async def test_prompts_with_and_without_images(tmp_path: Path) -> None:
     await engine.close()
     assert {len(s.conditions.get("hidden_states+1", ())) for s in made} == {0, 320}
     samples = [in_training(sample) for sample in made]
-    denoiser = denoiser_of(engine)
+    denoiser = denoiser_of(pipeline.transformer)
     assert (ratios(denoiser, kernel, samples) - 1).abs().max() <= RATIO_TOLERANCE
     # The model does see them, and their positions.
     wrong = [replace(s, conditions={n: v * 0.5 if "+" in n else v for n, v in s.conditions.items()}) for s in samples]
@@ -177,7 +177,7 @@ async def test_an_update(name: str, guidance_scale: float, lora: LoRAConfig | No
     else:
         objectives.append(DiffusionDPOObjective(DiffusionDPOConfig(beta=20.0), process))
     for objective in objectives:
-        denoiser = denoiser_of(engine, lora)
+        denoiser = denoiser_of(found.model, lora)
         reference = denoiser.copied() if objective.needs_reference else None
         optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.0)
         trainer = DiffusionTrainer(denoiser, optimizer=optimizer, objective=objective, reference=reference)
@@ -186,6 +186,18 @@ async def test_an_update(name: str, guidance_scale: float, lora: LoRAConfig | No
         assert all(np.isfinite(value) for value in metrics.values())
         assert metrics["actor/grad_norm"] > 0
         assert any(not torch.equal(p, before[name]) for name, p in denoiser.trained_parameters().items())
+
+
+async def test_steps_of_another_transformer_are_refused(tmp_path: Path) -> None:
+    """And a pipeline with two of them, of which none is named."""
+    family = FAMILIES["Wan 2.2 of two transformers"]
+    for window in (None, (0, 2)):
+        with pytest.raises(UnsupportedModelError, match="step 0 is not made by the model that is trained"):
+            await measured(replace(family, window=window), tmp_path, 1.0)
+    await measured(replace(family, component="transformer", window=(0, 1)), tmp_path, 1.0)
+    expected = "component is ''; expected transformer or transformer_2, which WanPipeline has"
+    with pytest.raises(UnsupportedModelError, match=expected):
+        DiffusersEngine(family.make(tmp_path), options=family.options, size=family.size)
 
 
 async def test_guidance_that_ends_early_is_refused(tmp_path: Path) -> None:

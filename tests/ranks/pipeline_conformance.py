@@ -38,6 +38,8 @@ class Measured:
     """What was found of a family with one guidance scale: two images of each of two prompts of different lengths."""
 
     engine: DiffusersEngine
+    model: Any
+    """The engine's denoiser."""
     samples: list[ImageSample]
     calls_per_step: int
     """Calls of the model."""
@@ -47,7 +49,7 @@ class Measured:
     def deviation(self) -> float:
         """Largest distance from 1 of the ratio of the trainer's density of a recorded step to the engine's."""
         kernel, samples = kernel_of(self.engine.pipeline), [in_training(each) for each in self.samples]
-        return float((ratios(denoiser_of(self.engine), kernel, samples) - 1).abs().max())
+        return float((ratios(denoiser_of(self.model), kernel, samples) - 1).abs().max())
 
     @property
     def guidance(self) -> str:
@@ -72,7 +74,11 @@ def pictures(count: int, seed: int) -> tuple[Any, ...]:
 
 def requests(family: Family, kernel: Kernel, guidance_scale: float) -> list[ImageRequest]:
     sampling = ImageSampling(
-        num_inference_steps=_NUM_STEPS, guidance_scale=guidance_scale, kernel=kernel, size=family.size
+        num_inference_steps=_NUM_STEPS,
+        guidance_scale=guidance_scale,
+        kernel=kernel,
+        size=family.size,
+        window=family.window,
     )
     return [
         ImageRequest(
@@ -90,15 +96,18 @@ def requests(family: Family, kernel: Kernel, guidance_scale: float) -> list[Imag
 async def measured(family: Family, path: Path, guidance_scale: float, *, max_num_images: int = 64) -> Measured:
     pipeline = family.make(path)
     scheduler = "DDIM" if hasattr(pipeline.scheduler, "alphas_cumprod") else "flow matching"
-    engine = DiffusersEngine(pipeline, options=family.options, size=family.size, max_num_images=max_num_images)
+    settings: dict[str, Any] = {"options": family.options, "size": family.size, "component": family.component}
+    engine = DiffusersEngine(pipeline, max_num_images=max_num_images, **settings)
     given = requests(family, kernel_of(pipeline), guidance_scale)
     calls, steps = [], []
-    model_of(engine).register_forward_hook(lambda *_: calls.append(0))
+    model = getattr(pipeline, family.component or "transformer", None) or pipeline.unet
+    model.register_forward_hook(lambda *_: calls.append(0))
     step = pipeline.scheduler.step
     pipeline.scheduler.step = lambda *args, **named: (steps.append(0), step(*args, **named))[1]
     samples = [sample async for sample in engine.generate(given)]
     await engine.close()
     return Measured(
+        model=model,
         engine=engine,
         samples=sorted(samples, key=lambda s: (s.request_id, s.index)),
         # What is tried of several images has no guidance.
@@ -107,13 +116,9 @@ async def measured(family: Family, path: Path, guidance_scale: float, *, max_num
     )
 
 
-def model_of(engine: DiffusersEngine) -> Any:
-    return getattr(engine.pipeline, "transformer", None) or engine.pipeline.unet
-
-
-def denoiser_of(engine: DiffusersEngine, lora: LoRAConfig | None = None) -> Denoiser:
-    """Return the engine's model in training."""
-    return Denoiser(copy.deepcopy(model_of(engine)).requires_grad_(lora is None), lora=lora)
+def denoiser_of(model: Any, lora: LoRAConfig | None = None) -> Denoiser:
+    """Return an engine's model in training."""
+    return Denoiser(copy.deepcopy(model).requires_grad_(lora is None), lora=lora)
 
 
 def in_training(made: ImageSample, index: int = 0) -> DiffusionSample:

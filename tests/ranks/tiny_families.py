@@ -22,6 +22,10 @@ class Family:
     """Scales that it is tried with."""
     num_images: int = 0
     """Images in a prompt."""
+    component: str = ""
+    """The transformer that is trained, where there are two."""
+    window: tuple[int, int] | None = None
+    """Steps, of three, that are recorded; None: all."""
 
 
 _SHORT = {"max_sequence_length": 16}
@@ -52,6 +56,9 @@ FAMILIES = {
     "Z-Image": Family(make=images.z_image, options=_SHORT),
     "LTX": Family(make=videos.ltx, options={**_SHORT, "num_frames": 9}, size=(32, 32)),
     "Wan 2.1": Family(make=videos.wan, options={**_SHORT, "num_frames": 5}),
+    "Wan 2.2 of two transformers": Family(
+        make=videos.wan_of_two, options={**_SHORT, "num_frames": 5}, component="transformer_2", window=(1, 3)
+    ),
     "Wan 2.1, image to video": Family(
         make=videos.wan_image_to_video,
         options={**_SHORT, "num_frames": 5},
@@ -64,9 +71,5 @@ REFUSED = {
         options={**_SHORT, "num_frames": 9},
         size=(32, 32),
         num_images=1,
-    ),
-    "Wan 2.2 of two transformers": Family(
-        make=videos.wan_of_two,
-        options={**_SHORT, "num_frames": 5},
     ),
 }

@@ -44,9 +44,8 @@ def wan_transformer(in_channels: int = 16, **more: Any) -> Any:
         text_dim=WIDTH,
         freq_dim=32,
         ffn_dim=32,
-        num_layers=1,
         rope_max_seq_len=32,
-        **more,
+        **{"num_layers": 1, **more},
     )
 
 
@@ -86,5 +85,7 @@ def wan_image_to_video(_: Path) -> Any:
 
 def wan_of_two(path: Path) -> Any:
     pipeline = wan(path)
-    pipeline.register_modules(transformer_2=wan_transformer())
+    pipeline.register_modules(transformer_2=wan_transformer(num_layers=2))
+    # It makes the steps whose noise is below this: of three all but the first.
+    pipeline.register_to_config(boundary_ratio=0.95)
     return pipeline

@@ -31,6 +31,7 @@ from gcore_diffusion.sampling.image_sampling import (
     image_request,
     images,
     kernel_of,
+    window_range,
 )
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
@@ -111,7 +112,13 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
     first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
     # A prompt of each number of images: pipelines may need images, or take none, or one.
     tried = {len(prompt.images): prompt for prompt in (*prompts.train, *prompts.val)}
-    sampling = ImageSampling(num_inference_steps=2, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size)
+    num_steps, window = 2, None
+    if config.actor.component:
+        # All windows must be of steps of this transformer.
+        num_steps, window = config.rollout.num_inference_steps, window_range(config)
+    sampling = ImageSampling(
+        num_inference_steps=num_steps, window=window, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size
+    )
     try:
         made, *_ = await images(sampler.policy, [image_request(p, f"try/{n}", sampling) for n, p in tried.items()])
     except (ValueError, TypeError, RuntimeError) as error:
@@ -183,9 +190,9 @@ def best_step(config: DiffusionConfig, run: RunFolder) -> dict[str, Any] | None:
     return json_object(file.read_text(), str(file)) if is_best else None
 
 
-def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = None) -> None:
+def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = None, *, component: str = "") -> None:
     """Write the pipeline's folder with the trained denoiser in it, or the one in the folder ``best``."""
-    name, _ = pipeline_component(model)
+    name, _ = pipeline_component(model, component)
     shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
     if best is None:
         learner.save_pretrained(path / name)
@@ -220,6 +227,7 @@ async def sample_run(
         dtype=rollout.dtype,
         options=rollout.pipeline_options,
         size=rollout.image_size,
+        component=config.actor.component,
     )
     sampling = ImageSampling(
         num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,

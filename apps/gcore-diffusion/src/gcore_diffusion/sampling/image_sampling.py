@@ -196,14 +196,19 @@ def has_old_pass(config: DiffusionConfig) -> bool:
     return config.algorithm.name not in NOISELESS and (setting == "trainer" or (setting == "auto" and is_rounded))
 
 
+def window_range(config: DiffusionConfig) -> tuple[int, int] | None:
+    """Return the first step that a window may have and the one after the last; None: all steps are recorded."""
+    rollout = config.rollout
+    if config.algorithm.name == "reward_gradient":
+        return rollout.num_inference_steps - config.algorithm.reward_gradient_steps, rollout.num_inference_steps
+    return rollout.range_of_window if rollout.window_size else None
+
+
 def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> ImageSampling:
     """Return how a prompt's images are sampled at a training step."""
-    rollout = config.rollout
-    window: tuple[int, int] | None = None
-    if config.algorithm.name == "reward_gradient":
-        window = rollout.num_inference_steps - config.algorithm.reward_gradient_steps, rollout.num_inference_steps
-    elif rollout.window_size:
-        first, end = rollout.range_of_window
+    rollout, window = config.rollout, window_range(config)
+    if window is not None and config.algorithm.name != "reward_gradient":
+        first, end = window
         places = end - first - rollout.window_size + 1
         if rollout.window_schedule == "sliding":
             place = (step // rollout.window_steps) % places

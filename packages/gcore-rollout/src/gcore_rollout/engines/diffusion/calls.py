@@ -28,6 +28,8 @@ class ModelCall:
     latents_argument: str
     """Its name for the latents."""
     output: torch.Tensor | Sequence[torch.Tensor]
+    is_of_trained: bool = True
+    """The denoiser is the one that is trained, rather than another one of the pipeline."""
 
     @property
     def timestep(self) -> float:

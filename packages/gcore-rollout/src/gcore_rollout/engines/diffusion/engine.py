@@ -49,6 +49,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: largest batch.
         options: further arguments of the pipeline's call, such as max_sequence_length or num_frames.
         size: height and width in pixels of the images that it is tried on; None: the pipeline's own.
+        component: name of the transformer that is trained, where the pipeline has two; see `Recorded`.
 
     Attributes:
         pipeline: The pipeline.
@@ -67,18 +68,19 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
+        component: str = "",
     ) -> None:
         if max_num_images < 1:
             raise RolloutError(f"max_num_images is {max_num_images}; expected at least 1")
         super().__init__()
         pipeline.set_progress_bar_config(disable=True)
-        for component in pipeline.components.values():
-            if isinstance(component, torch.nn.Module):
-                component.eval().requires_grad_(False)
+        for part in pipeline.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval().requires_grad_(False)
         vae: Any = getattr(pipeline, "vae", None)
         if hasattr(vae, "enable_slicing"):
             vae.enable_slicing()
-        self._recorded = Recorded(pipeline)
+        self._recorded = Recorded(pipeline, component)
         self.pipeline = pipeline
         self._device: torch.device = pipeline.device
         self._accepted = set(inspect.signature(pipeline.__call__).parameters)
@@ -113,10 +115,12 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
+        component: str = "",
     ) -> Self:
         """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16."""
         pipeline = load_pipeline(path, dtype=getattr(torch, dtype))
-        return cls(pipeline.to(device), max_num_images=max_num_images, options=options, size=size)
+        settings: dict[str, Any] = {"options": options, "size": size, "component": component}
+        return cls(pipeline.to(device), max_num_images=max_num_images, **settings)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
