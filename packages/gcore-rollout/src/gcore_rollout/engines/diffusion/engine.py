@@ -223,9 +223,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         with self._recorded.taping(sampling, generators) as tape:
             self._running = tape, batch
             version = self._version
-            prompts = [image.request.prompt for image in batch]
-            making = asyncio.to_thread(self._tried_and_called, prompts, batch[0].request.images, sampling, generators)
-            thread = asyncio.create_task(making)
+            requests = [image.request for image in batch]
+            thread = asyncio.create_task(asyncio.to_thread(self._tried_and_called, requests, generators))
             try:
                 pixels = await asyncio.shield(thread)
                 self._hand_over(batch, tape, pixels, version)
@@ -284,29 +283,17 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         return [row for rows, _ in parts for row in rows], parts[0][1]
 
     def _tried_and_called(
-        self,
-        prompts: Sequence[str],
-        images: Sequence[NDArray[np.uint8]],
-        sampling: ImageSampling,
-        generators: Sequence[torch.Generator],
+        self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]
     ) -> NDArray[np.uint8]:
         """Run the pipeline as `_call`, after it was tried with so many images in the prompt."""
-        if len(images) not in self._per_image:
-            self._probe(len(images), sampling.size)
-        return self._call(prompts, images, sampling, generators)
+        if len(requests[0].images) not in self._per_image:
+            self._probe(len(requests[0].images), requests[0].sampling.size)
+        return self._call(requests, generators)
 
     @torch.no_grad()
-    def _call(
-        self,
-        prompts: Sequence[str],
-        images: Sequence[NDArray[np.uint8]],
-        sampling: ImageSampling,
-        generators: Sequence[torch.Generator],
-    ) -> NDArray[np.uint8]:
-        """Run the pipeline and return the images [B, H, W, 3], or the videos [B, F, H, W, 3].
-
-        Images in the prompt belong to all prompts, which are equal then.
-        """
+    def _call(self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]) -> NDArray[np.uint8]:
+        """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3]."""
+        prompts, images, sampling = [r.prompt for r in requests], requests[0].images, requests[0].sampling
         options: dict[str, Any] = {}
         if images:
             pictures = [import_pillow().fromarray(image) for image in images]
@@ -357,15 +344,16 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         """
         has_rows: dict[str, bool] = {}
         prompts = ("probe", "another probe") if "prompt" in self._accepted else ("0", "0")
-        grey = [np.full((*_PROBED_SIZE, 3), 128, np.uint8)] * num_images
-        prompts = prompts[:1] * 2 if grey else prompts
+        prompts = prompts[:1] * 2 if num_images else prompts
+        grey = (np.full((*_PROBED_SIZE, 3), 128, np.uint8),) * num_images
         sampling = ImageSampling(num_inference_steps=_PROBED_STEPS, size=size)
+        requests = [ImageRequest(request_id="probe", prompt=p, images=grey, sampling=sampling) for p in prompts]
         times: list[tuple[float, float]] = []
         for count in _PROBED:
             generators = [image_generator(0, i) for i in range(count)]
             with self._recorded.taping(sampling, generators) as tape:
                 try:
-                    self._call(prompts[:count], grey, sampling, generators)
+                    self._call(requests[:count], generators)
                 except (AttributeError, IndexError, NameError, RuntimeError, TypeError, ValueError) as error:
                     if isinstance(error, RolloutError | torch.OutOfMemoryError):
                         raise
