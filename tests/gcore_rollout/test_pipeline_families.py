@@ -44,7 +44,7 @@ from gcore_trainer import (
 )
 from gcore_trainer.diffusion.objectives import model_timesteps
 
-# That InstructPix2Pix has an image for all images that are made of it.
+# InstructPix2Pix warns that an image is repeated for all that are made of it.
 pytestmark = pytest.mark.filterwarnings("ignore:You have passed:FutureWarning")
 
 ROOT = Path(__file__).parents[2]
