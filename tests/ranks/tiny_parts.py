@@ -60,12 +60,12 @@ def t5(kind: str = "T5") -> Any:
     return seeded(getattr(transformers, f"{kind}EncoderModel"), config=config)
 
 
-def decoder_config(kind: str, **more: Any) -> Any:
+def decoder_config(kind: str, *, num_hidden_layers: int = 2, **more: Any) -> Any:
     return getattr(transformers, f"{kind}Config")(
         vocab_size=48,
         hidden_size=WIDTH,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=num_hidden_layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=8,
@@ -177,13 +177,13 @@ def ddim() -> Any:
     )
 
 
-def unet(**more: Any) -> Any:
+def unet(*, in_channels: int = 4, **more: Any) -> Any:
     return seeded(
         kinds.UNet2DConditionModel,
         block_out_channels=(8, 16),
         layers_per_block=1,
         sample_size=8,
-        in_channels=4,
+        in_channels=in_channels,
         out_channels=4,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),

@@ -49,11 +49,17 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
     r"(uv run )?gcore-llm train --runtime ray .*": f"{LLM}/test_on_ray.py::test_controllers_everywhere_train_alike",
     r"(uv run )?gcore-llm simulate --.*": f"{LLM}/test_simulate.py::test_command_prints_its_table",
+    r"uv run gcore-diffusion train --model PIPELINE .* --data.image-key image .*": (
+        f"{DIFFUSION}/test_images_in_prompts.py::test_the_example_of_the_readme"
+    ),
     r"(uv run )?gcore-diffusion train --model PIPELINE .*": f"{DIFFUSION}/test_diffusion.py::test_every_algorithm_runs",
     r"(uv run )?gcore-diffusion train --runtime ray .*": (
         f"{DIFFUSION}/test_diffusion.py::test_a_cluster_trains_alike_despite_kills"
     ),
     r"(uv run )?gcore-bench diffusion( --.*)?": f"{BENCH}/test_bench_diffusion.py::test_bench_measures_and_simulates",
+    r"uv run python tests/ranks/pipeline_conformance\.py": (
+        "tests/gcore_rollout/test_pipeline_families.py::test_the_command_prints_the_table"
+    ),
     r"uv run python examples/\w+\.py": "tests/apps/test_examples.py::test_a_quick_example_runs",
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"(uv run )?gcore-bench grpo( --.*)?": f"{BENCH}/test_bench.py::test_bench_measures_gcore_and_trl",

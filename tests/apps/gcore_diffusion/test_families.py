@@ -1,5 +1,6 @@
 """Runs on pipelines of other families: conditions of dicts and lists, negated outputs, videos."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,11 @@ from command_line import Cli, Server, step_rows, write_rows
 from tiny_families import FAMILIES
 
 from gcore_ckpt import Checkpointer
+from gcore_diffusion.config import ActorConfig, DiffusionConfig, embedded_nft
 from gcore_diffusion.sampling.image_sampling import Group
 from gcore_diffusion.sampling.prompts import Prompt
 from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling
+from gcore_runs import UserError
 
 REWARD = "def bright(pixels, prompts, rows):\n    return [float(each.mean()) for each in pixels]\n"
 DDPO = ("--rollout.kernel", "ddim", "--rollout.noise-level", "1", "--algorithm.name", "ddpo")
@@ -19,6 +22,10 @@ RUNS = {
     "Stable Diffusion XL": (*DDPO, "--rollout.guidance-scale", "2"),
     "Z-Image": (*NFT, "--rollout.guidance-scale", "2", "--actor.lora-rank", "2"),
     "Wan 2.1": ("--rollout.num-frames", "5", "--rollout.guidance-scale", "2"),
+    "Wan 2.2 of two transformers": (
+        *("--rollout.num-frames", "5", "--actor.component", "transformer_2"),
+        *("--rollout.window-size", "1", "--rollout.window-range", "1", "3"),
+    ),
 }
 
 
@@ -50,6 +57,19 @@ def test_a_run(cli: Cli, name: str) -> None:
     assert row["actor/grad_norm"] > 0
     assert row.get("training/rollout_ratio_dev", 0.0) < 1e-5
     assert (cli.cwd / "runs/default/export/model_index.json").is_file()
+    own = {file.parent.name: file for file in cli.cwd.glob("pipeline/*/diffusion_pytorch_model.safetensors")}
+    exported = {name: cli.cwd / "runs/default/export" / name / file.name for name, file in own.items()}
+    changed = {name for name, file in own.items() if file.read_bytes() != exported[name].read_bytes()}
+    assert changed == {family.component or ("unet" if "unet" in own else "transformer")}
+
+
+def test_algorithms_of_one_transformer_of_two() -> None:
+    """Need steps that are its own."""
+    actor = ActorConfig(component="transformer_2")
+    with pytest.raises(UserError, match=r"rollout.window_size is 0; expected 1 or more with actor.component"):
+        DiffusionConfig(actor=actor)
+    with pytest.raises(UserError, match=r"actor.component is 'transformer_2'; expected '' with algorithm.name 'nft'"):
+        replace(embedded_nft(), actor=actor)
 
 
 async def test_a_checkpoint_keeps_conditions(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,13 +28,15 @@ from gcore_diffusion.sampling.image_sampling import (
     Evaluation,
     Roles,
     SamplingRoles,
+    image_request,
     images,
     kernel_of,
+    window_range,
 )
-from gcore_diffusion.sampling.prompts import PromptSets
+from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
-from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError, evaluate_images
+from gcore_rollout import DiffusersEngine, ImageSampling, RolloutError, evaluate_images
 from gcore_runs import (
     STAGE_CELLS,
     BaseRunRecorder,
@@ -107,9 +110,17 @@ async def start(
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
     """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
     first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
-    sampling = ImageSampling(num_inference_steps=2, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size)
+    # A prompt of each number of images: pipelines may need images, or take none, or one.
+    tried = {len(prompt.images): prompt for prompt in (*prompts.train, *prompts.val)}
+    num_steps, window = 2, None
+    if config.actor.component:
+        # All windows must be of steps of this transformer.
+        num_steps, window = config.rollout.num_inference_steps, window_range(config)
+    sampling = ImageSampling(
+        num_inference_steps=num_steps, window=window, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size
+    )
     try:
-        (made,) = await images(sampler.policy, [ImageRequest(request_id="try", prompt=first.text, sampling=sampling)])
+        made, *_ = await images(sampler.policy, [image_request(p, f"try/{n}", sampling) for n, p in tried.items()])
     except (ValueError, TypeError, RuntimeError) as error:
         # Pipelines raise errors of these kinds for settings that they do not support.
         if isinstance(error, RolloutError):
@@ -179,9 +190,9 @@ def best_step(config: DiffusionConfig, run: RunFolder) -> dict[str, Any] | None:
     return json_object(file.read_text(), str(file)) if is_best else None
 
 
-def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = None) -> None:
+def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = None, *, component: str = "") -> None:
     """Write the pipeline's folder with the trained denoiser in it, or the one in the folder ``best``."""
-    name, _ = pipeline_component(model)
+    name, _ = pipeline_component(model, component)
     shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
     if best is None:
         learner.save_pretrained(path / name)
@@ -190,12 +201,25 @@ def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = N
 
 
 async def sample_run(
-    run: Path, prompt: str, *, n: int, num_inference_steps: int, guidance_scale: float, seed: int, out: Path
+    run: Path,
+    prompt: str,
+    *,
+    image: Sequence[Path],
+    n: int,
+    num_inference_steps: int,
+    guidance_scale: float,
+    seed: int,
+    out: Path,
 ) -> None:
     """Write a PNG file with a grid of images by a finished run's policy; `UserError` if there is none."""
     folder, config = RunFolder.opened(run, DiffusionConfig)
     if not folder.export.is_dir():
         raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
+    given = Prompt(text=prompt, row={}, images=tuple(image))
+    try:
+        given.pixels()
+    except RolloutError as error:
+        raise UserError(f"image is {', '.join(map(str, image))}: {error}") from None
     rollout = config.rollout
     engine = DiffusersEngine.from_pretrained(
         folder.export,
@@ -203,6 +227,7 @@ async def sample_run(
         dtype=rollout.dtype,
         options=rollout.pipeline_options,
         size=rollout.image_size,
+        component=config.actor.component,
     )
     sampling = ImageSampling(
         num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,
@@ -210,7 +235,7 @@ async def sample_run(
         size=rollout.image_size,
     )
     try:
-        request = ImageRequest(request_id="sample", prompt=prompt, sampling=sampling, n=n, seed=seed)
+        request = image_request(given, "sample", sampling, n=n, seed=seed)
         found = await images(engine, [request])
     finally:
         await engine.close()

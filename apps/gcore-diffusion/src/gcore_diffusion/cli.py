@@ -51,6 +51,8 @@ class SampleArgs(RunArgs, Checked):
 
     prompt: tyro.conf.Positional[str]
     """The prompt."""
+    image: tuple[Path, ...] = ()
+    """Image files that belong to the prompt, for a pipeline that takes them."""
     n: Count = 8
     """How many images."""
     num_inference_steps: NonNegative = 0

@@ -61,6 +61,9 @@ class DataConfig(BaseDataConfig):
     """How many prompts to hold out if there are no val-files; never more than a tenth of them."""
     prompt_key: str = "prompt"
     """Column of the prompt."""
+    image_key: str = ""
+    """Column of a prompt's images, for a pipeline that takes them: one, or a list, each a path (relative to the data
+    file) or the bytes of an image file; the reward gets absolute paths in its row. Empty: none."""
     train_batch_size: Count = 8
     """Prompts a step, each with rollout.n images."""
 
@@ -237,6 +240,9 @@ class ActorConfig(BaseActorConfig):
     """Decay of a moving average of the weights, which is evaluated and exported; 0: there is none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the passes; weights stay in float32."""
+    component: Literal["", "transformer", "transformer_2"] = ""
+    """Which transformer is trained, where the pipeline has two (Wan 2.2: the one of the first or of the last steps);
+    rollout.window_range must then be of its steps. Empty: the pipeline has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +325,11 @@ class DiffusionConfig(BaseRLConfig):
             self.require("rollout.kernel", holds, f"{expected} with algorithm.name {name!r}")
         is_of_sde = self.actor.loss.kl_loss_type == "gaussian" or kernel in ("flow_sde", "dance_sde")
         self.require("actor.loss.kl_loss_type", is_of_sde, f"'gaussian' with rollout.kernel {kernel!r}")
+        if self.actor.component:
+            levels = f"'' with algorithm.name {name!r}, which trains on levels of all steps"
+            self.require("actor.component", name not in ("nft", "dpo"), levels)
+            has_window = name == "reward_gradient" or self.rollout.window_size > 0
+            self.require("rollout.window_size", has_window, f"1 or more with actor.component {self.actor.component!r}")
         is_shorter = self.algorithm.reward_gradient_steps <= steps
         self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
         may_save = self.can_take_turns or self.rollout.colocated is not True

@@ -19,11 +19,12 @@ from gcore_diffusion.sampling.image_sampling import (
     evaluate,
     has_old_pass,
     has_reference_pass,
+    image_request,
     image_sampling,
     scored,
 )
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
-from gcore_rollout import ImageRequest, ImageSample, Scored, part_means
+from gcore_rollout import ImageSample, Scored, part_means
 from gcore_runs import RunJob
 from gcore_trainer import DiffusionMicroBatch, DiffusionSample, StepScores, grpo_advantages
 
@@ -72,10 +73,10 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         """See `Modality.generate`; a group is scored as soon as its images are complete."""
         prompts = {f"{wave.step}/{index}": (index, prompt) for index, prompt in wave.prompts}
         requests = [
-            ImageRequest(
-                request_id=name,
-                prompt=prompt.text,
-                sampling=image_sampling(self._config, step=wave.step, prompt_index=index),
+            image_request(
+                prompt,
+                name,
+                image_sampling(self._config, step=wave.step, prompt_index=index),
                 n=self._config.rollout.n,
                 seed=self._config.seed * 1_000_003 + index,
             )

@@ -31,7 +31,8 @@ _NAME_BYTES = 9
 
 def train_simulated(config: DiffusionConfig, display: "Display | None", kinds: "Mapping[str, Kind]") -> "Result":
     """Run the program of `train` where runtime is sim, in a run folder; see `gcore_diffusion.training.train`."""
-    prompts = PromptSets(train=load_prompts(config.data, PROMPTS).train, val=[])
+    loaded = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
+    prompts = PromptSets(train=loaded.train, val=[])
     cluster = SimulatedCluster(
         job=Job(config=config, prompts=prompts),
         sim=config.sim,

@@ -45,6 +45,7 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         self._is_averaged = bool(config.actor.ema_decay)
         self.engine_dtype = config.rollout.dtype
         options: dict[str, Any] = {
+            "component": config.actor.component,
             "device": config.device,
             "compute_dtype": getattr(torch, config.actor.dtype),
             "gradient_checkpointing": config.actor.enable_gradient_checkpointing,

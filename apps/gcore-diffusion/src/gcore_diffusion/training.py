@@ -63,7 +63,7 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
         if config.model:
             check_pipeline(Path(config.model))
-        prompts = load_prompts(config.data, PROMPTS)
+        prompts = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
         rewards = checked_rewards(config)
         run = supervisor.open_run()
         if supervisor.resume(config.trainer.total_training_steps) is not None:
@@ -79,7 +79,10 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
                 supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
                 if best := best_step(config, run):
                     supervisor.display.say(f"exporting the policy of step {best['step']}, the best on held-out prompts")
-                supervisor.export(lambda path: export(services.learner, model, path, run.best if best else None))
+                component = config.actor.component
+                supervisor.export(
+                    lambda path: export(services.learner, model, path, run.best if best else None, component=component)
+                )
         result = supervisor.finish(KINDS)
         if best := best_step(config, run):
             rows = [row for row in read_jsonl(run.metrics) if row["step"] == best["step"] and "val/score/mean" in row]

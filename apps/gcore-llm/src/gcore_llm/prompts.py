@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
 from gcore_llm.config import DataConfig, TaskConfig, TrainConfig
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import Prompt, PromptImages, RolloutError, import_reasoning_gym, vision_processor
-from gcore_runs import UserError, columns, converted, hold_out, max_sequence_length, one_line, read_rows
+from gcore_runs import UserError, columns, converted, hold_out, image_sources, max_sequence_length, one_line, read_rows
 
 _VAL_SEED = 1_000_003
 
@@ -156,29 +156,14 @@ def _load_file(path: str, data: DataConfig, tokenizer: Any) -> list[Prompt]:
 
 
 def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, where: str) -> Prompt:
-    """Return the prompt with the images of its row: one or several, each a path, a file, or a mapping with either."""
-    found = prompt.row.get(image_key)
-    values: Sequence[object] = found if isinstance(found, list) else [] if found is None else [found]
-    model, sources = tokenizer.name_or_path, tuple(_source(v, folder, where) for v in values)
+    """Return the prompt with the images of its row."""
+    model, sources = tokenizer.name_or_path, image_sources(prompt.row, image_key, folder, where)
     images = PromptImages(model=model, sources=sources) if sources else None
     try:
         token_ids = vision_processor(model).expand(prompt.token_ids, images.encoded() if images else ())
     except RolloutError as error:
         raise UserError(f"{where}: {error}") from None
     return replace(prompt, token_ids=token_ids, images=images)
-
-
-def _source(value: object, folder: Path, where: str) -> bytes | Path:
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path") or value.get("image")
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str):
-        raise UserError(f"{where} is {value!r:.80}; expected a path, or the bytes of an image file")
-    path = folder / value
-    if not path.is_file():
-        raise UserError(f"{where} is {value!r}; expected an existing file")
-    return path
 
 
 def longest_sequence(model: Path | None) -> int | None:

@@ -18,6 +18,7 @@ from .inputs import (
     count_parameters as count_parameters,
     eos_token_ids as eos_token_ids,
     hold_out as hold_out,
+    image_sources as image_sources,
     max_sequence_length as max_sequence_length,
     read_lines as read_lines,
     read_rows as read_rows,

@@ -63,6 +63,30 @@ def columns(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) or "none"
 
 
+def image_sources(row: Mapping[str, Any], key: str, folder: Path, where: str) -> tuple[bytes | Path, ...]:
+    """Return the encoded images in a row's column, or their paths.
+
+    There may be none, one, or a list, each a path relative to ``folder``, the bytes of an image file, or a mapping with
+    either. `UserError`, which names ``where``, for something else and for files that do not exist.
+    """
+    found = row.get(key)
+    values: Sequence[object] = found if isinstance(found, list) else [] if found is None else [found]
+    return tuple(_image_source(value, folder, where) for value in values)
+
+
+def _image_source(value: object, folder: Path, where: str) -> bytes | Path:
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path") or value.get("image")
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise UserError(f"{where} is {value!r:.80}; expected a path, or the bytes of an image file")
+    path = folder / value
+    if not path.is_file():
+        raise UserError(f"{where} is {value!r}; expected an existing file")
+    return path
+
+
 def hold_out(rows: Sequence[RowT], *, size: int, seed: int) -> tuple[list[RowT], list[RowT]]:
     """Return the rows to train on, and ``size`` held-out ones drawn by ``seed`` (at most a tenth), in their order."""
     order = np.random.default_rng(seed).permutation(len(rows))

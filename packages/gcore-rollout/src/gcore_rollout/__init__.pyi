@@ -95,6 +95,7 @@ from .generation import (
     sampled_metrics as sampled_metrics,
     sampled_part as sampled_part,
 )
+from .images.decoding import decode_image as decode_image
 from .images.models import (
     AestheticReward as AestheticReward,
     CLIPReward as CLIPReward,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ class Group:
             "ticket": self.prompt_index,
             "text": self.prompt.text,
             "row": dict(self.prompt.row),
+            "images": [image if isinstance(image, bytes) else str(image) for image in self.prompt.images],
             "scores": self.scores,
             "parts": [dict(parts) for parts in self.parts],
             "samples": [{**vars(s), "trajectory": dict(vars(s.trajectory))} for s in self.samples],
@@ -97,9 +99,10 @@ class Group:
             {**saved, "trajectory": Trajectory(**saved["trajectory"])} for saved in state["samples"]
         ]
         means = state["ref_means"]
+        images = (Path(image) if isinstance(image, str) else image for image in state["images"])
         return cls(
             prompt_index=state["ticket"],
-            prompt=Prompt(text=state["text"], row=state["row"]),
+            prompt=Prompt(text=state["text"], row=state["row"], images=tuple(images)),
             samples=[ImageSample(**fields) for fields in samples],
             scores=np.asarray(state["scores"], np.float64),
             parts=state["parts"],
@@ -193,14 +196,19 @@ def has_old_pass(config: DiffusionConfig) -> bool:
     return config.algorithm.name not in NOISELESS and (setting == "trainer" or (setting == "auto" and is_rounded))
 
 
+def window_range(config: DiffusionConfig) -> tuple[int, int] | None:
+    """Return the first step that a window may have and the one after the last; None: all steps are recorded."""
+    rollout = config.rollout
+    if config.algorithm.name == "reward_gradient":
+        return rollout.num_inference_steps - config.algorithm.reward_gradient_steps, rollout.num_inference_steps
+    return rollout.range_of_window if rollout.window_size else None
+
+
 def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> ImageSampling:
     """Return how a prompt's images are sampled at a training step."""
-    rollout = config.rollout
-    window: tuple[int, int] | None = None
-    if config.algorithm.name == "reward_gradient":
-        window = rollout.num_inference_steps - config.algorithm.reward_gradient_steps, rollout.num_inference_steps
-    elif rollout.window_size:
-        first, end = rollout.range_of_window
+    rollout, window = config.rollout, window_range(config)
+    if window is not None and config.algorithm.name != "reward_gradient":
+        first, end = window
         places = end - first - rollout.window_size + 1
         if rollout.window_schedule == "sliding":
             place = (step // rollout.window_steps) % places
@@ -214,6 +222,11 @@ def image_sampling(config: DiffusionConfig, *, step: int, prompt_index: int) -> 
         window=window,
         size=rollout.image_size,
     )
+
+
+def image_request(prompt: Prompt, name: str, sampling: ImageSampling, *, n: int = 1, seed: int = 0) -> ImageRequest:
+    """Return a request for images of a prompt, with its own images."""
+    return ImageRequest(request_id=name, prompt=prompt.text, images=prompt.pixels(), sampling=sampling, n=n, seed=seed)
 
 
 async def images(engine: Engine[ImageRequest, ImageSample], requests: Sequence[ImageRequest]) -> list[ImageSample]:
@@ -243,7 +256,7 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
         size=rollout.image_size,
     )
     requests = [
-        ImageRequest(request_id=f"val/{i}", prompt=prompts[i].text, sampling=sampling, n=rollout.eval_n, seed=i)
+        image_request(prompts[i], f"val/{i}", sampling, n=rollout.eval_n, seed=i)
         for i in range(ctx.rank, len(prompts), ctx.world_size)
     ]
     own: list[tuple[int, NDArray[np.uint8], float, float]] = []

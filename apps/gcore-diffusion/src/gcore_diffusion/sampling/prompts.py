@@ -1,12 +1,16 @@
 """Prompts of the user's files, or of the embedded model."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gcore_diffusion.config import DataConfig
-from gcore_runs import UserError, columns, hold_out, read_lines, read_rows
+from gcore_rollout import RolloutError, decode_image
+from gcore_runs import UserError, columns, hold_out, image_sources, read_lines, read_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +19,12 @@ class Prompt:
 
     text: str
     row: Mapping[str, Any]
+    images: tuple[bytes | Path, ...] = ()
+    """Image files that belong to the text, encoded, or their paths."""
+
+    def pixels(self) -> tuple[NDArray[np.uint8], ...]:
+        """Read the images [H, W, 3]; `RequestError` if one is no image."""
+        return tuple(decode_image(i if isinstance(i, bytes) else i.read_bytes()) for i in self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +35,37 @@ class PromptSets:
     val: Sequence[Prompt]
 
 
-def load_prompts(config: DataConfig, own: Iterable[str] = ()) -> PromptSets:
-    """Load the prompts of the config's files; without any, the prompts in ``own`` are both trained on and held out."""
+def load_prompts(config: DataConfig, own: Iterable[str] = (), *, size: tuple[int, int] | None = None) -> PromptSets:
+    """Load the prompts of the config's files; without any, the prompts in ``own`` are both trained on and held out.
+
+    Args:
+        size: of the images that are made; None: pipelines may make them as large as those of the prompt.
+
+    Raises:
+        UserError: a file or a row is wrong, or an image does not decode.
+    """
     if not config.train_files:
         prompts = [Prompt(text=text, row={}) for text in own]
         return PromptSets(train=prompts, val=prompts)
-    train = [p for file in config.train_files for p in _read(file, config.prompt_key)]
-    val = [p for file in config.val_files for p in _read(file, config.prompt_key)]
+    train = [prompt for file in config.train_files for prompt in _read(file, config)]
+    val = [prompt for file in config.val_files for prompt in _read(file, config)]
+    if config.image_key and size is None:
+        sizes = {tuple(image.shape[:2] for image in prompt.pixels()) for prompt in (*train, *val)}
+        if len(sizes) > 1:
+            raise UserError("rollout.size is (0, 0); expected a size, because images of prompts have several")
     if not val:
         train, val = hold_out(train, size=config.val_size, seed=0)
     return PromptSets(train=train, val=val)
 
 
-def _read(path: str, key: str) -> list[Prompt]:
+def _read(path: str, config: DataConfig) -> list[Prompt]:
     if Path(path).suffix in (".jsonl", ".parquet"):
-        return [_of_row(row, key, f"data file {path}, row {n}") for n, row in enumerate(read_rows(path), start=1)]
+        rows, key = read_rows(path), config.image_key
+        if key and not any(key in row for row in rows):
+            raise UserError(f"data file {path} has no column {key!r} (data.image_key); it has {columns(rows[0])}")
+        return [_of_row(row, config, Path(path).parent, f"data file {path}, row {n}") for n, row in enumerate(rows, 1)]
+    if config.image_key:
+        raise UserError(f"data file {path} has no columns; expected .jsonl or .parquet with data.image_key")
     try:
         lines = read_lines(Path(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -50,10 +76,27 @@ def _read(path: str, key: str) -> list[Prompt]:
     return prompts
 
 
-def _of_row(row: Mapping[str, Any], key: str, where: str) -> Prompt:
+def _of_row(row: Mapping[str, Any], config: DataConfig, folder: Path, where: str) -> Prompt:
+    key = config.prompt_key
     if key not in row:
         raise UserError(f"{where} has no column {key!r} (data.prompt_key); it has {columns(row)}")
     text = row[key]
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{where}: {key} is {text!r:.80}; expected a text")
-    return Prompt(text=text, row=row)
+    prompt = Prompt(text=text, row=row)
+    return _with_images(prompt, config.image_key, folder, where) if config.image_key else prompt
+
+
+def _with_images(prompt: Prompt, key: str, folder: Path, where: str) -> Prompt:
+    """Return the prompt with the images of its row, in which their paths are absolute, as the reward needs them."""
+    images = image_sources(prompt.row, key, folder.absolute(), f"{where}: {key}")
+    if not images:
+        return prompt
+    own = prompt.row[key]
+    paths = [image if isinstance(image, bytes) else str(image) for image in images]
+    made = replace(prompt, images=images, row={**prompt.row, key: paths if isinstance(own, list) else paths[0]})
+    try:
+        made.pixels()
+    except RolloutError as error:
+        raise UserError(f"{where}: {key} is {own!r:.80}: {error}") from None
+    return made

@@ -4,7 +4,6 @@ A prompt's token ids are those that the model sees: at an image's place its imag
 image's merged patches. Rendered chat templates have one at each place; `VisionProcessor.expand` repeats it.
 """
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -16,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import RequestError, UnsupportedModelError
+from gcore_rollout.images.decoding import decoded, opened
 from gcore_rollout.images.reward import import_pillow
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
@@ -62,7 +62,7 @@ class VisionProcessor:
 
     def num_tokens(self, image: bytes) -> int:
         """Return the number of tokens that an encoded image takes in a prompt; `RequestError` if it is no image."""
-        width, height = _opened(image).size
+        width, height = opened(image).size
         return self._processor.get_number_of_image_patches(height, width) // self._merge**2
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class VisionProcessor:
     def check(self, request_id: str, prompt_token_ids: Sequence[int], images: Sequence[bytes]) -> None:
         """Raise `RequestError` for bytes that are no image, or images that do not fit a prompt's places for them."""
         for image in images:
-            _decoded(image)
+            decoded(image)
         needed = [self.num_tokens(image) for image in images]
         if (found := [length for _, length in self.places(prompt_token_ids)]) != needed:
             raise RequestError(
@@ -95,7 +95,7 @@ class VisionProcessor:
 
     def process(self, images: Sequence[bytes]) -> Pixels:
         """Return the pixels of one or more encoded images; `RequestError` if bytes are no image."""
-        inputs: Mapping[str, torch.Tensor] = self._processor(images=[_decoded(i) for i in images], return_tensors="pt")
+        inputs: Mapping[str, torch.Tensor] = self._processor(images=[decoded(i) for i in images], return_tensors="pt")
         return Pixels(
             pixel_values=inputs["pixel_values"].numpy().astype(np.float32, copy=False),
             grid_thw=inputs["image_grid_thw"].numpy().astype(np.int64, copy=False),
@@ -108,18 +108,3 @@ def checkpoint_name(model: Any, name: str) -> str:
 
     [renamed] = revert_weight_conversion(model, {name: torch.empty(0)})
     return renamed
-
-
-def _opened(image: bytes) -> Any:
-    """Open an image, which reads its size and leaves its pixels encoded."""
-    try:
-        return import_pillow().open(io.BytesIO(image))
-    except OSError as error:
-        raise RequestError(f"an image of {len(image)} bytes is no image file that Pillow reads: {error}") from None
-
-
-def _decoded(image: bytes) -> Any:
-    try:
-        return _opened(image).convert("RGB")
-    except OSError as error:
-        raise RequestError(f"an image of {len(image)} bytes does not decode: {error}") from None

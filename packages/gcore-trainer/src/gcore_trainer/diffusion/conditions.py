@@ -48,6 +48,18 @@ class Conditioned:
         return -combined if self.is_negated else combined
 
 
+def with_appended(latents: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return latents with what follows them along an axis, and the other arguments of a call."""
+    others: dict[str, Any] = {}
+    for name, value in arguments.items():
+        _, is_appended, axis = name.partition("+")
+        if is_appended:
+            latents = torch.cat([latents, value], int(axis))
+        else:
+            others[name] = value
+    return latents, others
+
+
 def num_calls(samples: Sequence[DiffusionSample]) -> int:
     """Return the number of calls that a model needs for images: one for each set of shapes of their conditions."""
     return len(_places(_rows(samples)))
@@ -67,15 +79,18 @@ def _rows(samples: Sequence[DiffusionSample]) -> list[_Row]:
 def _places(rows: Sequence[_Row]) -> dict[Any, list[int]]:
     """Return the places of the rows that fit in one call."""
     found: dict[Any, list[int]] = {}
-    for place, parts in enumerate(rows):
+    for place, (own, shared) in enumerate(rows):
         # Entries of lists need not be alike.
-        key = tuple(
-            (name, None if name.endswith(_LISTED) else np.shape(v) if _is_array(v) else repr(v))
-            for part in parts
-            for name, v in part.items()
-        )
-        found.setdefault(key, []).append(place)
+        shapes = ((name, None if name.endswith(_LISTED) else _shape(value)) for name, value in own.items())
+        # Positions differ by the shape of an image in the prompt.
+        values = ((n, _shape(v), v.tobytes() if _is_array(v) else None) for n, v in shared.items())
+        found.setdefault((*shapes, *values), []).append(place)
     return found
+
+
+def _shape(value: Any) -> Any:
+    """Return an array's shape; of a plain value, which must be the same for all rows, its text."""
+    return np.shape(value) if _is_array(value) else repr(value)
 
 
 def _arguments(rows: Sequence[_Row], device: torch.device) -> dict[str, Any]:

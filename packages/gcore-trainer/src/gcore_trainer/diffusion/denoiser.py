@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from gcore_trainer.config import LoRAConfig
-from gcore_trainer.diffusion.conditions import Conditioned
+from gcore_trainer.diffusion.conditions import Conditioned, with_appended
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import LoRAWeights, add_lora
 from gcore_trainer.torch.activations import is_checkpointed
@@ -27,7 +27,7 @@ try:
 except ImportError:
     raise MissingExtraError("diffusers", "diffusion") from None
 
-_COMPONENTS = ("transformer", "unet")
+_COMPONENTS = ("transformer", "transformer_2", "unet")
 
 
 class Denoiser:
@@ -67,9 +67,9 @@ class Denoiser:
         self._sleeper = Sleeper(model)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, device: str = "cpu", **options: Any) -> Self:
+    def from_pretrained(cls, path: str | Path, *, component: str = "", device: str = "cpu", **options: Any) -> Self:
         """Load the model of a pipeline's folder, in float32; errors are those of `pipeline_component`."""
-        name, kind = pipeline_component(path)
+        name, kind = pipeline_component(path, component)
         load = getattr(diffusers, kind).from_pretrained
         model = load(Path(path) / name, dtype=torch.float32, local_files_only=True)
         return cls(model.to(device), **options)
@@ -88,14 +88,16 @@ class Denoiser:
     def _called(self, latents: torch.Tensor, timesteps: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         dtype = self._compute_dtype
         is_cast = dtype != torch.float32 and not self._is_sharded
-        given = [each.unsqueeze(1) for each in latents] if self._is_of_lists else latents
-        arguments = {self._latents: given, self._timesteps: timesteps, **arguments}
+        given, others = with_appended(latents, arguments)
+        if self._is_of_lists:
+            given = [each.unsqueeze(1) for each in given]
+        arguments = {self._latents: given, self._timesteps: timesteps, **others}
         with torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
             output = self.model(**arguments, return_dict=False)[0]
         if self._is_of_lists:
             output = torch.stack(output).squeeze(2)
-        # A learned variance may follow the latents' channels.
-        return output[:, : latents.shape[1]].float()
+        # A learned variance may follow the latents' channels, and outputs for what was appended to them.
+        return output[tuple(map(slice, latents.shape))].float()
 
     def copied(self) -> "Denoiser":
         """Return another one with the same weights, of which none is trained."""
@@ -146,17 +148,18 @@ class Denoiser:
         return named()
 
 
-def pipeline_component(path: str | Path) -> tuple[str, str]:
-    """Return name and class of the model in a pipeline's folder.
+def pipeline_component(path: str | Path, component: str = "") -> tuple[str, str]:
+    """Return name and class of the model in a pipeline's folder, of this name if the pipeline has two.
 
     Raises:
-        UnsupportedModelError: the folder is no pipeline's, or it has neither a transformer nor a unet.
+        UnsupportedModelError: the folder is no pipeline's, or it has no such model.
     """
     index = Path(path) / "model_index.json"
     if not index.is_file():
         raise UnsupportedModelError(f"{path} has no model_index.json; expected a pipeline's folder of diffusers")
     components = json.loads(index.read_text())
-    for name in _COMPONENTS:
+    names = [component] if component else _COMPONENTS
+    for name in names:
         if components.get(name) and components[name][1]:
             return name, components[name][1]
-    raise UnsupportedModelError(f"{index} names none of {', '.join(_COMPONENTS)}; expected a pipeline with one")
+    raise UnsupportedModelError(f"{index} names none of {', '.join(names)}; expected a pipeline with one")

@@ -13,7 +13,8 @@ from gcore_trainer.sample import require_finite
 
 Conditions = Mapping[str, Any]
 """Inputs of a model, by its names: arrays, or plain values (numbers, strings, None, and lists, tuples and dicts of
-them). ``a.b`` is entry b of a dict a, or of a tuple where b is a number; ``a[]`` is an image's entry of a list a."""
+them). ``a.b`` is entry b of a dict a, or of a tuple where b is a number; ``a[]`` is an image's entry of a list a;
+``a+1`` follows the latents, which are argument a, along axis 1 of the batch."""
 
 _PER_STEP = ("latents", "next_latents", "old_means", "old_log_probs", "ref_means", "levels", "next_levels", "timesteps")
 

@@ -28,6 +28,8 @@ class ModelCall:
     latents_argument: str
     """Its name for the latents."""
     output: torch.Tensor | Sequence[torch.Tensor]
+    is_of_trained: bool = True
+    """The denoiser is the one that is trained, rather than another one of the pipeline."""
 
     @property
     def timestep(self) -> float:
@@ -41,30 +43,39 @@ class ModelCall:
             raise UnsupportedModelError(f"the model's timestep has shape {tuple(value.shape)}; expected one an image")
         return float(value.reshape(-1)[0]) if isinstance(value, torch.Tensor) else float(value)
 
-    def conditions(self) -> dict[str, Any]:
-        """Return what the model was given besides latents and timestep: tensors, plain values, and lists of both.
+    def conditions(self, latents: torch.Tensor) -> dict[str, Any]:
+        """Return what the model was given besides the scheduler's latents [B, ...] and the timestep.
 
-        A dict that holds tensors has a name for each of its entries, as in ``added_cond_kwargs.time_ids``.
+        These are tensors, plain values, and lists of both. A dict that holds tensors has a name for each of its
+        entries, as in ``added_cond_kwargs.time_ids``. What follows the latents along an axis is ``hidden_states+1``.
 
         Raises:
-            UnsupportedModelError: something of another kind, which training could not give again.
+            UnsupportedModelError: other latents, or something else that training could not give again.
         """
         left_out = {"return_dict", self.latents_argument, *_TIMESTEPS}
-        return _flat({name: v for name, v in self.arguments.items() if v is not None and name not in left_out})
+        found = _flat({name: v for name, v in self.arguments.items() if v is not None and name not in left_out})
+        return found | self._appended(latents)
 
     def outputs(self, like: torch.Tensor) -> torch.Tensor:
         """Return the outputs for all rows, of as many dimensions and the data type of the scheduler's input."""
         return _as_tensor(self.output, like.ndim).to(like.dtype)
 
-    def check_latents(self, latents: torch.Tensor) -> None:
-        """Raise `UnsupportedModelError` if the model was given others than the scheduler's latents [B, ...]."""
+    def _appended(self, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what the model was given after the scheduler's latents [B, ...], such as those of an image."""
         given = _as_tensor(self.arguments[self.latents_argument], latents.ndim)
         expected = torch.cat([latents] * max(1, len(given) // len(latents))).to(given.dtype)
-        if given.shape != expected.shape or not torch.equal(given, expected):
-            raise UnsupportedModelError(
-                f"the pipeline gives its model latents of shape {tuple(given.shape)} for its scheduler's "
-                f"{tuple(latents.shape)}; expected the same latents, once or twice"
-            )
+        if given.ndim == latents.ndim:
+            longer = [axis for axis in range(1, given.ndim) if given.shape[axis] > expected.shape[axis]]
+            length = expected.shape[longer[0]] if longer else 0
+            own = given.narrow(longer[0], 0, length) if longer else given
+            if own.shape == expected.shape and torch.equal(own, expected):
+                return {
+                    f"{self.latents_argument}+{i}": given.narrow(i, length, given.shape[i] - length) for i in longer
+                }
+        raise UnsupportedModelError(
+            f"the pipeline gives its model latents of shape {tuple(given.shape)} for its scheduler's "
+            f"{tuple(latents.shape)}; expected the same latents, once or twice, with or without others after them"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +94,12 @@ class AnswerForm:
     is_negated: bool = False
     """The scheduler is given minus this."""
 
-    def __call__(self, outputs: torch.Tensor, num_channels: int) -> torch.Tensor:
-        """Return the scheduler's input for the outputs [B or 2B, C, ...]; channels after the latents' are left out."""
-        outputs = outputs[:, :num_channels]
+    def __call__(self, outputs: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the scheduler's input for the outputs [B or 2B, ...].
+
+        Outputs after the latents' ``shape`` [...], of other channels or of appended latents, are left out.
+        """
+        outputs = outputs[(slice(None), *map(slice, shape))]
         combined = with_prompt = outputs
         if self.guidance_scale is not None:
             with_prompt, without = self.halves(outputs, len(outputs) // 2)
@@ -129,7 +143,7 @@ class AnswerForm:
 
     def error(self, outputs: torch.Tensor, given: torch.Tensor) -> float:
         """Return the largest difference, relative to the largest entry of what the scheduler was given."""
-        own = self(outputs, given.shape[1])
+        own = self(outputs, given.shape[1:])
         if own.shape != given.shape:
             return math.inf
         return float((own - given).abs().max() / given.abs().max().clamp(min=torch.finfo(given.dtype).tiny))

@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -14,18 +15,11 @@ from numpy.typing import NDArray
 from gcore_rollout.engines.diffusion.calls import image_conditions, same_conditions, timestep_map
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
-from gcore_rollout.engines.diffusion.types import (
-    SCALARS,
-    STACKED,
-    Conditions,
-    ImageRequest,
-    ImageSample,
-    ImageSampling,
-    Trajectory,
-)
+from gcore_rollout.engines.diffusion.types import Conditions, ImageRequest, ImageSample, ImageSampling
 from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, check_weights, sample_seeds
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
+from gcore_rollout.images.reward import import_pillow
 from gcore_rollout.weight_sync.checked import held
 
 _Image = Sample[ImageRequest, ImageSample]
@@ -34,6 +28,8 @@ _PROBED = (1, 2)
 """Sizes of two batches that show which of the model's arguments have a row for each image."""
 _SCALES_BELOW = {"ZImagePipeline": 1.0}
 """Pipelines whose guidance is c + scale (c - u), and how much less than in u + scale (c - u) the scale then is."""
+_PROBED_SIZE = (64, 64)
+"""Size of the images in their prompts; some pipelines take none that are smaller."""
 _PROBED_STEPS = 2
 """Steps of these batches: the timestep of a second one shows what the first leaves open."""
 
@@ -41,9 +37,9 @@ _PROBED_STEPS = 2
 class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     """Makes images by a pipeline, in batches, in a thread; made by `from_pretrained`, and bound to one event loop.
 
-    The requests of a batch have equal settings; its images start together and end together. An image depends on its
-    seed alone, up to rounding in batches of different sizes. `stats` counts prompts, and denoising steps summed over
-    images.
+    The requests of a batch have equal settings, and one with images in the prompt is a batch of its own; the images of
+    a batch start together and end together. An image depends on its seed alone, up to rounding in batches of different
+    sizes. `stats` counts prompts, and denoising steps summed over images.
 
     The methods `pause`, `update_weights` and `sleep` wait for the running batch; `abort` ends it between two steps if
     none of its images is wanted any more. Aborted images start again if they are requested again.
@@ -53,6 +49,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: largest batch.
         options: further arguments of the pipeline's call, such as max_sequence_length or num_frames.
         size: height and width in pixels of the images that it is tried on; None: the pipeline's own.
+        component: name of the transformer that is trained, where the pipeline has two; see `Recorded`.
 
     Attributes:
         pipeline: The pipeline.
@@ -71,18 +68,19 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
+        component: str = "",
     ) -> None:
         if max_num_images < 1:
             raise RolloutError(f"max_num_images is {max_num_images}; expected at least 1")
         super().__init__()
         pipeline.set_progress_bar_config(disable=True)
-        for component in pipeline.components.values():
-            if isinstance(component, torch.nn.Module):
-                component.eval().requires_grad_(False)
+        for part in pipeline.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval().requires_grad_(False)
         vae: Any = getattr(pipeline, "vae", None)
         if hasattr(vae, "enable_slicing"):
             vae.enable_slicing()
-        self._recorded = Recorded(pipeline)
+        self._recorded = Recorded(pipeline, component)
         self.pipeline = pipeline
         self._device: torch.device = pipeline.device
         self._accepted = set(inspect.signature(pipeline.__call__).parameters)
@@ -96,7 +94,16 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._turn = asyncio.Lock()
         """Held by the running batch, and by methods that change the model."""
         self._worker: asyncio.Task[None] | None = None
-        self._per_image, self._timestep_map = self._probe(size)
+        self._per_image: dict[int, set[str]] = {}
+        """By number of images in the prompt, which of the model's arguments have a row for each image that is made."""
+        self._needs_image = False
+        try:
+            self._timestep_map = self._probe(0, size)
+        except UnsupportedModelError:
+            if "image" not in self._accepted:
+                raise
+            self._timestep_map = self._probe(1, size)
+            self._needs_image = True
 
     @classmethod
     def from_pretrained(
@@ -108,10 +115,12 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
+        component: str = "",
     ) -> Self:
         """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16."""
         pipeline = load_pipeline(path, dtype=getattr(torch, dtype))
-        return cls(pipeline.to(device), max_num_images=max_num_images, options=options, size=size)
+        settings: dict[str, Any] = {"options": options, "size": size, "component": component}
+        return cls(pipeline.to(device), max_num_images=max_num_images, **settings)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
@@ -176,6 +185,11 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             self._class_of(request.prompt)
         if not isinstance(request.sampling.kernel, FlowODE):
             self._recorded.kernel(request.sampling.kernel)
+        kind = type(self.pipeline).__name__
+        if request.images and "image" not in self._accepted:
+            raise RequestError(f"images has {len(request.images)}; expected none, because {kind} takes no image")
+        if self._needs_image and not request.images:
+            raise RequestError(f"images is empty; expected an image, because {kind} makes none of a text alone")
         if request.sampling.size is not None and "height" not in self._accepted:
             raise RequestError(f"size is {request.sampling.size}; expected None, because the pipeline has one size")
 
@@ -198,8 +212,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
 
     def _next_batch(self) -> list[_Image]:
         """Take the first waiting image and the ones that can be batched with it."""
-        sampling = self._waiting[0].request.sampling
-        batch = [image for image in self._waiting if image.request.sampling == sampling][: self._max_num_images]
+        first = self._waiting[0].request
+        batch = [image for image in self._waiting if image.request.fits(first)][: self._max_num_images]
         self._remove_waiting(batch.__contains__)
         return batch
 
@@ -209,8 +223,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         with self._recorded.taping(sampling, generators) as tape:
             self._running = tape, batch
             version = self._version
-            prompts = [image.request.prompt for image in batch]
-            thread = asyncio.create_task(asyncio.to_thread(self._call, prompts, sampling, generators))
+            requests = [image.request for image in batch]
+            thread = asyncio.create_task(asyncio.to_thread(self._tried_and_called, requests, generators))
             try:
                 pixels = await asyncio.shield(thread)
                 self._hand_over(batch, tape, pixels, version)
@@ -236,9 +250,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         assert tape.form is not None
         assert tape.final is not None
         final = tape.final.cpu().numpy()
-        form, (rows, shared) = tape.form, self._split(tape)
+        form, (rows, shared) = tape.form, self._split(tape, len(batch[0].request.images))
         with_prompt, without = form.halves(rows, len(batch)) if form.guidance_scale is not None else (rows, None)
-        for row, (image, trajectory) in enumerate(zip(batch, _trajectories(tape.steps, final), strict=True)):
+        for row, (image, trajectory) in enumerate(zip(batch, tape.trajectories(), strict=True)):
             sample = ImageSample(
                 request_id=image.request.request_id,
                 index=image.index,
@@ -257,28 +271,47 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             )
             image.call.finished.put_nowait(sample)
 
-    def _split(self, tape: Tape) -> tuple[list[Conditions], Conditions]:
+    def _split(self, tape: Tape, num_images: int) -> tuple[list[Conditions], Conditions]:
         """Return the conditions of each row of a step's calls, and those that all share."""
-        first, *others = ({n: v for n, v in c.items() if n not in self._per_image} for c in tape.conditions)
+        per_image = self._per_image[num_images]
+        first, *others = ({n: v for n, v in c.items() if n not in per_image} for c in tape.conditions)
         if not all(same_conditions(first, other) for other in others):
             raise UnsupportedModelError(
                 f"the pipeline's two calls of its model have other {sorted(first)}; expected the same in both"
             )
-        parts = [image_conditions(conditions, self._per_image) for conditions in tape.conditions]
+        parts = [image_conditions(conditions, per_image) for conditions in tape.conditions]
         return [row for rows, _ in parts for row in rows], parts[0][1]
 
-    @torch.no_grad()
-    def _call(
-        self, prompts: Sequence[str], sampling: ImageSampling, generators: Sequence[torch.Generator]
+    def _tried_and_called(
+        self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]
     ) -> NDArray[np.uint8]:
-        """Run the pipeline and return the images [B, H, W, 3], or the videos [B, F, H, W, 3]."""
-        options = dict(self._options)
+        """Run the pipeline as `_call`, after it was tried with so many images in the prompt."""
+        if len(requests[0].images) not in self._per_image:
+            self._probe(len(requests[0].images), requests[0].sampling.size)
+        return self._call(requests, generators)
+
+    @torch.no_grad()
+    def _call(self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]) -> NDArray[np.uint8]:
+        """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3]."""
+        prompts, images, sampling = [r.prompt for r in requests], requests[0].images, requests[0].sampling
+        options: dict[str, Any] = {}
+        if images:
+            pictures = [import_pillow().fromarray(image) for image in images]
+            options |= {"image": pictures if len(pictures) > 1 else pictures[0]}
+        if sampling.size is not None:
+            options |= dict(zip(("height", "width"), sampling.size, strict=True))
+            if "max_area" in self._accepted:
+                # FLUX.1 Kontext makes its images as large as this.
+                options |= {"max_area": math.prod(sampling.size)}
+        options |= self._options
         if "prompt" in self._accepted:
             # Each prompt is encoded once.
             unique = list(dict.fromkeys(prompts))
             repeats = len(prompts) // len(unique)
             is_even = [p for p in unique for _ in range(repeats)] == list(prompts)
-            count = next((n for n in ("num_images_per_prompt", "num_videos_per_prompt") if n in self._accepted), None)
+            # Wan repeats an image for each prompt, not for each video.
+            names = ("num_images_per_prompt", *(() if images else ("num_videos_per_prompt",)))
+            count = next((name for name in names if name in self._accepted), None)
             if is_even and count is not None:
                 options |= {"prompt": unique, count: repeats}
             else:
@@ -286,17 +319,15 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         else:
             options |= {"class_labels": [self._class_of(p) for p in prompts]}
         options |= self._guidance(sampling.guidance_scale, len(options.get("prompt", ())))
-        if sampling.size is not None:
-            options |= dict(zip(("height", "width"), sampling.size, strict=True))
         has_decoder = getattr(self.pipeline, "vae", None) is not None
         # The first field is called images or frames.
-        images: torch.Tensor = self.pipeline(
+        made: torch.Tensor = self.pipeline(
             **options,
             generator=list(generators),
             num_inference_steps=sampling.num_inference_steps,
             output_type="pt" if has_decoder else "latent",
         )[0]
-        pixels = images.float() if has_decoder else images.float() / 2 + 0.5
+        pixels = made.float() if has_decoder else made.float() / 2 + 0.5
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
 
     def _guidance(self, scale: float, num_prompts: int) -> dict[str, Any]:
@@ -306,24 +337,31 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             return {"guidance_scale": scale - _SCALES_BELOW.get(type(self.pipeline).__name__, 0.0)}
         return {"true_cfg_scale": scale} | ({"negative_prompt": [" "] * num_prompts} if scale > 1 else {})
 
-    def _probe(self, size: tuple[int, int] | None) -> tuple[set[str], tuple[float, float] | None]:
-        """Make two batches; return which of the model's arguments have a row for each image, and the timestep map."""
+    def _probe(self, num_images: int, size: tuple[int, int] | None) -> tuple[float, float] | None:
+        """Make two batches of prompts with so many images, and return the timestep map.
+
+        It notes which of the model's arguments have a row for each image that is made.
+        """
         has_rows: dict[str, bool] = {}
         prompts = ("probe", "another probe") if "prompt" in self._accepted else ("0", "0")
+        prompts = prompts[:1] * 2 if num_images else prompts
+        grey = (np.full((*_PROBED_SIZE, 3), 128, np.uint8),) * num_images
         sampling = ImageSampling(num_inference_steps=_PROBED_STEPS, size=size)
+        requests = [ImageRequest(request_id="probe", prompt=p, images=grey, sampling=sampling) for p in prompts]
         times: list[tuple[float, float]] = []
         for count in _PROBED:
             generators = [image_generator(0, i) for i in range(count)]
             with self._recorded.taping(sampling, generators) as tape:
                 try:
-                    self._call(prompts[:count], sampling, generators)
-                except (AttributeError, IndexError, TypeError, ValueError) as error:
-                    if isinstance(error, RolloutError):
+                    self._call(requests[:count], generators)
+                except (AttributeError, IndexError, NameError, RuntimeError, TypeError, ValueError) as error:
+                    if isinstance(error, RolloutError | torch.OutOfMemoryError):
                         raise
                     kind = type(self.pipeline).__name__
+                    given = f"and {num_images} image{'s' * (num_images > 1)}" if num_images else "alone"
                     settings = f"size {size} and {self._options}" if self._options else f"size {size}"
                     raise UnsupportedModelError(
-                        f"{kind} makes no image of a prompt alone with {settings}: {error}"
+                        f"{kind} makes no image of a prompt {given} with {settings}: {' '.join(str(error).split())}"
                     ) from error
             if not tape.conditions:
                 raise UnsupportedModelError("the pipeline makes no step: its model was never called")
@@ -332,20 +370,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 # Masks, which some pipelines only pass for prompts of several lengths, are in one batch alone.
                 has_rows[name] = has_rows.get(name, True) and is_long and len(value) == count
             times = tape.times
-        per_image = {name for name, has in has_rows.items() if has}
-        return per_image, timestep_map(times, self._recorded.num_train_timesteps)
-
-
-def _trajectories(steps: Sequence[Mapping[str, Any]], final: NDArray[np.float32]) -> Iterator[Trajectory]:
-    """Yield the trajectory of each image, from the recorded steps and the final latents [B, ...] of its batch."""
-    stacked: dict[str, NDArray[np.float32]] = {name: np.zeros((0, *final.shape), np.float32) for name in STACKED}
-    stacked["log_probs"] = np.zeros((0, len(final)), np.float32)
-    if steps:
-        stacked = {name: torch.stack([step[name] for step in steps]).cpu().numpy() for name in STACKED}
-    shared = {name: np.array([step[name] for step in steps], np.float32) for name in SCALARS}
-    indices = np.array([step["steps"] for step in steps], np.int64)
-    for row in range(len(final)):
-        yield Trajectory(**{name: values[:, row] for name, values in stacked.items()}, **shared, steps=indices)
+        self._per_image[num_images] = {name for name, has in has_rows.items() if has}
+        return timestep_map(times, self._recorded.num_train_timesteps)
 
 
 def image_generator(seed: int, index: int) -> torch.Generator:

@@ -6,17 +6,18 @@ denoiser.
 
 import inspect
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
 from gcore_rollout.engines.diffusion.calls import AnswerForm, ModelCall, same_conditions, stacked_outputs
 from gcore_rollout.engines.diffusion.kernels import DDIM, FlowODE, Kernel
-from gcore_rollout.engines.diffusion.types import ImageSampling
+from gcore_rollout.engines.diffusion.types import SCALARS, STACKED, ImageSampling, Trajectory
 from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
 
 try:
@@ -26,6 +27,10 @@ try:
     from diffusers.utils import logging
 except ImportError:
     raise MissingExtraError("diffusers", "diffusion") from None
+
+
+_DENOISERS = ("transformer", "transformer_2", "unet")
+"""Names that pipelines have for the models that are called at their steps."""
 
 
 class StepAbortedError(Exception):
@@ -79,7 +84,8 @@ class Tape:
                 f"the pipeline steps {len(latents)} latents for {len(self._generators)} images; expected one each "
                 "(guidance within the latents, as in DiTPipeline, needs guidance_scale=1)"
             )
-        timestep = self._checked_calls(output, latents).timestep
+        call = self._checked_calls(output, latents)
+        timestep = call.timestep
         self.times.append((time, timestep))
         index, self._num_steps = self._num_steps, self._num_steps + 1
         first, end = self._sampling.window or (0, self._sampling.num_inference_steps)
@@ -92,6 +98,11 @@ class Tape:
         # What the model sees next is what has a density.
         following = drawn.to(output.dtype).float()
         if has_noise or (is_inside and self._sampling.window is not None):
+            if not call.is_of_trained:
+                raise UnsupportedModelError(
+                    f"window is {self._sampling.window} and step {index} is not made by the model that is trained; "
+                    f"expected a window of its steps among {self._sampling.num_inference_steps}"
+                )
             self.steps.append(
                 {
                     "latents": x,
@@ -107,6 +118,19 @@ class Tape:
         self.final = following
         return following.to(output.dtype)
 
+    def trajectories(self) -> Iterator[Trajectory]:
+        """Yield the trajectory of each image, after the last step."""
+        assert self.final is not None
+        stacked: dict[str, torch.Tensor] = {name: self.final.new_zeros((0, *self.final.shape)) for name in STACKED}
+        stacked["log_probs"] = self.final.new_zeros((0, len(self.final)))
+        if self.steps:
+            stacked = {name: torch.stack([step[name] for step in self.steps]) for name in STACKED}
+        arrays = {name: values.cpu().numpy() for name, values in stacked.items()}
+        shared = {name: np.array([step[name] for step in self.steps], np.float32) for name in SCALARS}
+        indices = np.array([step["steps"] for step in self.steps], np.int64)
+        for row in range(len(self.final)):
+            yield Trajectory(**{name: values[:, row] for name, values in arrays.items()}, **shared, steps=indices)
+
     def _checked_calls(self, given: torch.Tensor, latents: torch.Tensor) -> ModelCall:
         """Take the calls of this step, which made the scheduler's input, and return the first."""
         calls, self._calls[:] = list(self._calls), []
@@ -114,9 +138,7 @@ class Tape:
             raise UnsupportedModelError(
                 f"the pipeline calls its model {len(calls)} times a step; expected once or twice"
             )
-        conditions = [call.conditions() for call in calls]
-        for call in calls:
-            call.check_latents(latents)
+        conditions = [call.conditions(latents) for call in calls]
         if self.form is None:
             self.form, self.conditions = AnswerForm.found(calls, given, self._sampling.guidance_scale), conditions
         elif not (
@@ -175,32 +197,36 @@ class Recorded:
 
     Args:
         pipeline: a pipeline of diffusers with a flow-matching Euler or a DDIM scheduler, which is replaced.
+        component: name of the denoiser that is trained, where the pipeline has one for the first and one for the last
+            steps; empty: it has one.
 
     Raises:
         UnsupportedModelError: another scheduler, one with settings that have no log-probability, or no known model.
 
     Attributes:
-        denoiser: The model that is called at every step.
+        denoiser: The model that is called at every step, or at those that are trained.
         is_flow: True for a flow-matching model; otherwise one of DDPM's kind.
     """
 
-    def __init__(self, pipeline: Any) -> None:
+    def __init__(self, pipeline: Any, component: str = "") -> None:
         self.pipeline = pipeline
         pipeline.scheduler = self._scheduler = _recording(pipeline.scheduler)
-        models = (getattr(pipeline, name, None) for name in ("transformer", "unet"))
-        denoiser = next((model for model in models if isinstance(model, torch.nn.Module)), None)
-        if denoiser is None:
-            raise UnsupportedModelError(f"{type(pipeline).__name__} has no model; expected a transformer or a unet")
-        if getattr(pipeline, "transformer_2", None) is not None:
-            raise UnsupportedModelError(f"{type(pipeline).__name__} has two transformers; expected one")
-        self.denoiser = denoiser
+        found = {name: getattr(pipeline, name, None) for name in _DENOISERS}
+        models = {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
+        kind = type(pipeline).__name__
+        if not models:
+            raise UnsupportedModelError(f"{kind} has no model; expected a transformer or a unet")
+        if component not in (models if len(models) > 1 else ("", *models)):
+            raise UnsupportedModelError(f"component is {component!r}; expected {' or '.join(models)}, which {kind} has")
+        self.denoiser = denoiser = models[component] if component else next(iter(models.values()))
         self.num_train_timesteps: int = self._scheduler.config.num_train_timesteps
         self.is_flow = isinstance(self._scheduler, _FlowScheduler)
         self._parameters = list(inspect.signature(denoiser.forward).parameters)
         self._calls: list[ModelCall] = []
         self._arguments: dict[str, Any] = {}
-        self.denoiser.register_forward_pre_hook(self._called, with_kwargs=True)
-        self.denoiser.register_forward_hook(self._answered)
+        for model in models.values():
+            model.register_forward_pre_hook(self._called, with_kwargs=True)
+            model.register_forward_hook(self._answered)
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """Return a kernel with the scheduler's own settings; a `RequestError` if it is not for this kind of model."""
@@ -211,23 +237,29 @@ class Recorded:
 
     @contextmanager
     def taping(self, sampling: ImageSampling, generators: Sequence[torch.Generator]) -> Generator[Tape]:
-        """Record the one call of the pipeline that is made inside the block."""
+        """Record the one call of the pipeline that is made inside the block, besides those in blocks inside it."""
         # The default kernel is a flow's; without noise each kind of model has its own.
         plain = self.kernel(FlowODE() if self.is_flow else DDIM(eta=0.0))
         kernel = plain if isinstance(sampling.kernel, FlowODE) else self.kernel(sampling.kernel)
         tape = Tape(replace(sampling, kernel=kernel), generators, plain=plain, calls=self._calls)
         self._calls.clear()
-        self._scheduler.tape = tape
+        outer, self._scheduler.tape = self._scheduler.tape, tape
         try:
             yield tape
         finally:
-            self._scheduler.tape = None
+            self._scheduler.tape = outer
 
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments = dict(zip(self._parameters, args, strict=False)) | kwargs
 
-    def _answered(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        self._calls.append(ModelCall(arguments=self._arguments, latents_argument=self._parameters[0], output=output[0]))
+    def _answered(self, model: torch.nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        call = ModelCall(
+            arguments=self._arguments,
+            latents_argument=self._parameters[0],
+            output=output[0],
+            is_of_trained=model is self.denoiser,
+        )
+        self._calls.append(call)
 
 
 def suited(kernel: Kernel, scheduler: Any) -> Kernel:

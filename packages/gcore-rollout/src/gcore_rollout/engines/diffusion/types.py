@@ -20,7 +20,7 @@ Condition = Any
 """An argument of a model: an array, or a plain value (numbers, strings, None, and lists, tuples and dicts of them)."""
 Conditions = Mapping[str, Condition]
 """By the model's names. ``a.b`` is entry b of a dict a, or of a tuple where b is a number; ``a[]`` is an
-image's entry of a list a."""
+image's entry of a list a; ``a+1`` follows the latents, which are argument a, along axis 1 of the batch."""
 
 ImageFinishReason = Literal["stop", "abort"]
 """All steps were made; `Engine.abort` cut it short."""
@@ -62,11 +62,27 @@ class ImageRequest(AnyRequest):
     prompt: str
     """The text; for a class-conditional pipeline, the name or number of a class."""
     sampling: ImageSampling
+    images: tuple[NDArray[np.uint8], ...] = field(default=(), compare=False)
+    """Images [H, W, 3] that belong to the prompt, of any sizes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for image in self.images:
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+                raise RequestError(
+                    f"images of request {self.request_id!r} have one of shape {image.shape} and type {image.dtype}; "
+                    "expected [H, W, 3] of uint8"
+                )
 
     @property
     def work_per_sample(self) -> int:
         """Number of steps of an image."""
         return self.sampling.num_inference_steps
+
+    def fits(self, other: "ImageRequest") -> bool:
+        """Return whether it can be in a batch with another one. Pipelines take the images of one prompt at a time."""
+        has_images = bool(self.images or other.images)
+        return self is other or (self.sampling == other.sampling and not has_images)
 
     def aborted(self, index: int) -> "ImageSample":
         """Return an aborted image without content."""
