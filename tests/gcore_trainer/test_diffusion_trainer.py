@@ -138,7 +138,7 @@ OBJECTIVES: dict[str, Callable[[], DiffusionObjective]] = {
 
 def trainer_of(pipeline: Path, objective: DiffusionObjective, *, lr: float = 2e-3, **options: Any) -> DiffusionTrainer:
     denoiser = Denoiser.from_pretrained(pipeline, lora=options.pop("lora", None))
-    reference = denoiser.copied() if objective.needs_reference else None
+    reference = denoiser.initial() if objective.needs_reference else None
     optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
     return DiffusionTrainer(denoiser, optimizer=optimizer, objective=objective, reference=reference, **options)
 
@@ -147,7 +147,7 @@ def trainer_of(pipeline: Path, objective: DiffusionObjective, *, lr: float = 2e-
 def test_every_objective_raises_the_reward(pipeline: Path, name: str) -> None:
     objective = OBJECTIVES[name]()
     denoiser = Denoiser.from_pretrained(pipeline)
-    reference = denoiser.copied()
+    reference = denoiser.initial()
     trainer = DiffusionTrainer(
         denoiser,
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.0),
@@ -262,11 +262,13 @@ def test_a_resumed_trainer_continues_to_the_bit(pipeline: Path, name: str) -> No
         trainer_of(pipeline, OBJECTIVES[name]()).load_state(first.state())
 
 
-@pytest.mark.parametrize("name", ["dpo", "nft"])
+@pytest.mark.parametrize("name", ["dpo", "nft", "nft with adapters"])
 def test_sleep_between_updates_changes_nothing(pipeline: Path, name: str) -> None:
     """Of the policy, its average, the reference or the policy that samples, and the optimizer: nothing stays behind."""
     batches = [as_pairs(sampled(Denoiser.from_pretrained(pipeline), 4, seed=k)) for k in range(3)]
-    awake, rested = (trainer_of(pipeline, OBJECTIVES[name](), ema_decay=0.9) for _ in range(2))
+    lora = LoRAConfig(rank=2) if "adapters" in name else None
+    objective = OBJECTIVES[name.split()[0]]()
+    awake, rested = (trainer_of(pipeline, objective, ema_decay=0.9, lora=lora) for _ in range(2))
     for batch in batches:
         assert rested.train_step([batch]) == awake.train_step([batch])
         rested.sleep()
@@ -298,6 +300,46 @@ def test_adapters_alone_learn_and_are_merged(pipeline: Path, tmp_path: Path) -> 
     loaded = SD3Transformer2DModel.from_pretrained(tmp_path)
     for key, parameter in loaded.named_parameters():
         assert torch.equal(parameter, after[key]), key
+
+
+class Apart(Denoiser):
+    """Its copies are models of their own, adapters or not."""
+
+    def copied(self) -> Denoiser:
+        twin = Denoiser.from_pretrained(Path(self.model.config._name_or_path).parent, lora=self.lora)
+        twin.model.requires_grad_(False)
+        return twin
+
+
+@pytest.mark.parametrize("name", ["flow-grpo with kl", "nft with kl", "dpo"])
+def test_models_that_share_frozen_weights_are_those_apart(pipeline: Path, name: str) -> None:
+    """The reference is the policy without its adapters, and DiffusionNFT's sampling policy is a second set of them."""
+    objective = NFTObjective(NFTConfig(num_timesteps=2, kl_loss_coef=0.1)) if "nft" in name else OBJECTIVES[name]()
+    lora, batches = LoRAConfig(rank=2), [sampled(Denoiser.from_pretrained(pipeline), 4, seed=k) for k in range(3)]
+    found: list[tuple[Any, ...]] = []
+    for kind in (Denoiser, Apart):
+        policy = kind.from_pretrained(pipeline, lora=lora)
+        reference = policy.initial() if kind is Denoiser else Denoiser.from_pretrained(pipeline)
+        options: dict[str, Any] = {"objective": objective, "reference": reference, "old_decay": (0.25, 0.5)}
+        trainer = DiffusionTrainer(policy, optimizer=OptimizerConfig(lr=2e-3), ema_decay=0.9, **options)
+        metrics: list[dict[str, float]] = []
+        for batch in batches:
+            scores = trainer.score_steps([batch], kernel, by_reference=True)[0]
+            given = [replace(s, ref_means=own.means) for s, own in zip(batch, scores, strict=True)]
+            metrics.append(trainer.train_step([as_pairs(given)]))
+        assert any(row.get("actor/kl_loss", row.get("actor/dpo_accuracy", 0.0)) > 0 for row in metrics[1:])
+        found.append((metrics, dict(trainer.export_weights()), trainer.state()))
+        if kind is Denoiser:
+            own = sum(p.numel() for p in policy.parameters().values())
+            trained = sum(p.numel() for p in policy.trained_parameters().values())
+            assert sum(p.numel() for p in policy.model.parameters()) == own + trained * objective.needs_old
+    (metrics, weights, state), (others, expected, other_state) = found
+    for row, other in zip(metrics, others, strict=True):
+        assert row == pytest.approx(other, rel=1e-6, abs=1e-6)
+    assert weights.keys() == expected.keys()
+    assert state.keys() == other_state.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-6)
 
 
 def test_the_sampling_policy_follows(pipeline: Path) -> None:

@@ -151,12 +151,13 @@ ALGORITHMS: dict[str, list[str]] = {
     "flow_grpo_fast": [
         *("--rollout.window-size", "1", "--actor.loss.kl-loss-coef", "0.04"),
         *("--actor.loss.kl-loss-type", "flow_grpo", "--algorithm.old-log-probs", "trainer"),
+        *("--actor.lora-rank", "2", "--rollout.colocated", "true"),
     ],
     "mix_grpo": ["--rollout.window-size", "1", "--rollout.window-schedule", "sliding", "--rollout.window-steps", "1"],
     "ddpo": ["--algorithm.name", "ddpo", "--rollout.kernel", "dance_sde", "--algorithm.timestep-fraction", "0.5"],
     "grpo_guard": ["--algorithm.name", "grpo_guard", "--actor.lora-rank", "2"],
     "cps": ["--rollout.kernel", "cps", "--rollout.guidance-scale", "2.0"],
-    "nft": ["--algorithm.name", "nft", "--rollout.kernel", "ode"],
+    "nft": ["--algorithm.name", "nft", "--rollout.kernel", "ode", "--actor.lora-rank", "2"],
     "dpo": ["--algorithm.name", "dpo", "--rollout.kernel", "ode"],
 }
 
@@ -228,9 +229,11 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
 
 
 @pytest.mark.slow
-def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str]) -> None:
-    """Two ranks share the parameters."""
+@pytest.mark.parametrize("lora_rank", ["0", "2"])
+def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str], lora_rank: str) -> None:
+    """Two ranks share the parameters, also those of the reference, whose pass waits for their turn."""
     args = [*own_args, "--actor.loss.kl-loss-coef", "0.1", "--algorithm.old-log-probs", "trainer"]
+    args += ["--actor.lora-rank", lora_rank]
     cli.ok(*args, "--name", "one")
     cli.ok(*args, "--trainer.num-processes", "2", "--rollout.colocated", "true", "--name", "ranks")
     assert_alike(cli.cwd / "runs/ranks", cli.cwd / "runs/one", 2e-3)

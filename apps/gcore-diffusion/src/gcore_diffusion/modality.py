@@ -132,6 +132,8 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         prepared = _prepared(groups, config, step, float(np.concatenate(scores).std()))
         updates = _updates(prepared, config.actor, ctx.roles.learner.num_replicas)
         metrics = {self.HAS_SIGNAL: float(has_signal)}
+        if has_reference_pass(config) and not ctx.roles.learner.can_score_alone:
+            updates = await _with_reference_pass(ctx, updates)
         if has_old_pass(config):
             updates, metrics[_MISMATCH] = await _with_old_pass(ctx, updates)
         return Prepared(updates=updates, metrics=metrics)
@@ -169,7 +171,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         return evaluation
 
     async def _scored(self, ctx: Context[Roles], index: int, prompt: Prompt, samples: list[ImageSample]) -> Group:
-        """Score a group, and compute the reference's means of its images meanwhile."""
+        """Score a group, and compute the reference's means of its images meanwhile, if it can be asked now."""
         samples = sorted(samples, key=lambda s: s.index)
         scoring = scored(ctx, ctx.roles.rewards.trained, samples, [prompt] * len(samples))
         found, ref_means = await asyncio.gather(scoring, self._ref_means(ctx, samples))
@@ -183,7 +185,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         )
 
     async def _ref_means(self, ctx: Context[Roles], samples: Sequence[ImageSample]) -> list[NDArray[np.float32]] | None:
-        if not has_reference_pass(self._config):
+        if not (has_reference_pass(self._config) and ctx.roles.learner.can_score_alone):
             return None
         inputs, size = [_training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
         found: list[NDArray[np.float32]] = []
@@ -245,6 +247,15 @@ def _training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any
         fields |= {"old_means": t.means, "old_log_probs": t.log_probs}
     fields |= {name: getattr(made, name) for name in _MODEL_INPUTS}
     return DiffusionSample(clean_latents=made.latents, **fields)
+
+
+async def _with_reference_pass(
+    ctx: Context[Roles], updates: Sequence[Sequence[DiffusionMicroBatch]]
+) -> list[list[DiffusionMicroBatch]]:
+    """Add the reference's means, which all controllers ask all ranks for."""
+    scores: list[list[StepScores]] = await ctx.roles.learner.score("reference", list(chain(*updates)))
+    remaining = iter(chain(*scores))
+    return [[[replace(s, ref_means=next(remaining).means) for s in batch] for batch in update] for update in updates]
 
 
 async def _with_old_pass(

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
-from gcore_trainer.lora import LoRAWeights, add_lora
+from gcore_trainer.lora import AdapterSets, LoRAWeights, adapters_named, add_lora
 from gcore_trainer.torch.activations import is_checkpointed
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import shard_modules
@@ -51,7 +52,6 @@ class Denoiser:
         self.model = model
         self.lora = lora
         self._compute_dtype = compute_dtype
-        self._is_sharded = False
         self.device: torch.device = next(model.parameters()).device
         parameters = inspect.signature(model.forward).parameters
         self._latents, *others = parameters
@@ -60,8 +60,10 @@ class Denoiser:
         self._is_of_lists = str(parameters[self._latents].annotation).startswith("list")
         if is_checkpointed(gradient_checkpointing, model, self.device):
             model.enable_gradient_checkpointing()
+        self._adapters = self._adapter = None
         if lora is not None:
             add_lora(model, lora)
+            self._adapters, self._adapter = AdapterSets(model), "default"
         # Dropout would make every ratio to the sampling policy noise.
         model.eval()
         self._sleeper = Sleeper(model)
@@ -90,18 +92,35 @@ class Denoiser:
         is_cast = dtype != torch.float32 and not self._is_sharded
         given = [each.unsqueeze(1) for each in latents] if self._is_of_lists else latents
         arguments = {self._latents: given, self._timesteps: timesteps, **arguments}
-        with torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
+        adapters = nullcontext() if self._adapters is None else self._adapters.used(self._adapter)
+        with adapters, torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
             output = self.model(**arguments, return_dict=False)[0]
         if self._is_of_lists:
             output = torch.stack(output).squeeze(2)
         # A learned variance may follow the latents' channels.
         return output[:, : latents.shape[1]].float()
 
+    def initial(self) -> "Denoiser":
+        """Return the model without its adapters, which takes no memory; without adapters, see `copied`."""
+        return self.copied() if self._adapters is None else self._with_adapter(None)
+
     def copied(self) -> "Denoiser":
-        """Return another one with the same weights, of which none is trained."""
+        """Return another one with the same weights, of which none is trained; the frozen ones are shared."""
+        if self._adapters is not None:
+            self._adapters.copy("old")
+            return self._with_adapter("old")
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model).requires_grad_(False)
         twin._sleeper = Sleeper(twin.model)
+        return twin
+
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self.model, FSDPModule)
+
+    def _with_adapter(self, name: str | None) -> "Denoiser":
+        twin = copy.copy(self)
+        twin._adapter = name
         return twin
 
     def sleep(self) -> None:
@@ -117,7 +136,6 @@ class Denoiser:
         lists = [part for part in self.model.children() if isinstance(part, torch.nn.ModuleList)]
         dtype = None if self._compute_dtype == torch.float32 else self._compute_dtype
         shard_modules([*chain(*lists), self.model], mesh, dtype=dtype)
-        self._is_sharded = True
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return parameters by diffusers' names, adapters by peft's; of a sharded model this rank's shards."""
@@ -125,7 +143,7 @@ class Denoiser:
             # A forward pass without a backward one leaves some whole.
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return dict(self.model.named_parameters())
+        return adapters_named(dict(self.model.named_parameters()), self._adapter)
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return those of `parameters` that are trained."""
