@@ -165,8 +165,11 @@ ALGORITHMS: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
     cli.ok(*own_args, *ALGORITHMS[name])
-    steps = step_rows(cli.cwd / "runs/default")
+    run = cli.cwd / "runs/default"
+    steps = step_rows(run)
     assert [row["step"] for row in steps] == [1, 2]
+    has_adapters = "--actor.lora-rank" in ALGORITHMS[name]
+    assert (run / "export/lora/pytorch_lora_weights.safetensors").is_file() == has_adapters
     for row in steps:
         assert row["actor/grad_norm"] > 0
         assert all(np.isfinite(value) for value in row.values())

@@ -30,6 +30,7 @@ from gcore_trainer import (
     RewardGradientObjective,
     StepScores,
     TorchParallel,
+    pipeline_component,
 )
 
 
@@ -39,6 +40,8 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path) -> None:
         super().__init__(config, model, checkpoints)
         self._is_averaged = bool(config.actor.ema_decay)
+        self._has_adapters = config.actor.lora is not None
+        self._component, _ = pipeline_component(model)
         self.engine_dtype = config.rollout.dtype
         denoiser = Denoiser.from_pretrained(
             model,
@@ -81,9 +84,14 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
         return self._trainer.score_steps(micro_batches, self._kernel, by_reference=role == "reference")
 
     def save_pretrained(self, path: Path) -> None:
-        """Write the folder of the denoiser, averaged if there is an average."""
+        """Write the denoiser's folder of a pipeline into the folder, and ``lora`` with the adapters, if there are any.
+
+        Both are averaged if there is an average.
+        """
         self.wake()
-        self._trainer.save_pretrained(path, averaged=self._is_averaged)
+        self._trainer.save_pretrained(path / self._component, averaged=self._is_averaged)
+        if self._has_adapters:
+            self._trainer.save_lora(path / "lora", self._component, averaged=self._is_averaged)
 
 
 def start_trainer(config: DiffusionConfig, model: Path, checkpoints: Path) -> SharedTrainerGroup[DiffusionMicroBatch]:

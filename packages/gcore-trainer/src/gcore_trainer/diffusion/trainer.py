@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
@@ -13,6 +14,7 @@ from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
 from gcore_trainer.errors import BatchError, ConfigError
+from gcore_trainer.lora import B_OF, LoRAWeights
 from gcore_trainer.objectives.policy import add_sums, check_finite
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import TorchParallel
@@ -210,6 +212,28 @@ class DiffusionTrainer(BaseTrainer):
         buffers = {n: t for n, t in model.state_dict().items() if n not in weights}
         model.load_state_dict({**weights, **buffers})
         model.save_pretrained(path)
+
+    def save_lora(self, path: str | Path, component: str, *, averaged: bool = False) -> None:
+        """Write a folder with the adapters, which ``pipeline.load_lora_weights`` of diffusers reads.
+
+        All ranks call it, one writes. The scale alpha / rank is in B: the file needs no other settings.
+
+        Args:
+            component: name of the model in the pipeline, transformer or unet.
+
+        Raises:
+            ConfigError: there are no adapters.
+        """
+        weights = self.export_weights(averaged=averaged)
+        if not isinstance(weights, LoRAWeights):
+            raise ConfigError("lora is None: the model has no adapters to save")
+        scale, tensors = weights.config.alpha / weights.config.rank, dict[str, torch.Tensor]()
+        for name, tensor in weights.adapters().items():
+            scaled = tensor * scale if name.endswith(B_OF) else tensor
+            tensors[f"{component}.{name.replace('.default.', '.')}"] = scaled.cpu().contiguous()
+        if self._is_first:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            save_file(tensors, Path(path) / "pytorch_lora_weights.safetensors", {"format": "pt"})
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
         groups = {} if self._ema is None else {"ema": dict(self._ema.tensors)}
