@@ -90,7 +90,8 @@ async def test_an_engine_follows_a_trainer_by_adapters(tied: TinyModel) -> None:
 async def test_an_engine_of_images_follows_a_trainer_by_adapters(tmp_path: Path) -> None:
     """The trainer's density of its steps is the engine's."""
     path, kernel = flow_pipeline(tmp_path), FlowSDE(noise_level=0.7)
-    engine, policy = DiffusersEngine.from_pretrained(path), Denoiser.from_pretrained(path, lora=LORA)
+    policy = Denoiser.from_pretrained(path, lora=LORA)
+    engine: Any = DiffusersEngine.from_pretrained(path)
     mirror = WeightMirror(engine, policy.initial().weights())
     for version in (1, 2):
         for adapter in policy.trained_parameters().values():
