@@ -32,8 +32,10 @@ from gcore_rollout import (
     WrongWeightsError,
     all_digests,
     check_weights,
+    host_tensor,
 )
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine, image_generator
+from gcore_rollout.engines.diffusion.kernels import Transition
 from gcore_rollout.engines.diffusion.recording import load_pipeline
 
 
@@ -57,6 +59,45 @@ def request(name: str, sampling: ImageSampling, *, n: int = 2, seed: int = 0, pr
 async def made(engine: Any, *requests: ImageRequest) -> list[ImageSample]:
     samples = [sample async for sample in engine.generate(requests)]
     return sorted(samples, key=lambda s: (s.request_id, s.index))
+
+
+def arrays_of(samples: list[ImageSample]) -> dict[int, Any]:
+    """Return the arrays of conditions, each once."""
+    given = [c for s in samples for c in (s.conditions, s.negative_conditions or {}, s.shared_conditions)]
+    return {id(value): value for c in given for value in c.values() if isinstance(value, np.ndarray)}
+
+
+@pytest.mark.parametrize("in_process", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_a_prompts_images_share_their_conditions(flow: Path, in_process: bool) -> None:
+    """In the data type of the model; also after they were sent by another process."""
+    factory = partial(DiffusersEngine.from_pretrained, flow, dtype="bfloat16")
+    engine: Any = await EngineProcess[ImageRequest, ImageSample].start(factory) if in_process else factory()
+    sampling = ImageSampling(num_inference_steps=2, guidance_scale=2.0, kernel=FlowSDE(noise_level=0.7))
+    requests = [request("a", sampling, n=3), request("b", sampling, n=2, prompt="blue 1")]
+    samples = await made(engine, *requests)
+    shared = arrays_of(samples)
+    # Of each prompt, and of none: tokens, and what is pooled of them.
+    assert len(shared) == 6
+    assert {array.dtype.name for array in shared.values()} == {"bfloat16"}
+    assert samples[0].conditions["encoder_hidden_states"] is samples[2].conditions["encoder_hidden_states"]
+    await engine.close()
+
+
+async def test_latents_in_bfloat16_are_recorded_without_loss(flow: Path) -> None:
+    engine = DiffusersEngine.from_pretrained(flow, dtype="bfloat16")
+    kernel = FlowSDE(noise_level=0.7)
+    [sample] = await made(engine, request("a", ImageSampling(num_inference_steps=4, kernel=kernel), n=1))
+    t = sample.trajectory
+    assert {t.latents.dtype.name, t.next_latents.dtype.name} == {"bfloat16"}
+    assert {t.means.dtype.name, t.log_probs.dtype.name} == {"float32"}
+    assert np.array_equal(t.next_latents[:-1], t.latents[1:])
+    for step in range(4):
+        x, drawn = (host_tensor(latents[step : step + 1]).float() for latents in (t.latents, t.next_latents))
+        levels = (torch.tensor(getattr(t, name)[step : step + 1]) for name in ("levels", "next_levels"))
+        std = kernel(torch.zeros_like(x), x, *levels).std
+        again = Transition(torch.from_numpy(t.means[step : step + 1]), std).log_prob(drawn)
+        np.testing.assert_allclose(again, t.log_probs[step : step + 1], rtol=1e-6)
+    await engine.close()
 
 
 async def test_without_noise_the_images_are_the_pipelines_own(flow: Path) -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -351,6 +352,22 @@ def test_the_sampling_policy_follows(pipeline: Path) -> None:
     for key, tensor in trainer.export_weights():
         expected = torch.lerp(before[key], state["model"][key], 0.75)
         torch.testing.assert_close(tensor, expected)
+
+
+def test_shared_conditions_are_those_of_each_image(pipeline: Path) -> None:
+    """Images that share arrays, in bfloat16, against images with float32 copies of their own."""
+    samples = sampled(Denoiser.from_pretrained(pipeline), 8, seed=0)
+    rounded = [{name: v.astype(ml_dtypes.bfloat16) for name, v in c.items()} for c in conditions(4)]
+    copied = [{name: v.astype(np.float32) for name, v in rounded[i % 4].items()} for i in range(8)]
+    denoiser, found = Denoiser.from_pretrained(pipeline), list[Any]()
+    for given in (rounded * 2, copied):
+        batch = [replace(s, conditions=c) for s, c in zip(samples, given, strict=True)]
+        trainer_of(pipeline, POLICY["ddpo"]()).train_step([batch])
+        found.append(np.stack([score.log_probs for score in score_steps(denoiser, [batch], kernel)[0]]))
+    np.testing.assert_array_equal(*found)
+    rounded[0]["pooled_projections"][3] = np.inf
+    with pytest.raises(BatchError, match=r"micro_batches\[0\]\[0\]\.conditions\['pooled_projections'\]\[3\] is inf"):
+        trainer_of(pipeline, POLICY["ddpo"]()).train_step([[replace(samples[0], conditions=rounded[0])]])
 
 
 def test_a_batch_that_lacks_something_is_refused(pipeline: Path, tmp_path: Path) -> None:

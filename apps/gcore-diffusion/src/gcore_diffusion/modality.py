@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from gcore_diffusion.sampling.image_sampling import (
     scored,
 )
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
+from gcore_diffusion.sampling.shared_arrays import share_conditions
 from gcore_rollout import ImageRequest, ImageSample, Scored, part_means
 from gcore_runs import RunJob
 from gcore_trainer import DiffusionMicroBatch, DiffusionSample, StepScores, grpo_advantages
@@ -63,6 +65,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         self._config = job.config
         # Two for each step: the weights that are evaluated may be an average.
         self._version = 2 * job.first_step
+        self._known: WeakValueDictionary[bytes, NDArray[Any]] = WeakValueDictionary()
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -172,7 +175,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
 
     async def _scored(self, ctx: Context[Roles], index: int, prompt: Prompt, samples: list[ImageSample]) -> Group:
         """Score a group, and compute the reference's means of its images meanwhile, if it can be asked now."""
-        samples = sorted(samples, key=lambda s: s.index)
+        samples = share_conditions(sorted(samples, key=lambda s: s.index), self._known)
         scoring = scored(ctx, ctx.roles.rewards.trained, samples, [prompt] * len(samples))
         found, ref_means = await asyncio.gather(scoring, self._ref_means(ctx, samples))
         return Group(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcore_rollout.engines.diffusion.arrays import in_dtype
 from gcore_rollout.engines.diffusion.calls import image_conditions, same_conditions, timestep_map
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
@@ -85,6 +86,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._recorded = Recorded(pipeline)
         self.pipeline = pipeline
         self._device: torch.device = pipeline.device
+        self._dtype = next(self._recorded.denoiser.parameters()).dtype
         self._accepted = set(inspect.signature(pipeline.__call__).parameters)
         self._options = dict(options or {})
         if unknown := sorted(self._options.keys() - self._accepted):
@@ -244,7 +246,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 index=image.index,
                 image=pixels[row],
                 latents=final[row],
-                trajectory=trajectory,
+                trajectory=in_dtype(trajectory, self._dtype),
                 conditions=with_prompt[row],
                 negative_conditions=without[row] if without is not None else None,
                 shared_conditions=shared,
