@@ -1,5 +1,6 @@
 """`gcore-diffusion`: the embedded model in short, a user's own pipeline, every algorithm, resumption, wrong input."""
 
+import json
 import os
 import re
 import shutil
@@ -324,6 +325,37 @@ def test_a_resumed_run_is_the_same_to_the_bit(cli: Cli, own_args: list[str]) -> 
 
 
 @pytest.mark.slow
+def test_an_interrupted_run_exports_its_best_step(cli: Cli, own_args: list[str]) -> None:
+    """Also where the trainer sleeps during evaluations, which takes turns with the engine."""
+    (cli.cwd / "own.py").write_text("""
+def middling(images, prompts, rows):
+    means = images.astype(float).mean((1, 2)) / 255
+    return [-abs((means[:, 0] - means[:, 1]).mean() - 0.41)] * len(images)
+""")
+    args = option_set([*own_args, "--trainer.test-freq", "1"], "--trainer.total-training-steps", "6")
+    args += ["--trainer.export", "best", "--actor.optim.lr", "1e-2", "--reward.held-out", "own.py:middling"]
+    cli.ok(*args, "--name", "whole")
+    command = cli.start(*args, "--rollout.colocated", "true", "--name", "parts")
+    whole, parts = (cli.cwd / "runs" / name for name in ("whole", "parts"))
+    command.wait_until(lambda: (parts / "metrics.jsonl").exists() and len(step_rows(parts)) >= 4)
+    command.send(signal.SIGINT)
+    assert command.wait().code == 130
+    best = json.loads((whole / "best/step.json").read_text())
+    out = cli.ok(*args, "--rollout.colocated", "true", "--name", "parts")
+    assert "resuming after step" in out
+    assert f"exporting the policy of step {best['step']}, the best on held-out prompts" in " ".join(out.split())
+    scores = {
+        row["step"]: row["val/held_out/mean"]
+        for row in read_rows(whole / "metrics.jsonl")
+        if "val/held_out/mean" in row
+    }
+    assert best["step"] == max(scores, key=lambda step: scores[step])
+    assert 0 < best["step"] < 4
+    weights = ["export/transformer/diffusion_pytorch_model.safetensors"] * 2
+    assert (whole / weights[0]).read_bytes() == (parts / weights[1]).read_bytes()
+
+
+@pytest.mark.slow
 def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None:
     many = option_set(own_args, "--trainer.total-training-steps", "1000")
     command = cli.start(*many)
@@ -358,10 +390,6 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "returned 1 scores; expected one for each of 2 images",
     ),
     "no number": (lambda file: ["--reward.kind", f"{file}:nothing"], "returned nan for an image"),
-    "the best of a trainer that sleeps": (
-        lambda _: ["--trainer.export", "best", "--rollout.colocated", "true"],
-        "trainer.export is 'best'; expected 'last' with rollout.colocated true",
-    ),
     "size for a reward": (
         lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],
         "rewards of digits score 8 x 8 pixels",

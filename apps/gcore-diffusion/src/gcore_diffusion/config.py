@@ -253,7 +253,7 @@ class TrainerConfig(BaseTrainerConfig):
     """Steps between checkpoints."""
     export: Literal["last", "best"] = "last"
     """Step whose policy is exported. best: that of the evaluation with the highest reward not trained on, or without
-    one with the highest reward, of those without a warning; it is saved at once, with trainer and engines in memory."""
+    one with the highest reward, of those without a warning; it is saved at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,10 +303,6 @@ class DiffusionConfig(BaseRLConfig):
     def judge(self) -> tuple[str, JudgeConfig | None]:
         return "reward.judge", self.reward.judge if self.reward.is_judged else None
 
-    @property
-    def can_take_turns(self) -> bool:
-        return self.trainer.export == "last"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         name, kernel, steps = self.algorithm.name, self.rollout.kernel, self.rollout.num_inference_steps
@@ -321,10 +317,6 @@ class DiffusionConfig(BaseRLConfig):
         self.require("actor.loss.kl_loss_type", is_of_sde, f"'gaussian' with rollout.kernel {kernel!r}")
         is_shorter = self.algorithm.reward_gradient_steps <= steps
         self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
-        may_save = self.can_take_turns or self.rollout.colocated is not True
-        self.require(
-            "trainer.export", may_save, "'last' with rollout.colocated true: the trainer sleeps in evaluations"
-        )
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
         is_of_users = not self.model or self.reward.kind not in ("", "digit", "digit_judge", "colour")

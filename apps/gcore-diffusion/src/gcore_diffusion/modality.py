@@ -63,6 +63,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     def __init__(self, job: Job) -> None:
         self._job = job
         self._config = job.config
+        self.saves_evaluated = job.config.trainer.export == "best"
         # Two for each step: the weights that are evaluated may be an average.
         self._version = 2 * job.first_step
         self._known: WeakValueDictionary[bytes, NDArray[Any]] = WeakValueDictionary()
