@@ -100,6 +100,30 @@ async def test_latents_in_bfloat16_are_recorded_without_loss(flow: Path) -> None
     await engine.close()
 
 
+async def test_text_encoders_are_elsewhere_while_images_are_denoised(flow: Path) -> None:
+    sampling = ImageSampling(num_inference_steps=2, guidance_scale=2.0)
+    expected = await made(DiffusersEngine.from_pretrained(flow), request("a", sampling))
+    engine = DiffusersEngine.from_pretrained(flow, offload_text_encoders=True)
+    weight = engine.pipeline.text_encoder.text_model.final_layer_norm.weight
+    kept, seen = weight.data_ptr(), dict[str, list[bool]](text_encoder=[], transformer=[])
+    for name, found in seen.items():
+        hook = lambda *_, found=found: found.append(weight.data_ptr() == kept)  # noqa: E731 - of this name's list
+        getattr(engine.pipeline, name).register_forward_pre_hook(hook)
+    await engine.sleep()
+    await engine.wake()
+    samples = await made(engine, request("a", sampling))
+    assert seen == {"text_encoder": [False] * len(seen["text_encoder"]), "transformer": [True] * 2}
+    assert len(seen["text_encoder"]) > 0
+    for one, other in zip(samples, expected, strict=True):
+        np.testing.assert_allclose(one.latents, other.latents, atol=1e-5)
+    await engine.close()
+
+
+async def test_text_encoders_that_are_not_there_stay_nowhere(ddim: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="DiTPipeline has no text encoder; expected one with offload"):
+        DiffusersEngine.from_pretrained(ddim, offload_text_encoders=True)
+
+
 async def test_without_noise_the_images_are_the_pipelines_own(flow: Path) -> None:
     """Whatever else is in the batch."""
     engine = DiffusersEngine.from_pretrained(flow)

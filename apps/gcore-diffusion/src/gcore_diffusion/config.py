@@ -157,6 +157,8 @@ class RolloutConfig(Checked, section="rollout"):
     """Frames of a video, where the pipeline makes videos; 0: its own number."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the sampler's weights."""
+    offload_text_encoders: bool = False
+    """Text encoders are in host memory, and on a GPU only while prompts are encoded; of no effect on CPU."""
     max_num_images: Count = 64
     """Most images that an engine makes at once."""
     num_processes: NonNegative = 0

@@ -15,6 +15,7 @@ from gcore_rollout.engines.diffusion.arrays import in_dtype
 from gcore_rollout.engines.diffusion.calls import image_conditions, same_conditions, timestep_map
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
+from gcore_rollout.engines.diffusion.text_encoders import HostedEncoders
 from gcore_rollout.engines.diffusion.types import (
     SCALARS,
     STACKED,
@@ -54,6 +55,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: largest batch.
         options: further arguments of the pipeline's call, such as max_sequence_length or num_frames.
         size: height and width in pixels of the images that it is tried on; None: the pipeline's own.
+        device: that it works on; None: the one that the pipeline is on.
+        offload_text_encoders: whether the text encoders are on the device only while prompts are encoded.
 
     Attributes:
         pipeline: The pipeline.
@@ -72,6 +75,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
+        device: str | None = None,
+        offload_text_encoders: bool = False,
     ) -> None:
         if max_num_images < 1:
             raise RolloutError(f"max_num_images is {max_num_images}; expected at least 1")
@@ -85,7 +90,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             vae.enable_slicing()
         self._recorded = Recorded(pipeline)
         self.pipeline = pipeline
-        self._device: torch.device = pipeline.device
+        self._device: torch.device = pipeline.device if device is None else torch.device(device)
+        self._hosted = HostedEncoders(pipeline, self._device) if offload_text_encoders else None
+        self._move_pipeline(self._device)
         self._dtype = next(self._recorded.denoiser.parameters()).dtype
         self._accepted = set(inspect.signature(pipeline.__call__).parameters)
         self._options = dict(options or {})
@@ -110,10 +117,17 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
+        offload_text_encoders: bool = False,
     ) -> Self:
         """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16."""
-        pipeline = load_pipeline(path, dtype=getattr(torch, dtype))
-        return cls(pipeline.to(device), max_num_images=max_num_images, options=options, size=size)
+        return cls(
+            load_pipeline(path, dtype=getattr(torch, dtype)),
+            max_num_images=max_num_images,
+            options=options,
+            size=size,
+            device=device,
+            offload_text_encoders=offload_text_encoders,
+        )
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
@@ -151,12 +165,19 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
 
     async def _control(self, name: Control) -> None:
         if name in ("sleep", "discard"):
-            self.pipeline.to("cpu")
+            self._move_pipeline(torch.device("cpu"))
             if self._device.type != "cpu":
                 # Other processes on the device need it.
                 torch.accelerator.empty_cache()
         elif name in ("wake", "wake_weights"):
-            self.pipeline.to(self._device)
+            self._move_pipeline(self._device)
+
+    def _move_pipeline(self, device: torch.device) -> None:
+        """Move all models but those that stay in host memory."""
+        staying = self._hosted.modules if self._hosted is not None else []
+        for component in self.pipeline.components.values():
+            if isinstance(component, torch.nn.Module) and component not in staying:
+                component.to(device)
 
     def _num_running(self) -> int:
         return len(self._running[1]) if self._running else 0
