@@ -28,6 +28,7 @@ from gcore_rollout import (
     ImageSample,
     ImageSampling,
     RequestError,
+    RolloutError,
     UnsupportedModelError,
     WrongWeightsError,
     all_digests,
@@ -117,6 +118,25 @@ async def test_text_encoders_are_elsewhere_while_images_are_denoised(flow: Path)
     for one, other in zip(samples, expected, strict=True):
         np.testing.assert_allclose(one.latents, other.latents, atol=1e-5)
     await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor's own imports
+async def test_compiled_blocks_make_the_same_images(flow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by weights that came later."""
+    plain, compiled = (DiffusersEngine.from_pretrained(flow, compiles=compiles) for compiles in (False, True))
+    weights = {name: 1.1 * tensor for name, tensor in plain.pipeline.transformer.named_parameters()}
+    for engine in (plain, compiled):
+        await engine.update_weights(weights.items(), version=1)
+    for one, other in zip(await made(compiled, request("a", SDE)), await made(plain, request("a", SDE)), strict=True):
+        np.testing.assert_allclose(one.latents, other.latents, atol=1e-4)
+        ratios = np.exp(one.trajectory.log_probs - other.trajectory.log_probs)
+        np.testing.assert_allclose(ratios, 1.0, atol=1e-4)
+    assert not hasattr(plain.pipeline.transformer.transformer_blocks[0].forward, "_torchdynamo_orig_callable")
+    assert hasattr(compiled.pipeline.transformer.transformer_blocks[0].forward, "_torchdynamo_orig_callable")
+    monkeypatch.setattr("shutil.which", lambda *_: None)
+    with pytest.raises(RolloutError, match=r"compile is True; expected a C\+\+ compiler on CPU"):
+        DiffusersEngine.from_pretrained(flow, compiles=True)
 
 
 async def test_text_encoders_that_are_not_there_stay_nowhere(ddim: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from tiny_pipelines import flow_pipeline
+from torch._dynamo.utils import counters
 
 from gcore_trainer import (
     BatchError,
@@ -352,6 +353,21 @@ def test_the_sampling_policy_follows(pipeline: Path) -> None:
     for key, tensor in trainer.export_weights():
         expected = torch.lerp(before[key], state["model"][key], 0.75)
         torch.testing.assert_close(tensor, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_blocks_compute_the_same(pipeline: Path) -> None:
+    """By the policy with adapters, the reference without them, and the sampling policy, which has others."""
+    torch.compiler.reset()
+    counters.clear()
+    objective = NFTObjective(NFTConfig(num_timesteps=1, kl_loss_coef=0.1))
+    plain, other = (trainer_of(pipeline, objective, lora=LoRAConfig(rank=2)) for _ in range(2))
+    other.compile(backend="aot_eager")
+    for seed in range(2):
+        batches = [sampled(Denoiser.from_pretrained(pipeline), 4, seed=seed)]
+        assert other.train_step(batches) == pytest.approx(plain.train_step(batches), rel=1e-4, abs=1e-6)
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def test_shared_conditions_are_those_of_each_image(pipeline: Path) -> None:

@@ -157,6 +157,8 @@ class RolloutConfig(Checked, section="rollout"):
     """Frames of a video, where the pipeline makes videos; 0: its own number."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the sampler's weights."""
+    compile: bool = False
+    """Compile the blocks of the engines' denoiser (torch.compile), which takes a minute or more at the start."""
     offload_text_encoders: bool = False
     """Text encoders are in host memory, and on a GPU only while prompts are encoded; of no effect on CPU."""
     max_num_images: Count = 64
@@ -239,6 +241,8 @@ class ActorConfig(BaseActorConfig):
     """Decay of a moving average of the weights, which is evaluated and exported; 0: there is none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the passes; weights stay in float32."""
+    compile: bool = False
+    """Compile the blocks of the models in training (torch.compile), which takes a minute or more at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,8 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             old_decay=(nft.old_decay, nft.old_decay_max),
             parallel=parallel,
         )
+        if config.actor.compile:
+            self._trainer.compile()
         self.trainers = {"actor": self._trainer}
 
     @property

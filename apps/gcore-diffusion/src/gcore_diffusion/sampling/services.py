@@ -38,6 +38,7 @@ def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], Dif
         max_num_images=rollout.max_num_images,
         options=rollout.pipeline_options,
         size=rollout.image_size,
+        compiles=rollout.compile,
         offload_text_encoders=rollout.offload_text_encoders and config.engine_device != "cpu",
     )
 

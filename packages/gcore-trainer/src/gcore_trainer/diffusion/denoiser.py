@@ -19,6 +19,7 @@ from gcore_trainer.diffusion.conditions import Conditioned
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
 from gcore_trainer.lora import AdapterSets, LoRAWeights, adapters_named, add_lora
 from gcore_trainer.torch.activations import is_checkpointed
+from gcore_trainer.torch.compiled import compile_backend
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import shard_modules
 from gcore_trainer.trainer import whole
@@ -29,6 +30,8 @@ except ImportError:
     raise MissingExtraError("diffusers", "diffusion") from None
 
 _COMPONENTS = ("transformer", "unet")
+_MOST_GRAPHS = 64
+"""Graphs of a block's code; of more, torch.compile gives up without an error."""
 
 
 class Denoiser:
@@ -133,9 +136,27 @@ class Denoiser:
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Shard the parameters in place, block by block (FSDP2, ZeRO-3: arXiv 1910.02054)."""
-        lists = [part for part in self.model.children() if isinstance(part, torch.nn.ModuleList)]
         dtype = None if self._compute_dtype == torch.float32 else self._compute_dtype
-        shard_modules([*chain(*lists), self.model], mesh, dtype=dtype)
+        shard_modules([*self._blocks, self.model], mesh, dtype=dtype)
+
+    def compile(self, *, backend: str | None = None) -> None:
+        """Compile the blocks, which the first passes do; results change by rounding errors.
+
+        Copies and shards are made before: they would call the blocks of this model.
+
+        Args:
+            backend: of torch.compile; None: Inductor, or on a CPU without a C++ compiler one that makes nothing faster.
+        """
+        # One graph for each kind of block, with and without gradient, for each set of adapters.
+        dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
+        backend = backend or compile_backend(self.device)
+        for block in self._blocks:
+            block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
+
+    @property
+    def _blocks(self) -> list[torch.nn.Module]:
+        return [*chain(*(part for part in self.model.children() if isinstance(part, torch.nn.ModuleList)))]
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return parameters by diffusers' names, adapters by peft's; of a sharded model this rank's shards."""

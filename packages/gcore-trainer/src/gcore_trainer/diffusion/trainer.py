@@ -106,6 +106,11 @@ class DiffusionTrainer(BaseTrainer):
         for model in self._others:
             model.wake()
 
+    def compile(self, *, backend: str | None = None) -> None:
+        """Compile the blocks of all models; see `Denoiser.compile`."""
+        for model in (self._models.policy, *self._others):
+            model.compile(backend=backend)
+
     @property
     def _others(self) -> list[Denoiser]:
         """The models besides the policy that have weights of their own."""

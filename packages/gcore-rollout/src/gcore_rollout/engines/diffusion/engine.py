@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.diffusion.arrays import in_dtype
 from gcore_rollout.engines.diffusion.calls import image_conditions, same_conditions, timestep_map
+from gcore_rollout.engines.diffusion.compiled import compile_blocks
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
 from gcore_rollout.engines.diffusion.text_encoders import HostedEncoders
@@ -56,6 +57,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         options: further arguments of the pipeline's call, such as max_sequence_length or num_frames.
         size: height and width in pixels of the images that it is tried on; None: the pipeline's own.
         device: that it works on; None: the one that the pipeline is on.
+        compiles: whether the blocks of the denoiser are compiled, which takes a minute or more.
         offload_text_encoders: whether the text encoders are on the device only while prompts are encoded.
 
     Attributes:
@@ -76,6 +78,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
         device: str | None = None,
+        compiles: bool = False,
         offload_text_encoders: bool = False,
     ) -> None:
         if max_num_images < 1:
@@ -93,6 +96,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._device: torch.device = pipeline.device if device is None else torch.device(device)
         self._hosted = HostedEncoders(pipeline, self._device) if offload_text_encoders else None
         self._move_pipeline(self._device)
+        if compiles:
+            compile_blocks(self._recorded.denoiser)
         self._dtype = next(self._recorded.denoiser.parameters()).dtype
         self._accepted = set(inspect.signature(pipeline.__call__).parameters)
         self._options = dict(options or {})
@@ -117,6 +122,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         max_num_images: int = 64,
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
+        compiles: bool = False,
         offload_text_encoders: bool = False,
     ) -> Self:
         """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16."""
@@ -126,6 +132,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             options=options,
             size=size,
             device=device,
+            compiles=compiles,
             offload_text_encoders=offload_text_encoders,
         )
 
