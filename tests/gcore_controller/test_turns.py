@@ -14,6 +14,7 @@ from gcore_controller import (
     Context,
     DeviceTimers,
     DeviceTurns,
+    Evaluated,
     Event,
     Generated,
     InlineBackend,
@@ -112,6 +113,8 @@ def run(
     turns = DeviceTurns(SleepingTrainer(device), engine, [judge], devices=DeviceTimers(), ranks=[0])
 
     async def record(event: Event) -> None:
+        if isinstance(event, Evaluated):
+            assert ("trainer" in device.awake) == (not shares or modality.saves_evaluated)
         if isinstance(event, Stepped):
             assert not shares or "trainer" in device.awake, "the models can be saved"
             metrics.append({k: v for k, v in event.metrics.items() if not k.startswith(("timing_s/", "perf/"))})
@@ -137,6 +140,19 @@ def test_training_with_turns_is_the_same(world_size: int) -> None:
     training = ["-engine dropped", "-judge kept", "+trainer"]
     # The last turn of sampling is that of the last evaluation.
     assert device.log == [*sync, *sampling, *3 * [*training, *sync, *sampling]]
+
+
+class Saving(Tones):
+    """Its recorder saves the policy of some evaluations."""
+
+    saves_evaluated = True
+
+
+def test_the_policy_of_an_evaluation_is_saved_in_the_trainers_turn() -> None:
+    alone, _ = run(world_size=2, shares=False)
+    shared, device = run(world_size=2, shares=True, modality=Saving)
+    assert shared == alone
+    assert device.log[-4:] == ["-engine kept", "-judge kept", "+trainer", "+engine weights"]
 
 
 async def test_a_swap_that_fails_is_tried_again() -> None:

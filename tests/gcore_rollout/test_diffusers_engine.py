@@ -28,12 +28,15 @@ from gcore_rollout import (
     ImageSample,
     ImageSampling,
     RequestError,
+    RolloutError,
     UnsupportedModelError,
     WrongWeightsError,
     all_digests,
     check_weights,
+    host_tensor,
 )
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine, image_generator
+from gcore_rollout.engines.diffusion.kernels import Transition
 from gcore_rollout.engines.diffusion.recording import load_pipeline
 
 
@@ -57,6 +60,88 @@ def request(name: str, sampling: ImageSampling, *, n: int = 2, seed: int = 0, pr
 async def made(engine: Any, *requests: ImageRequest) -> list[ImageSample]:
     samples = [sample async for sample in engine.generate(requests)]
     return sorted(samples, key=lambda s: (s.request_id, s.index))
+
+
+def arrays_of(samples: list[ImageSample]) -> dict[int, Any]:
+    """Return the arrays of conditions, each once."""
+    given = [c for s in samples for c in (s.conditions, s.negative_conditions or {}, s.shared_conditions)]
+    return {id(value): value for c in given for value in c.values() if isinstance(value, np.ndarray)}
+
+
+@pytest.mark.parametrize("in_process", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_a_prompts_images_share_their_conditions(flow: Path, in_process: bool) -> None:
+    """In the data type of the model; also after they were sent by another process."""
+    factory = partial(DiffusersEngine.from_pretrained, flow, dtype="bfloat16")
+    engine: Any = await EngineProcess[ImageRequest, ImageSample].start(factory) if in_process else factory()
+    sampling = ImageSampling(num_inference_steps=2, guidance_scale=2.0, kernel=FlowSDE(noise_level=0.7))
+    requests = [request("a", sampling, n=3), request("b", sampling, n=2, prompt="blue 1")]
+    samples = await made(engine, *requests)
+    shared = arrays_of(samples)
+    # Of each prompt, and of none: tokens, and what is pooled of them.
+    assert len(shared) == 6
+    assert {array.dtype.name for array in shared.values()} == {"bfloat16"}
+    assert samples[0].conditions["encoder_hidden_states"] is samples[2].conditions["encoder_hidden_states"]
+    await engine.close()
+
+
+async def test_latents_in_bfloat16_are_recorded_without_loss(flow: Path) -> None:
+    engine = DiffusersEngine.from_pretrained(flow, dtype="bfloat16")
+    kernel = FlowSDE(noise_level=0.7)
+    [sample] = await made(engine, request("a", ImageSampling(num_inference_steps=4, kernel=kernel), n=1))
+    t = sample.trajectory
+    assert {t.latents.dtype.name, t.next_latents.dtype.name} == {"bfloat16"}
+    assert {t.means.dtype.name, t.log_probs.dtype.name} == {"float32"}
+    assert np.array_equal(t.next_latents[:-1], t.latents[1:])
+    for step in range(4):
+        x, drawn = (host_tensor(latents[step : step + 1]).float() for latents in (t.latents, t.next_latents))
+        levels = (torch.tensor(getattr(t, name)[step : step + 1]) for name in ("levels", "next_levels"))
+        std = kernel(torch.zeros_like(x), x, *levels).std
+        again = Transition(torch.from_numpy(t.means[step : step + 1]), std).log_prob(drawn)
+        np.testing.assert_allclose(again, t.log_probs[step : step + 1], rtol=1e-6)
+    await engine.close()
+
+
+async def test_text_encoders_are_elsewhere_while_images_are_denoised(flow: Path) -> None:
+    sampling = ImageSampling(num_inference_steps=2, guidance_scale=2.0)
+    expected = await made(DiffusersEngine.from_pretrained(flow), request("a", sampling))
+    engine = DiffusersEngine.from_pretrained(flow, offload_text_encoders=True)
+    weight = engine.pipeline.text_encoder.text_model.final_layer_norm.weight
+    kept, seen = weight.data_ptr(), dict[str, list[bool]](text_encoder=[], transformer=[])
+    for name, found in seen.items():
+        hook = lambda *_, found=found: found.append(weight.data_ptr() == kept)  # noqa: E731 - of this name's list
+        getattr(engine.pipeline, name).register_forward_pre_hook(hook)
+    await engine.sleep()
+    await engine.wake()
+    samples = await made(engine, request("a", sampling))
+    assert seen == {"text_encoder": [False] * len(seen["text_encoder"]), "transformer": [True] * 2}
+    assert len(seen["text_encoder"]) > 0
+    for one, other in zip(samples, expected, strict=True):
+        np.testing.assert_allclose(one.latents, other.latents, atol=1e-5)
+    await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor's own imports
+async def test_compiled_blocks_make_the_same_images(flow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by weights that came later."""
+    plain, compiled = (DiffusersEngine.from_pretrained(flow, compiles=compiles) for compiles in (False, True))
+    weights = {name: 1.1 * tensor for name, tensor in plain.pipeline.transformer.named_parameters()}
+    for engine in (plain, compiled):
+        await engine.update_weights(weights.items(), version=1)
+    for one, other in zip(await made(compiled, request("a", SDE)), await made(plain, request("a", SDE)), strict=True):
+        np.testing.assert_allclose(one.latents, other.latents, atol=1e-4)
+        ratios = np.exp(one.trajectory.log_probs - other.trajectory.log_probs)
+        np.testing.assert_allclose(ratios, 1.0, atol=1e-4)
+    assert not hasattr(plain.pipeline.transformer.transformer_blocks[0].forward, "_torchdynamo_orig_callable")
+    assert hasattr(compiled.pipeline.transformer.transformer_blocks[0].forward, "_torchdynamo_orig_callable")
+    monkeypatch.setattr("shutil.which", lambda *_: None)
+    with pytest.raises(RolloutError, match=r"compile is True; expected a C\+\+ compiler on CPU"):
+        DiffusersEngine.from_pretrained(flow, compiles=True)
+
+
+async def test_text_encoders_that_are_not_there_stay_nowhere(ddim: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="DiTPipeline has no text encoder; expected one with offload"):
+        DiffusersEngine.from_pretrained(ddim, offload_text_encoders=True)
 
 
 async def test_without_noise_the_images_are_the_pipelines_own(flow: Path) -> None:

@@ -178,7 +178,7 @@ async def test_an_update(name: str, guidance_scale: float, lora: LoRAConfig | No
         objectives.append(DiffusionDPOObjective(DiffusionDPOConfig(beta=20.0), process))
     for objective in objectives:
         denoiser = denoiser_of(found.model, lora)
-        reference = denoiser.copied() if objective.needs_reference else None
+        reference = denoiser.initial() if objective.needs_reference else None
         optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.0)
         trainer = DiffusionTrainer(denoiser, optimizer=optimizer, objective=objective, reference=reference)
         before = {name: p.detach().clone() for name, p in denoiser.trained_parameters().items()}

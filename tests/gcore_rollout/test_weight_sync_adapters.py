@@ -1,21 +1,25 @@
 """Adapters that travel alone are merged as the trainer merges them, and as peft does."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 from engine_oracles import TinyModel
+from tiny_pipelines import flow_pipeline
 from transformers import AutoModelForCausalLM
 from weight_sync_oracles import LORA, adapters_of, check_behind, check_synced, make_trainer, train
 
-from gcore_rollout import HFEngine, WeightMirror
+from gcore_rollout import DiffusersEngine, FlowSDE, HFEngine, ImageRequest, ImageSampling, WeightMirror
 from gcore_rollout.weight_sync.updates import A_OF, B_OF, AdapterWeights, check_adapters, merged
-from gcore_trainer import TorchTrainer
+from gcore_trainer import Denoiser, DiffusionSample, TorchTrainer, score_steps
 
 SCALING = LORA.alpha / LORA.rank
 LAYER = "model.layers.0.self_attn.q_proj"
+_OF_ENGINES = ("means", "log_probs", "steps")
+"""Fields of a trajectory that a trainer's image has under other names, or not at all."""
 
 
 def sent_by(trainer: TorchTrainer, *, version: int, base_version: int = 0) -> AdapterWeights:
@@ -81,6 +85,29 @@ async def test_an_engine_follows_a_trainer_by_adapters(tied: TinyModel) -> None:
         await check_synced(engine, trainer, version=version)
     for name, tensor in trainer.export_weights():
         torch.testing.assert_close(dict(mirror)[name], tensor, rtol=0, atol=1e-6)
+
+
+async def test_an_engine_of_images_follows_a_trainer_by_adapters(tmp_path: Path) -> None:
+    """The trainer's density of its steps is the engine's."""
+    path, kernel = flow_pipeline(tmp_path), FlowSDE(noise_level=0.7)
+    policy = Denoiser.from_pretrained(path, lora=LORA)
+    engine: Any = DiffusersEngine.from_pretrained(path)
+    mirror = WeightMirror(engine, policy.initial().weights())
+    for version in (1, 2):
+        for adapter in policy.trained_parameters().values():
+            torch.nn.init.normal_(adapter, std=0.2)
+        tensors = {name: adapter.detach() for name, adapter in policy.trained_parameters().items()}
+        sent = AdapterWeights(base_version=0, version=version, scaling=SCALING, tensors=tensors)
+        await mirror.apply(sent)
+        sampling = ImageSampling(num_inference_steps=4, kernel=kernel)
+        made = [s async for s in engine.generate([ImageRequest(request_id="a", prompt="red", sampling=sampling, n=2)])]
+        given = {"clean_latents": made[0].latents, "conditions": made[0].conditions}
+        steps = {name: value for name, value in vars(made[0].trajectory).items() if name not in _OF_ENGINES}
+        [[scores]] = score_steps(policy, [[DiffusionSample(**given, **steps)]], kernel)
+        torch.testing.assert_close(*map(torch.from_numpy, (scores.log_probs, made[0].trajectory.log_probs)))
+        [[initial]] = score_steps(policy.initial(), [[DiffusionSample(**given, **steps)]], kernel)
+        assert abs(initial.log_probs - scores.log_probs).max() > 1e-3
+    await engine.close()
 
 
 def test_adapters_that_do_not_fit_are_refused() -> None:

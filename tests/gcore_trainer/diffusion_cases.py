@@ -41,12 +41,16 @@ def train_images(
 
 
 def score_images(rank: Rank, path: str, parts: Sequence[Sequence[DiffusionMicroBatch]]) -> list[list[StepScores]]:
-    """Scores of this rank's micro-batches, under a sharded policy."""
+    """Scores of this rank's micro-batches, by the sharded reference of a policy with adapters that have changed."""
     del rank
     objective = DenoisingPolicyObjective(DenoisingPolicyConfig(), kernel)
     options: dict[str, Any] = {"optimizer": OptimizerConfig(), "objective": objective}
-    trainer = DiffusionTrainer(Denoiser.from_pretrained(path), parallel=TorchParallel.join(ParallelConfig()), **options)
-    return trainer.score_steps(parts[trainer.data_parallel_rank], kernel)
+    policy = Denoiser.from_pretrained(path, lora=LoRAConfig(rank=2))
+    for adapter in policy.trained_parameters().values():
+        torch.nn.init.constant_(adapter, 0.1)
+    parallel = TorchParallel.join(ParallelConfig())
+    trainer = DiffusionTrainer(policy, reference=policy.initial(), parallel=parallel, **options)
+    return trainer.score_steps(parts[trainer.data_parallel_rank], kernel, by_reference=True)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def trained(
     """The same of a rank, or alone."""
     options: dict[str, Any] = {"optimizer": OptimizerConfig(lr=2e-3), "objective": objective, "ema_decay": 0.9}
     denoiser = Denoiser.from_pretrained(path, lora=lora)
-    reference = denoiser.copied() if objective.needs_reference else None
+    reference = denoiser.initial() if objective.needs_reference else None
     trainer = DiffusionTrainer(denoiser, reference=reference, parallel=parallel, **options)
     metrics = [trainer.train_step(replicas[trainer.data_parallel_rank]) for replicas in steps]
     return metrics, dict(trainer.export_weights()), dict(trainer.export_weights(averaged=True))

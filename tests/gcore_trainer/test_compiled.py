@@ -89,9 +89,9 @@ def test_inductor_computes_the_same(qwen2: Path) -> None:
 
 
 def test_without_a_c_compiler_layers_are_traced(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    assert compiled._backend(torch.device("cuda")) == "inductor"  # pyright: ignore[reportPrivateUsage]
+    assert compiled.compile_backend(torch.device("cuda")) == "inductor"
     monkeypatch.setattr("shutil.which", lambda *_: None)
-    assert compiled._backend(torch.device("cpu")) == "aot_eager"  # pyright: ignore[reportPrivateUsage]
+    assert compiled.compile_backend(torch.device("cpu")) == "aot_eager"
     assert "no C++ compiler" in caplog.text
 
 

@@ -26,8 +26,8 @@ from gcore_trainer import (
 pytestmark = pytest.mark.slow
 
 OBJECTIVES: dict[str, DiffusionObjective] = {
-    # It keeps the policy that samples apart; its sibling asks the reference.
-    "nft": NFTObjective(NFTConfig(num_timesteps=2)),
+    # It keeps the policy that samples apart, and asks the reference.
+    "nft": NFTObjective(NFTConfig(num_timesteps=2, kl_loss_coef=0.1)),
     "dpo": DiffusionDPOObjective(DiffusionDPOConfig(beta=20.0, num_timesteps=2), FlowProcess()),
 }
 
@@ -55,7 +55,7 @@ def dealt(samples: list[DiffusionSample], size: int) -> list[list[DiffusionMicro
     return [[[*rest[0], *rest[1]], *rest[2:]], *([pair] for pair in pairs[: size - 1])]
 
 
-@pytest.mark.parametrize(("name", "size"), [("nft", 4), ("dpo", 2), ("nft with adapters", 2)])
+@pytest.mark.parametrize(("name", "size"), [("nft", 4), ("dpo", 2), ("nft with adapters", 2), ("dpo with adapters", 2)])
 def test_steps_are_those_of_one_process(
     rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, name: str, size: int
 ) -> None:

@@ -6,11 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from tiny_pipelines import flow_pipeline
+from torch._dynamo.utils import counters
 
 from gcore_trainer import (
     BatchError,
@@ -138,7 +140,7 @@ OBJECTIVES: dict[str, Callable[[], DiffusionObjective]] = {
 
 def trainer_of(pipeline: Path, objective: DiffusionObjective, *, lr: float = 2e-3, **options: Any) -> DiffusionTrainer:
     denoiser = Denoiser.from_pretrained(pipeline, lora=options.pop("lora", None))
-    reference = denoiser.copied() if objective.needs_reference else None
+    reference = denoiser.initial() if objective.needs_reference else None
     optimizer = OptimizerConfig(lr=lr, weight_decay=0.0)
     return DiffusionTrainer(denoiser, optimizer=optimizer, objective=objective, reference=reference, **options)
 
@@ -147,7 +149,7 @@ def trainer_of(pipeline: Path, objective: DiffusionObjective, *, lr: float = 2e-
 def test_every_objective_raises_the_reward(pipeline: Path, name: str) -> None:
     objective = OBJECTIVES[name]()
     denoiser = Denoiser.from_pretrained(pipeline)
-    reference = denoiser.copied()
+    reference = denoiser.initial()
     trainer = DiffusionTrainer(
         denoiser,
         optimizer=OptimizerConfig(lr=2e-3, weight_decay=0.0),
@@ -262,11 +264,13 @@ def test_a_resumed_trainer_continues_to_the_bit(pipeline: Path, name: str) -> No
         trainer_of(pipeline, OBJECTIVES[name]()).load_state(first.state())
 
 
-@pytest.mark.parametrize("name", ["dpo", "nft"])
+@pytest.mark.parametrize("name", ["dpo", "nft", "nft with adapters"])
 def test_sleep_between_updates_changes_nothing(pipeline: Path, name: str) -> None:
     """Of the policy, its average, the reference or the policy that samples, and the optimizer: nothing stays behind."""
     batches = [as_pairs(sampled(Denoiser.from_pretrained(pipeline), 4, seed=k)) for k in range(3)]
-    awake, rested = (trainer_of(pipeline, OBJECTIVES[name](), ema_decay=0.9) for _ in range(2))
+    lora = LoRAConfig(rank=2) if "adapters" in name else None
+    objective = OBJECTIVES[name.split()[0]]()
+    awake, rested = (trainer_of(pipeline, objective, ema_decay=0.9, lora=lora) for _ in range(2))
     for batch in batches:
         assert rested.train_step([batch]) == awake.train_step([batch])
         rested.sleep()
@@ -300,6 +304,46 @@ def test_adapters_alone_learn_and_are_merged(pipeline: Path, tmp_path: Path) -> 
         assert torch.equal(parameter, after[key]), key
 
 
+class Apart(Denoiser):
+    """Its copies are models of their own, adapters or not."""
+
+    def copied(self) -> Denoiser:
+        twin = Denoiser.from_pretrained(Path(self.model.config._name_or_path).parent, lora=self.lora)
+        twin.model.requires_grad_(False)
+        return twin
+
+
+@pytest.mark.parametrize("name", ["flow-grpo with kl", "nft with kl", "dpo"])
+def test_models_that_share_frozen_weights_are_those_apart(pipeline: Path, name: str) -> None:
+    """The reference is the policy without its adapters, and DiffusionNFT's sampling policy is a second set of them."""
+    objective = NFTObjective(NFTConfig(num_timesteps=2, kl_loss_coef=0.1)) if "nft" in name else OBJECTIVES[name]()
+    lora, batches = LoRAConfig(rank=2), [sampled(Denoiser.from_pretrained(pipeline), 4, seed=k) for k in range(3)]
+    found: list[tuple[Any, ...]] = []
+    for kind in (Denoiser, Apart):
+        policy = kind.from_pretrained(pipeline, lora=lora)
+        reference = policy.initial() if kind is Denoiser else Denoiser.from_pretrained(pipeline)
+        options: dict[str, Any] = {"objective": objective, "reference": reference, "old_decay": (0.25, 0.5)}
+        trainer = DiffusionTrainer(policy, optimizer=OptimizerConfig(lr=2e-3), ema_decay=0.9, **options)
+        metrics: list[dict[str, float]] = []
+        for batch in batches:
+            scores = trainer.score_steps([batch], kernel, by_reference=True)[0]
+            given = [replace(s, ref_means=own.means) for s, own in zip(batch, scores, strict=True)]
+            metrics.append(trainer.train_step([as_pairs(given)]))
+        assert any(row.get("actor/kl_loss", row.get("actor/dpo_accuracy", 0.0)) > 0 for row in metrics[1:])
+        found.append((metrics, dict(trainer.export_weights()), trainer.state()))
+        if kind is Denoiser:
+            own = sum(p.numel() for p in policy.parameters().values())
+            trained = sum(p.numel() for p in policy.trained_parameters().values())
+            assert sum(p.numel() for p in policy.model.parameters()) == own + trained * objective.needs_old
+    (metrics, weights, state), (others, expected, other_state) = found
+    for row, other in zip(metrics, others, strict=True):
+        assert row == pytest.approx(other, rel=1e-6, abs=1e-6)
+    assert weights.keys() == expected.keys()
+    assert state.keys() == other_state.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-6)
+
+
 def test_the_sampling_policy_follows(pipeline: Path) -> None:
     """DiffusionNFT's: the first update takes all of the new one, later ones less and less."""
     trainer = trainer_of(pipeline, OBJECTIVES["nft"](), old_decay=(0.25, 0.5))
@@ -309,6 +353,37 @@ def test_the_sampling_policy_follows(pipeline: Path) -> None:
     for key, tensor in trainer.export_weights():
         expected = torch.lerp(before[key], state["model"][key], 0.75)
         torch.testing.assert_close(tensor, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_blocks_compute_the_same(pipeline: Path) -> None:
+    """By the policy with adapters, the reference without them, and the sampling policy, which has others."""
+    torch.compiler.reset()
+    counters.clear()
+    objective = NFTObjective(NFTConfig(num_timesteps=1, kl_loss_coef=0.1))
+    plain, other = (trainer_of(pipeline, objective, lora=LoRAConfig(rank=2)) for _ in range(2))
+    other.compile(backend="aot_eager")
+    for seed in range(2):
+        batches = [sampled(Denoiser.from_pretrained(pipeline), 4, seed=seed)]
+        assert other.train_step(batches) == pytest.approx(plain.train_step(batches), rel=1e-4, abs=1e-6)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_shared_conditions_are_those_of_each_image(pipeline: Path) -> None:
+    """Images that share arrays, in bfloat16, against images with float32 copies of their own."""
+    samples = sampled(Denoiser.from_pretrained(pipeline), 8, seed=0)
+    rounded = [{name: v.astype(ml_dtypes.bfloat16) for name, v in c.items()} for c in conditions(4)]
+    copied = [{name: v.astype(np.float32) for name, v in rounded[i % 4].items()} for i in range(8)]
+    denoiser, found = Denoiser.from_pretrained(pipeline), list[Any]()
+    for given in (rounded * 2, copied):
+        batch = [replace(s, conditions=c) for s, c in zip(samples, given, strict=True)]
+        trainer_of(pipeline, POLICY["ddpo"]()).train_step([batch])
+        found.append(np.stack([score.log_probs for score in score_steps(denoiser, [batch], kernel)[0]]))
+    np.testing.assert_array_equal(*found)
+    rounded[0]["pooled_projections"][3] = np.inf
+    with pytest.raises(BatchError, match=r"micro_batches\[0\]\[0\]\.conditions\['pooled_projections'\]\[3\] is inf"):
+        trainer_of(pipeline, POLICY["ddpo"]()).train_step([[replace(samples[0], conditions=rounded[0])]])
 
 
 def test_a_batch_that_lacks_something_is_refused(pipeline: Path, tmp_path: Path) -> None:

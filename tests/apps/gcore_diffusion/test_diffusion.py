@@ -1,5 +1,6 @@
 """`gcore-diffusion`: the embedded model in short, a user's own pipeline, every algorithm, resumption, wrong input."""
 
+import json
 import os
 import re
 import shutil
@@ -151,12 +152,13 @@ ALGORITHMS: dict[str, list[str]] = {
     "flow_grpo_fast": [
         *("--rollout.window-size", "1", "--actor.loss.kl-loss-coef", "0.04"),
         *("--actor.loss.kl-loss-type", "flow_grpo", "--algorithm.old-log-probs", "trainer"),
+        *("--actor.lora-rank", "2", "--rollout.colocated", "true"),
     ],
     "mix_grpo": ["--rollout.window-size", "1", "--rollout.window-schedule", "sliding", "--rollout.window-steps", "1"],
     "ddpo": ["--algorithm.name", "ddpo", "--rollout.kernel", "dance_sde", "--algorithm.timestep-fraction", "0.5"],
     "grpo_guard": ["--algorithm.name", "grpo_guard", "--actor.lora-rank", "2"],
     "cps": ["--rollout.kernel", "cps", "--rollout.guidance-scale", "2.0"],
-    "nft": ["--algorithm.name", "nft", "--rollout.kernel", "ode"],
+    "nft": ["--algorithm.name", "nft", "--rollout.kernel", "ode", "--actor.lora-rank", "2"],
     "dpo": ["--algorithm.name", "dpo", "--rollout.kernel", "ode"],
 }
 
@@ -164,8 +166,11 @@ ALGORITHMS: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
     cli.ok(*own_args, *ALGORITHMS[name])
-    steps = step_rows(cli.cwd / "runs/default")
+    run = cli.cwd / "runs/default"
+    steps = step_rows(run)
     assert [row["step"] for row in steps] == [1, 2]
+    has_adapters = "--actor.lora-rank" in ALGORITHMS[name]
+    assert (run / "export/lora/pytorch_lora_weights.safetensors").is_file() == has_adapters
     for row in steps:
         assert row["actor/grad_norm"] > 0
         assert all(np.isfinite(value) for value in row.values())
@@ -228,9 +233,11 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
 
 
 @pytest.mark.slow
-def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str]) -> None:
-    """Two ranks share the parameters."""
+@pytest.mark.parametrize("lora_rank", ["0", "2"])
+def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str], lora_rank: str) -> None:
+    """Two ranks share the parameters, also those of the reference, whose pass waits for their turn."""
     args = [*own_args, "--actor.loss.kl-loss-coef", "0.1", "--algorithm.old-log-probs", "trainer"]
+    args += ["--actor.lora-rank", lora_rank]
     cli.ok(*args, "--name", "one")
     cli.ok(*args, "--trainer.num-processes", "2", "--rollout.colocated", "true", "--name", "ranks")
     assert_alike(cli.cwd / "runs/ranks", cli.cwd / "runs/one", 2e-3)
@@ -318,6 +325,37 @@ def test_a_resumed_run_is_the_same_to_the_bit(cli: Cli, own_args: list[str]) -> 
 
 
 @pytest.mark.slow
+def test_an_interrupted_run_exports_its_best_step(cli: Cli, own_args: list[str]) -> None:
+    """Also where the trainer sleeps during evaluations, which takes turns with the engine."""
+    (cli.cwd / "own.py").write_text("""
+def middling(images, prompts, rows):
+    means = images.astype(float).mean((1, 2)) / 255
+    return [-abs((means[:, 0] - means[:, 1]).mean() - 0.41)] * len(images)
+""")
+    args = option_set([*own_args, "--trainer.test-freq", "1"], "--trainer.total-training-steps", "6")
+    args += ["--trainer.export", "best", "--actor.optim.lr", "1e-2", "--reward.held-out", "own.py:middling"]
+    cli.ok(*args, "--name", "whole")
+    command = cli.start(*args, "--rollout.colocated", "true", "--name", "parts")
+    whole, parts = (cli.cwd / "runs" / name for name in ("whole", "parts"))
+    command.wait_until(lambda: (parts / "metrics.jsonl").exists() and len(step_rows(parts)) >= 4)
+    command.send(signal.SIGINT)
+    assert command.wait().code == 130
+    best = json.loads((whole / "best/step.json").read_text())
+    out = cli.ok(*args, "--rollout.colocated", "true", "--name", "parts")
+    assert "resuming after step" in out
+    assert f"exporting the policy of step {best['step']}, the best on held-out prompts" in " ".join(out.split())
+    scores = {
+        row["step"]: row["val/held_out/mean"]
+        for row in read_rows(whole / "metrics.jsonl")
+        if "val/held_out/mean" in row
+    }
+    assert best["step"] == max(scores, key=lambda step: scores[step])
+    assert 0 < best["step"] < 4
+    weights = ["export/transformer/diffusion_pytorch_model.safetensors"] * 2
+    assert (whole / weights[0]).read_bytes() == (parts / weights[1]).read_bytes()
+
+
+@pytest.mark.slow
 def test_an_interrupt_saves_the_last_step(cli: Cli, own_args: list[str]) -> None:
     many = option_set(own_args, "--trainer.total-training-steps", "1000")
     command = cli.start(*many)
@@ -352,10 +390,6 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "returned 1 scores; expected one for each of 2 images",
     ),
     "no number": (lambda file: ["--reward.kind", f"{file}:nothing"], "returned nan for an image"),
-    "the best of a trainer that sleeps": (
-        lambda _: ["--trainer.export", "best", "--rollout.colocated", "true"],
-        "trainer.export is 'best'; expected 'last' with rollout.colocated true",
-    ),
     "size for a reward": (
         lambda _: ["--reward.held-out", "digit", "--rollout.size", "32", "32"],
         "rewards of digits score 8 x 8 pixels",

@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from command_line import Cli, Server, step_rows, write_rows
 from tiny_families import FAMILIES
 
@@ -12,7 +15,8 @@ from gcore_ckpt import Checkpointer
 from gcore_diffusion.config import ActorConfig, DiffusionConfig, embedded_nft
 from gcore_diffusion.sampling.image_sampling import Group
 from gcore_diffusion.sampling.prompts import Prompt
-from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling
+from gcore_diffusion.sampling.shared_arrays import share_conditions
+from gcore_rollout import DiffusersEngine, FlowSDE, ImageRequest, ImageSample, ImageSampling
 from gcore_runs import UserError
 
 REWARD = "def bright(pixels, prompts, rows):\n    return [float(each.mean()) for each in pixels]\n"
@@ -73,10 +77,11 @@ def test_algorithms_of_one_transformer_of_two() -> None:
 
 
 async def test_a_checkpoint_keeps_conditions(tmp_path: Path) -> None:
-    """Arrays, nested values and tuples come back as they were."""
+    """Arrays, nested values and tuples come back as they were, and what images share is there once."""
     family = FAMILIES["Qwen-Image"]
-    engine = DiffusersEngine(family.make(tmp_path), options=family.options, size=family.size)
-    sampling = ImageSampling(num_inference_steps=2, guidance_scale=2.0, size=family.size)
+    engine = DiffusersEngine(family.make(tmp_path).to(torch.bfloat16), options=family.options, size=family.size)
+    kernel = FlowSDE(noise_level=0.7)
+    sampling = ImageSampling(num_inference_steps=2, guidance_scale=2.0, kernel=kernel, size=family.size)
     requests = [ImageRequest(request_id="a", prompt="red 7", sampling=sampling, n=2)]
     samples = [sample async for sample in engine.generate(requests)]
     await engine.close()
@@ -87,7 +92,12 @@ async def test_a_checkpoint_keeps_conditions(tmp_path: Path) -> None:
         checkpointer.save(1, {"group": group.state()})
         checkpointer.wait()
         found = Group.from_state(checkpointer.load(step=1)["group"])
+    for images in (samples, found.samples):
+        own = [image.conditions["encoder_hidden_states"] for image in images]
+        assert own[0] is own[1]
+        assert own[0].dtype == images[0].trajectory.latents.dtype == ml_dtypes.bfloat16
     for one, other in zip(found.samples, samples, strict=True):
+        np.testing.assert_array_equal(one.trajectory.latents, other.trajectory.latents)
         assert one.conditions["img_shapes[]"] == other.conditions["img_shapes[]"] == [(1, 2, 2)]
         assert one.shared_conditions == other.shared_conditions == {"attention_kwargs": {}}
         assert one.timestep_map == other.timestep_map
@@ -96,3 +106,23 @@ async def test_a_checkpoint_keeps_conditions(tmp_path: Path) -> None:
             assert own is not None
             assert expected is not None
             np.testing.assert_array_equal(own["encoder_hidden_states"], expected["encoder_hidden_states"])
+
+
+def test_images_of_several_batches_share_equal_conditions() -> None:
+    """Each engine, and each of its batches, has arrays of its own."""
+
+    def image(index: int, value: float) -> ImageSample:
+        empty, made = ImageRequest(request_id="a", prompt="red", sampling=ImageSampling(num_inference_steps=1)), {}
+        made["conditions"] = {"embeddings": np.full((3, 4), value, np.float32), "scale": np.float32(value), "n": 3}
+        return replace(empty.aborted(index), **made, negative_conditions={"embeddings": np.zeros((3, 4), np.float32)})
+
+    known: dict[bytes, Any] = {}
+    group = share_conditions([image(0, 1.0), image(1, 1.0)], known)
+    other = share_conditions([image(0, 2.0)], known)
+    assert group[0].conditions["embeddings"] is group[1].conditions["embeddings"]
+    assert group[0].conditions["embeddings"] is not other[0].conditions["embeddings"]
+    assert other[0].negative_conditions is not None
+    assert group[0].negative_conditions is not None
+    assert other[0].negative_conditions["embeddings"] is group[0].negative_conditions["embeddings"]
+    assert len(known) == 3
+    assert (other[0].conditions["scale"], other[0].conditions["n"]) == (2.0, 3)

@@ -178,8 +178,8 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         return metrics
 
     def _keep(self, step: dict[str, float], path: Path) -> None:
-        """Fill a folder with the denoiser, and with the ``step`` that it is of."""
-        self.learner.save_pretrained(path / "denoiser")
+        """Fill a folder with the trained parts of the pipeline, and with the ``step`` that they are of."""
+        self.learner.save_pretrained(path / "trained")
         (path / "step.json").write_text(json.dumps(step))
 
 
@@ -191,13 +191,16 @@ def best_step(config: DiffusionConfig, run: RunFolder) -> dict[str, Any] | None:
 
 
 def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = None, *, component: str = "") -> None:
-    """Write the pipeline's folder with the trained denoiser in it, or the one in the folder ``best``."""
+    """Write the pipeline's folder with the trained denoiser in it, or the one in the folder ``best``.
+
+    Adapters are merged into the denoiser; the folder ``lora`` has them alone.
+    """
     name, _ = pipeline_component(model, component)
     shutil.copytree(model, path, ignore=lambda folder, _: [name] if Path(folder) == model else [])
     if best is None:
-        learner.save_pretrained(path / name)
+        learner.save_pretrained(path)
     else:
-        shutil.copytree(best / "denoiser", path / name)
+        shutil.copytree(best / "trained", path, dirs_exist_ok=True)
 
 
 async def sample_run(

@@ -160,6 +160,10 @@ class RolloutConfig(Checked, section="rollout"):
     """Frames of a video, where the pipeline makes videos; 0: its own number."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the sampler's weights."""
+    compile: bool = False
+    """Compile the blocks of the engines' denoiser (torch.compile), which takes a minute or more at the start."""
+    offload_text_encoders: bool = False
+    """Text encoders are in host memory, and on a GPU only while prompts are encoded; of no effect on CPU."""
     max_num_images: Count = 64
     """Most images that an engine makes at once."""
     num_processes: NonNegative = 0
@@ -243,6 +247,8 @@ class ActorConfig(BaseActorConfig):
     component: Literal["", "transformer", "transformer_2"] = ""
     """Which transformer is trained, where the pipeline has two (Wan 2.2: the one of the first or of the last steps);
     rollout.window_range must then be of its steps. Empty: the pipeline has one."""
+    compile: bool = False
+    """Compile the blocks of the models in training (torch.compile), which takes a minute or more at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +265,7 @@ class TrainerConfig(BaseTrainerConfig):
     """Steps between checkpoints."""
     export: Literal["last", "best"] = "last"
     """Step whose policy is exported. best: that of the evaluation with the highest reward not trained on, or without
-    one with the highest reward, of those without a warning; it is saved at once, with trainer and engines in memory."""
+    one with the highest reward, of those without a warning; it is saved at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,10 +315,6 @@ class DiffusionConfig(BaseRLConfig):
     def judge(self) -> tuple[str, JudgeConfig | None]:
         return "reward.judge", self.reward.judge if self.reward.is_judged else None
 
-    @property
-    def can_take_turns(self) -> bool:
-        return self.trainer.export == "last"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         name, kernel, steps = self.algorithm.name, self.rollout.kernel, self.rollout.num_inference_steps
@@ -332,10 +334,6 @@ class DiffusionConfig(BaseRLConfig):
             self.require("rollout.window_size", has_window, f"1 or more with actor.component {self.actor.component!r}")
         is_shorter = self.algorithm.reward_gradient_steps <= steps
         self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
-        may_save = self.can_take_turns or self.rollout.colocated is not True
-        self.require(
-            "trainer.export", may_save, "'last' with rollout.colocated true: the trainer sleeps in evaluations"
-        )
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
         is_of_users = not self.model or self.reward.kind not in ("", "digit", "digit_judge", "colour")

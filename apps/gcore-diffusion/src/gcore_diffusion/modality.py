@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from gcore_diffusion.sampling.image_sampling import (
     scored,
 )
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
+from gcore_diffusion.sampling.shared_arrays import share_conditions
 from gcore_rollout import ImageSample, Scored, part_means
 from gcore_runs import RunJob
 from gcore_trainer import DiffusionMicroBatch, DiffusionSample, StepScores, grpo_advantages
@@ -62,8 +64,10 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     def __init__(self, job: Job) -> None:
         self._job = job
         self._config = job.config
+        self.saves_evaluated = job.config.trainer.export == "best"
         # Two for each step: the weights that are evaluated may be an average.
         self._version = 2 * job.first_step
+        self._known: WeakValueDictionary[bytes, NDArray[Any]] = WeakValueDictionary()
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -133,6 +137,8 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         prepared = _prepared(groups, config, step, float(np.concatenate(scores).std()))
         updates = _updates(prepared, config.actor, ctx.roles.learner.num_replicas)
         metrics = {self.HAS_SIGNAL: float(has_signal)}
+        if has_reference_pass(config) and not ctx.roles.learner.can_score_alone:
+            updates = await _with_reference_pass(ctx, updates)
         if has_old_pass(config):
             updates, metrics[_MISMATCH] = await _with_old_pass(ctx, updates)
         return Prepared(updates=updates, metrics=metrics)
@@ -170,8 +176,8 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         return evaluation
 
     async def _scored(self, ctx: Context[Roles], index: int, prompt: Prompt, samples: list[ImageSample]) -> Group:
-        """Score a group, and compute the reference's means of its images meanwhile."""
-        samples = sorted(samples, key=lambda s: s.index)
+        """Score a group, and compute the reference's means of its images meanwhile, if it can be asked now."""
+        samples = share_conditions(sorted(samples, key=lambda s: s.index), self._known)
         scoring = scored(ctx, ctx.roles.rewards.trained, samples, [prompt] * len(samples))
         found, ref_means = await asyncio.gather(scoring, self._ref_means(ctx, samples))
         return Group(
@@ -184,7 +190,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         )
 
     async def _ref_means(self, ctx: Context[Roles], samples: Sequence[ImageSample]) -> list[NDArray[np.float32]] | None:
-        if not has_reference_pass(self._config):
+        if not (has_reference_pass(self._config) and ctx.roles.learner.can_score_alone):
             return None
         inputs, size = [_training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
         found: list[NDArray[np.float32]] = []
@@ -246,6 +252,15 @@ def _training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any
         fields |= {"old_means": t.means, "old_log_probs": t.log_probs}
     fields |= {name: getattr(made, name) for name in _MODEL_INPUTS}
     return DiffusionSample(clean_latents=made.latents, **fields)
+
+
+async def _with_reference_pass(
+    ctx: Context[Roles], updates: Sequence[Sequence[DiffusionMicroBatch]]
+) -> list[list[DiffusionMicroBatch]]:
+    """Add the reference's means, which all controllers ask all ranks for."""
+    scores: list[list[StepScores]] = await ctx.roles.learner.score("reference", list(chain(*updates)))
+    remaining = iter(chain(*scores))
+    return [[[replace(s, ref_means=next(remaining).means) for s in batch] for batch in update] for update in updates]
 
 
 async def _with_old_pass(

@@ -30,34 +30,31 @@ from gcore_trainer import (
     RewardGradientObjective,
     StepScores,
     TorchParallel,
-    score_steps,
+    pipeline_component,
 )
 
 
 class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
-    """The image models in training, whole or this rank's shards; `UserError` if the algorithm cannot train them.
-
-    The reference is whole on every rank, so that one rank alone can score with it.
-    """
+    """The image models in training, whole or this rank's shards; `UserError` if the algorithm cannot train them."""
 
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path) -> None:
         super().__init__(config, model, checkpoints)
         self._is_averaged = bool(config.actor.ema_decay)
+        self._has_adapters = config.actor.lora is not None
+        self._component, _ = pipeline_component(model, config.actor.component)
         self.engine_dtype = config.rollout.dtype
-        options: dict[str, Any] = {
-            "component": config.actor.component,
-            "device": config.device,
-            "compute_dtype": getattr(torch, config.actor.dtype),
-            "gradient_checkpointing": config.actor.enable_gradient_checkpointing,
-        }
-        denoiser = Denoiser.from_pretrained(model, lora=config.actor.lora, **options)
+        denoiser = Denoiser.from_pretrained(
+            model,
+            component=config.actor.component,
+            device=config.device,
+            compute_dtype=getattr(torch, config.actor.dtype),
+            lora=config.actor.lora,
+            gradient_checkpointing=config.actor.enable_gradient_checkpointing,
+        )
         scheduler = _scheduler(model)
         self._kernel = suited(kernel_of(config), scheduler)
         objective = _objective(config, scheduler, self._kernel)
-        self._reference = None
-        if objective.needs_reference or has_reference_pass(config):
-            self._reference = Denoiser.from_pretrained(model, **options)
-            self._reference.model.requires_grad_(False)
+        needs_reference = objective.needs_reference or has_reference_pass(config)
         nft, optim = config.actor.nft, config.actor.optim
         if not optim.total_training_steps:
             num_updates = config.trainer.total_training_steps * config.actor.num_updates
@@ -69,11 +66,13 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             denoiser,
             optimizer=optim,
             objective=objective,
-            reference=self._reference if objective.needs_reference else None,
+            reference=denoiser.initial() if needs_reference else None,
             ema_decay=config.actor.ema_decay or None,
             old_decay=(nft.old_decay, nft.old_decay_max),
             parallel=parallel,
         )
+        if config.actor.compile:
+            self._trainer.compile()
         self.trainers = {"actor": self._trainer}
 
     @property
@@ -85,25 +84,17 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
     ) -> list[list[StepScores]]:
         """Return the Gaussians of the reference or the actor at the recorded steps of each image."""
         assert not with_routing
-        if role == "actor":
-            return self._trainer.score_steps(micro_batches, self._kernel)
-        assert self._reference is not None
-        return score_steps(self._reference, micro_batches, self._kernel)
-
-    def sleep(self) -> None:
-        super().sleep()
-        if self._reference is not None:
-            self._reference.sleep()
-
-    def wake(self) -> None:
-        if self._reference is not None:
-            self._reference.wake()
-        super().wake()
+        return self._trainer.score_steps(micro_batches, self._kernel, by_reference=role == "reference")
 
     def save_pretrained(self, path: Path) -> None:
-        """Write the folder of the denoiser, averaged if there is an average."""
+        """Write the denoiser's folder of a pipeline into the folder, and ``lora`` with the adapters, if there are any.
+
+        Both are averaged if there is an average.
+        """
         self.wake()
-        self._trainer.save_pretrained(path, averaged=self._is_averaged)
+        self._trainer.save_pretrained(path / self._component, averaged=self._is_averaged)
+        if self._has_adapters:
+            self._trainer.save_lora(path / "lora", self._component, averaged=self._is_averaged)
 
 
 def start_trainer(config: DiffusionConfig, model: Path, checkpoints: Path) -> SharedTrainerGroup[DiffusionMicroBatch]:

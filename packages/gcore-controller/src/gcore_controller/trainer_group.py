@@ -159,8 +159,13 @@ class TrainerClient(PolicyTrainer, _Trainer[BatchT_contra], Protocol[BatchT_cont
     Every controller makes the same calls in the same order, each with micro-batches of its own, except `score_alone`.
     """
 
+    @property
+    def can_score_alone(self) -> bool:
+        """Whether `score_alone` can be called: the models are whole on one rank, and stay on its device."""
+        ...
+
     async def score_alone(self, role: str, micro_batch: BatchT_contra) -> list[Any]:
-        """Return a model's outputs for each sample, asking one rank only; the model must be whole on every rank."""
+        """Return a model's outputs for each sample, without the other controllers, also while they sample."""
         ...
 
 

@@ -1,3 +1,4 @@
+from .engines.diffusion.arrays import host_array as host_array, host_tensor as host_tensor
 from .engines.diffusion.engine import DiffusersEngine as DiffusersEngine
 from .engines.diffusion.kernels import (
     DDIM as DDIM,

@@ -1,11 +1,15 @@
 """Low-rank adapters instead of full fine-tuning: W + (alpha / rank) B A; B and A learn (arXiv 2106.09685)."""
 
+import copy
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +19,11 @@ from gcore_trainer.errors import ConfigError, MissingExtraError
 A_OF, B_OF = ".lora_A.default.weight", ".lora_B.default.weight"
 """Suffixes of peft to a layer's name, for its A [rank, in] and its B [out, rank]."""
 _BASE = ".base_layer."
+_TRAINED = "default"
+"""Name of the adapters that are trained."""
+_ADAPTER = re.compile(r"(?P<layer>.*\.lora_[AB])\.(?P<set>\w+)\.weight")
+
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
 def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
@@ -54,6 +63,55 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith(A_OF):
                 parameter.copy_(initial_a(name.removesuffix(A_OF), *parameter.shape, seed=seed))
+
+
+class AdapterSets:
+    """Sets of adapters on one model's frozen weights, of which each pass uses one, or none.
+
+    Args:
+        model: what `add_lora` has added adapters to; those are the set ``default``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from peft.tuners.lora import LoraLayer
+
+        self._layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        # Threads may ask for scores of several sets at once.
+        self._lock = threading.RLock()
+
+    def copy(self, name: str) -> None:
+        """Add a set that equals the trained one, and is not trained."""
+        for layer in self._layers:
+            for parts in (layer.lora_A, layer.lora_B, layer.lora_dropout):
+                parts[name] = copy.deepcopy(parts[_TRAINED]).requires_grad_(False)
+            layer.scaling[name] = layer.scaling[_TRAINED]
+
+    @contextmanager
+    def used(self, name: str | None) -> Generator[None]:
+        """Compute with one set inside the block, or with the frozen weights alone; afterwards with the trained one."""
+        with self._lock:
+            self._use(name)
+            try:
+                yield
+            finally:
+                # Checkpointed activations are computed again outside the block.
+                self._use(_TRAINED)
+
+    def _use(self, name: str | None) -> None:
+        for layer in self._layers:
+            # Its public setter would change which parameters are trained.
+            layer._active_adapter = [] if name is None else [name]  # pyright: ignore[reportPrivateUsage]
+
+
+def adapters_named(parameters: Mapping[str, TensorT], name: str | None) -> dict[str, TensorT]:
+    """Return a model's parameters with one set of its adapters alone, or none, under the names of the trained set."""
+    found: dict[str, TensorT] = {}
+    for full, parameter in parameters.items():
+        if not (adapter := _ADAPTER.fullmatch(full)):
+            found[full] = parameter
+        elif adapter["set"] == name:
+            found[f"{adapter['layer']}.{_TRAINED}.weight"] = parameter
+    return found
 
 
 def initial_a(layer: str, rank: int, in_features: int, *, seed: int = 0) -> torch.Tensor:

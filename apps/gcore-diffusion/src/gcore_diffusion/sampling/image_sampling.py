@@ -12,6 +12,7 @@ from gcore_controller import Context, DeviceTimers, TrainerClient
 from gcore_diffusion.config import NOISELESS, DiffusionConfig
 from gcore_diffusion.sampling.prompts import Prompt
 from gcore_diffusion.sampling.services import Rewards
+from gcore_diffusion.sampling.shared_arrays import with_arrays, with_tensors
 from gcore_rollout import (
     DDIM,
     DanceSDE,
@@ -80,7 +81,8 @@ class Group:
         return min(sample.weight_version for sample in self.samples)
 
     def state(self) -> dict[str, Any]:
-        """Return plain arrays and numbers for a checkpoint."""
+        """Return tensors and plain values for a checkpoint; what images share is one tensor."""
+        kept: dict[int, Any] = {}
         return {
             "ticket": self.prompt_index,
             "text": self.prompt.text,
@@ -88,15 +90,17 @@ class Group:
             "images": [image if isinstance(image, bytes) else str(image) for image in self.prompt.images],
             "scores": self.scores,
             "parts": [dict(parts) for parts in self.parts],
-            "samples": [{**vars(s), "trajectory": dict(vars(s.trajectory))} for s in self.samples],
+            "samples": [with_tensors({**vars(s), "trajectory": vars(s.trajectory)}, kept) for s in self.samples],
             "ref_means": self.ref_means,
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Group":
         """Return the group that `state` gave this state for."""
+        known: dict[int, NDArray[Any]] = {}
         samples: list[dict[str, Any]] = [
-            {**saved, "trajectory": Trajectory(**saved["trajectory"])} for saved in state["samples"]
+            {**saved, "trajectory": Trajectory(**saved["trajectory"])}
+            for saved in (with_arrays(sample, known) for sample in state["samples"])
         ]
         means = state["ref_means"]
         images = (Path(image) if isinstance(image, str) else image for image in state["images"])

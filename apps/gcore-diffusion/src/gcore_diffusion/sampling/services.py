@@ -39,6 +39,8 @@ def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], Dif
         options=rollout.pipeline_options,
         size=rollout.image_size,
         component=config.actor.component,
+        compiles=rollout.compile,
+        offload_text_encoders=rollout.offload_text_encoders and config.engine_device != "cpu",
     )
 
 

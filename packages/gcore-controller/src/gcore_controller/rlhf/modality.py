@@ -207,6 +207,9 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     """Whether all samples come from the present weights, and none is dropped or left unfinished; metrics say nothing of
     these then."""
 
+    saves_evaluated: bool = False
+    """Whether the recorder may save the policy when it gets an evaluation; the trainer is then awake."""
+
     @property
     @abstractmethod
     def prompts(self) -> Sequence[PromptT]:

@@ -110,6 +110,8 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         if evaluation is None:
             return
         failures, _ = self._failures.merge(await self.ctx.group.all_gather(self._failures.drain()))
+        if self.modality.saves_evaluated:
+            await self._turn("sync")
         if self.ctx.rank == 0:
             if failures:
                 await self.recorder(RewardsFailed(step=step, failures=failures))

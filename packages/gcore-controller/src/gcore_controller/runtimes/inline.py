@@ -282,6 +282,10 @@ class SharedTrainerClient(Generic[BatchT]):
         with self.devices.stage("prepare", *self._ranks):
             return await self.trainer.score(role, micro_batches, with_routing=with_routing)
 
+    @property
+    def can_score_alone(self) -> bool:
+        return self.trainer.num_replicas == 1 and self.turns is None
+
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
         [outputs] = await self.score(role, [micro_batch])
         return outputs

@@ -102,7 +102,11 @@ def _arguments(rows: Sequence[_Row], device: torch.device) -> dict[str, Any]:
         if name.endswith(_LISTED):
             flat[name.removesuffix(_LISTED)] = [_on_device(value, device) for value in values]
         else:
-            flat[name] = _on_device(np.stack(values), device)
+            # What images share, such as a prompt's embeddings, is moved once.
+            unique = {id(value): value for value in values}
+            places = {key: place for place, key in enumerate(unique)}
+            rows_of = torch.tensor([places[id(value)] for value in values], device=device)
+            flat[name] = _on_device(np.stack(list(unique.values())), device)[rows_of]
     return _tree(flat)
 
 
@@ -130,4 +134,13 @@ def _is_array(value: Any) -> bool:
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
-    return torch.from_numpy(np.asarray(value)).to(device) if _is_array(value) else value
+    """Return an array as a tensor; floating-point numbers become float32 there."""
+    if not _is_array(value):
+        return value
+    array = np.asarray(value)
+    if array.dtype.name == "bfloat16":
+        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(array)
+    moved = tensor.to(device)
+    return moved.float() if moved.is_floating_point() else moved

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -16,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.conditions import Conditioned, with_appended
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
-from gcore_trainer.lora import LoRAWeights, add_lora
+from gcore_trainer.lora import AdapterSets, LoRAWeights, adapters_named, add_lora
 from gcore_trainer.torch.activations import is_checkpointed
+from gcore_trainer.torch.compiled import compile_backend
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import shard_modules
 from gcore_trainer.trainer import whole
@@ -28,6 +30,8 @@ except ImportError:
     raise MissingExtraError("diffusers", "diffusion") from None
 
 _COMPONENTS = ("transformer", "transformer_2", "unet")
+_MOST_GRAPHS = 64
+"""Graphs of a block's code; of more, torch.compile gives up without an error."""
 
 
 class Denoiser:
@@ -51,7 +55,6 @@ class Denoiser:
         self.model = model
         self.lora = lora
         self._compute_dtype = compute_dtype
-        self._is_sharded = False
         self.device: torch.device = next(model.parameters()).device
         parameters = inspect.signature(model.forward).parameters
         self._latents, *others = parameters
@@ -60,8 +63,10 @@ class Denoiser:
         self._is_of_lists = str(parameters[self._latents].annotation).startswith("list")
         if is_checkpointed(gradient_checkpointing, model, self.device):
             model.enable_gradient_checkpointing()
+        self._adapters = self._adapter = None
         if lora is not None:
             add_lora(model, lora)
+            self._adapters, self._adapter = AdapterSets(model), "default"
         # Dropout would make every ratio to the sampling policy noise.
         model.eval()
         self._sleeper = Sleeper(model)
@@ -92,18 +97,35 @@ class Denoiser:
         if self._is_of_lists:
             given = [each.unsqueeze(1) for each in given]
         arguments = {self._latents: given, self._timesteps: timesteps, **others}
-        with torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
+        adapters = nullcontext() if self._adapters is None else self._adapters.used(self._adapter)
+        with adapters, torch.autocast(self.device.type, dtype=dtype, enabled=is_cast):
             output = self.model(**arguments, return_dict=False)[0]
         if self._is_of_lists:
             output = torch.stack(output).squeeze(2)
         # A learned variance may follow the latents' channels, and outputs for what was appended to them.
         return output[tuple(map(slice, latents.shape))].float()
 
+    def initial(self) -> "Denoiser":
+        """Return the model without its adapters, which takes no memory; without adapters, see `copied`."""
+        return self.copied() if self._adapters is None else self._with_adapter(None)
+
     def copied(self) -> "Denoiser":
-        """Return another one with the same weights, of which none is trained."""
+        """Return another one with the same weights, of which none is trained; the frozen ones are shared."""
+        if self._adapters is not None:
+            self._adapters.copy("old")
+            return self._with_adapter("old")
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model).requires_grad_(False)
         twin._sleeper = Sleeper(twin.model)
+        return twin
+
+    @property
+    def _is_sharded(self) -> bool:
+        return isinstance(self.model, FSDPModule)
+
+    def _with_adapter(self, name: str | None) -> "Denoiser":
+        twin = copy.copy(self)
+        twin._adapter = name
         return twin
 
     def sleep(self) -> None:
@@ -116,10 +138,27 @@ class Denoiser:
 
     def shard(self, mesh: DeviceMesh) -> None:
         """Shard the parameters in place, block by block (FSDP2, ZeRO-3: arXiv 1910.02054)."""
-        lists = [part for part in self.model.children() if isinstance(part, torch.nn.ModuleList)]
         dtype = None if self._compute_dtype == torch.float32 else self._compute_dtype
-        shard_modules([*chain(*lists), self.model], mesh, dtype=dtype)
-        self._is_sharded = True
+        shard_modules([*self._blocks, self.model], mesh, dtype=dtype)
+
+    def compile(self, *, backend: str | None = None) -> None:
+        """Compile the blocks, which the first passes do; results change by rounding errors.
+
+        Copies and shards are made before: they would call the blocks of this model.
+
+        Args:
+            backend: of torch.compile; None: Inductor, or on a CPU without a C++ compiler one that makes nothing faster.
+        """
+        # One graph for each kind of block, with and without gradient, for each set of adapters.
+        dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
+        backend = backend or compile_backend(self.device)
+        for block in self._blocks:
+            block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
+
+    @property
+    def _blocks(self) -> list[torch.nn.Module]:
+        return [*chain(*(part for part in self.model.children() if isinstance(part, torch.nn.ModuleList)))]
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return parameters by diffusers' names, adapters by peft's; of a sharded model this rank's shards."""
@@ -127,7 +166,7 @@ class Denoiser:
             # A forward pass without a backward one leaves some whole.
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return dict(self.model.named_parameters())
+        return adapters_named(dict(self.model.named_parameters()), self._adapter)
 
     def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return those of `parameters` that are trained."""

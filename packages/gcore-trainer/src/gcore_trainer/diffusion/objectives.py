@@ -166,14 +166,15 @@ class NFTObjective(DiffusionObjective):
         conditions = Conditioned.of(samples, device)
         with torch.no_grad():
             old = models.old(noised, timesteps, conditions)
+            reference = None
+            if models.reference is not None and self._config.kl_loss_coef:
+                reference = models.reference(noised, timesteps, conditions)
         velocity = models.policy(noised, timesteps, conditions)
         optimality = (advantages.clamp(-bound, bound) / bound / 2 + 0.5).clamp(0, 1)
         found = nft_loss(velocity, old, noised, clean, level, optimality, beta=self._config.beta)
         loss = bound * found.sum() / total
         sums = {"actor/pg_loss": loss.detach()}
-        if models.reference is not None and self._config.kl_loss_coef:
-            with torch.no_grad():
-                reference = models.reference(noised, timesteps, conditions)
+        if reference is not None:
             kl_loss = ((velocity - reference) ** 2).flatten(1).mean(1).sum() / total
             loss = loss + self._config.kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()

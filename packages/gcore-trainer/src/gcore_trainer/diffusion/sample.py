@@ -12,9 +12,9 @@ from gcore_trainer.errors import BatchError
 from gcore_trainer.sample import require_finite
 
 Conditions = Mapping[str, Any]
-"""Inputs of a model, by its names: arrays, or plain values (numbers, strings, None, and lists, tuples and dicts of
-them). ``a.b`` is entry b of a dict a, or of a tuple where b is a number; ``a[]`` is an image's entry of a list a;
-``a+1`` follows the latents, which are argument a, along axis 1 of the batch."""
+"""Inputs of a model, by its names: arrays (of NumPy's data types, or of ml_dtypes' bfloat16), or plain values (numbers,
+strings, None, and lists, tuples and dicts of them). ``a.b`` is entry b of a dict a, or of a tuple, where b is a number;
+``a[]`` is an image's entry of a list a; ``a+1`` follows the latents, which are argument a, along axis 1."""
 
 _PER_STEP = ("latents", "next_latents", "old_means", "old_log_probs", "ref_means", "levels", "next_levels", "timesteps")
 
@@ -41,9 +41,9 @@ class DiffusionSample:
     timestep_map: tuple[float, float] | None = (1.0, 0.0)
     """(scale, shift): the model is given scale x t + shift for the timestep t in training; None: another function."""
     advantage: float | None = None
-    latents: NDArray[np.float32] | None = None
+    latents: NDArray[Any] | None = None
     """[K, ...] before each step; none where steps are not trained on."""
-    next_latents: NDArray[np.float32] | None = None
+    next_latents: NDArray[Any] | None = None
     """[K, ...] after it."""
     old_means: NDArray[np.float32] | None = None
     """[K, ...] of the Gaussians that they were drawn from, by the policy before the step's first update."""
@@ -82,8 +82,10 @@ class DiffusionSample:
                 f"{field_name}[{key!r}]": v for key, v in given.items() if isinstance(v, np.ndarray | np.generic)
             }
         for label, value in arrays.items():
-            if value is not None and np.issubdtype(np.asarray(value).dtype, np.floating):
-                require_finite(f"{name}.{label}", np.asarray(value))
+            if value is None or (array := np.asarray(value)).dtype.kind in "biuSU":
+                continue
+            # NumPy alone does not know bfloat16.
+            require_finite(f"{name}.{label}", array if array.dtype.kind == "f" else array.astype(np.float32))
 
     def at_steps(self, steps: Sequence[int]) -> "DiffusionSample":
         """Keep only these steps, in this order."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
@@ -13,6 +14,7 @@ from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
 from gcore_trainer.errors import BatchError, ConfigError
+from gcore_trainer.lora import B_OF, LoRAWeights
 from gcore_trainer.objectives.policy import add_sums, check_finite
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import TorchParallel
@@ -48,7 +50,8 @@ class DiffusionTrainer(BaseTrainer):
 
     Args:
         denoiser: the policy; its parameters are updated in place.
-        reference: the initial policy, where the objective asks it in training.
+        reference: the initial policy, where the objective asks it in training or its scores are needed; it may share
+            the policy's weights, see `Denoiser.initial`.
         ema_decay: decay of an average of the weights, which `export_weights` gives on request; None: there is none.
         old_decay: of an objective that keeps the sampling policy apart: what that keeps of itself, by the number of
             updates.
@@ -74,8 +77,9 @@ class DiffusionTrainer(BaseTrainer):
         self._world_size = parallel.world_size if parallel else 1
         self._is_first = parallel is None or parallel.mesh.get_rank() == 0
         old = denoiser.copied() if objective.needs_old else None
-        for model in (denoiser, old, reference):
-            if model is not None and parallel is not None:
+        self._models = Models(policy=denoiser, old=old, reference=reference)
+        if parallel is not None:
+            for model in (denoiser, *self._others):
                 model.shard(parallel.mesh)
         parameters = denoiser.trained_parameters()
         if not parameters:
@@ -83,7 +87,6 @@ class DiffusionTrainer(BaseTrainer):
         self._adamw = _adamw(parameters, optimizer)
         replicas = Replicas(parallel.replicas if parallel else None)
         super().__init__(config=optimizer, optimizer=self._adamw, objective=objective, replicas=replicas)
-        self._models = Models(policy=denoiser, old=old, reference=reference)
         self._ema = MovingAverage(parameters, ema_decay) if ema_decay is not None else None
         self._old_decay = old_decay
         self._sleeper = Sleeper(denoiser.model, self._kept)
@@ -103,10 +106,16 @@ class DiffusionTrainer(BaseTrainer):
         for model in self._others:
             model.wake()
 
+    def compile(self, *, backend: str | None = None) -> None:
+        """Compile the blocks of all models; see `Denoiser.compile`."""
+        for model in (self._models.policy, *self._others):
+            model.compile(backend=backend)
+
     @property
     def _others(self) -> list[Denoiser]:
-        """The models besides the policy."""
-        return [model for model in (self._models.old, self._models.reference) if model is not None]
+        """The models besides the policy that have weights of their own."""
+        own, found = self._models.policy.model, (self._models.old, self._models.reference)
+        return [model for model in found if model is not None and model.model is not own]
 
     def _kept(self) -> dict[str, Mapping[str, torch.Tensor]]:
         """Return the tensors besides the models', by groups and names."""
@@ -155,18 +164,20 @@ class DiffusionTrainer(BaseTrainer):
         return metrics
 
     def score_steps(
-        self, micro_batches: Sequence[DiffusionMicroBatch], kernel: TransitionKernel
+        self, micro_batches: Sequence[DiffusionMicroBatch], kernel: TransitionKernel, *, by_reference: bool = False
     ) -> list[list[StepScores]]:
-        """Compute the policy's Gaussians at the recorded steps of each image; see the function `score_steps`.
+        """Compute the policy's or the reference's Gaussians at the recorded steps; see the function `score_steps`.
 
-        They are in the numerics of `train_step`: as ``old_log_probs`` and ``old_means`` of the same micro-batches, they
-        make the ratios of the first update 1, whatever the sampler's data type is.
+        They are in the numerics of `train_step`: as ``old_log_probs`` and ``old_means`` of the same micro-batches, the
+        policy's make the ratios of the first update 1, whatever the sampler's data type is.
 
         Raises:
             TrainerError: the trainer is asleep.
         """
         self._sleeper.check_awake()
-        return score_steps(self._models.policy, micro_batches, kernel, self._replicas)
+        model = self._models.reference if by_reference else self._models.policy
+        assert model is not None
+        return score_steps(model, micro_batches, kernel, self._replicas)
 
     def _backward(
         self, micro_batches: Sequence[DiffusionMicroBatch], num_batches: int, num_passes: int, total: int
@@ -206,6 +217,28 @@ class DiffusionTrainer(BaseTrainer):
         buffers = {n: t for n, t in model.state_dict().items() if n not in weights}
         model.load_state_dict({**weights, **buffers})
         model.save_pretrained(path)
+
+    def save_lora(self, path: str | Path, component: str, *, averaged: bool = False) -> None:
+        """Write a folder with the adapters, which ``pipeline.load_lora_weights`` of diffusers reads.
+
+        All ranks call it, one writes. The scale alpha / rank is in B: the file needs no other settings.
+
+        Args:
+            component: name of the model in the pipeline, transformer or unet.
+
+        Raises:
+            ConfigError: there are no adapters.
+        """
+        weights = self.export_weights(averaged=averaged)
+        if not isinstance(weights, LoRAWeights):
+            raise ConfigError("lora is None: the model has no adapters to save")
+        scale, tensors = weights.config.alpha / weights.config.rank, dict[str, torch.Tensor]()
+        for name, tensor in weights.adapters().items():
+            scaled = tensor * scale if name.endswith(B_OF) else tensor
+            tensors[f"{component}.{name.replace('.default.', '.')}"] = scaled.cpu().contiguous()
+        if self._is_first:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            save_file(tensors, Path(path) / "pytorch_lora_weights.safetensors", {"format": "pt"})
 
     def _averages(self) -> dict[str, dict[str, torch.Tensor]]:
         groups = {} if self._ema is None else {"ema": dict(self._ema.tensors)}

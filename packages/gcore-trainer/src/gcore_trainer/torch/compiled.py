@@ -49,7 +49,7 @@ def compile_layers(packed: PackedTransformer[Any], *, backend: str | None = None
     packed.fuses_layers = False
     restore_layers(packed.model)
     _leave_attention_out()
-    compiled = partial(torch.compile, dynamic=True, backend=backend or _backend(packed.model.device))
+    compiled = partial(torch.compile, dynamic=True, backend=backend or compile_backend(packed.model.device))
     for layer in layers:
         layer.forward = _compiled(layer.forward, compiled)
 
@@ -71,7 +71,7 @@ def _leave_attention_out() -> None:
         AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(attend))
 
 
-def _backend(device: torch.device) -> str:
+def compile_backend(device: torch.device) -> str:
     """Return Inductor, which needs a C++ compiler on CPU; without one graphs are run operation by operation."""
     if device.type != "cpu" or any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         return "inductor"

@@ -217,7 +217,6 @@ class RayTrainerClient(Generic[BatchT]):
     """Work of a micro-batch, in any unit."""
     sharing: Sequence[SleepingEngine] = ()
     """This controller's engines, the policy's first, where engines and ranks share devices and take turns."""
-    _num_alone: int = field(default=0, init=False)
     _sent: Any = field(default=None, init=False)
     """The weights that were sent last."""
 
@@ -244,12 +243,13 @@ class RayTrainerClient(Generic[BatchT]):
         received = [entry for part in await self.group.all_to_all(back) for entry in part]
         return [outputs for _, outputs in sorted(received, key=lambda entry: entry[0])]
 
+    @property
+    def can_score_alone(self) -> bool:
+        return len(self.ranks.actors) == 1 and self._turns is None
+
     async def score_alone(self, role: str, micro_batch: BatchT) -> list[Any]:
-        """Score by one rank: each call asks the next."""
-        rank = (self.group.rank + self._num_alone) % len(self.ranks.actors)
-        self._num_alone += 1
         message = Score(role=role, micro_batches=[put(list(micro_batch))], with_routing=False)
-        [outputs] = (await self._asked("prepare", {rank: message}))[rank]
+        [outputs] = (await self._asked("prepare", {0: message}))[0]
         return outputs
 
     async def train_step(self, role: str, micro_batches: Sequence[BatchT]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gcore_rollout.engines.diffusion.arrays import host_array, host_entries, host_rows
 from gcore_rollout.engines.diffusion.types import Condition
 from gcore_rollout.errors import UnsupportedModelError
 
@@ -163,18 +164,19 @@ def image_conditions(conditions: Mapping[str, Any], per_image: set[str]) -> tupl
     """Split a call's conditions into those of each of its rows, and those that rows share.
 
     Lists with an entry for each row, or for as many rows as a prompt has, have "[]" after their names. Other lists of
-    tensors have a name for each entry.
+    tensors have a name for each entry. Equal conditions of neighbours, such as those of a prompt, are one array.
     """
     num_rows = max((len(value) for name, value in conditions.items() if name in per_image), default=0)
     rows: list[dict[str, Condition]] = [{} for _ in range(num_rows)]
     shared: dict[str, Condition] = {}
     for name, value in conditions.items():
         if name in per_image and isinstance(value, torch.Tensor):
-            for row, entry in zip(rows, _on_host(value), strict=True):
+            for row, entry in zip(rows, host_rows(value), strict=True):
                 row[name] = entry
         elif name in per_image:
+            entries = host_entries(value)
             for place, row in enumerate(rows):
-                row[f"{name}[]"] = _on_host(value[place * len(value) // num_rows])
+                row[f"{name}[]"] = entries[place * len(entries) // num_rows]
         elif isinstance(value, list | tuple) and _holds_tensors(value):
             shared |= {f"{name}.{index}": _on_host(entry) for index, entry in enumerate(value)}
         else:
@@ -239,9 +241,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _on_host(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return (value.float() if value.is_floating_point() else value).cpu().numpy()
+    return host_array(value) if isinstance(value, torch.Tensor) else value
 
 
 def _as_tensor(rows: torch.Tensor | Sequence[torch.Tensor], ndim: int) -> torch.Tensor:

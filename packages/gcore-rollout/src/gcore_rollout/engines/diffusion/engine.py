@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gcore_rollout.engines.diffusion.arrays import in_dtype
 from gcore_rollout.engines.diffusion.calls import image_conditions, same_conditions, timestep_map
+from gcore_rollout.engines.diffusion.compiled import compile_blocks
 from gcore_rollout.engines.diffusion.kernels import FlowODE
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
+from gcore_rollout.engines.diffusion.text_encoders import HostedEncoders
 from gcore_rollout.engines.diffusion.types import Conditions, ImageRequest, ImageSample, ImageSampling
 from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, check_weights, sample_seeds
@@ -50,6 +53,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         options: further arguments of the pipeline's call, such as max_sequence_length or num_frames.
         size: height and width in pixels of the images that it is tried on; None: the pipeline's own.
         component: name of the transformer that is trained, where the pipeline has two; see `Recorded`.
+        device: that it works on; None: the one that the pipeline is on.
+        compiles: whether the blocks of the denoiser are compiled, which takes a minute or more.
+        offload_text_encoders: whether the text encoders are on the device only while prompts are encoded.
 
     Attributes:
         pipeline: The pipeline.
@@ -69,6 +75,9 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
         component: str = "",
+        device: str | None = None,
+        compiles: bool = False,
+        offload_text_encoders: bool = False,
     ) -> None:
         if max_num_images < 1:
             raise RolloutError(f"max_num_images is {max_num_images}; expected at least 1")
@@ -82,7 +91,12 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             vae.enable_slicing()
         self._recorded = Recorded(pipeline, component)
         self.pipeline = pipeline
-        self._device: torch.device = pipeline.device
+        self._device: torch.device = pipeline.device if device is None else torch.device(device)
+        self._hosted = HostedEncoders(pipeline, self._device) if offload_text_encoders else None
+        self._move_pipeline(self._device)
+        if compiles:
+            compile_blocks(self._recorded.denoiser)
+        self._dtype = next(self._recorded.denoiser.parameters()).dtype
         self._accepted = set(inspect.signature(pipeline.__call__).parameters)
         self._options = dict(options or {})
         if unknown := sorted(self._options.keys() - self._accepted):
@@ -116,11 +130,20 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         options: Mapping[str, Any] | None = None,
         size: tuple[int, int] | None = None,
         component: str = "",
+        compiles: bool = False,
+        offload_text_encoders: bool = False,
     ) -> Self:
         """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16."""
-        pipeline = load_pipeline(path, dtype=getattr(torch, dtype))
-        settings: dict[str, Any] = {"options": options, "size": size, "component": component}
-        return cls(pipeline.to(device), max_num_images=max_num_images, **settings)
+        return cls(
+            load_pipeline(path, dtype=getattr(torch, dtype)),
+            max_num_images=max_num_images,
+            options=options,
+            size=size,
+            component=component,
+            device=device,
+            compiles=compiles,
+            offload_text_encoders=offload_text_encoders,
+        )
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
@@ -158,12 +181,19 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
 
     async def _control(self, name: Control) -> None:
         if name in ("sleep", "discard"):
-            self.pipeline.to("cpu")
+            self._move_pipeline(torch.device("cpu"))
             if self._device.type != "cpu":
                 # Other processes on the device need it.
                 torch.accelerator.empty_cache()
         elif name in ("wake", "wake_weights"):
-            self.pipeline.to(self._device)
+            self._move_pipeline(self._device)
+
+    def _move_pipeline(self, device: torch.device) -> None:
+        """Move all models but those that stay in host memory."""
+        staying = self._hosted.modules if self._hosted is not None else []
+        for component in self.pipeline.components.values():
+            if isinstance(component, torch.nn.Module) and component not in staying:
+                component.to(device)
 
     def _num_running(self) -> int:
         return len(self._running[1]) if self._running else 0
@@ -258,7 +288,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
                 index=image.index,
                 image=pixels[row],
                 latents=final[row],
-                trajectory=trajectory,
+                trajectory=in_dtype(trajectory, self._dtype),
                 conditions=with_prompt[row],
                 negative_conditions=without[row] if without is not None else None,
                 shared_conditions=shared,

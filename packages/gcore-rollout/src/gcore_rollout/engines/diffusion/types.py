@@ -17,7 +17,8 @@ SCALARS = ("levels", "next_levels", "timesteps")
 """Fields that all images of a batch share."""
 
 Condition = Any
-"""An argument of a model: an array, or a plain value (numbers, strings, None, and lists, tuples and dicts of them)."""
+"""An argument of a model: an array in the data type that it was given (bfloat16 is that of ml_dtypes), or a plain value
+(numbers, strings, None, and lists, tuples and dicts of them)."""
 Conditions = Mapping[str, Condition]
 """By the model's names. ``a.b`` is entry b of a dict a, or of a tuple where b is a number; ``a[]`` is an
 image's entry of a list a; ``a+1`` follows the latents, which are argument a, along axis 1 of the batch."""
@@ -104,11 +105,14 @@ class ImageRequest(AnyRequest):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
-    """The K recorded steps of one image, as needed to compute them again; latents have any shape [...]."""
+    """The K recorded steps of one image, as needed to compute them again; latents have any shape [...].
 
-    latents: NDArray[np.float32]
+    Latents are in the data type of the model that they were passed to, if they were rounded to it.
+    """
+
+    latents: NDArray[Any]
     """[K, ...] before each step."""
-    next_latents: NDArray[np.float32]
+    next_latents: NDArray[Any]
     """[K, ...] after it."""
     means: NDArray[np.float32]
     """[K, ...] means of the Gaussians from which the next latents were drawn."""

@@ -120,10 +120,11 @@ class RemoteEngine(ClosableEngine, ABC, Generic[RequestT, SampleT]):
     def _take(self, message: session.FromEngine) -> None:
         self._silent_s = 0.0
         match message:
-            case session.Finished(call_id, sample):
-                if stream := self._streams.get(call_id):
-                    stream.unfinished.pop((sample.request_id, sample.index), None)
-                    stream.items.put_nowait(sample)
+            case [*samples]:
+                for finished in samples:
+                    if stream := self._streams.get(finished.call_id):
+                        stream.unfinished.pop((finished.sample.request_id, finished.sample.index), None)
+                        stream.items.put_nowait(finished.sample)
             case session.Done(call_id, stats, value):
                 self._stats = stats
                 self._end_call(call_id, None, value)

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import pickle
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,8 @@ class Failed:
 
 
 EngineCall = Generate | Abandon | Call | UpdateWeights
-FromEngine = Finished | Done | Failed
+FromEngine = Sequence[Finished] | Done | Failed
+"""Samples that finish together are one message, in which what they share is sent once."""
 
 
 def failure(call_id: int, error: Exception) -> Failed:
@@ -142,6 +143,7 @@ class Session:
         """None until it is made."""
         self._send = send
         self._read = read
+        self._finished: list[Finished] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._is_called = asyncio.Event()
 
@@ -205,10 +207,18 @@ class Session:
         samples = self.engine.generate(requests)
         try:
             async for sample in samples:
-                self._send(Finished(call_id, sample))
+                if not self._finished:
+                    asyncio.get_running_loop().call_soon(self._send_finished)
+                self._finished.append(Finished(call_id, sample))
+            self._send_finished()
         finally:
             if hasattr(samples, "aclose"):
                 await samples.aclose()
+
+    def _send_finished(self) -> None:
+        finished, self._finished = self._finished, []
+        if finished:
+            self._send(finished)
 
     async def _update(self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int) -> bool:
         """Return whether the engine uses the memory of the weights from now on."""
