@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from gcore_rollout import (
     UnsupportedModelError,
     VisionProcessor,
     VLLMEngine,
+    decode_image,
 )
 
 pytestmark = VLLM_IMPORT_WARNINGS
@@ -263,3 +265,13 @@ async def test_weights_of_other_names_are_refused(folders: dict[str, Path]) -> N
     with pytest.raises(ValueError, match=r"missing names \['visual.patch_embed.proj.weight'\]"):
         await engine.update_weights(weights.items(), version=1)
     await engine.close()
+
+
+def test_damaged_images_are_no_images() -> None:
+    """And neither are files that would be gigabytes of pixels."""
+    header = SMALL[12:16] + (65536).to_bytes(4, "big") * 2 + SMALL[24:29]
+    large = SMALL[:12] + header + crc32(header).to_bytes(4, "big") + SMALL[33:]
+    cases = {b"text": "is no image file that Pillow reads", large: "exceeds limit", SMALL[:2000]: "does not decode"}
+    for damaged, message in cases.items():
+        with pytest.raises(RequestError, match=message):
+            decode_image(damaged)
