@@ -1,4 +1,4 @@
-"""What the ranks do in `test_diffusion_ranks.py`: `DiffusionTrainer` sharded by FSDP2 over the first ranks."""
+"""What the ranks do in `test_diffusion_ranks.py`: `DiffusionTrainer` on the first ranks, sharded by FSDP2 or whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,18 +34,22 @@ def train_images(
     objective: DiffusionObjective,
     steps: Sequence[Sequence[Sequence[DiffusionMicroBatch]]],
     lora: LoRAConfig | None,
+    fsdp_size: int,
 ) -> tuple[list[dict[str, float]], Weights, Weights]:
     """Metrics of each step, the weights in the end, and their average. `steps` holds each replica's micro-batches."""
     del rank
-    return trained(path, objective, steps, lora, parallel=TorchParallel.join(ParallelConfig()))
+    return trained(path, objective, steps, lora, parallel=TorchParallel.join(ParallelConfig(fsdp_size=fsdp_size)))
 
 
-def score_images(rank: Rank, path: str, parts: Sequence[Sequence[DiffusionMicroBatch]]) -> list[list[StepScores]]:
-    """Scores of this rank's micro-batches, under a sharded policy."""
+def score_images(
+    rank: Rank, path: str, parts: Sequence[Sequence[DiffusionMicroBatch]], fsdp_size: int
+) -> list[list[StepScores]]:
+    """Scores of this rank's micro-batches, under a sharded policy or a whole one."""
     del rank
     objective = DenoisingPolicyObjective(DenoisingPolicyConfig(), kernel)
     options: dict[str, Any] = {"optimizer": OptimizerConfig(), "objective": objective}
-    trainer = DiffusionTrainer(Denoiser.from_pretrained(path), parallel=TorchParallel.join(ParallelConfig()), **options)
+    parallel = TorchParallel.join(ParallelConfig(fsdp_size=fsdp_size))
+    trainer = DiffusionTrainer(Denoiser.from_pretrained(path), parallel=parallel, **options)
     return trainer.score_steps(parts[trainer.data_parallel_rank], kernel)
 
 

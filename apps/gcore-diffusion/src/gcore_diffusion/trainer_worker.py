@@ -31,6 +31,7 @@ from gcore_trainer import (
     StepScores,
     TorchParallel,
     score_steps,
+    should_replicate,
 )
 
 
@@ -63,7 +64,11 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             optim = replace(optim, total_training_steps=num_updates)
         parallel = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            parallel = TorchParallel.join(ParallelConfig(), device_type=torch.device(config.device).type)
+            size = config.trainer.fsdp_size
+            if size == "auto":
+                size = int(should_replicate(denoiser.model.parameters()))
+            device_type = torch.device(config.device).type
+            parallel = TorchParallel.join(ParallelConfig(fsdp_size=size), device_type=device_type)
         self._trainer = DiffusionTrainer(
             denoiser,
             optimizer=optim,
