@@ -41,9 +41,9 @@ _PROBED_STEPS = 2
 class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     """Makes images by a pipeline, in batches, in a thread; made by `from_pretrained`, and bound to one event loop.
 
-    The requests of a batch have equal settings; its images start together and end together. An image depends on its
-    seed alone, up to rounding in batches of different sizes. `stats` counts prompts, and denoising steps summed over
-    images.
+    The requests of a batch have equal settings, except windows; its images start together and end together. An image
+    depends on its seed alone, up to rounding in batches of different sizes. `stats` counts prompts, and denoising steps
+    summed over images.
 
     The methods `pause`, `update_weights` and `sleep` wait for the running batch; `abort` ends it between two steps if
     none of its images is wanted any more. Aborted images start again if they are requested again.
@@ -199,14 +199,14 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     def _next_batch(self) -> list[_Image]:
         """Take the first waiting image and the ones that can be batched with it."""
         sampling = self._waiting[0].request.sampling
-        batch = [image for image in self._waiting if image.request.sampling == sampling][: self._max_num_images]
+        batch = [image for image in self._waiting if image.request.sampling.suits(sampling)][: self._max_num_images]
         self._remove_waiting(batch.__contains__)
         return batch
 
     async def _make(self, batch: list[_Image]) -> None:
         sampling = batch[0].request.sampling
         generators = [image_generator(image.request.seed, image.index) for image in batch]
-        with self._recorded.taping(sampling, generators) as tape:
+        with self._recorded.taping([image.request.sampling for image in batch], generators) as tape:
             self._running = tape, batch
             version = self._version
             prompts = [image.request.prompt for image in batch]
@@ -314,7 +314,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         times: list[tuple[float, float]] = []
         for count in _PROBED:
             generators = [image_generator(0, i) for i in range(count)]
-            with self._recorded.taping(sampling, generators) as tape:
+            with self._recorded.taping([sampling] * count, generators) as tape:
                 try:
                     self._call(prompts[:count], sampling, generators)
                 except (AttributeError, IndexError, TypeError, ValueError) as error:
@@ -338,14 +338,22 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
 
 def _trajectories(steps: Sequence[Mapping[str, Any]], final: NDArray[np.float32]) -> Iterator[Trajectory]:
     """Yield the trajectory of each image, from the recorded steps and the final latents [B, ...] of its batch."""
-    stacked: dict[str, NDArray[np.float32]] = {name: np.zeros((0, *final.shape), np.float32) for name in STACKED}
-    stacked["log_probs"] = np.zeros((0, len(final)), np.float32)
-    if steps:
-        stacked = {name: torch.stack([step[name] for step in steps]).cpu().numpy() for name in STACKED}
-    shared = {name: np.array([step[name] for step in steps], np.float32) for name in SCALARS}
-    indices = np.array([step["steps"] for step in steps], np.int64)
-    for row in range(len(final)):
-        yield Trajectory(**{name: values[:, row] for name, values in stacked.items()}, **shared, steps=indices)
+    arrays = [{name: step[name].cpu().numpy() for name in STACKED} for step in steps]
+    shapes = dict.fromkeys(STACKED, final.shape[1:]) | {"log_probs": ()}
+    found: list[list[tuple[int, int]]] = [[] for _ in final]
+    for index, step in enumerate(steps):
+        for place, row in enumerate(step["rows"]):
+            found[row].append((index, place))
+    for places in found:
+        own = [steps[index] for index, _ in places]
+        stacked = {
+            name: np.array([arrays[index][name][place] for index, place in places], np.float32).reshape(
+                len(places), *shape
+            )
+            for name, shape in shapes.items()
+        }
+        scalars = {name: np.array([step[name] for step in own], np.float32) for name in SCALARS}
+        yield Trajectory(**stacked, **scalars, steps=np.array([step["steps"] for step in own], np.int64))
 
 
 def image_generator(seed: int, index: int) -> torch.Generator:

@@ -35,21 +35,29 @@ class StepAbortedError(Exception):
 class Tape:
     """Makes one batch's steps and records them; a step removes the model's ``calls`` since the last one.
 
-    Each image has a generator, from which noise is drawn after the first latents. Steps without noise are ``plain``.
+    Each image has a generator, from which noise is drawn after the first latents, and settings of its own, which differ
+    in their windows alone. Steps inside of an image's window are made by ``kernel``, the others by ``plain``.
     """
 
     def __init__(
-        self, sampling: ImageSampling, generators: Sequence[torch.Generator], *, plain: Kernel, calls: list[ModelCall]
+        self,
+        samplings: Sequence[ImageSampling],
+        generators: Sequence[torch.Generator],
+        *,
+        kernel: Kernel,
+        plain: Kernel,
+        calls: list[ModelCall],
     ) -> None:
-        self._sampling = sampling
+        self._samplings = samplings
         self._generators = generators
+        self._kernel = kernel
         self._plain = plain
         self._calls = calls
         self._num_steps = 0
         self.is_aborted = False
         """Set from outside: the next step raises `StepAbortedError`."""
         self.steps: list[dict[str, Any]] = []
-        """The recorded steps, by the fields of a `Trajectory`, of the whole batch."""
+        """The recorded steps, by the fields of a `Trajectory`, of the images in ``rows``."""
         self.conditions: list[dict[str, Any]] = []
         """The model's conditions in the calls of a step; the same in all steps."""
         self.form: AnswerForm | None = None
@@ -82,28 +90,34 @@ class Tape:
         timestep = self._checked_calls(output, latents).timestep
         self.times.append((time, timestep))
         index, self._num_steps = self._num_steps, self._num_steps + 1
-        first, end = self._sampling.window or (0, self._sampling.num_inference_steps)
-        is_inside = first <= index < end
-        kernel = self._sampling.kernel if is_inside else self._plain
-        x = latents.float()
-        mean, std = transition = kernel(output.float(), x, level, next_level)
-        has_noise = bool((std > 0).all())
-        drawn = mean + std * self._noise(x) if has_noise else mean
-        # What the model sees next is what has a density.
-        following = drawn.to(output.dtype).float()
-        if has_noise or (is_inside and self._sampling.window is not None):
-            self.steps.append(
-                {
-                    "latents": x,
-                    "next_latents": following,
-                    "means": mean,
-                    "log_probs": transition.log_prob(following) if has_noise else torch.full((len(x),), torch.nan),
-                    "steps": index,
-                    "levels": float(level),
-                    "next_levels": float(next_level),
-                    "timesteps": timestep,
-                }
-            )
+        windows = [sampling.window or (0, sampling.num_inference_steps) for sampling in self._samplings]
+        rows = [row for row, (first, end) in enumerate(windows) if first <= index < end]
+        all_outputs, all_latents = output.float(), latents.float()
+        # Without an index all rows stay where they are.
+        inside = slice(None) if len(rows) == len(latents) else rows
+        following = self._plain(all_outputs, all_latents, level, next_level).mean.to(output.dtype).float()
+        if rows:
+            x = all_latents[inside]
+            mean, std = transition = self._kernel(all_outputs[inside], x, level, next_level)
+            has_noise = bool((std > 0).all())
+            drawn = mean + std * self._noise(x, rows) if has_noise else mean
+            # What the model sees next is what has a density.
+            drawn = drawn.to(output.dtype).float()
+            if has_noise or self._samplings[0].window is not None:
+                self.steps.append(
+                    {
+                        "rows": rows,
+                        "latents": x,
+                        "next_latents": drawn,
+                        "means": mean,
+                        "log_probs": transition.log_prob(drawn) if has_noise else torch.full((len(x),), torch.nan),
+                        "steps": index,
+                        "levels": float(level),
+                        "next_levels": float(next_level),
+                        "timesteps": timestep,
+                    }
+                )
+            following[inside] = drawn
         self.final = following
         return following.to(output.dtype)
 
@@ -118,7 +132,7 @@ class Tape:
         for call in calls:
             call.check_latents(latents)
         if self.form is None:
-            self.form, self.conditions = AnswerForm.found(calls, given, self._sampling.guidance_scale), conditions
+            self.form, self.conditions = AnswerForm.found(calls, given, self._samplings[0].guidance_scale), conditions
         elif not (
             len(calls) == len(self.conditions)
             and all(map(same_conditions, conditions, self.conditions))
@@ -130,9 +144,10 @@ class Tape:
             )
         return calls[0]
 
-    def _noise(self, like: torch.Tensor) -> torch.Tensor:
-        shape = like.shape[1:]
-        drawn = [torch.randn(shape, generator=g, device=g.device, dtype=torch.float32) for g in self._generators]
+    def _noise(self, like: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Draw noise [R, ...] for the images in ``rows`` alone."""
+        shape, generators = like.shape[1:], [self._generators[row] for row in rows]
+        drawn = [torch.randn(shape, generator=g, device=g.device, dtype=torch.float32) for g in generators]
         return torch.stack(drawn).to(like.device)
 
 
@@ -210,12 +225,12 @@ class Recorded:
         return suited(kernel, self._scheduler)
 
     @contextmanager
-    def taping(self, sampling: ImageSampling, generators: Sequence[torch.Generator]) -> Generator[Tape]:
-        """Record the one call of the pipeline that is made inside the block."""
+    def taping(self, samplings: Sequence[ImageSampling], generators: Sequence[torch.Generator]) -> Generator[Tape]:
+        """Record the one call of the pipeline that is made inside the block, for images with these settings."""
         # The default kernel is a flow's; without noise each kind of model has its own.
         plain = self.kernel(FlowODE() if self.is_flow else DDIM(eta=0.0))
-        kernel = plain if isinstance(sampling.kernel, FlowODE) else self.kernel(sampling.kernel)
-        tape = Tape(replace(sampling, kernel=kernel), generators, plain=plain, calls=self._calls)
+        kernel = plain if isinstance(samplings[0].kernel, FlowODE) else self.kernel(samplings[0].kernel)
+        tape = Tape(samplings, generators, kernel=kernel, plain=plain, calls=self._calls)
         self._calls.clear()
         self._scheduler.tape = tape
         try:
