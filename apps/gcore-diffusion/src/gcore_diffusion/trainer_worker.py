@@ -14,7 +14,7 @@ from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
 from gcore_diffusion.sampling.services import reward_gradient
 from gcore_rollout import Kernel, suited
-from gcore_runs import BaseTrainerWorker, UserError
+from gcore_runs import BaseTrainerWorker, UserError, keep_free_memory
 from gcore_trainer import (
     DDPMProcess,
     Denoiser,
@@ -43,6 +43,8 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
 
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path) -> None:
         super().__init__(config, model, checkpoints)
+        if config.device == "cpu":
+            keep_free_memory()
         self._is_averaged = bool(config.actor.ema_decay)
         self.engine_dtype = config.rollout.dtype
         options: dict[str, Any] = {
