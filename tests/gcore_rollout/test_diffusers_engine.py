@@ -220,6 +220,31 @@ async def test_noise_stays_in_its_window(flow: Path) -> None:
     await engine.close()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_images_with_other_windows_share_a_batch(flow: Path, dtype: str) -> None:
+    """Each has the trajectory that it has alone, with noise by its own seed inside of its own window."""
+    engine = DiffusersEngine.from_pretrained(flow, dtype=dtype)
+    calls: list[int] = []
+    engine.pipeline.transformer.register_forward_hook(lambda *_: calls.append(1))
+    windows = [(0, 2), (1, 3), (5, 6), (0, 2)]
+    settings = [ImageSampling(num_inference_steps=6, kernel=FlowSDE(noise_level=0.7), window=w) for w in windows]
+    requests = [request(str(k), sampling, n=k + 1, seed=k) for k, sampling in enumerate(settings)]
+    together = await made(engine, *requests)
+    assert len(calls) == 6
+    alone = [sample for each in requests for sample in await made(engine, each)]
+    for sample, other in zip(together, alone, strict=True):
+        assert sample.trajectory.steps.tolist() == list(range(*windows[int(sample.request_id)]))
+        for name, values in vars(other.trajectory).items():
+            own = getattr(sample.trajectory, name)
+            assert (own.shape, own.dtype) == (values.shape, values.dtype)
+            np.testing.assert_allclose(own, values, atol=1e-5 if dtype == "float32" else 0.1)
+        np.testing.assert_allclose(sample.latents, other.latents, atol=1e-5 if dtype == "float32" else 0.1)
+    # Those without a window record the steps with noise: they need a batch of their own.
+    await made(engine, request("a", SDE), request("b", settings[0]))
+    assert len(calls) == 6 + 4 * 6 + 5 + 6
+    await engine.close()
+
+
 async def test_ddim_and_classes(ddim: Path) -> None:
     """With a learned variance and a VAE: what diffusers' own scheduler makes of the same noise."""
     engine = DiffusersEngine.from_pretrained(ddim)

@@ -1,4 +1,4 @@
-"""What the ranks do in `test_diffusion_ranks.py`: `DiffusionTrainer` sharded by FSDP2 over the first ranks."""
+"""What the ranks do in `test_diffusion_ranks.py`: `DiffusionTrainer` on the first ranks, sharded by FSDP2 or whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,21 +34,24 @@ def train_images(
     objective: DiffusionObjective,
     steps: Sequence[Sequence[Sequence[DiffusionMicroBatch]]],
     lora: LoRAConfig | None,
+    fsdp_size: int,
 ) -> tuple[list[dict[str, float]], Weights, Weights]:
     """Metrics of each step, the weights in the end, and their average. `steps` holds each replica's micro-batches."""
     del rank
-    return trained(path, objective, steps, lora, parallel=TorchParallel.join(ParallelConfig()))
+    return trained(path, objective, steps, lora, parallel=TorchParallel.join(ParallelConfig(fsdp_size=fsdp_size)))
 
 
-def score_images(rank: Rank, path: str, parts: Sequence[Sequence[DiffusionMicroBatch]]) -> list[list[StepScores]]:
-    """Scores of this rank's micro-batches, by the sharded reference of a policy with adapters that have changed."""
+def score_images(
+    rank: Rank, path: str, parts: Sequence[Sequence[DiffusionMicroBatch]], fsdp_size: int
+) -> list[list[StepScores]]:
+    """Scores of this rank's micro-batches, by the reference, sharded or whole, of a policy with changed adapters."""
     del rank
     objective = DenoisingPolicyObjective(DenoisingPolicyConfig(), kernel)
     options: dict[str, Any] = {"optimizer": OptimizerConfig(), "objective": objective}
     policy = Denoiser.from_pretrained(path, lora=LoRAConfig(rank=2))
     for adapter in policy.trained_parameters().values():
         torch.nn.init.constant_(adapter, 0.1)
-    parallel = TorchParallel.join(ParallelConfig())
+    parallel = TorchParallel.join(ParallelConfig(fsdp_size=fsdp_size))
     trainer = DiffusionTrainer(policy, reference=policy.initial(), parallel=parallel, **options)
     return trainer.score_steps(parts[trainer.data_parallel_rank], kernel, by_reference=True)
 

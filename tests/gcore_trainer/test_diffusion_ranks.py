@@ -1,4 +1,4 @@
-"""`DiffusionTrainer` over several processes against one process: FSDP2, on real gloo ranks."""
+"""`DiffusionTrainer` over several processes against one process: FSDP2, or whole on each, on real gloo ranks."""
 
 from dataclasses import replace
 
@@ -55,9 +55,22 @@ def dealt(samples: list[DiffusionSample], size: int) -> list[list[DiffusionMicro
     return [[[*rest[0], *rest[1]], *rest[2:]], *([pair] for pair in pairs[: size - 1])]
 
 
-@pytest.mark.parametrize(("name", "size"), [("nft", 4), ("dpo", 2), ("nft with adapters", 2), ("dpo with adapters", 2)])
+@pytest.mark.parametrize(
+    ("name", "size", "fsdp_size"),
+    [
+        ("nft", 4, 0),
+        ("nft", 4, 1),
+        ("nft", 4, 2),
+        ("dpo", 2, 0),
+        ("dpo", 2, 1),
+        ("nft with adapters", 2, 0),
+        ("nft with adapters", 2, 1),
+        ("dpo with adapters", 2, 0),
+        ("dpo with adapters", 2, 1),
+    ],
+)
 def test_steps_are_those_of_one_process(
-    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, name: str, size: int
+    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, name: str, size: int, fsdp_size: int
 ) -> None:
     """Uneven parts, weight decay, clipping and the average of the weights included."""
     path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
@@ -65,7 +78,8 @@ def test_steps_are_those_of_one_process(
     steps = [images(12, seed) for seed in range(3)]
     expected, weights, averages = trained(path, objective, [[[samples]] for samples in steps], lora)
     parts = [dealt(samples, size) for samples in steps]
-    for metrics, own, averaged in rank_server.shared(size).run("train_images", path, objective, parts, lora, size=size):
+    answers = rank_server.shared(size).run("train_images", path, objective, parts, lora, fsdp_size, size=size)
+    for metrics, own, averaged in answers:
         # At first policy and reference are alike, and who is preferred is a matter of rounding.
         for found, alone in zip(metrics, expected, strict=True):
             left_out = {"actor/dpo_accuracy"} if alone is expected[0] else set[str]()
@@ -78,9 +92,10 @@ def test_steps_are_those_of_one_process(
                 torch.testing.assert_close(these[tensor_name], tensor, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("fsdp_size", [0, 1])
 @pytest.mark.parametrize("sizes", [(2, 1), (0, 1), (0, 0)])
 def test_scores_of_steps_are_those_of_one_process(
-    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, sizes: tuple[int, int]
+    rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory, sizes: tuple[int, int], fsdp_size: int
 ) -> None:
     """Also on a rank that has no images."""
     path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
@@ -90,7 +105,7 @@ def test_scores_of_steps_are_those_of_one_process(
     made = [replace(s, **steps, timesteps=1000 * levels[:-1]) for s in images(8, seed=0)]
     batches = iter([made[:2], made[2:5], made[5:]])
     parts = [[next(batches) for _ in range(size)] for size in sizes]
-    answers = rank_server.shared(2).run("score_images", path, parts, size=2)
+    answers = rank_server.shared(2).run("score_images", path, parts, fsdp_size, size=2)
     for own, part in zip(answers, parts, strict=True):
         expected = score_steps(Denoiser.from_pretrained(path), part, kernel)
         for found, alone in zip(own, expected, strict=True):
@@ -102,11 +117,12 @@ def test_scores_of_steps_are_those_of_one_process(
 def test_ranks_that_would_call_the_model_unequally_are_refused(
     rank_server: RankServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One replica's micro-batch has prompts of two lengths, which need two calls; alone, they are trained on."""
+    """One replica's micro-batch has prompts of two lengths, which need two calls; ranks with copies train on it."""
     path = str(flow_pipeline(tmp_path_factory.mktemp("pipeline")))
     equal, mixed = images(2, 0), images(2, 1)
     longer = np.zeros((5, 32), np.float32)
     mixed[1] = replace(mixed[1], conditions={**mixed[1].conditions, "encoder_hidden_states": longer})
-    trained(path, OBJECTIVES["nft"], [[[mixed]]], None)
-    errors = rank_server.shared(2).errors("train_images", path, OBJECTIVES["nft"], [[[equal], [mixed]]], None, size=2)
+    given = path, OBJECTIVES["nft"], [[[equal], [mixed]]], None
+    rank_server.shared(2).run("train_images", *given, 1, size=2)
+    errors = rank_server.shared(2).errors("train_images", *given, 0, size=2)
     assert all("BatchError: micro-batches need [1, 2] calls of the model" in error for error in errors)

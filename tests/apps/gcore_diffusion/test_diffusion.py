@@ -235,11 +235,13 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", ["0", "2"])
 def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str], lora_rank: str) -> None:
-    """Two ranks share the parameters, also those of the reference, whose pass waits for their turn."""
+    """Two ranks have copies of the parameters, and then, continued, share them, also those of the reference."""
     args = [*own_args, "--actor.loss.kl-loss-coef", "0.1", "--algorithm.old-log-probs", "trainer"]
-    args += ["--actor.lora-rank", lora_rank]
+    args += ["--actor.lora-rank", lora_rank, "--trainer.test-freq", "1"]
     cli.ok(*args, "--name", "one")
-    cli.ok(*args, "--trainer.num-processes", "2", "--rollout.colocated", "true", "--name", "ranks")
+    args = [*args, "--trainer.num-processes", "2", "--rollout.colocated", "true", "--name", "ranks"]
+    cli.ok(*option_set(args, "--trainer.total-training-steps", "1"))
+    cli.ok(*args, "--trainer.fsdp-size", "0")
     assert_alike(cli.cwd / "runs/ranks", cli.cwd / "runs/one", 2e-3)
     assert (cli.cwd / "runs/ranks/logs/trainer-1.log").is_file()
 
@@ -418,6 +420,10 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
         "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'inline')",
     ),
     "model": (lambda _: ["--model", "nowhere"], "model is 'nowhere'; expected a folder of a diffusers pipeline"),
+    "ranks that do not divide": (
+        lambda _: ["--trainer.fsdp-size", "3", "--trainer.num-processes", "2"],
+        "trainer.fsdp_size is 3; expected auto, 0, or a divisor of trainer.num_processes=2",
+    ),
     "ranks by another name": (lambda _: ["--n-gpus-per-node", "2"], "did you mean --trainer.num-processes?"),
     "one side": (lambda _: ["--rollout.size", "8"], "rollout.size is ['8']; expected more values"),
     "guidance below none": (

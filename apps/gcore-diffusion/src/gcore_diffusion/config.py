@@ -12,6 +12,7 @@ from gcore_runs import (
     BaseDataConfig,
     BaseRLConfig,
     BaseTrainerConfig,
+    Bound,
     Checked,
     Count,
     FractionAbove0,
@@ -27,6 +28,8 @@ from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig, 
 
 Algorithm = Literal["flow_grpo", "ddpo", "grpo_guard", "nft", "dpo", "reward_gradient"]
 KernelName = Literal["flow_sde", "dance_sde", "cps", "ddim", "ode"]
+
+_SHARDS = Bound(lambda size: size == "auto" or size >= 0, "auto, or 0 or more")
 
 NOISELESS: tuple[Algorithm, ...] = ("nft", "dpo", "reward_gradient")
 """Algorithms that use no log-probability: their images may be made without noise."""
@@ -258,7 +261,11 @@ class TrainerConfig(BaseTrainerConfig):
     total_training_steps: Count = 50
     """Steps of the whole run."""
     num_processes: Count = 1
-    """Ranks that parameters (FSDP2) and images are divided among, each a process with a device of its own."""
+    """Ranks that images are divided among, each a process with a device of its own."""
+    fsdp_size: Annotated[int | Literal["auto"], _SHARDS] = "auto"
+    """Ranks that share parameters (FSDP2), such as a node's; the others have copies. 0: all ranks share them; 1: each
+    has all of them. auto: 1 if weights, gradients and moments take at most 4 GiB (268 million trained parameters),
+    otherwise 0."""
     test_freq: Count = 10
     """Steps between evaluations on held-out prompts."""
     save_freq: Count = 20
@@ -266,6 +273,12 @@ class TrainerConfig(BaseTrainerConfig):
     export: Literal["last", "best"] = "last"
     """Step whose policy is exported. best: that of the evaluation with the highest reward not trained on, or without
     one with the highest reward, of those without a warning; it is saved at once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = 0 if self.fsdp_size == "auto" else self.fsdp_size
+        is_divisor = not self.num_processes % (size or 1)
+        self.require("fsdp_size", is_divisor, f"auto, 0, or a divisor of trainer.num_processes={self.num_processes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +301,7 @@ class DiffusionConfig(BaseRLConfig):
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,
         "rollout.max_num_images",
+        "trainer.fsdp_size",
         "reward.judge.num_processes",
         "reward.judge.max_num_seqs",
     )
@@ -314,6 +328,12 @@ class DiffusionConfig(BaseRLConfig):
     @property
     def judge(self) -> tuple[str, JudgeConfig | None]:
         return "reward.judge", self.reward.judge if self.reward.is_judged else None
+
+    @property
+    def rank_unit(self) -> int:
+        """Training ranks are started and stopped by whole sharding groups."""
+        size = self.trainer.fsdp_size
+        return 1 if size == "auto" else max(1, size)
 
     def __post_init__(self) -> None:
         super().__post_init__()

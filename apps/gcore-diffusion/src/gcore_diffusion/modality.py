@@ -1,6 +1,7 @@
 """Image models as a modality of the RLHF loop: groups of images of a prompt, their scores, and updates."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -131,11 +132,13 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group]
     ) -> Prepared[list[DiffusionMicroBatch]]:
         config, groups = self._config, batch.groups
-        scores = [s for part in await ctx.group.all_gather([g.scores for g in groups]) for s in part]
+        everyones = await ctx.group.all_gather([g.scores for g in groups])
+        scores = [s for part in everyones for s in part]
         # Advantages and pairs compare the scores of a group; a differentiable reward needs no differences.
         has_signal = any(map(differ, scores)) or config.algorithm.name == "reward_gradient"
         prepared = _prepared(groups, config, step, float(np.concatenate(scores).std()))
-        updates = _updates(prepared, config.actor, ctx.roles.learner.num_replicas)
+        num_pairs = [sum(-(-len(s) // 2) for s in part) for part in everyones]
+        updates = _updates(prepared, config.actor, ctx.roles.learner.num_replicas, num_pairs)
         metrics = {self.HAS_SIGNAL: float(has_signal)}
         if has_reference_pass(config) and not ctx.roles.learner.can_score_alone:
             updates = await _with_reference_pass(ctx, updates)
@@ -286,18 +289,20 @@ async def _with_old_pass(
 
 
 def _updates(
-    groups: Sequence[Sequence[DiffusionSample]], config: ActorConfig, num_parts: int
+    groups: Sequence[Sequence[DiffusionSample]], config: ActorConfig, num_replicas: int, num_pairs: Sequence[int]
 ) -> list[list[list[DiffusionSample]]]:
-    """Return the micro-batches of each update of a step: at least ``num_parts``, if there are enough pairs.
+    """Return the micro-batches of each update of a step, as few as divide evenly among the replicas.
 
-    Pairs of images go to updates in turn, which spreads groups.
+    Pairs of images go to updates in turn, which spreads groups. The controllers, whose numbers of pairs are
+    ``num_pairs``, together make a multiple of ``num_replicas``, if there are enough pairs.
     """
     shares: list[list[DiffusionSample]] = [[] for _ in range(config.num_updates)]
     pairs = [group[i : i + 2] for group in groups for i in range(0, len(group), 2)]
     for place, pair in enumerate(pairs):
         shares[place % config.num_updates] += pair
     found: list[list[list[DiffusionSample]]] = []
-    for share in shares:
+    for update, share in enumerate(shares):
+        num_parts = num_replicas // math.gcd(num_replicas, sum(count > update for count in num_pairs))
         most = min(config.micro_batch_size, 2 * (-(-len(share) // 2) // num_parts))
         size = max(2, most - most % 2)
         found.append([share[i : i + size] for i in range(0, len(share), size)])

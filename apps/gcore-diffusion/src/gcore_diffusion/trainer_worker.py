@@ -14,7 +14,7 @@ from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.sampling.image_sampling import has_reference_pass, kernel_of
 from gcore_diffusion.sampling.services import reward_gradient
 from gcore_rollout import Kernel, suited
-from gcore_runs import BaseTrainerWorker, UserError
+from gcore_runs import BaseTrainerWorker, UserError, keep_free_memory
 from gcore_trainer import (
     DDPMProcess,
     Denoiser,
@@ -31,6 +31,7 @@ from gcore_trainer import (
     StepScores,
     TorchParallel,
     pipeline_component,
+    should_replicate,
 )
 
 
@@ -39,6 +40,8 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
 
     def __init__(self, config: DiffusionConfig, model: Path, checkpoints: Path) -> None:
         super().__init__(config, model, checkpoints)
+        if config.device == "cpu":
+            keep_free_memory()
         self._is_averaged = bool(config.actor.ema_decay)
         self._has_adapters = config.actor.lora is not None
         self._component, _ = pipeline_component(model, config.actor.component)
@@ -61,7 +64,11 @@ class DiffusionTrainerWorker(BaseTrainerWorker[DiffusionMicroBatch]):
             optim = replace(optim, total_training_steps=num_updates)
         parallel = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            parallel = TorchParallel.join(ParallelConfig(), device_type=torch.device(config.device).type)
+            size = config.trainer.fsdp_size
+            if size == "auto":
+                size = int(should_replicate(denoiser.model.parameters()))
+            device_type = torch.device(config.device).type
+            parallel = TorchParallel.join(ParallelConfig(fsdp_size=size), device_type=device_type)
         self._trainer = DiffusionTrainer(
             denoiser,
             optimizer=optim,

@@ -1,8 +1,26 @@
-"""The memory that programs can have: what the machine has free, and what its container may still take."""
+"""The memory that programs can have: what the machine has free, what its container may still take, and the C heap."""
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt, from malloc.h."""
+_KEPT_BYTES = 1 << 29
+
+
+def keep_free_memory() -> None:
+    """Let the C heap of this process keep up to 512 MiB that is freed, where its C library can (glibc); else nothing.
+
+    Passes of a model on the CPU allocate and free the same large tensors again and again. By default most of that goes
+    back to the system each time, which clears its pages before it gives them out: a fifth of the time of a small model.
+    Models that sleep return it all the same (malloc_trim).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,10 @@ from .torch.activations import LARGE_MODEL as LARGE_MODEL
 from .torch.compiled import compile_layers as compile_layers
 from .torch.frozen_model import FrozenModel as FrozenModel
 from .torch.packed_model import PackedModel as PackedModel
-from .torch.parallel import SHARE_OF_GRADIENTS as SHARE_OF_GRADIENTS, TorchParallel as TorchParallel
+from .torch.parallel import (
+    SHARE_OF_GRADIENTS as SHARE_OF_GRADIENTS,
+    TorchParallel as TorchParallel,
+    should_replicate as should_replicate,
+)
 from .torch.value_model import PackedValueModel as PackedValueModel
 from .trainer import TorchTrainer as TorchTrainer, Trainer as Trainer

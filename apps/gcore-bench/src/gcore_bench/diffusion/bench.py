@@ -26,13 +26,16 @@ LIMIT = "two plain loops at once"
 """Two independent loops of one thread each: the most that two cores can do."""
 GCORE: dict[str, tuple[str, ...]] = {
     "gcore, 1 controller": ("--threads", "1"),
-    "gcore, 2 controllers, 2 engines": ("--threads", "1", "--controllers", "2", "--rollout.num-processes", "2"),
+    "gcore, 2 controllers, 2 engines, 2 ranks": (
+        *("--threads", "2", "--controllers", "2", "--rollout.num-processes", "2", "--trainer.num-processes", "2"),
+    ),
     "gcore on Ray, 2 controllers, 2 engines, 2 ranks": (
         *("--runtime", "ray", "--threads", "2", "--controllers", "2", "--trainer.num-processes", "2"),
     ),
 }
 """Options in addition to those of the embedded run."""
-AIM = 1.5
+AIM, AIM_OF_LIMIT = 1.5, 0.85
+"""Images of a plain loop, or of what the machine can do at all: one of the two is to be reached."""
 
 Row = dict[str, Any]
 """Figures of a contender or a strategy, and its name."""
@@ -146,10 +149,11 @@ def _loop_aims(rows: Sequence[Row]) -> list[str]:
         for names in (PLAIN, tuple(GCORE)[1:], (LIMIT,))
     )
     most, ratio = (row["images_per_s"] / plain["images_per_s"] for row in (limit, gcore))
+    is_met = ratio >= AIM or ratio >= AIM_OF_LIMIT * most
     return [
         f"two plain loops at once make {most:.2f} times the images of one: the most that the cores can do",
-        f"aim: with 2 controllers at least {AIM} times the images of a plain loop: {ratio:.2f} times "
-        f"({gcore['name']}, against {plain['name']}; {verdict(ratio >= AIM)})",
+        f"aim: with 2 controllers at least {AIM} times the images of a plain loop, or {AIM_OF_LIMIT} of that limit: "
+        f"{ratio:.2f} times, {ratio / most:.2f} of it ({gcore['name']}, against {plain['name']}; {verdict(is_met)})",
     ]
 
 

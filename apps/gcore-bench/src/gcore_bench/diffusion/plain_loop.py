@@ -16,6 +16,7 @@ from gcore_diffusion.config import embedded
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.demo.rewards import DigitReward
 from gcore_rollout import load_pipeline
+from gcore_runs import keep_free_memory
 
 _RECIPE = embedded()
 ROLLOUT, ACTOR = _RECIPE.rollout, _RECIPE.actor
@@ -26,6 +27,8 @@ ADV_CLIP_MAX = _RECIPE.algorithm.adv_clip_max
 def run(spec: Spec) -> list[Figures]:
     """Make all steps; return the seconds of each by stage."""
     options = spec.options
+    # As gcore's processes do, to compare what else differs.
+    keep_free_memory()
     torch.manual_seed(options["seed"])
     pipeline = load_pipeline(options["model"], dtype=torch.float32)
     loop = Loop(pipeline, prompts=options["prompts"], n=options["n"], seed=options["seed"])

@@ -23,7 +23,7 @@ from gcore_rollout import (
     load_function,
     register_image_reward,
 )
-from gcore_runs import UserError, build_tokenizer, check_model
+from gcore_runs import UserError, build_tokenizer, check_model, keep_free_memory
 from gcore_runs.engines import Instrumentation, device_options
 
 
@@ -31,7 +31,7 @@ def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], Dif
     """Return what makes an engine of images, in this process or, pickled, in another."""
     rollout = config.rollout
     return partial(
-        DiffusersEngine.from_pretrained,
+        _start_sampler,
         model.absolute(),
         device=config.engine_device,
         dtype=rollout.dtype,
@@ -42,6 +42,12 @@ def sampler_factory(config: DiffusionConfig, *, model: Path) -> Callable[[], Dif
         compiles=rollout.compile,
         offload_text_encoders=rollout.offload_text_encoders and config.engine_device != "cpu",
     )
+
+
+def _start_sampler(model: Path, **options: Any) -> DiffusersEngine:
+    if options["device"] == "cpu":
+        keep_free_memory()
+    return DiffusersEngine.from_pretrained(model, **options)
 
 
 def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:

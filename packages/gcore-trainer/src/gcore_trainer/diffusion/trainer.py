@@ -1,4 +1,4 @@
-"""The torch backend of diffusion models: in one process, or sharded over many."""
+"""The torch backend of diffusion models: in one process, or sharded over many or whole on each."""
 
 import copy
 from collections import deque
@@ -17,7 +17,7 @@ from gcore_trainer.errors import BatchError, ConfigError
 from gcore_trainer.lora import B_OF, LoRAWeights
 from gcore_trainer.objectives.policy import add_sums, check_finite
 from gcore_trainer.torch.host_memory import Sleeper
-from gcore_trainer.torch.parallel import TorchParallel
+from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
 from gcore_trainer.trainer import AdamW, BaseTrainer, Replicas
 
 
@@ -55,7 +55,8 @@ class DiffusionTrainer(BaseTrainer):
         ema_decay: decay of an average of the weights, which `export_weights` gives on request; None: there is none.
         old_decay: of an objective that keeps the sampling policy apart: what that keeps of itself, by the number of
             updates.
-        parallel: the ranks among which parameters and images are divided; None: this process is alone.
+        parallel: the ranks among which images are divided, and parameters unless its ``fsdp_size`` is 1; None: this
+            process is alone.
 
     Raises:
         ConfigError: the objective needs a model that is not given.
@@ -75,10 +76,11 @@ class DiffusionTrainer(BaseTrainer):
         if objective.needs_reference and reference is None:
             raise ConfigError(f"reference is None: {type(objective).__name__} asks the initial policy")
         self._world_size = parallel.world_size if parallel else 1
+        self._is_sharded = parallel is not None and parallel.num_shards > 1
         self._is_first = parallel is None or parallel.mesh.get_rank() == 0
         old = denoiser.copied() if objective.needs_old else None
         self._models = Models(policy=denoiser, old=old, reference=reference)
-        if parallel is not None:
+        if parallel is not None and self._is_sharded:
             for model in (denoiser, *self._others):
                 model.shard(parallel.mesh)
         parameters = denoiser.trained_parameters()
@@ -151,10 +153,11 @@ class DiffusionTrainer(BaseTrainer):
         if len(passes) != 1:
             raise BatchError(f"replicas make {sorted(passes)} passes over an image; expected one number")
         (num_passes,) = passes
-        if self._world_size > 1:
+        if self._is_sharded:
             _require_one({count for *_, counts in everyones for count in counts})
         total = sum(weight for weight, *_ in everyones) * num_passes
-        sums = self._backward(micro_batches, max(count for _, _, count, _ in everyones), num_passes, total)
+        num_batches = max(count for _, _, count, _ in everyones) if self._is_sharded else len(micro_batches)
+        sums = self._backward(micro_batches, num_batches, num_passes, total)
         metrics = self._update(sums)
         if self._ema is not None:
             self._ema.update(self.step)
@@ -177,23 +180,26 @@ class DiffusionTrainer(BaseTrainer):
         self._sleeper.check_awake()
         model = self._models.reference if by_reference else self._models.policy
         assert model is not None
-        return score_steps(model, micro_batches, kernel, self._replicas)
+        return score_steps(model, micro_batches, kernel, self._replicas if self._is_sharded else None)
 
     def _backward(
         self, micro_batches: Sequence[DiffusionMicroBatch], num_batches: int, num_passes: int, total: int
     ) -> dict[str, float]:
         self._adamw.zero_grad()
         sums: dict[str, torch.Tensor] = {}
+        # FSDP averages over ranks; the parts of the loss are to be added.
+        scale = self._world_size if self._is_sharded else 1
         for i in range(num_batches):
             # A divided model's collectives need all ranks: one that has no more micro-batches computes for nothing.
             is_real = i < len(micro_batches)
             batch = micro_batches[i] if is_real else micro_batches[0]
             for index in range(num_passes):
                 loss, parts = self._objective.partial_loss(index, self._models, batch, total)
-                # FSDP averages over ranks; the parts of the loss are to be added.
-                torch.autograd.backward(loss * (self._world_size if is_real else 0.0))
+                torch.autograd.backward(loss * (scale if is_real else 0.0))
                 if is_real:
                     add_sums(sums, parts)
+        if self._world_size > 1 and not self._is_sharded:
+            sum_gradients(self._adamw.parameters.values())
         return {name: value.item() for name, value in sums.items()}
 
     def export_weights(self, *, averaged: bool = False) -> Iterable[tuple[str, torch.Tensor]]:

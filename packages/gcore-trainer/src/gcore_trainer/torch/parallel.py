@@ -17,6 +17,12 @@ from gcore_trainer.torch.packed_model import PackedTransformer
 
 SHARE_OF_GRADIENTS = 0.05
 """Share of a GPU's memory for gradients that wait for an update's last micro-batch."""
+REPLICATED_BYTES = 4 << 30
+"""Most bytes of weights, gradients and moments of a model that every rank has whole without being asked to.
+
+It is 268 million trained parameters, or adapters of a billion frozen ones: a twentieth of an H100's memory. Ranks that
+share parameters gather them in every pass, and scatter gradients; copies exchange gradients once in an update.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +63,11 @@ class TorchParallel:
     def world_size(self) -> int:
         """All ranks."""
         return self.mesh.size()
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share parameters; 1: each has all of them."""
+        return self.mesh.shape[-1]
 
     def shard(self, packed: PackedTransformer[Any]) -> None:
         """Shard the model's parameters in place, layer by layer (FSDP2, ZeRO-3: arXiv 1910.02054).
@@ -99,6 +110,21 @@ def shard_modules(modules: Sequence[torch.nn.Module], mesh: DeviceMesh, *, dtype
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if wide else torch.float32)
     for module in modules:
         fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Replace the gradients of parameters, of one data type, that each rank has whole by their sums over all ranks."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    summed = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(summed)
+    for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def should_replicate(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Return whether float32 weights, and gradients and moments of those trained, take `REPLICATED_BYTES` at most."""
+    return sum((16 if p.requires_grad else 4) * p.numel() for p in parameters) <= REPLICATED_BYTES
 
 
 def fits_whole(parameters: Iterable[torch.nn.Parameter]) -> bool:

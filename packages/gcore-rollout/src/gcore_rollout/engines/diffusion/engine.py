@@ -1,8 +1,6 @@
 """The engine of images: it runs an unmodified pipeline of diffusers, and records log-probabilities of its steps."""
 
 import asyncio
-import inspect
-import math
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,21 +14,19 @@ from gcore_rollout.engines.diffusion.arrays import in_dtype
 from gcore_rollout.engines.diffusion.calls import image_conditions, same_conditions, timestep_map
 from gcore_rollout.engines.diffusion.compiled import compile_blocks
 from gcore_rollout.engines.diffusion.kernels import FlowODE
+from gcore_rollout.engines.diffusion.pipeline_call import PipelineCall
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
 from gcore_rollout.engines.diffusion.text_encoders import HostedEncoders
 from gcore_rollout.engines.diffusion.types import Conditions, ImageRequest, ImageSample, ImageSampling
 from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, check_weights, sample_seeds
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
-from gcore_rollout.images.reward import import_pillow
 from gcore_rollout.weight_sync.checked import held
 
 _Image = Sample[ImageRequest, ImageSample]
 
 _PROBED = (1, 2)
 """Sizes of two batches that show which of the model's arguments have a row for each image."""
-_SCALES_BELOW = {"ZImagePipeline": 1.0}
-"""Pipelines whose guidance is c + scale (c - u), and how much less than in u + scale (c - u) the scale then is."""
 _PROBED_SIZE = (64, 64)
 """Size of the images in their prompts; some pipelines take none that are smaller."""
 _PROBED_STEPS = 2
@@ -40,9 +36,9 @@ _PROBED_STEPS = 2
 class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     """Makes images by a pipeline, in batches, in a thread; made by `from_pretrained`, and bound to one event loop.
 
-    The requests of a batch have equal settings, and one with images in the prompt is a batch of its own; the images of
-    a batch start together and end together. An image depends on its seed alone, up to rounding in batches of different
-    sizes. `stats` counts prompts, and denoising steps summed over images.
+    The requests of a batch have equal settings, except windows, and one with images in the prompt is a batch of its
+    own; the images of a batch start together and end together. An image depends on its seed alone, up to rounding in
+    batches of different sizes. `stats` counts prompts, and denoising steps summed over images.
 
     The methods `pause`, `update_weights` and `sleep` wait for the running batch; `abort` ends it between two steps if
     none of its images is wanted any more. Aborted images start again if they are requested again.
@@ -97,12 +93,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         if compiles:
             compile_blocks(self._recorded.denoiser)
         self._dtype = next(self._recorded.denoiser.parameters()).dtype
-        self._accepted = set(inspect.signature(pipeline.__call__).parameters)
-        self._options = dict(options or {})
-        if unknown := sorted(self._options.keys() - self._accepted):
-            raise UnsupportedModelError(
-                f"{type(pipeline).__name__} has no {unknown[0]}: it takes {sorted(self._accepted)}"
-            )
+        self._call = PipelineCall(pipeline, self._recorded.denoiser, options or {})
         self._max_num_images = max_num_images
         self._running: tuple[Tape, list[_Image]] | None = None
         self._turn = asyncio.Lock()
@@ -114,7 +105,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         try:
             self._timestep_map = self._probe(0, size)
         except UnsupportedModelError:
-            if "image" not in self._accepted:
+            if not self._call.takes_images:
                 raise
             self._timestep_map = self._probe(1, size)
             self._needs_image = True
@@ -211,28 +202,12 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             self._worker = asyncio.create_task(self._work())
 
     def _check_request(self, request: ImageRequest) -> None:
-        if "prompt" not in self._accepted:
-            self._class_of(request.prompt)
+        self._call.check(request)
         if not isinstance(request.sampling.kernel, FlowODE):
             self._recorded.kernel(request.sampling.kernel)
-        kind = type(self.pipeline).__name__
-        if request.images and "image" not in self._accepted:
-            raise RequestError(f"images has {len(request.images)}; expected none, because {kind} takes no image")
         if self._needs_image and not request.images:
+            kind = self._call.kind
             raise RequestError(f"images is empty; expected an image, because {kind} makes none of a text alone")
-        if request.sampling.size is not None and "height" not in self._accepted:
-            raise RequestError(f"size is {request.sampling.size}; expected None, because the pipeline has one size")
-
-    def _class_of(self, prompt: str) -> int:
-        names: Mapping[str, int] = getattr(self.pipeline, "labels", None) or {}
-        if prompt in names:
-            return names[prompt]
-        if not prompt.isdecimal():
-            known = ", ".join(list(names)[:5])
-            raise RequestError(
-                f"prompt is {prompt!r}; expected the number of a class{f', or a name: {known}' if known else ''}"
-            )
-        return int(prompt)
 
     async def _work(self) -> None:
         while self._waiting and not (self._is_paused or self._is_asleep):
@@ -250,7 +225,7 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
     async def _make(self, batch: list[_Image]) -> None:
         sampling = batch[0].request.sampling
         generators = [image_generator(image.request.seed, image.index) for image in batch]
-        with self._recorded.taping(sampling, generators) as tape:
+        with self._recorded.taping([image.request.sampling for image in batch], generators) as tape:
             self._running = tape, batch
             version = self._version
             requests = [image.request for image in batch]
@@ -320,60 +295,13 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             self._probe(len(requests[0].images), requests[0].sampling.size)
         return self._call(requests, generators)
 
-    @torch.no_grad()
-    def _call(self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]) -> NDArray[np.uint8]:
-        """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3]."""
-        prompts, images, sampling = [r.prompt for r in requests], requests[0].images, requests[0].sampling
-        options: dict[str, Any] = {}
-        if images:
-            pictures = [import_pillow().fromarray(image) for image in images]
-            options |= {"image": pictures if len(pictures) > 1 else pictures[0]}
-        if sampling.size is not None:
-            options |= dict(zip(("height", "width"), sampling.size, strict=True))
-            if "max_area" in self._accepted:
-                # FLUX.1 Kontext makes its images as large as this.
-                options |= {"max_area": math.prod(sampling.size)}
-        options |= self._options
-        if "prompt" in self._accepted:
-            # Each prompt is encoded once.
-            unique = list(dict.fromkeys(prompts))
-            repeats = len(prompts) // len(unique)
-            is_even = [p for p in unique for _ in range(repeats)] == list(prompts)
-            # Wan repeats an image for each prompt, not for each video.
-            names = ("num_images_per_prompt", *(() if images else ("num_videos_per_prompt",)))
-            count = next((name for name in names if name in self._accepted), None)
-            if is_even and count is not None:
-                options |= {"prompt": unique, count: repeats}
-            else:
-                options |= {"prompt": list(prompts)}
-        else:
-            options |= {"class_labels": [self._class_of(p) for p in prompts]}
-        options |= self._guidance(sampling.guidance_scale, len(options.get("prompt", ())))
-        has_decoder = getattr(self.pipeline, "vae", None) is not None
-        # The first field is called images or frames.
-        made: torch.Tensor = self.pipeline(
-            **options,
-            generator=list(generators),
-            num_inference_steps=sampling.num_inference_steps,
-            output_type="pt" if has_decoder else "latent",
-        )[0]
-        pixels = made.float() if has_decoder else made.float() / 2 + 0.5
-        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
-
-    def _guidance(self, scale: float, num_prompts: int) -> dict[str, Any]:
-        """Return the arguments of guidance; models that are given their scale as an input have no second pass."""
-        config: Any = self._recorded.denoiser.config
-        if "true_cfg_scale" not in self._accepted or config.get("guidance_embeds"):
-            return {"guidance_scale": scale - _SCALES_BELOW.get(type(self.pipeline).__name__, 0.0)}
-        return {"true_cfg_scale": scale} | ({"negative_prompt": [" "] * num_prompts} if scale > 1 else {})
-
     def _probe(self, num_images: int, size: tuple[int, int] | None) -> tuple[float, float] | None:
         """Make two batches of prompts with so many images, and return the timestep map.
 
         It notes which of the model's arguments have a row for each image that is made.
         """
         has_rows: dict[str, bool] = {}
-        prompts = ("probe", "another probe") if "prompt" in self._accepted else ("0", "0")
+        prompts = ("probe", "another probe") if self._call.takes_text else ("0", "0")
         prompts = prompts[:1] * 2 if num_images else prompts
         grey = (np.full((*_PROBED_SIZE, 3), 128, np.uint8),) * num_images
         sampling = ImageSampling(num_inference_steps=_PROBED_STEPS, size=size)
@@ -381,15 +309,15 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         times: list[tuple[float, float]] = []
         for count in _PROBED:
             generators = [image_generator(0, i) for i in range(count)]
-            with self._recorded.taping(sampling, generators) as tape:
+            with self._recorded.taping([sampling] * count, generators) as tape:
                 try:
                     self._call(requests[:count], generators)
                 except (AttributeError, IndexError, NameError, RuntimeError, TypeError, ValueError) as error:
                     if isinstance(error, RolloutError | torch.OutOfMemoryError):
                         raise
-                    kind = type(self.pipeline).__name__
+                    kind, options = self._call.kind, self._call.options
                     given = f"and {num_images} image{'s' * (num_images > 1)}" if num_images else "alone"
-                    settings = f"size {size} and {self._options}" if self._options else f"size {size}"
+                    settings = f"size {size} and {options}" if options else f"size {size}"
                     raise UnsupportedModelError(
                         f"{kind} makes no image of a prompt {given} with {settings}: {' '.join(str(error).split())}"
                     ) from error

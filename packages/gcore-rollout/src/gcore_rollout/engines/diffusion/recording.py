@@ -40,21 +40,29 @@ class StepAbortedError(Exception):
 class Tape:
     """Makes one batch's steps and records them; a step removes the model's ``calls`` since the last one.
 
-    Each image has a generator, from which noise is drawn after the first latents. Steps without noise are ``plain``.
+    Each image has a generator, from which noise is drawn after the first latents, and settings of its own, which differ
+    in their windows alone. Steps inside of an image's window are made by ``kernel``, the others by ``plain``.
     """
 
     def __init__(
-        self, sampling: ImageSampling, generators: Sequence[torch.Generator], *, plain: Kernel, calls: list[ModelCall]
+        self,
+        samplings: Sequence[ImageSampling],
+        generators: Sequence[torch.Generator],
+        *,
+        kernel: Kernel,
+        plain: Kernel,
+        calls: list[ModelCall],
     ) -> None:
-        self._sampling = sampling
+        self._samplings = samplings
         self._generators = generators
+        self._kernel = kernel
         self._plain = plain
         self._calls = calls
         self._num_steps = 0
         self.is_aborted = False
         """Set from outside: the next step raises `StepAbortedError`."""
         self.steps: list[dict[str, Any]] = []
-        """The recorded steps, by the fields of a `Trajectory`, of the whole batch."""
+        """The recorded steps, by the fields of a `Trajectory`, of the images in ``rows``."""
         self.conditions: list[dict[str, Any]] = []
         """The model's conditions in the calls of a step; the same in all steps."""
         self.form: AnswerForm | None = None
@@ -88,48 +96,62 @@ class Tape:
         timestep = call.timestep
         self.times.append((time, timestep))
         index, self._num_steps = self._num_steps, self._num_steps + 1
-        first, end = self._sampling.window or (0, self._sampling.num_inference_steps)
-        is_inside = first <= index < end
-        kernel = self._sampling.kernel if is_inside else self._plain
-        x = latents.float()
-        mean, std = transition = kernel(output.float(), x, level, next_level)
-        has_noise = bool((std > 0).all())
-        drawn = mean + std * self._noise(x) if has_noise else mean
-        # What the model sees next is what has a density.
-        following = drawn.to(output.dtype).float()
-        if has_noise or (is_inside and self._sampling.window is not None):
-            if not call.is_of_trained:
-                raise UnsupportedModelError(
-                    f"window is {self._sampling.window} and step {index} is not made by the model that is trained; "
-                    f"expected a window of its steps among {self._sampling.num_inference_steps}"
+        windows = [sampling.window or (0, sampling.num_inference_steps) for sampling in self._samplings]
+        rows = [row for row, (first, end) in enumerate(windows) if first <= index < end]
+        all_outputs, all_latents = output.float(), latents.float()
+        # Without an index all rows stay where they are.
+        inside = slice(None) if len(rows) == len(latents) else rows
+        following = self._plain(all_outputs, all_latents, level, next_level).mean.to(output.dtype).float()
+        if rows:
+            x = all_latents[inside]
+            mean, std = transition = self._kernel(all_outputs[inside], x, level, next_level)
+            has_noise = bool((std > 0).all())
+            drawn = mean + std * self._noise(x, rows) if has_noise else mean
+            # What the model sees next is what has a density.
+            drawn = drawn.to(output.dtype).float()
+            if has_noise or self._samplings[0].window is not None:
+                if not call.is_of_trained:
+                    own = self._samplings[rows[0]]
+                    raise UnsupportedModelError(
+                        f"window is {own.window} and step {index} is not made by the model that is trained; expected a "
+                        f"window of its steps among {own.num_inference_steps}"
+                    )
+                self.steps.append(
+                    {
+                        "rows": rows,
+                        "latents": x,
+                        "next_latents": drawn,
+                        "means": mean,
+                        "log_probs": transition.log_prob(drawn) if has_noise else torch.full((len(x),), torch.nan),
+                        "steps": index,
+                        "levels": float(level),
+                        "next_levels": float(next_level),
+                        "timesteps": timestep,
+                    }
                 )
-            self.steps.append(
-                {
-                    "latents": x,
-                    "next_latents": following,
-                    "means": mean,
-                    "log_probs": transition.log_prob(following) if has_noise else torch.full((len(x),), torch.nan),
-                    "steps": index,
-                    "levels": float(level),
-                    "next_levels": float(next_level),
-                    "timesteps": timestep,
-                }
-            )
+            following[inside] = drawn
         self.final = following
         return following.to(output.dtype)
 
     def trajectories(self) -> Iterator[Trajectory]:
         """Yield the trajectory of each image, after the last step."""
         assert self.final is not None
-        stacked: dict[str, torch.Tensor] = {name: self.final.new_zeros((0, *self.final.shape)) for name in STACKED}
-        stacked["log_probs"] = self.final.new_zeros((0, len(self.final)))
-        if self.steps:
-            stacked = {name: torch.stack([step[name] for step in self.steps]) for name in STACKED}
-        arrays = {name: values.cpu().numpy() for name, values in stacked.items()}
-        shared = {name: np.array([step[name] for step in self.steps], np.float32) for name in SCALARS}
-        indices = np.array([step["steps"] for step in self.steps], np.int64)
-        for row in range(len(self.final)):
-            yield Trajectory(**{name: values[:, row] for name, values in arrays.items()}, **shared, steps=indices)
+        arrays = [{name: step[name].cpu().numpy() for name in STACKED} for step in self.steps]
+        shapes = dict.fromkeys(STACKED, tuple(self.final.shape[1:])) | {"log_probs": ()}
+        found: list[list[tuple[int, int]]] = [[] for _ in self.final]
+        for index, step in enumerate(self.steps):
+            for place, row in enumerate(step["rows"]):
+                found[row].append((index, place))
+        for places in found:
+            own = [self.steps[index] for index, _ in places]
+            stacked = {
+                name: np.array([arrays[index][name][place] for index, place in places], np.float32).reshape(
+                    len(places), *shape
+                )
+                for name, shape in shapes.items()
+            }
+            scalars = {name: np.array([step[name] for step in own], np.float32) for name in SCALARS}
+            yield Trajectory(**stacked, **scalars, steps=np.array([step["steps"] for step in own], np.int64))
 
     def _checked_calls(self, given: torch.Tensor, latents: torch.Tensor) -> ModelCall:
         """Take the calls of this step, which made the scheduler's input, and return the first."""
@@ -140,7 +162,7 @@ class Tape:
             )
         conditions = [call.conditions(latents) for call in calls]
         if self.form is None:
-            self.form, self.conditions = AnswerForm.found(calls, given, self._sampling.guidance_scale), conditions
+            self.form, self.conditions = AnswerForm.found(calls, given, self._samplings[0].guidance_scale), conditions
         elif not (
             len(calls) == len(self.conditions)
             and all(map(same_conditions, conditions, self.conditions))
@@ -152,9 +174,10 @@ class Tape:
             )
         return calls[0]
 
-    def _noise(self, like: torch.Tensor) -> torch.Tensor:
-        shape = like.shape[1:]
-        drawn = [torch.randn(shape, generator=g, device=g.device, dtype=torch.float32) for g in self._generators]
+    def _noise(self, like: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Draw noise [R, ...] for the images in ``rows`` alone."""
+        shape, generators = like.shape[1:], [self._generators[row] for row in rows]
+        drawn = [torch.randn(shape, generator=g, device=g.device, dtype=torch.float32) for g in generators]
         return torch.stack(drawn).to(like.device)
 
 
@@ -236,12 +259,15 @@ class Recorded:
         return suited(kernel, self._scheduler)
 
     @contextmanager
-    def taping(self, sampling: ImageSampling, generators: Sequence[torch.Generator]) -> Generator[Tape]:
-        """Record the one call of the pipeline that is made inside the block, besides those in blocks inside it."""
+    def taping(self, samplings: Sequence[ImageSampling], generators: Sequence[torch.Generator]) -> Generator[Tape]:
+        """Record the one call of the pipeline that is made inside the block, for images with these settings.
+
+        Blocks inside it record their own.
+        """
         # The default kernel is a flow's; without noise each kind of model has its own.
         plain = self.kernel(FlowODE() if self.is_flow else DDIM(eta=0.0))
-        kernel = plain if isinstance(sampling.kernel, FlowODE) else self.kernel(sampling.kernel)
-        tape = Tape(replace(sampling, kernel=kernel), generators, plain=plain, calls=self._calls)
+        kernel = plain if isinstance(samplings[0].kernel, FlowODE) else self.kernel(samplings[0].kernel)
+        tape = Tape(samplings, generators, kernel=kernel, plain=plain, calls=self._calls)
         self._calls.clear()
         outer, self._scheduler.tape = self._scheduler.tape, tape
         try:

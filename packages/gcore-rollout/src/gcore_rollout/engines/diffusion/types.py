@@ -1,7 +1,7 @@
 """Requests for images, and the images with their trajectories."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from gcore_rollout.engines.protocol import AnyRequest, AnySample
 from gcore_rollout.errors import RequestError
 
 STACKED = ("latents", "next_latents", "means", "log_probs")
-"""Fields of a `Trajectory` that have a row for each image of a batch."""
+"""Fields of a `Trajectory` that have a row for each image of a step."""
 SCALARS = ("levels", "next_levels", "timesteps")
 """Fields that all images of a batch share."""
 
@@ -41,6 +41,11 @@ class ImageSampling:
     noise are recorded. Flow-GRPO-Fast and MixGRPO (arXiv 2507.21802) keep it short, so that fewer are trained on."""
     size: tuple[int, int] | None = None
     """Height and width in pixels; None: the pipeline's own."""
+
+    def suits(self, other: "ImageSampling") -> bool:
+        """Return whether images with these settings and with others can be made in one batch: windows may differ."""
+        has_windows = self.window is not None and other.window is not None
+        return self == other or (has_windows and replace(self, window=other.window) == other)
 
     def __post_init__(self) -> None:
         if self.num_inference_steps < 1:
@@ -83,7 +88,7 @@ class ImageRequest(AnyRequest):
     def fits(self, other: "ImageRequest") -> bool:
         """Return whether it can be in a batch with another one. Pipelines take the images of one prompt at a time."""
         has_images = bool(self.images or other.images)
-        return self is other or (self.sampling == other.sampling and not has_images)
+        return self is other or (self.sampling.suits(other.sampling) and not has_images)
 
     def aborted(self, index: int) -> "ImageSample":
         """Return an aborted image without content."""

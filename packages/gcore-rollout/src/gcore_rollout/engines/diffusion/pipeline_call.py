@@ -1,0 +1,109 @@
+"""The call of a pipeline for the requests of a batch: its arguments, and its images as uint8."""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_rollout.engines.diffusion.types import ImageRequest
+from gcore_rollout.errors import RequestError, UnsupportedModelError
+from gcore_rollout.images.reward import import_pillow
+
+_SCALES_BELOW = {"ZImagePipeline": 1.0}
+"""Pipelines whose guidance is c + scale (c - u), and how much less than in u + scale (c - u) the scale then is."""
+
+
+class PipelineCall:
+    """Calls a pipeline of diffusers, whose arguments it looks up in its signature.
+
+    Args:
+        pipeline: the pipeline.
+        denoiser: the model that it calls in its steps.
+        options: further arguments of each call.
+
+    Attributes:
+        takes_images: Whether prompts may have images.
+
+    Raises:
+        UnsupportedModelError: the pipeline has no argument of a name in ``options``.
+    """
+
+    def __init__(self, pipeline: Any, denoiser: Any, options: Mapping[str, Any]) -> None:
+        self._pipeline, self._denoiser, self.options = pipeline, denoiser, dict(options)
+        self._accepted = set(inspect.signature(pipeline.__call__).parameters)
+        self.kind = type(pipeline).__name__
+        self.takes_images = "image" in self._accepted
+        self.takes_text = "prompt" in self._accepted
+        if unknown := sorted(self.options.keys() - self._accepted):
+            raise UnsupportedModelError(f"{self.kind} has no {unknown[0]}: it takes {sorted(self._accepted)}")
+
+    def check(self, request: ImageRequest) -> None:
+        """Raise `RequestError` if the pipeline has no argument for something that is requested."""
+        if not self.takes_text:
+            self._class_of(request.prompt)
+        if request.images and not self.takes_images:
+            raise RequestError(f"images has {len(request.images)}; expected none, because {self.kind} takes no image")
+        if request.sampling.size is not None and "height" not in self._accepted:
+            raise RequestError(f"size is {request.sampling.size}; expected None, because the pipeline has one size")
+
+    @torch.no_grad()
+    def __call__(self, requests: Sequence[ImageRequest], generators: Sequence[torch.Generator]) -> NDArray[np.uint8]:
+        """Run the pipeline for the request of each image; return the images [B, H, W, 3] or videos [B, F, H, W, 3]."""
+        prompts, images, sampling = [r.prompt for r in requests], requests[0].images, requests[0].sampling
+        options: dict[str, Any] = {}
+        if images:
+            pictures = [import_pillow().fromarray(image) for image in images]
+            options |= {"image": pictures if len(pictures) > 1 else pictures[0]}
+        if sampling.size is not None:
+            options |= dict(zip(("height", "width"), sampling.size, strict=True))
+            if "max_area" in self._accepted:
+                # FLUX.1 Kontext makes its images as large as this.
+                options |= {"max_area": math.prod(sampling.size)}
+        options |= self.options
+        if self.takes_text:
+            # Each prompt is encoded once.
+            unique = list(dict.fromkeys(prompts))
+            repeats = len(prompts) // len(unique)
+            is_even = [p for p in unique for _ in range(repeats)] == list(prompts)
+            # Wan repeats an image for each prompt, not for each video.
+            names = ("num_images_per_prompt", *(() if images else ("num_videos_per_prompt",)))
+            count = next((name for name in names if name in self._accepted), None)
+            if is_even and count is not None:
+                options |= {"prompt": unique, count: repeats}
+            else:
+                options |= {"prompt": list(prompts)}
+        else:
+            options |= {"class_labels": [self._class_of(p) for p in prompts]}
+        options |= self._guidance(sampling.guidance_scale, len(options.get("prompt", ())))
+        has_decoder = getattr(self._pipeline, "vae", None) is not None
+        # The first field is called images or frames.
+        made: torch.Tensor = self._pipeline(
+            **options,
+            generator=list(generators),
+            num_inference_steps=sampling.num_inference_steps,
+            output_type="pt" if has_decoder else "latent",
+        )[0]
+        pixels = made.float() if has_decoder else made.float() / 2 + 0.5
+        return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).movedim(-3, -1).cpu().numpy()
+
+    def _guidance(self, scale: float, num_prompts: int) -> dict[str, Any]:
+        """Return the arguments of guidance; models that are given their scale as an input have no second pass."""
+        config: Any = self._denoiser.config
+        if "true_cfg_scale" not in self._accepted or config.get("guidance_embeds"):
+            return {"guidance_scale": scale - _SCALES_BELOW.get(self.kind, 0.0)}
+        return {"true_cfg_scale": scale} | ({"negative_prompt": [" "] * num_prompts} if scale > 1 else {})
+
+    def _class_of(self, prompt: str) -> int:
+        names: Mapping[str, int] = getattr(self._pipeline, "labels", None) or {}
+        if prompt in names:
+            return names[prompt]
+        if not prompt.isdecimal():
+            known = ", ".join(list(names)[:5])
+            raise RequestError(
+                f"prompt is {prompt!r}; expected the number of a class{f', or a name: {known}' if known else ''}"
+            )
+        return int(prompt)
