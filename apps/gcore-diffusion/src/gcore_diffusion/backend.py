@@ -3,7 +3,6 @@
 import json
 import shutil
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +60,12 @@ def checked_rewards(config: DiffusionConfig) -> Rewards | None:
     if config.reward.is_judged:
         judge_factory(config)
         return None
-    return build_rewards(config, judge=None)
+    return build_rewards(config, judge=None, device=_trial_device(config))
+
+
+def _trial_device(config: DiffusionConfig) -> str:
+    """Return the device of rewards in this process; on Ray they are only tried here."""
+    return "cpu" if config.runtime == "ray" else config.device
 
 
 async def start(
@@ -77,7 +81,7 @@ async def start(
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     async with AsyncExitStack() as engines:
         policy, judge = await start_engines(config, model, instrumentation, engines, is_trial=is_on_ray)
-        rewards = rewards or build_rewards(config, judge=judge)
+        rewards = rewards or build_rewards(config, judge=judge, device=_trial_device(config))
         sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
@@ -131,8 +135,9 @@ async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerSer
     """Build a controller's roles in its process on Ray, and run the program with them."""
     from gcore_controller import RayTrainerClient
 
-    # Ray gives controllers no GPU.
-    rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
+    # Ray shows a controller the GPU that it reserves, or none.
+    device = job.config.engine_device if job.config.gpus_per_controller else "cpu"
+    rewards = build_rewards(job.config, judge=own.judge, device=device)
     learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing)
     roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))
@@ -162,7 +167,9 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
                 write_atomically(self.run.best, partial(self._keep, {"step": step, "score": score}))
         picture = self.run.samples / f"step-{step:06}.png"
         write_grid(picture, evaluation.images, evaluation.prompts, per_prompt=self.job.config.rollout.eval_n)
-        found = ", ".join(f"{label} {shown(metrics[name])}" for name, label in EVALUATED.items() if name in metrics)
+        parts = {name: name.removeprefix("val/").removesuffix("/mean") for name in evaluation.parts}
+        labels = EVALUATED | parts
+        found = ", ".join(f"{labels[name]} {shown(metrics[name])}" for name in labels if name in metrics)
         self.display.say(f"step {step}: held-out images: {found}")
         return metrics
 

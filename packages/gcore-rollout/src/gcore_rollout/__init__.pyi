@@ -126,7 +126,11 @@ from .responses import (
     UnfinishedGroup as UnfinishedGroup,
     vision_processor as vision_processor,
 )
-from .rewards.kinds.composite import CompositeReward as CompositeReward
+from .rewards.kinds.composite import (
+    CompositeReward as CompositeReward,
+    ImageCompositeReward as ImageCompositeReward,
+    reward_terms as reward_terms,
+)
 from .rewards.kinds.http import HTTPImageReward as HTTPImageReward, HTTPReward as HTTPReward
 from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,
@@ -153,6 +157,7 @@ from .rewards.registry import (
     MultiTurnConfig as MultiTurnConfig,
     build_image_reward as build_image_reward,
     build_reward as build_reward,
+    image_reward_kind as image_reward_kind,
     load_function as load_function,
     load_reward as load_reward,
     register_image_reward as register_image_reward,
@@ -169,6 +174,7 @@ from .rewards.reward import (
     Scored as Scored,
     ThreadedReward as ThreadedReward,
     part_means as part_means,
+    part_stds as part_stds,
     reward_metrics as reward_metrics,
 )
 from .rewards.runner import (

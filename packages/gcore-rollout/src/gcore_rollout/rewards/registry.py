@@ -43,6 +43,8 @@ class ImageRewardKind:
     """The content of the folder at ``path``, for errors; empty: none is needed."""
     head: str = ""
     """The content of the file at ``head``, for errors; empty: none is needed."""
+    is_model: bool = False
+    """Whether it computes on a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,7 @@ _REWARDS: dict[str, Callable[[], RewardFunction]] = {
     "code": lambda: CodeReward(Sandbox()),
 }
 _IMAGE_REWARDS = {
-    name: ImageRewardKind(make=partial(_image_reward, name), path=path, head=head)
+    name: ImageRewardKind(make=partial(_image_reward, name), path=path, head=head, is_model=bool(path))
     for name, path, head in (
         ("jpeg_compressibility", "", ""),
         ("jpeg_incompressibility", "", ""),
@@ -168,6 +170,11 @@ def _register(kinds: dict[str, KindT], name: str, kind: KindT) -> None:
     kinds[name] = kind
 
 
+def image_reward_kind(name: str) -> ImageRewardKind | None:
+    """Return the registered kind of image reward; None: there is none of this name."""
+    return _IMAGE_REWARDS.get(name)
+
+
 def reward_names() -> list[str]:
     """Return the names of the registered rewards."""
     return list(_REWARDS)
@@ -178,14 +185,17 @@ def build_reward(spec: str) -> RewardFunction:
     return _REWARDS[spec]() if spec in _REWARDS else load_reward(spec)
 
 
-def build_image_reward(name: str, settings: ImageRewardSettings, *, setting: str) -> ImageRewardFunction:
+def build_image_reward(
+    name: str, settings: ImageRewardSettings, *, setting: str, group: str = ""
+) -> ImageRewardFunction:
     """Make the image reward of a registered kind, at an http(s) URL, or by ``PATH.py:function``.
 
-    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors. `RewardConfigError` if
-    there is no such reward, or it lacks a setting; `RewardError` if the user's file does not import.
+    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors, and ``group`` that of the
+    section with its path and head; empty: the same. `RewardConfigError` if there is no such reward, or it lacks a
+    setting; `RewardError` if the user's file does not import.
     """
     if kind := _IMAGE_REWARDS.get(name):
-        group = setting.rpartition(".")[0]
+        group = group or setting.rpartition(".")[0]
         if kind.head and not settings.head:
             raise RewardConfigError(f"{group}.head is not set; expected {kind.head} for {name}")
         if kind.path and not settings.path:

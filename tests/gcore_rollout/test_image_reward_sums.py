@@ -1,0 +1,76 @@
+"""Weighted sums of rewards of images, and how they are written."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gcore_rollout import ImageCompositeReward, RewardConfigError, RewardError, evaluate_images, reward_terms
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3)).astype(np.uint8)
+PROMPTS = ["a", "b", "c"]
+ROWS: list[dict[str, Any]] = [{}] * 3
+
+
+def red(images: Any, prompts: Any, rows: Any) -> Any:
+    return images[..., 0].mean((1, 2)), {"bright": images.mean((1, 2, 3)), "constant": 2.0}
+
+
+async def ones(images: Any, prompts: Any, rows: Any) -> Sequence[float]:
+    await asyncio.sleep(0)
+    return [1.0] * len(images)
+
+
+async def test_scores_are_the_weighted_sum_and_terms_are_parts() -> None:
+    reward = ImageCompositeReward({"red": red, "one": ones}, weights={"red": 0.5, "one": -2.0})
+    found = await evaluate_images(reward, IMAGES, PROMPTS, ROWS)
+    reds = IMAGES[..., 0].mean((1, 2))
+    assert [one.score for one in found] == pytest.approx(0.5 * reds - 2)
+    assert [one.parts["red"] for one in found] == pytest.approx(reds)
+    assert [one.parts["red/bright"] for one in found] == pytest.approx(IMAGES.mean((1, 2, 3)))
+    assert {(one.parts["one"], one.parts["red/constant"]) for one in found} == {(1.0, 2.0)}
+
+
+async def test_errors_of_terms() -> None:
+    def broken(images: Any, prompts: Any, rows: Any) -> Any:
+        raise OSError("no disk")
+
+    class Sized:
+        def check(self, height: int, width: int) -> None:
+            raise RewardConfigError(f"{height} x {width}")
+
+        def __call__(self, images: Any, prompts: Any, rows: Any) -> Any:
+            del prompts, rows
+            return [0.0] * len(images)
+
+    weights = {"one": 1.0, "other": 1.0}
+    with pytest.raises(RewardError, match="'broken' on 3 images: OSError: no disk"):
+        await evaluate_images(
+            ImageCompositeReward({"one": ones, "other": broken}, weights=weights), IMAGES, "abc", ROWS
+        )
+    with pytest.raises(RewardConfigError, match="8 x 9"):
+        ImageCompositeReward({"one": ones, "other": Sized()}, weights=weights).check(8, 9)
+    with pytest.raises(RewardConfigError, match="weights has"):
+        ImageCompositeReward({"one": ones}, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("clip", {"clip": 1.0}),
+        ("0.8 * pick_score + 0.2 * ocr", {"pick_score": 0.8, "ocr": 0.2}),
+        ("0.8*pick_score+.2*ocr", {"pick_score": 0.8, "ocr": 0.2}),
+        ("-1e-2 * a + c++/b.py:f", {"a": -0.01, "c++/b.py:f": 1.0}),
+        ("http://host:80/a+b*c", {"http://host:80/a+b*c": 1.0}),
+    ],
+)
+def test_sums_are_read(text: str, expected: dict[str, float]) -> None:
+    assert reward_terms(text, setting="reward.kind") == expected
+
+
+@pytest.mark.parametrize("text", ["", "a + a", "0 * a + 0*b"])
+def test_what_is_no_sum(text: str) -> None:
+    with pytest.raises(RewardConfigError, match=r"reward\.kind is .*; expected"):
+        reward_terms(text, setting="reward.kind")
