@@ -1,4 +1,4 @@
-"""Weighted sums of rewards of images, and how they are written."""
+"""Weighted sums of rewards of images, how they are written, and rewards of videos by frames."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,7 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gcore_rollout import ImageCompositeReward, RewardConfigError, RewardError, evaluate_images, reward_terms
+from gcore_rollout import (
+    FrameReward,
+    ImageCompositeReward,
+    ImageRewardSettings,
+    RewardConfigError,
+    RewardError,
+    Scored,
+    build_image_reward,
+    evaluate_images,
+    reward_terms,
+)
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 4, 4, 3)).astype(np.uint8)
 PROMPTS = ["a", "b", "c"]
@@ -74,3 +84,42 @@ def test_sums_are_read(text: str, expected: dict[str, float]) -> None:
 def test_what_is_no_sum(text: str) -> None:
     with pytest.raises(RewardConfigError, match=r"reward\.kind is .*; expected"):
         reward_terms(text, setting="reward.kind")
+
+
+VIDEOS = np.random.default_rng(1).integers(0, 256, (3, 9, 4, 4, 3)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(("num_frames", "places"), [(1, [4]), (3, [1, 4, 7]), (4, [1, 3, 5, 7]), (20, list(range(9)))])
+async def test_videos_are_scored_by_frames(num_frames: int, places: list[int]) -> None:
+    """The mean of scores, and of the numbers that come with them."""
+    [*found] = await evaluate_images(FrameReward(red, num_frames=num_frames), VIDEOS, PROMPTS, ROWS)
+    frames = VIDEOS[:, places]
+    assert [one.score for one in found] == pytest.approx(frames[..., 0].mean((1, 2, 3)))
+    assert [one.parts["bright"] for one in found] == pytest.approx(frames.mean((1, 2, 3, 4)))
+    assert {one.parts["constant"] for one in found} == {2.0}
+
+
+async def test_frames_have_their_videos_prompts_and_rows() -> None:
+    async def place(images: Any, prompts: Any, rows: Any) -> Any:
+        assert images.shape == (6, 4, 4, 3)
+        return [10 * "abc".index(prompt) + row["row"] for prompt, row in zip(prompts, rows, strict=True)]
+
+    rows = [{"row": i} for i in range(3)]
+    found = await evaluate_images(FrameReward(place, num_frames=2), VIDEOS, PROMPTS, rows)
+    assert [one.score for one in found] == [0.0, 11.0, 22.0]
+
+
+async def test_images_are_scored_as_before_and_registered_rewards_take_videos() -> None:
+    assert await evaluate_images(FrameReward(ones, num_frames=2), IMAGES, PROMPTS, ROWS) == [Scored(score=1.0)] * 3
+    settings = ImageRewardSettings(num_frames=9)
+    reward = build_image_reward("jpeg_incompressibility", settings, setting="reward.kind")
+    alone = [(await evaluate_images(reward, VIDEOS[:, i], PROMPTS, ROWS))[0].score for i in range(9)]
+    assert (await evaluate_images(reward, VIDEOS, PROMPTS, ROWS))[0].score == pytest.approx(np.mean(alone))
+
+
+async def test_frames_without_scores() -> None:
+    def few(images: Any, prompts: Any, rows: Any) -> list[float]:
+        return [1.0] * 3
+
+    with pytest.raises(RewardError, match="'few' on 3 images: returned 3 scores; expected one for each of 6 frames"):
+        await evaluate_images(FrameReward(few, num_frames=2), VIDEOS, PROMPTS, ROWS)

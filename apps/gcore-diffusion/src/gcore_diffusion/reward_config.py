@@ -74,6 +74,8 @@ class RewardConfig(Checked, section="reward"):
     models: dict[str, NamedRewardConfig] = field(default_factory=dict[str, NamedRewardConfig])
     """Rewards by the names that they have in sums and in metrics, with a kind, a path and a head of their own:
     reward.models.NAME.path and so on."""
+    num_frames: Count = 8
+    """Frames of a video, evenly spaced, whose mean score is the video's; a function gets the whole video."""
     jpeg_size: NonNegative = 0
     """Pixels that a side is resized to before it is compressed; 0: as it is."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)

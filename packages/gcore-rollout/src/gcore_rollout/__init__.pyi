@@ -102,6 +102,7 @@ from .images.models import (
 )
 from .images.reward import (
     ColourReward as ColourReward,
+    FrameReward as FrameReward,
     ImageRewardFunction as ImageRewardFunction,
     JPEGCompressibility as JPEGCompressibility,
     evaluate_images as evaluate_images,

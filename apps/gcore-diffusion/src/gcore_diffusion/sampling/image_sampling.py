@@ -18,7 +18,6 @@ from gcore_rollout import (
     FlowCPS,
     FlowODE,
     FlowSDE,
-    ImageJudgeReward,
     ImageRequest,
     ImageSample,
     ImageSampling,
@@ -233,7 +232,7 @@ async def scored(
     """Score images of some prompts."""
     pixels, roles = np.stack([s.image for s in samples]), ctx.roles
     # The engines of a judge time their own work.
-    names = [] if isinstance(reward, ImageJudgeReward) else [f"reward {ctx.rank if roles.owns_process else 0}"]
+    names = [] if getattr(reward, "uses_engine", False) else [f"reward {ctx.rank if roles.owns_process else 0}"]
     with roles.devices.stage("reward", *names):
         return await evaluate_images(reward, pixels, [p.text for p in prompts], [p.row for p in prompts])
 

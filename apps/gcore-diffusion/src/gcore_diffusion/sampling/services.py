@@ -14,6 +14,7 @@ from gcore_rollout import (
     ColourReward,
     DiffusersEngine,
     Engine,
+    FrameReward,
     ImageCompositeReward,
     ImageJudgeReward,
     ImageRewardKind,
@@ -135,8 +136,14 @@ def _reward(
     own = config.reward.named(name)
     if own.kind == "judge":
         assert judge is not None
-        return _judge_reward(config, judge)
-    known = ImageRewardSettings(path=own.path, head=own.head, jpeg_size=config.reward.jpeg_size, device=device)
+        return FrameReward(_judge_reward(config, judge), num_frames=config.reward.num_frames)
+    known = ImageRewardSettings(
+        path=own.path,
+        head=own.head,
+        num_frames=config.reward.num_frames,
+        jpeg_size=config.reward.jpeg_size,
+        device=device,
+    )
     group = f"reward.models.{name}" if is_sum or name in config.reward.models else ""
     return build_image_reward(own.kind, known, setting=setting, group=group)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gcore_rollout.errors import RequestError, RewardConfigError, RewardError, require
-from gcore_rollout.images.reward import ImageRewardFunction, JPEGCompressibility
+from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, JPEGCompressibility
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
@@ -31,6 +31,8 @@ class ImageRewardSettings:
     """File of weights."""
     jpeg_size: int = 0
     """Pixels that a side is resized to before compression; 0: as it is."""
+    num_frames: int = 8
+    """Frames of a video over which the mean is taken; see `FrameReward`."""
     device: str = "cpu"
 
 
@@ -190,9 +192,10 @@ def build_image_reward(
 ) -> ImageRewardFunction:
     """Make the image reward of a registered kind, at an http(s) URL, or by ``PATH.py:function``.
 
-    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors, and ``group`` that of the
-    section with its path and head; empty: the same. `RewardConfigError` if there is no such reward, or it lacks a
-    setting; `RewardError` if the user's file does not import.
+    The first two score videos by their frames; a function gets them whole. ``setting`` is the name of the setting that
+    names it, such as ``reward.kind``, for errors, and ``group`` that of the section with its path and head; empty: the
+    same. `RewardConfigError` if there is no such reward, or it lacks a setting; `RewardError` if the user's file does
+    not import.
     """
     if kind := _IMAGE_REWARDS.get(name):
         group = group or setting.rpartition(".")[0]
@@ -200,11 +203,11 @@ def build_image_reward(
             raise RewardConfigError(f"{group}.head is not set; expected {kind.head} for {name}")
         if kind.path and not settings.path:
             raise RewardConfigError(f"{group}.path is not set; expected a local folder of {kind.path} for {name}")
-        return kind.make(settings)
+        return FrameReward(kind.make(settings), num_frames=settings.num_frames)
     if name.startswith(("http://", "https://")):
         from gcore_rollout.rewards.kinds.http import HTTPImageReward
 
-        return HTTPImageReward(name)
+        return FrameReward(HTTPImageReward(name), num_frames=settings.num_frames)
     if ":" in name:
         return load_function(name, setting=setting)
     raise RewardConfigError(f"{setting} is {name!r}; expected {', '.join(_IMAGE_REWARDS)}, a URL or PATH.py:function")

@@ -47,6 +47,7 @@ class ImageCompositeReward:
     def __init__(self, rewards: Mapping[str, ImageRewardFunction], *, weights: Mapping[str, float]) -> None:
         _check(rewards, weights)
         self._rewards, self._weights = dict(rewards), dict(weights)
+        self.uses_engine = all(getattr(reward, "uses_engine", False) for reward in rewards.values())
 
     def check(self, height: int, width: int) -> None:
         """Raise `RewardConfigError` for images of a size that one of the rewards cannot score."""
