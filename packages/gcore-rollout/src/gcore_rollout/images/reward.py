@@ -78,8 +78,8 @@ class FrameReward:
         count = min(self._num_frames, images.shape[1])
         places = [(2 * part + 1) * images.shape[1] // (2 * count) for part in range(count)]
         frames = images[:, places].reshape(-1, *images.shape[2:])
-        repeated = [[one for one in own for _ in places] for own in (prompts, rows)]
-        values = self._reward(frames, *repeated)
+        every_prompt = [prompt for prompt in prompts for _ in places]
+        values = self._reward(frames, every_prompt, [row for row in rows for _ in places])
         if inspect.isawaitable(values):
             return self._awaited(values, len(images), count)
         return _means(values, len(images), count)
