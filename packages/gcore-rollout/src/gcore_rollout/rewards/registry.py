@@ -133,6 +133,8 @@ def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFuncti
     match name:
         case "clip" | "pick_score":
             return models.CLIPReward(settings.path, device=settings.device, scale=1.0 if name == "clip" else None)
+        case "hps":
+            return models.CLIPReward(settings.path, weights=settings.head, device=settings.device)
         case "aesthetic":
             return models.AestheticReward(settings.path, settings.head, device=settings.device)
         case _:
@@ -150,6 +152,7 @@ _IMAGE_REWARDS = {
         ("jpeg_incompressibility", "", ""),
         ("clip", "a CLIP model", ""),
         ("pick_score", "a CLIP model", ""),
+        ("hps", "a CLIP model of ViT-H/14", "HPS_v2.1_compressed.pt or HPS_v2_compressed.pt"),
         ("aesthetic", "a CLIP model", "a safetensors file of its head"),
         ("image_reward", "its tokenizer", "ImageReward.pt"),
     )
