@@ -14,6 +14,9 @@ from gcore_runs import UserError
 from gcore_runs.settings.run_config import RayConfig
 
 REWARD = """
+from gcore_rollout import RewardConfigError
+
+
 def red(images, prompts, rows):
     scores = images[..., 0].mean((1, 2)) / 255
     return scores, {"bright": images.mean((1, 2, 3))}
@@ -21,6 +24,18 @@ def red(images, prompts, rows):
 
 def green(images, prompts, rows):
     return images[..., 1].mean((1, 2)) / 255
+
+
+class Picky:
+    def check_prompts(self, prompts, rows):
+        if any(prompt.startswith("c") for prompt in prompts):
+            raise RewardConfigError(f"{len(prompts)} prompts and {len(rows)} rows have a c; expected none")
+
+    def __call__(self, images, prompts, rows):
+        return [0.0] * len(images)
+
+
+picky = Picky()
 """
 
 
@@ -117,6 +132,7 @@ def test_sums_that_contradict_themselves(options: list[str], said: str) -> None:
         ),
         (["rewards.py:red + other.py:red"], "has the names red, red; expected names that differ"),
         (["rewards.py:red + clip"], "reward.models.clip.path is not set; expected a local folder of a CLIP model"),
+        (["rewards.py:red + rewards.py:picky"], "30 prompts and 30 rows have a c; expected none"),
         (["rewards.py:red + pretty"], "reward.kind is 'pretty'; expected jpeg_compressibility"),
     ],
 )

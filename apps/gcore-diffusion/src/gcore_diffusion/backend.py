@@ -32,7 +32,15 @@ from gcore_diffusion.sampling.image_sampling import (
 from gcore_diffusion.sampling.prompts import PromptSets
 from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
-from gcore_rollout import DiffusersEngine, ImageRequest, ImageSampling, RolloutError, evaluate_images
+from gcore_rollout import (
+    DiffusersEngine,
+    ImageRequest,
+    ImageSampling,
+    RolloutError,
+    check_images,
+    check_prompts,
+    evaluate_images,
+)
 from gcore_runs import (
     STAGE_CELLS,
     BaseRunRecorder,
@@ -110,6 +118,9 @@ async def start(
 
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
     """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
+    rewards = [reward for reward in (sampler.rewards.trained, sampler.rewards.held_out) if reward]
+    everyone = [*prompts.train, *prompts.val]
+    check_prompts(rewards, [prompt.text for prompt in everyone], [prompt.row for prompt in everyone])
     first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
     sampling = ImageSampling(num_inference_steps=2, guidance_scale=guidance_scale, kernel=kernel_of(config), size=size)
     try:
@@ -125,9 +136,8 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
             "pipeline gives its model timesteps that are not a multiple of the time or of the time left"
         )
     grey = np.full((2, *made.image.shape), 128, np.uint8)
-    for reward in filter(None, (sampler.rewards.trained, sampler.rewards.held_out)):
-        if check := getattr(reward, "check", None):
-            check(*grey.shape[-3:-1])
+    check_images(rewards, *made.image.shape[-3:-1])
+    for reward in rewards:
         await evaluate_images(reward, grey, [first.text] * 2, [first.row] * 2)
 
 

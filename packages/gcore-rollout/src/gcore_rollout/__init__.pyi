@@ -105,8 +105,11 @@ from .images.reward import (
     FrameReward as FrameReward,
     ImageRewardFunction as ImageRewardFunction,
     JPEGCompressibility as JPEGCompressibility,
+    check_images as check_images,
+    check_prompts as check_prompts,
     evaluate_images as evaluate_images,
 )
+from .images.text import OCRReward as OCRReward, text_similarity as text_similarity
 from .images.vision_processor import VisionProcessor as VisionProcessor
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
 from .multi_turn.environment import (

@@ -140,6 +140,7 @@ def _reward(
     known = ImageRewardSettings(
         path=own.path,
         head=own.head,
+        text_key=config.reward.text_key,
         num_frames=config.reward.num_frames,
         jpeg_size=config.reward.jpeg_size,
         device=device,

@@ -3,7 +3,7 @@
 import inspect
 import io
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ Scores = NDArray[np.float64]
 
 ImageRewardFunction = Callable[[Images, Sequence[str], Rows], Any | Awaitable[Any]]
 """``reward(images, prompts, rows)`` returns B scores, or B scores and a dict of more numbers by name, each B or one for
-all, which become metrics. It may be async. A method ``check(height, width)``, if there is one, raises
-`RewardConfigError` before a run for images of a size that it cannot score. A true ``uses_engine`` says that an engine,
-which times its own work, computes it."""
+all, which become metrics. It may be async. Methods ``check(height, width)`` and ``check_prompts(prompts, rows)``, if
+there are any, raise `RewardConfigError` before a run for images of a size, or for prompts, that it cannot score. A true
+``uses_engine`` says that an engine, which times its own work, computes it."""
 
 _QUALITY = 95
 
@@ -54,6 +54,20 @@ async def evaluate_images(
         return [Scored(score=score, parts={n: p[i] for n, p in parts.items()}) for i, score in enumerate(scores)]
 
 
+def check_images(rewards: Iterable[ImageRewardFunction], height: int, width: int) -> None:
+    """Raise `RewardConfigError` for images of a size that one of the rewards cannot score."""
+    for reward in rewards:
+        if check := getattr(reward, "check", None):
+            check(height, width)
+
+
+def check_prompts(rewards: Iterable[ImageRewardFunction], prompts: Sequence[str], rows: Rows) -> None:
+    """Raise `RewardConfigError` for prompts that one of the rewards cannot score."""
+    for reward in rewards:
+        if check := getattr(reward, "check_prompts", None):
+            check(prompts, rows)
+
+
 class FrameReward:
     """Scores videos by a reward of images: the mean over frames in the middles of ``num_frames`` equal parts.
 
@@ -68,8 +82,11 @@ class FrameReward:
 
     def check(self, height: int, width: int) -> None:
         """Raise `RewardConfigError` for images of a size that the reward cannot score."""
-        if check := getattr(self._reward, "check", None):
-            check(height, width)
+        check_images([self._reward], height, width)
+
+    def check_prompts(self, prompts: Sequence[str], rows: Rows) -> None:
+        """Raise `RewardConfigError` for prompts that the reward cannot score."""
+        check_prompts([self._reward], prompts, rows)
 
     def __call__(self, images: NDArray[np.uint8], prompts: Sequence[str], rows: Rows) -> Any:
         """Return scores [B] of images [B, H, W, 3] or videos [B, F, H, W, 3], or a coroutine of them."""

@@ -31,6 +31,8 @@ class ImageRewardSettings:
     """File of weights."""
     jpeg_size: int = 0
     """Pixels that a side is resized to before compression; 0: as it is."""
+    text_key: str = ""
+    """Column of the text that an image is to show; empty: it is in double quotes in the prompt."""
     num_frames: int = 8
     """Frames of a video over which the mean is taken; see `FrameReward`."""
     device: str = "cpu"
@@ -128,13 +130,15 @@ class MultiTurnConfig:
 def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFunction:
     if name.startswith("jpeg"):
         return JPEGCompressibility(sign=-1 if name == "jpeg_compressibility" else 1, size=settings.jpeg_size)
-    from gcore_rollout.images import models
+    from gcore_rollout.images import models, text
 
     match name:
         case "clip" | "pick_score":
             return models.CLIPReward(settings.path, device=settings.device, scale=1.0 if name == "clip" else None)
         case "hps":
             return models.CLIPReward(settings.path, weights=settings.head, device=settings.device)
+        case "ocr":
+            return text.OCRReward(settings.path, text_key=settings.text_key, device=settings.device)
         case "aesthetic":
             return models.AestheticReward(settings.path, settings.head, device=settings.device)
         case _:
@@ -154,6 +158,7 @@ _IMAGE_REWARDS = {
         ("pick_score", "a CLIP model", ""),
         ("hps", "a CLIP model of ViT-H/14", "HPS_v2.1_compressed.pt or HPS_v2_compressed.pt"),
         ("aesthetic", "a CLIP model", "a safetensors file of its head"),
+        ("ocr", "a model that reads text in images", ""),
         ("image_reward", "its tokenizer", "ImageReward.pt"),
     )
 }

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from gcore_rollout.errors import RewardConfigError, require
-from gcore_rollout.images.reward import ImageRewardFunction, Images, Rows, evaluate_images
+from gcore_rollout.images.reward import ImageRewardFunction, Images, Rows, check_images, check_prompts, evaluate_images
 from gcore_rollout.rewards.reward import RewardFunction, Scored, located
 from gcore_rollout.rewards.runner import answer, checked
 
@@ -51,9 +51,11 @@ class ImageCompositeReward:
 
     def check(self, height: int, width: int) -> None:
         """Raise `RewardConfigError` for images of a size that one of the rewards cannot score."""
-        for reward in self._rewards.values():
-            if check := getattr(reward, "check", None):
-                check(height, width)
+        check_images(self._rewards.values(), height, width)
+
+    def check_prompts(self, prompts: Sequence[str], rows: Rows) -> None:
+        """Raise `RewardConfigError` for prompts that one of the rewards cannot score."""
+        check_prompts(self._rewards.values(), prompts, rows)
 
     async def __call__(
         self, images: Images, prompts: Sequence[str], rows: Rows
