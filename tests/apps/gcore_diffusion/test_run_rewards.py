@@ -138,7 +138,7 @@ def test_sums_that_contradict_themselves(options: list[str], said: str) -> None:
 )
 def test_sums_of_wrong_rewards(cli: Cli, args: list[str], options: list[str], said: str) -> None:
     assert said in cli.refused(*args, "--reward.kind", *options)
-    assert not (cli.cwd / "runs").exists()
+    assert not (cli.cwd / "runs/default").exists()
 
 
 def test_an_option_is_over_a_table_of_the_file(tmp_path: Path) -> None:
