@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from gcore_rollout import RewardConfigError, engine_names, image_reward_kind, reward_terms
-from gcore_runs import Checked, Count, NonNegative, UserError
+from gcore_runs import Checked, Count, Fraction, NonNegative, UserError
 from gcore_runs.engines import JudgeOptions
 
 DEMO_REWARDS = ("digit", "digit_judge", "colour")
@@ -59,23 +59,27 @@ class RewardConfig(Checked, section="reward"):
     """The reward that is trained on, and one that is only measured."""
 
     kind: str = ""
-    """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, hps, aesthetic, image_reward, ocr, judge, an
-    http(s) URL, or PATH.py:function of (images [B, H, W, 3] uint8 or videos [B, F, H, W, 3], prompts, rows) that
-    returns B numbers; with the embedded model also digit, digit_judge or colour. Or a weighted sum, such as
+    """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, hps, aesthetic, image_reward, ocr, geneval,
+    judge, an http(s) URL, or PATH.py:function of (images [B, H, W, 3] uint8 or videos [B, F, H, W, 3], prompts, rows)
+    that returns B numbers; with the embedded model also digit, digit_judge or colour. Or a weighted sum, such as
     0.8 * pick_score + 0.2 * ocr, whose terms are also metrics: of such kinds, or of names in reward.models."""
     held_out: str = ""
     """A reward as in reward.kind that is not trained on: if it falls while the other rises, the other is being
     hacked."""
     path: str = ""
     """A local Hugging Face folder: of a CLIP model, for clip, pick_score, hps and aesthetic; of the tokenizer, for
-    image_reward; of a model that reads text in images, for ocr; of a vision-language model, for judge."""
+    image_reward; of a model that reads text in images, for ocr; of an object detector, for geneval; of a
+    vision-language model, for judge."""
     head: str = ""
-    """A file of weights: aesthetic's head as safetensors, ImageReward.pt, or HPS_v2.1_compressed.pt."""
+    """A file of weights: aesthetic's head as safetensors, ImageReward.pt, or HPS_v2.1_compressed.pt; for geneval the
+    folder of a CLIP model, which names colours."""
     models: dict[str, NamedRewardConfig] = field(default_factory=dict[str, NamedRewardConfig])
     """Rewards by the names that they have in sums and in metrics, with a kind, a path and a head of their own:
     reward.models.NAME.path and so on."""
     text_key: str = ""
     """Column of the text that an image is to show, for ocr; empty: the first in double quotes in the prompt."""
+    thresholds: tuple[Fraction, Fraction] = (0.3, 0.9)
+    """Confidence of the objects that a detector finds, and of those to be counted, for geneval."""
     num_frames: Count = 8
     """Frames of a video, evenly spaced, whose mean score is the video's; a function gets the whole video."""
     jpeg_size: NonNegative = 0

@@ -95,6 +95,11 @@ from .generation import (
     sampled_metrics as sampled_metrics,
     sampled_part as sampled_part,
 )
+from .images.detection import (
+    GenEvalReward as GenEvalReward,
+    geneval_score as geneval_score,
+    relative_positions as relative_positions,
+)
 from .images.models import (
     AestheticReward as AestheticReward,
     CLIPReward as CLIPReward,

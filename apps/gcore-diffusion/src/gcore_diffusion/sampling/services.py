@@ -141,6 +141,7 @@ def _reward(
         path=own.path,
         head=own.head,
         text_key=config.reward.text_key,
+        thresholds=config.reward.thresholds,
         num_frames=config.reward.num_frames,
         jpeg_size=config.reward.jpeg_size,
         device=device,

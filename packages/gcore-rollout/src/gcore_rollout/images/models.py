@@ -68,7 +68,7 @@ class CLIPReward:
     ) -> None:
         from transformers import AutoTokenizer
 
-        self._model, self._processor = _load_clip(path, device, weights)
+        self._model, self._processor = load_clip(path, device, weights)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self._device = device
         self._scale = float(self._model.logit_scale.exp()) / 26 if scale is None else scale
@@ -92,7 +92,7 @@ class AestheticReward:
     """
 
     def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
-        self._model, self._processor = _load_clip(path, device)
+        self._model, self._processor = load_clip(path, device)
         tensors = _read("head", Path(head))
         names = sorted((n for n in tensors if n.endswith("weight") and tensors[n].ndim == 2), key=_layer_of)
         width = int(self._model.config.projection_dim)
@@ -174,7 +174,8 @@ def _layer_of(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
 
 
-def _load_clip(path: str | Path, device: str, weights: str | Path = "") -> tuple[Any, Any]:
+def load_clip(path: str | Path, device: str, weights: str | Path = "") -> tuple[Any, Any]:
+    """Load the CLIP model and the image processor of a folder, with the weights of open_clip if there are any."""
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
     has_config = (Path(path) / "config.json").is_file()

@@ -33,6 +33,8 @@ class ImageRewardSettings:
     """Pixels that a side is resized to before compression; 0: as it is."""
     text_key: str = ""
     """Column of the text that an image is to show; empty: it is in double quotes in the prompt."""
+    thresholds: tuple[float, float] = (0.3, 0.9)
+    """Confidence of detected objects, and of those that are to be counted."""
     num_frames: int = 8
     """Frames of a video over which the mean is taken; see `FrameReward`."""
     device: str = "cpu"
@@ -130,7 +132,7 @@ class MultiTurnConfig:
 def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFunction:
     if name.startswith("jpeg"):
         return JPEGCompressibility(sign=-1 if name == "jpeg_compressibility" else 1, size=settings.jpeg_size)
-    from gcore_rollout.images import models, text
+    from gcore_rollout.images import detection, models, text
 
     match name:
         case "clip" | "pick_score":
@@ -139,6 +141,10 @@ def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFuncti
             return models.CLIPReward(settings.path, weights=settings.head, device=settings.device)
         case "ocr":
             return text.OCRReward(settings.path, text_key=settings.text_key, device=settings.device)
+        case "geneval":
+            return detection.GenEvalReward(
+                settings.path, clip=settings.head, thresholds=settings.thresholds, device=settings.device
+            )
         case "aesthetic":
             return models.AestheticReward(settings.path, settings.head, device=settings.device)
         case _:
@@ -159,6 +165,7 @@ _IMAGE_REWARDS = {
         ("hps", "a CLIP model of ViT-H/14", "HPS_v2.1_compressed.pt or HPS_v2_compressed.pt"),
         ("aesthetic", "a CLIP model", "a safetensors file of its head"),
         ("ocr", "a model that reads text in images", ""),
+        ("geneval", "an object detector", ""),
         ("image_reward", "its tokenizer", "ImageReward.pt"),
     )
 }
