@@ -1,6 +1,7 @@
 """Weighted sums of rewards of images, how they are written, and rewards of videos by frames."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from gcore_rollout import (
     FrameReward,
     ImageCompositeReward,
+    ImageRewardKind,
     ImageRewardSettings,
     RewardConfigError,
     RewardError,
     Scored,
     build_image_reward,
     evaluate_images,
+    register_image_reward,
     reward_terms,
 )
 
@@ -123,3 +126,22 @@ async def test_frames_without_scores() -> None:
 
     with pytest.raises(RewardError, match="'few' on 3 images: returned 3 scores; expected one for each of 6 frames"):
         await evaluate_images(FrameReward(few, num_frames=2), VIDEOS, PROMPTS, ROWS)
+
+
+@pytest.mark.parametrize("is_model", [True, False])
+async def test_a_model_scores_one_call_at_a_time(is_model: bool) -> None:
+    running, most = 0, list[int]()
+
+    def slow(images: Any, prompts: Any, rows: Any) -> list[float]:
+        nonlocal running
+        running += 1
+        most.append(running)
+        time.sleep(0.05)
+        running -= 1
+        return [0.0] * len(images)
+
+    kind = ImageRewardKind(make=lambda _: slow, is_model=is_model)
+    register_image_reward(f"slow-{is_model}", kind)
+    reward = build_image_reward(f"slow-{is_model}", ImageRewardSettings(), setting="reward.kind")
+    await asyncio.gather(*(evaluate_images(reward, pixels, PROMPTS, ROWS) for pixels in (IMAGES, VIDEOS, IMAGES)))
+    assert (max(most) == 1) == is_model

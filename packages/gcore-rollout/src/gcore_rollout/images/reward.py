@@ -3,7 +3,9 @@
 import inspect
 import io
 import math
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -71,12 +73,14 @@ def check_prompts(rewards: Iterable[ImageRewardFunction], prompts: Sequence[str]
 class FrameReward:
     """Scores videos by a reward of images: the mean over frames in the middles of ``num_frames`` equal parts.
 
-    The numbers that come with scores are means over the frames, too. Images are scored as they are.
+    The numbers that come with scores are means over the frames, too. Images are scored as they are. With
+    ``one_at_a_time`` calls in other threads wait, so that the memory of a model's passes is that of one call.
     """
 
-    def __init__(self, reward: ImageRewardFunction, *, num_frames: int) -> None:
+    def __init__(self, reward: ImageRewardFunction, *, num_frames: int, one_at_a_time: bool = False) -> None:
         require("num_frames", num_frames, num_frames >= 1, "at least 1")
         self._reward, self._num_frames = reward, num_frames
+        self._turn = threading.Lock() if one_at_a_time else nullcontext()
         self.__name__ = name_of(reward)
         self.uses_engine: bool = getattr(reward, "uses_engine", False)
 
@@ -91,12 +95,14 @@ class FrameReward:
     def __call__(self, images: NDArray[np.uint8], prompts: Sequence[str], rows: Rows) -> Any:
         """Return scores [B] of images [B, H, W, 3] or videos [B, F, H, W, 3], or a coroutine of them."""
         if images.ndim == 4:
-            return self._reward(images, prompts, rows)
+            with self._turn:
+                return self._reward(images, prompts, rows)
         count = min(self._num_frames, images.shape[1])
         places = [(2 * part + 1) * images.shape[1] // (2 * count) for part in range(count)]
         frames = images[:, places].reshape(-1, *images.shape[2:])
         every_prompt = [prompt for prompt in prompts for _ in places]
-        values = self._reward(frames, every_prompt, [row for row in rows for _ in places])
+        with self._turn:
+            values = self._reward(frames, every_prompt, [row for row in rows for _ in places])
         if inspect.isawaitable(values):
             return self._awaited(values, len(images), count)
         return _means(values, len(images), count)

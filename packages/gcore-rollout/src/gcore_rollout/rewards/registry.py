@@ -218,7 +218,7 @@ def build_image_reward(
             raise RewardConfigError(f"{group}.head is not set; expected {kind.head} for {name}")
         if kind.path and not settings.path:
             raise RewardConfigError(f"{group}.path is not set; expected a local folder of {kind.path} for {name}")
-        return FrameReward(kind.make(settings), num_frames=settings.num_frames)
+        return FrameReward(kind.make(settings), num_frames=settings.num_frames, one_at_a_time=kind.is_model)
     if name.startswith(("http://", "https://")):
         from gcore_rollout.rewards.kinds.http import HTTPImageReward
 
