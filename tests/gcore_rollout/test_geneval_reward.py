@@ -230,7 +230,7 @@ def test_zero_shot_detectors_are_given_the_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({}, "the row of 'a' has the clause None; expected include: a list of class, count of 1 or more"),
+        ({}, "the row of 'a' has no include; expected include: a list of class, count of 1 or more"),
         ({"include": [{"class": "cat"}]}, "has the clause {'class': 'cat'}; expected include"),
         ({"include": [{**CAT, "count": 0}]}, "expected include"),
         ({"include": [{**CAT, "color": "teal"}]}, "expected include: .*color .red, orange"),
@@ -241,7 +241,10 @@ def test_zero_shot_detectors_are_given_the_names(tmp_path: Path) -> None:
             {"include": [{**CAT, "class": "unicorn"}]},
             "the class 'unicorn'; expected one that the detector knows: cat, c",
         ),
-        ({"include": [{**CAT, "color": "red"}]}, "has a color; expected a CLIP model in head, which names colours"),
+        (
+            {"include": [{**CAT, "color": "red"}]},
+            "has a color; expected a CLIP model in reward.head, which names colours",
+        ),
     ],
 )
 def test_rows_that_are_not_genevals(yolos: Path, row: Any, said: str) -> None:

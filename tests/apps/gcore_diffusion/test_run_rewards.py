@@ -8,8 +8,10 @@ from command_line import Cli, Server, read_rows, step_rows, write_rows
 from tiny_pipelines import flow_pipeline
 from tiny_vision_model import save_vision_model
 
+from gcore_diffusion.backend import checked_rewards
 from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import DiffusionConfig
+from gcore_rollout import RewardConfigError
 from gcore_runs import UserError
 from gcore_runs.settings.run_config import RayConfig
 
@@ -124,20 +126,25 @@ def test_sums_that_contradict_themselves(options: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("kind", "said"),
     [
-        (
-            ["rewards.py:red + http://127.0.0.1:9"],
-            "has 'http://127.0.0.1:9' in a sum; expected a name in reward.models",
-        ),
-        (["rewards.py:red + other.py:red"], "has the names red, red; expected names that differ"),
-        (["rewards.py:red + clip"], "reward.models.clip.path is not set; expected a local folder of a CLIP model"),
-        (["rewards.py:red + rewards.py:picky"], "30 prompts and 30 rows have a c; expected none"),
-        (["rewards.py:red + pretty"], "reward.kind is 'pretty'; expected jpeg_compressibility"),
+        ("rewards.py:red + http://x:9", "has 'http://x:9' in a sum; expected a name in reward.models, with this as"),
+        ("rewards.py:red + other.py:red", "reward.kind has the names red, red; expected names that differ"),
+        ("rewards.py:red + clip", "reward.models.clip.path is not set; expected a local folder of a CLIP model"),
+        ("rewards.py:red + pretty", "reward.kind is 'pretty'; expected jpeg_compressibility"),
     ],
 )
-def test_sums_of_wrong_rewards(cli: Cli, args: list[str], options: list[str], said: str) -> None:
-    assert said in cli.refused(*args, "--reward.kind", *options)
+def test_sums_of_wrong_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    with pytest.raises((UserError, RewardConfigError)) as error:
+        checked_rewards(parse_train([*MODEL, kind]))
+    assert said in str(error.value)
+
+
+def test_all_prompts_are_checked_at_the_start(cli: Cli, args: list[str]) -> None:
+    refused = cli.refused(*args, "--reward.kind", "0.1 * rewards.py:red + rewards.py:picky")
+    assert "30 prompts and 30 rows have a c; expected none" in refused
     assert not (cli.cwd / "runs/default").exists()
 
 

@@ -97,7 +97,7 @@ class GenEvalReward:
                     )
                 if clause.get("color") and self._colours is None:
                     raise RewardConfigError(
-                        f"the row of {prompt!r:.100} has a color; expected a CLIP model in head, which names colours"
+                        f"the row of {prompt!r:.100} has a color; expected a CLIP model in reward.head, which names colours"
                     )
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> tuple[list[float], dict[str, list[bool]]]:
@@ -249,8 +249,9 @@ def _clauses(prompt: str, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     included, excluded = (list[Any](row.get(name) or ()) for name in ("include", "exclude"))
     for place, clause in enumerate((included or [None]) + excluded):
         if not _is_clause(clause, place):
+            found = f"the clause {clause!r:.200}" if included else "no include"
             raise RewardConfigError(
-                f"the row of {prompt!r:.100} has the clause {clause!r:.200}; expected include: a list of class, count "
+                f"the row of {prompt!r:.100} has {found}; expected include: a list of class, count "
                 f"of 1 or more, and optionally color ({', '.join(_COLOURS)}) or position ([{' | '.join(_POSITIONS)}, "
                 "number of an earlier clause])"
             )
