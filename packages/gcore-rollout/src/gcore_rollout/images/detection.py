@@ -96,9 +96,8 @@ class GenEvalReward:
                         f"knows: {', '.join(sorted(known))[:500]}"
                     )
                 if clause.get("color") and self._colours is None:
-                    raise RewardConfigError(
-                        f"the row of {prompt!r:.100} has a color; expected a CLIP model in reward.head, which names colours"
-                    )
+                    expected = "a CLIP model in reward.head, which names colours"
+                    raise RewardConfigError(f"the row of {prompt!r:.100} has a color; expected {expected}")
 
     def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> tuple[list[float], dict[str, list[bool]]]:
         """Return scores [B] and their parts [B]."""
