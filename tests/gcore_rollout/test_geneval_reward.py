@@ -12,10 +12,14 @@ from transformers import (
     AutoTokenizer,
     CLIPImageProcessor,
     CLIPModel,
+    Mask2FormerConfig,
+    Mask2FormerForUniversalSegmentation,
+    Mask2FormerImageProcessor,
     OwlViTConfig,
     OwlViTForObjectDetection,
     OwlViTImageProcessor,
     OwlViTProcessor,
+    SwinConfig,
     YolosConfig,
     YolosForObjectDetection,
     YolosImageProcessor,
@@ -24,6 +28,7 @@ from transformers import (
 from gcore_rollout import (
     GenEvalReward,
     ImageRewardSettings,
+    ObjectDetector,
     RewardConfigError,
     build_image_reward,
     evaluate_images,
@@ -187,9 +192,67 @@ def test_colours_are_named_by_clip(yolos: Path, clip: Path) -> None:
         classifiers.append(mean / mean.norm())
     expected = [colours[i] for i in (seen @ torch.stack(classifiers).T).argmax(1)]
     reward: Any = GenEvalReward(yolos, clip=clip)
-    assert reward._named(NOISE[0], "cat", tuple(boxes)) == expected
+    assert reward._named(NOISE[0], {}, "cat", tuple(boxes)) == expected
     # A box without an area is a pixel.
-    assert len(reward._named(NOISE[0], "cat", ((4.0, 4.0, 4.0, 4.0),))) == 1
+    assert len(reward._named(NOISE[0], {}, "cat", ((4.0, 4.0, 4.0, 4.0),))) == 1
+
+
+@torch.no_grad()
+def test_objects_with_masks(clip: Path, tmp_path: Path) -> None:
+    """Of GenEval's own detector: boxes are around masks, and colours of their pixels on grey."""
+    torch.manual_seed(1)
+    backbone = SwinConfig(
+        image_size=32,
+        patch_size=4,
+        embed_dim=8,
+        depths=[1, 1, 1, 1],
+        num_heads=[1, 1, 1, 1],
+        window_size=4,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    config = Mask2FormerConfig(
+        backbone_config=backbone,
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
+        encoder_feedforward_dim=16,
+        encoder_layers=1,
+        decoder_layers=2,
+        num_attention_heads=2,
+        dim_feedforward=16,
+        num_queries=10,
+        init_std=0.5,
+        init_xavier_std=3.0,
+        id2label={0: "cat", 1: "dog"},
+    )
+    Mask2FormerForUniversalSegmentation(config).save_pretrained(tmp_path)
+    sides = {"height": 32, "width": 48}
+    Mask2FormerImageProcessor(size=sides, ignore_index=255).save_pretrained(tmp_path)
+    model: Any = Mask2FormerForUniversalSegmentation.from_pretrained(tmp_path)
+    processor: Any = Mask2FormerImageProcessor.from_pretrained(tmp_path)
+    found = ObjectDetector(tmp_path)(list(NOISE), threshold=0.3)
+    for image, objects in zip(NOISE, found, strict=True):
+        seen = model(**processor([image], return_tensors="pt"))
+        classes = seen.class_queries_logits[0].softmax(-1)[:, :2]
+        shares = torch.nn.functional.interpolate(seen.masks_queries_logits, (384, 384), mode="bilinear")[0].sigmoid()
+        inside = shares > 0.5
+        quality = (shares * inside).sum((1, 2)) / (inside.sum((1, 2)) + 1e-6)
+        best = (classes * quality[:, None]).flatten()[classes.flatten().topk(10).indices]
+        expected = sorted((score for score in best.tolist() if score > 0.3), reverse=True)
+        assert [one.score for one in objects] == pytest.approx(expected, abs=1e-5)
+        for one in objects:
+            assert one.mask is not None
+            left, top, right, bottom = map(int, one.box)
+            assert one.mask.shape == (32, 48)
+            assert one.mask[top:bottom, left:right].sum() == one.mask.sum()
+            edges = one.mask[top], one.mask[bottom - 1], one.mask[:, left], one.mask[:, right - 1]
+            assert all(edge.any() for edge in edges)
+    assert sum(map(len, found)) > 3
+    reward: Any = GenEvalReward(tmp_path, clip=clip)
+    one = next(one for one in found[0] if one.mask is not None and not one.mask.all())
+    grey = np.where(one.mask[..., None], NOISE[0], 0x99).astype(np.uint8)
+    seen = [[*reward._named(*of, "cat", (one.box,))] for of in ((NOISE[0], {one.box: one.mask}), (grey, {}))]
+    assert seen[0] == seen[1]
 
 
 @torch.no_grad()

@@ -95,7 +95,8 @@ from .generation import (
     sampled_metrics as sampled_metrics,
     sampled_part as sampled_part,
 )
-from .images.detection import (
+from .images.detection import Detected as Detected, ObjectDetector as ObjectDetector
+from .images.geneval import (
     GenEvalReward as GenEvalReward,
     geneval_score as geneval_score,
     relative_positions as relative_positions,

@@ -1,271 +1,99 @@
-"""GenEval's score: the objects in an image, their number, colours and positions, as a detector finds them."""
+"""Objects in images, by a detector of transformers."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gcore_rollout.errors import RewardConfigError, require
-from gcore_rollout.images.models import load_clip
-from gcore_rollout.images.reward import Images, Rows, import_pillow
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom in pixels."""
-Objects = Mapping[str, Sequence[Box]]
-"""Boxes by class, the surest first."""
 
-_COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-_TEMPLATES = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
-_POSITIONS = ("left of", "right of", "above", "below")
-_MAX_OBJECTS = 16
-"""Objects of a class that count, the surest ones."""
-_POSITION_THRESHOLD = 0.1
-"""Share of two boxes' added sizes by which their centres may differ without a position to each other."""
 _BATCH = 8
-"""Images that the detector sees at once."""
-_OTHER_NAMES = {
-    "computer mouse": ("mouse",),
-    "tv remote": ("remote",),
-    "computer keyboard": ("keyboard",),
-    "motorcycle": ("motorbike",),
-    "airplane": ("aeroplane",),
-    "couch": ("sofa",),
-    "potted plant": ("pottedplant",),
-    "dining table": ("diningtable",),
-    "tv": ("tvmonitor",),
-}
-"""Names that detectors have for GenEval's classes."""
+"""Images that a detector sees at once."""
 
 
-class GenEvalReward:
-    """GenEval's score of images (arXiv 2310.11513), by the rules of its row: the columns of GenEval's metadata.
+class Detected(NamedTuple):
+    """An object in an image."""
 
-    ``include`` lists clauses with a ``class``, a ``count``, and optionally a ``color`` or a ``position``, such as
-    ``["left of", 0]``: of the objects of clause 0. ``exclude`` lists classes of which there are fewer than ``count``.
-    A ``tag`` "counting" asks for surer objects.
+    score: float
+    """Confidence, from 0 to 1."""
+    label: str
+    box: Box
+    mask: NDArray[np.bool_] | None = None
+    """Its pixels [H, W]; None: the detector finds boxes alone."""
 
-    The score is that of Flow-GRPO (arXiv 2505.05470), the mean over what the clauses ask for: 1 - |N - count| / count
-    for N objects, and for N of the colour; 1 for the position, and 0.5 for a wrong one. Parts: ``accuracy``, 1 if the
-    image is right as in GenEval, where there may be more objects, and ``strict_accuracy``, 1 if the numbers are exact.
 
-    ``path`` is a Hugging Face folder of a detector, of COCO's classes or one that is given the names (zero-shot);
-    ``clip`` that of a CLIP model, which names the colours. ``thresholds`` are the confidence of objects, and of those
-    to be counted, in GenEval that of its own detector; zero-shot ones need much less.
-    """
+class ObjectDetector:
+    """A Hugging Face folder of a detector, of instances (with masks), or one that is given the names (zero-shot)."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        clip: str | Path = "",
-        thresholds: tuple[float, float] = (0.3, 0.9),
-        device: str = "cpu",
-    ) -> None:
+    def __init__(self, path: str | Path, *, device: str = "cpu") -> None:
         import transformers as hf
 
         has_config = (Path(path) / "config.json").is_file()
         require("path", str(path), has_config, "a Hugging Face folder of an object detector")
         try:
             config: Any = hf.AutoConfig.from_pretrained(path, local_files_only=True)
-            self._is_zero_shot = type(config) in hf.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
-            if self._is_zero_shot:
-                model: Any = hf.AutoModelForZeroShotObjectDetection.from_pretrained(path, local_files_only=True)
-                self._processor: Any = hf.AutoProcessor.from_pretrained(path, local_files_only=True)
+            self.is_zero_shot = type(config) in hf.MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
+            self._has_masks = type(config) in hf.MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING
+            if self.is_zero_shot:
+                kind, processor = hf.AutoModelForZeroShotObjectDetection, hf.AutoProcessor
             else:
-                model = hf.AutoModelForObjectDetection.from_pretrained(path, local_files_only=True)
-                self._processor = hf.AutoImageProcessor.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise RewardConfigError(f"path is {str(path)!r}: {str(error).splitlines()[0]:.300}") from None
+                kind = hf.AutoModelForUniversalSegmentation if self._has_masks else hf.AutoModelForObjectDetection
+                processor = hf.AutoImageProcessor
+            model: Any = kind.from_pretrained(path, local_files_only=True)
+            self._processor: Any = processor.from_pretrained(path, local_files_only=True)
+        except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
+            raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
         self._model: Any = model.to(device).eval().requires_grad_(False)
-        self._labels: Mapping[int, str] = {} if self._is_zero_shot else config.id2label
-        self._colours = _Colours(clip, device) if clip else None
-        self._thresholds, self._device = thresholds, device
-
-    def check_prompts(self, prompts: Sequence[str], rows: Rows) -> None:
-        """Raise `RewardConfigError` for a row that is not GenEval's, or asks for a class or colour that is unknown."""
-        known = {self._name(label) for label in self._labels.values()}
-        for prompt, row in zip(prompts, rows, strict=True):
-            for clause in _clauses(prompt, row):
-                if known and clause["class"] not in known:
-                    raise RewardConfigError(
-                        f"the row of {prompt!r:.100} has the class {clause['class']!r}; expected one that the detector "
-                        f"knows: {', '.join(sorted(known))[:500]}"
-                    )
-                if clause.get("color") and self._colours is None:
-                    expected = "a CLIP model in reward.head, which names colours"
-                    raise RewardConfigError(f"the row of {prompt!r:.100} has a color; expected {expected}")
-
-    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> tuple[list[float], dict[str, list[bool]]]:
-        """Return scores [B] and their parts [B]."""
-        self.check_prompts(prompts, rows)
-        found = [
-            geneval_score(objects, row, cache(partial(self._named, image)))
-            for image, objects, row in zip(images, self.detect(images, rows), rows, strict=True)
-        ]
-        scores, accuracy, strict = zip(*found, strict=True)
-        return list(scores), {"accuracy": list(accuracy), "strict_accuracy": list(strict)}
+        self._device = device
+        self.labels: Mapping[int, str] = {} if self.is_zero_shot else config.id2label
 
     @torch.no_grad()
-    def detect(self, images: Images, rows: Rows) -> list[Objects]:
-        """Return the objects in each image."""
-        classes = [sorted({clause["class"] for clause in _clauses("", row)}) for row in rows]
-        found: dict[int, Objects] = {}
-        # Those who are asked for the same are detected together; of a group these are all.
-        for own in {tuple(names) for names in classes} if self._is_zero_shot else {()}:
-            places = [i for i, names in enumerate(classes) if not own or tuple(names) == own]
-            for start in range(0, len(places), _BATCH):
-                batch = places[start : start + _BATCH]
-                least = [self._thresholds[rows[i].get("tag") == "counting"] for i in batch]
-                detected = self._detected([images[i] for i in batch], list(own), least)
-                found |= dict(zip(batch, detected, strict=True))
-        return [found[i] for i in range(len(images))]
+    def __call__(
+        self, images: Sequence[NDArray[np.uint8]], *, names: Sequence[str] = (), threshold: float
+    ) -> list[list[Detected]]:
+        """Return the objects of a higher score than ``threshold`` in each image, the surest first.
 
-    def _detected(
-        self, images: Sequence[NDArray[np.uint8]], names: list[str], least: Sequence[float]
-    ) -> list[dict[str, list[Box]]]:
-        options: dict[str, Any] = {"threshold": min(least), "target_sizes": [image.shape[:2] for image in images]}
-        if self._is_zero_shot:
-            texts = [names] * len(images)
-            inputs = self._processor(images=images, text=texts, return_tensors="pt").to(self._device)
-            options["text_labels"] = texts
-            results = self._processor.post_process_grounded_object_detection(self._model(**inputs), **options)
+        ``names`` are the labels that a zero-shot detector looks for.
+        """
+        found: list[list[Detected]] = []
+        for start in range(0, len(images), _BATCH):
+            batch = list(images[start : start + _BATCH])
+            texts = {"text": [list(names)] * len(batch)} if self.is_zero_shot else {}
+            inputs = self._processor(images=batch, **texts, return_tensors="pt").to(self._device)
+            options: dict[str, Any] = {"threshold": threshold, "target_sizes": [image.shape[:2] for image in batch]}
+            found += self._results(self._model(**inputs), options, texts)
+        return [sorted((one for one in own if one.score > threshold), key=lambda one: -one.score) for own in found]
+
+    def _results(
+        self, outputs: Any, options: Mapping[str, Any], texts: Mapping[str, list[list[str]]]
+    ) -> list[list[Detected]]:
+        if self._has_masks:
+            found = self._processor.post_process_instance_segmentation(outputs, return_binary_maps=True, **options)
+            return [self._of_segments(result) for result in found]
+        if self.is_zero_shot:
+            post = self._processor.post_process_grounded_object_detection
+            found = post(outputs, text_labels=texts["text"], **options)
         else:
-            inputs = self._processor(images=images, return_tensors="pt").to(self._device)
-            results = self._processor.post_process_object_detection(self._model(**inputs), **options)
-        found: list[dict[str, list[Box]]] = []
-        for result, threshold in zip(results, least, strict=True):
-            objects: dict[str, list[Box]] = {}
-            labels = result["text_labels"] if self._is_zero_shot else map(self._labels.get, result["labels"].tolist())
-            everything = zip(result["scores"].tolist(), result["boxes"].tolist(), labels, strict=True)
-            for score, box, label in sorted(everything, key=lambda one: -one[0]):
-                own = objects.setdefault(self._name(str(label)), [])
-                if score > threshold and len(own) < _MAX_OBJECTS:
-                    own.append(tuple(box))
-            found.append(objects)
+            found = self._processor.post_process_object_detection(outputs, **options)
+        objects: list[list[Detected]] = []
+        for result in found:
+            labels = result["text_labels"] if self.is_zero_shot else map(self.labels.get, result["labels"].tolist())
+            own = zip(result["scores"].tolist(), labels, result["boxes"].tolist(), strict=True)
+            objects.append([Detected(score, str(label), tuple(box)) for score, label, box in own])
+        return objects
+
+    def _of_segments(self, result: Mapping[str, Any]) -> list[Detected]:
+        """Return the objects of an image's masks, whose boxes are around their pixels."""
+        found: list[Detected] = []
+        for info in result["segments_info"]:
+            mask: NDArray[np.bool_] = result["segmentation"][info["id"]].cpu().numpy() > 0
+            y, x = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
+            box = float(x[0]), float(y[0]), float(x[-1] + 1), float(y[-1] + 1)
+            found.append(Detected(info["score"], self.labels[info["label_id"]], box, mask))
         return found
-
-    def _name(self, label: str) -> str:
-        """Return GenEval's name of a detector's class."""
-        return label if self._is_zero_shot else next((n for n, own in _OTHER_NAMES.items() if label in own), label)
-
-    def _named(self, image: NDArray[np.uint8], name: str, boxes: tuple[Box, ...]) -> list[str]:
-        assert self._colours is not None
-        return self._colours(image, name, boxes)
-
-
-def geneval_score(
-    objects: Objects, row: Mapping[str, Any], colours: Callable[[str, tuple[Box, ...]], list[str]]
-) -> tuple[float, bool, bool]:
-    """Return the score, and whether the image is right, and right with exact numbers; see `GenEvalReward`.
-
-    ``colours`` returns the colour of each of some objects of a class.
-    """
-    values, is_exact = _compared(objects, row, colours)
-    _, is_right = _compared(objects, row, colours, are_more_allowed=True)
-    excluded = any(len(objects.get(one["class"], ())) >= one["count"] for one in row.get("exclude") or ())
-    return float(np.mean(values)), is_right and not excluded, is_exact
-
-
-def _compared(
-    objects: Objects,
-    row: Mapping[str, Any],
-    colours: Callable[[str, tuple[Box, ...]], list[str]],
-    *,
-    are_more_allowed: bool = False,
-) -> tuple[list[float], bool]:
-    """Return the values whose mean is the score, and whether all clauses hold, for the surest objects or for all."""
-    values: list[float] = []
-    matched: list[Sequence[Box] | None] = []
-    for clause in row["include"]:
-        name, count, colour, position = (clause.get(key) for key in ("class", "count", "color", "position"))
-        found = tuple(objects.get(name, ()))[: count if are_more_allowed else None]
-        values.append(1 - abs(count - len(found)) / count)
-        holds = len(found) == count
-        if not holds and (colour or position):
-            values.append(0.0)
-        if holds and colour:
-            hits = colours(name, found).count(colour)
-            values.append(1 - abs(count - hits) / count)
-            holds = hits == count
-        if holds and position:
-            others = matched[position[1]]
-            holds = others is not None and all(position[0] in relative_positions(a, b) for a in found for b in others)
-            # As published: 1 follows the 0 of a wrong position.
-            values += [1.0] if holds else [0.0] if others is None else [0.0, 1.0]
-        matched.append(found if holds else None)
-    return values, None not in matched
-
-
-def relative_positions(box: Box, other: Box) -> set[str]:
-    """Return the positions of a box to another one: those in whose direction its centre is, by GenEval's rule."""
-    a, b = np.reshape(box, (2, 2)), np.reshape(other, (2, 2))
-    offset, sizes = a.mean(0) - b.mean(0), np.abs(a[1] - a[0]) + np.abs(b[1] - b[0])
-    reduced = np.maximum(np.abs(offset) - _POSITION_THRESHOLD * sizes, 0) * np.sign(offset)
-    if np.abs(reduced).max() < 1e-3:
-        return set()
-    x, y = reduced / np.linalg.norm(offset)
-    holds = dict(zip(_POSITIONS, (x < -0.5, x > 0.5, y < -0.5, y > 0.5), strict=True))
-    return {name for name, is_so in holds.items() if is_so}
-
-
-class _Colours:
-    """Names the colours of objects: the likeliest of GenEval's ten, of the box's pixels, to a CLIP model."""
-
-    def __init__(self, path: str | Path, device: str) -> None:
-        from transformers import AutoTokenizer
-
-        self._pillow, self._device = import_pillow(), device
-        self._model, self._processor = load_clip(path, device)
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        self._classifier = cache(self._embedded)
-
-    @torch.no_grad()
-    def __call__(self, image: NDArray[np.uint8], name: str, boxes: Sequence[Box]) -> list[str]:
-        """Return the colour of each box."""
-        picture = self._pillow.fromarray(image)
-        crops = [
-            picture.crop((left, top, max(right, left + 1), max(bottom, top + 1))) for left, top, right, bottom in boxes
-        ]
-        pixels = self._processor(crops, return_tensors="pt")["pixel_values"].to(self._device)
-        seen = self._model.visual_projection(self._model.vision_model(pixel_values=pixels).pooler_output)
-        return [_COLOURS[place] for place in (seen @ self._classifier(name).T).argmax(1).tolist()]
-
-    def _embedded(self, name: str) -> torch.Tensor:
-        """Return the mean of each colour's texts, of length 1, [colours, width]."""
-        texts = [template.format(colour, name) for colour in _COLOURS for template in _TEMPLATES]
-        tokens = self._tokenizer(texts, padding=True, truncation=True, return_tensors="pt").to(self._device)
-        read = self._model.text_projection(self._model.text_model(**tokens).pooler_output)
-        means = torch.nn.functional.normalize(read, dim=-1).view(len(_COLOURS), len(_TEMPLATES), -1).mean(1)
-        return torch.nn.functional.normalize(means, dim=-1)
-
-
-def _clauses(prompt: str, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the clauses of a row, included and excluded; `RewardConfigError` if they are not GenEval's."""
-    included, excluded = (list[Any](row.get(name) or ()) for name in ("include", "exclude"))
-    for place, clause in enumerate((included or [None]) + excluded):
-        if not _is_clause(clause, place):
-            found = f"the clause {clause!r:.200}" if included else "no include"
-            raise RewardConfigError(
-                f"the row of {prompt!r:.100} has {found}; expected include: a list of class, count "
-                f"of 1 or more, and optionally color ({', '.join(_COLOURS)}) or position ([{' | '.join(_POSITIONS)}, "
-                "number of an earlier clause])"
-            )
-    return included + excluded
-
-
-def _is_clause(clause: Any, place: int) -> bool:
-    match clause:
-        case {"class": str(), "count": int(count)} if count >= 1 and (clause.get("color") or "red") in _COLOURS:
-            match clause.get("position"):
-                case None:
-                    return True
-                case [position, int(other)]:
-                    return position in _POSITIONS and 0 <= other < place
-                case _:
-                    return False
-        case _:
-            return False

@@ -34,8 +34,8 @@ class OCRReward:
         try:
             model: Any = AutoModelForImageTextToText.from_pretrained(path, local_files_only=True)
             self._processor: Any = AutoProcessor.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise RewardConfigError(f"path is {str(path)!r}: {str(error).splitlines()[0]:.300}") from None
+        except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
+            raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
         has_both = hasattr(self._processor, "image_processor") and hasattr(self._processor, "tokenizer")
         require("path", str(path), has_both, "a processor of images with a tokenizer in the folder")
         self._model: Any = model.to(device).eval().requires_grad_(False)

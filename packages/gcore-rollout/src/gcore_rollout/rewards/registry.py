@@ -132,7 +132,7 @@ class MultiTurnConfig:
 def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFunction:
     if name.startswith("jpeg"):
         return JPEGCompressibility(sign=-1 if name == "jpeg_compressibility" else 1, size=settings.jpeg_size)
-    from gcore_rollout.images import detection, models, text
+    from gcore_rollout.images import geneval, models, text
 
     match name:
         case "clip" | "pick_score":
@@ -142,7 +142,7 @@ def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFuncti
         case "ocr":
             return text.OCRReward(settings.path, text_key=settings.text_key, device=settings.device)
         case "geneval":
-            return detection.GenEvalReward(
+            return geneval.GenEvalReward(
                 settings.path, clip=settings.head, thresholds=settings.thresholds, device=settings.device
             )
         case "aesthetic":
