@@ -201,17 +201,17 @@ def test_colours_are_named_by_clip(yolos: Path, clip: Path) -> None:
 def test_objects_with_masks(clip: Path, tmp_path: Path) -> None:
     """Of GenEval's own detector: boxes are around masks, and colours of their pixels on grey."""
     torch.manual_seed(1)
-    backbone = SwinConfig(
-        image_size=32,
-        patch_size=4,
-        embed_dim=8,
-        depths=[1, 1, 1, 1],
-        num_heads=[1, 1, 1, 1],
-        window_size=4,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )
+    backbone: dict[str, Any] = {
+        "image_size": 32,
+        "patch_size": 4,
+        "embed_dim": 8,
+        "depths": [1, 1, 1, 1],
+        "num_heads": [1, 1, 1, 1],
+        "window_size": 4,
+        "out_features": ["stage1", "stage2", "stage3", "stage4"],
+    }
     config = Mask2FormerConfig(
-        backbone_config=backbone,
+        backbone_config=SwinConfig(**backbone),
         feature_size=32,
         mask_feature_size=32,
         hidden_dim=32,
@@ -249,10 +249,9 @@ def test_objects_with_masks(clip: Path, tmp_path: Path) -> None:
             assert all(edge.any() for edge in edges)
     assert sum(map(len, found)) > 3
     reward: Any = GenEvalReward(tmp_path, clip=clip)
-    one = next(one for one in found[0] if one.mask is not None and not one.mask.all())
-    grey = np.where(one.mask[..., None], NOISE[0], 0x99).astype(np.uint8)
-    seen = [[*reward._named(*of, "cat", (one.box,))] for of in ((NOISE[0], {one.box: one.mask}), (grey, {}))]
-    assert seen[0] == seen[1]
+    box, mask = next((one.box, one.mask) for one in found[0] if one.mask is not None and not one.mask.all())
+    grey = np.where(mask[..., None], NOISE[0], 0x99).astype(np.uint8)
+    assert reward._named(NOISE[0], {box: mask}, "cat", (box,)) == reward._named(grey, {}, "cat", (box,))
 
 
 @torch.no_grad()
