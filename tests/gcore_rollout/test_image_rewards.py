@@ -23,7 +23,6 @@ from transformers import (
     AutoTokenizer,
     BlipConfig,
     BlipForImageTextRetrieval,
-    CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
 )
@@ -75,30 +74,6 @@ def test_colour_is_the_cosine_of_bright_pixels() -> None:
         reward(images, ["green 1"] * 3, ROWS)
     with pytest.raises(RewardConfigError, match="three numbers from 0 to 1"):
         ColourReward({"red": (2.0, 0.0, 0.0)})
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("clip")
-    tokenizer = word_tokenizer(path / "words")
-    size: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    ends = {"bos_token_id": len(tokenizer) - 2, "eos_token_id": len(tokenizer) - 1, "pad_token_id": len(tokenizer) - 1}
-    torch.manual_seed(0)
-    config = CLIPConfig(
-        text_config={**size, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 8},
-        vision_config={**size, "image_size": 32, "patch_size": 8},
-        projection_dim=12,
-    )
-    CLIPModel(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    side = {"height": 32, "width": 32}
-    CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=side).save_pretrained(path)
-    return path
 
 
 def test_clip_scores_are_transformers_own(clip: Path) -> None:

@@ -25,10 +25,14 @@ NFT = ("--rollout.kernel", "ode", "--algorithm.name", "nft")
 RUNS = {
     "Stable Diffusion XL": (*DDPO, "--rollout.guidance-scale", "2"),
     "Z-Image": (*NFT, "--rollout.guidance-scale", "2", "--actor.lora-rank", "2"),
-    "Wan 2.1": ("--rollout.num-frames", "5", "--rollout.guidance-scale", "2"),
     "Wan 2.2 of two transformers": (
         *("--rollout.num-frames", "5", "--actor.component", "transformer_2"),
         *("--rollout.window-size", "1", "--rollout.window-range", "1", "3"),
+    ),
+    # Its frames are scored, too, by a reward of images.
+    "Wan 2.1": (
+        *("--rollout.num-frames", "5", "--rollout.guidance-scale", "2", "--reward.num-frames", "2"),
+        *("--reward.kind", "rewards.py:bright + jpeg_incompressibility"),
     ),
 }
 

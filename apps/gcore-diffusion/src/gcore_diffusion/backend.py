@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,14 @@ from gcore_diffusion.sampling.image_sampling import (
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_diffusion.sampling.services import Rewards, build_rewards, judge_factory, sampler_factory, start_engines
 from gcore_diffusion.trainer_worker import DiffusionTrainerWorker, num_passes, start_trainer
-from gcore_rollout import DiffusersEngine, ImageSampling, RolloutError, evaluate_images
+from gcore_rollout import (
+    DiffusersEngine,
+    ImageSampling,
+    RolloutError,
+    check_images,
+    check_prompts,
+    evaluate_images,
+)
 from gcore_runs import (
     STAGE_CELLS,
     BaseRunRecorder,
@@ -64,7 +70,12 @@ def checked_rewards(config: DiffusionConfig) -> Rewards | None:
     if config.reward.is_judged:
         judge_factory(config)
         return None
-    return build_rewards(config, judge=None)
+    return build_rewards(config, judge=None, device=_trial_device(config))
+
+
+def _trial_device(config: DiffusionConfig) -> str:
+    """Return the device of rewards in this process; on Ray they are only tried here."""
+    return "cpu" if config.runtime == "ray" else config.device
 
 
 async def start(
@@ -80,7 +91,7 @@ async def start(
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     async with AsyncExitStack() as engines:
         policy, judge = await start_engines(config, model, instrumentation, engines, is_trial=is_on_ray)
-        rewards = rewards or build_rewards(config, judge=judge)
+        rewards = rewards or build_rewards(config, judge=judge, device=_trial_device(config))
         sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
@@ -109,6 +120,9 @@ async def start(
 
 async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptSets) -> None:
     """Make an image and score two grey ones of its size, so that an error is found before anything is trained."""
+    rewards = [reward for reward in (sampler.rewards.trained, sampler.rewards.held_out) if reward]
+    everyone = [*prompts.train, *prompts.val]
+    check_prompts(rewards, [prompt.text for prompt in everyone], [prompt.row for prompt in everyone])
     first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
     # A prompt of each number of images: pipelines may need images, or take none, or one.
     tried = {len(prompt.images): prompt for prompt in (*prompts.train, *prompts.val)}
@@ -132,9 +146,8 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
             "pipeline gives its model timesteps that are not a multiple of the time or of the time left"
         )
     grey = np.full((2, *made.image.shape), 128, np.uint8)
-    for reward in filter(None, (sampler.rewards.trained, sampler.rewards.held_out)):
-        if check := getattr(reward, "check", None):
-            check(*grey.shape[-3:-1])
+    check_images(rewards, *made.image.shape[-3:-1])
+    for reward in rewards:
         await evaluate_images(reward, grey, [first.text] * 2, [first.row] * 2)
 
 
@@ -142,8 +155,9 @@ async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerSer
     """Build a controller's roles in its process on Ray, and run the program with them."""
     from gcore_controller import RayTrainerClient
 
-    # Ray gives controllers no GPU.
-    rewards = build_rewards(replace(job.config, device="cpu"), judge=own.judge)
+    # Ray shows a controller the GPU that it reserves, or none.
+    device = job.config.engine_device if job.config.gpus_per_controller else "cpu"
+    rewards = build_rewards(job.config, judge=own.judge, device=device)
     learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing)
     roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))
@@ -173,7 +187,9 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
                 write_atomically(self.run.best, partial(self._keep, {"step": step, "score": score}))
         picture = self.run.samples / f"step-{step:06}.png"
         write_grid(picture, evaluation.images, evaluation.prompts, per_prompt=self.job.config.rollout.eval_n)
-        found = ", ".join(f"{label} {shown(metrics[name])}" for name, label in EVALUATED.items() if name in metrics)
+        parts = {name: name.removeprefix("val/").removesuffix("/mean") for name in evaluation.parts}
+        labels = EVALUATED | parts
+        found = ", ".join(f"{labels[name]} {shown(metrics[name])}" for name in labels if name in metrics)
         self.display.say(f"step {step}: held-out images: {found}")
         return metrics
 

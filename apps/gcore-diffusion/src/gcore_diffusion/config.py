@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal
 
-from gcore_rollout import engine_names
+from gcore_diffusion.reward_config import DEMO_REWARDS, JudgeConfig, RewardConfig
 from gcore_runs import (
     Amount,
     BaseActorConfig,
@@ -22,7 +22,6 @@ from gcore_runs import (
     UserError,
     at_least,
 )
-from gcore_runs.engines import JudgeOptions
 from gcore_runs.simulation.config import BaseSimConfig, EngineModel
 from gcore_trainer import DenoisingPolicyConfig, DiffusionDPOConfig, NFTConfig, OptimizerConfig
 
@@ -69,66 +68,6 @@ class DataConfig(BaseDataConfig):
     file) or the bytes of an image file; the reward gets absolute paths in its row. Empty: none."""
     train_batch_size: Count = 8
     """Prompts a step, each with rollout.n images."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeConfig(JudgeOptions, section="reward.judge"):
-    """A vision-language model that judges images: its engine, how it is asked, and how its verdicts are read."""
-
-    engine: str = "hf"
-    """hf: transformers; vllm: vLLM."""
-    num_processes: NonNegative = 0
-    """Replicas, each a process of its own that is replaced if it dies; 0: one, in the main process, or on ray one."""
-    max_num_seqs: Count = 64
-    """Largest number of verdicts that an engine writes at once."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of its weights."""
-    template: str = ""
-    """File with the question: a text with {prompt}, and optionally columns of the row in braces; empty: how well the
-    image shows the prompt, from 0 to 10."""
-    temperature: float = 0.0
-    """Temperature of its sampling; 0: greedy."""
-    max_response_length: int = 256
-    """Longest verdict in tokens."""
-    unparsable_score: float = 0.0
-    """Score of a verdict that cannot be read."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names = " or ".join(engine_names(lambda kind: kind.takes_images))
-        self.require("engine", self.kind.takes_images or self.kind.is_own, f"{names}, which take images")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig(Checked, section="reward"):
-    """The reward that is trained on, and one that is only measured."""
-
-    kind: str = ""
-    """jpeg_compressibility, jpeg_incompressibility, clip, pick_score, aesthetic, image_reward, judge, an http(s) URL,
-    or PATH.py:function of (images [B, H, W, 3] uint8 or videos [B, F, H, W, 3], prompts, rows) that returns B numbers;
-    with the embedded model also digit, digit_judge or colour."""
-    held_out: str = ""
-    """A reward of the same kinds, except judge, that is not trained on: if it falls while the other rises, the other
-    is being hacked."""
-    path: str = ""
-    """A local Hugging Face folder: of a CLIP model, for clip, pick_score and aesthetic; of the tokenizer, for
-    image_reward; of a vision-language model, for judge."""
-    head: str = ""
-    """A file of weights: aesthetic's head as safetensors, or ImageReward.pt."""
-    jpeg_size: NonNegative = 0
-    """Pixels that a side is resized to before it is compressed; 0: as it is."""
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
-
-    @property
-    def is_judged(self) -> bool:
-        """True if a judge scores the images."""
-        return self.kind == "judge"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("held_out", self.held_out != "judge", "another kind, because the judge is reward.kind")
-        if self.is_judged and not self.path:
-            raise UserError("reward.path is not set; expected a local folder of a vision-language model for judge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +274,11 @@ class DiffusionConfig(BaseRLConfig):
         size = self.trainer.fsdp_size
         return 1 if size == "auto" else max(1, size)
 
+    @property
+    def gpus_per_controller(self) -> float:
+        has_own = self.reward.has_models and self.device.startswith("cuda")
+        return self.ray.gpus_per_reward_model if has_own else 0.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         name, kernel, steps = self.algorithm.name, self.rollout.kernel, self.rollout.num_inference_steps
@@ -354,10 +298,14 @@ class DiffusionConfig(BaseRLConfig):
             self.require("rollout.window_size", has_window, f"1 or more with actor.component {self.actor.component!r}")
         is_shorter = self.algorithm.reward_gradient_steps <= steps
         self.require("algorithm.reward_gradient_steps", is_shorter, f"at most rollout.num_inference_steps={steps}")
+        is_one = name != "reward_gradient" or len(self.reward.trained) < 2
+        self.require("reward.kind", is_one, "one reward with algorithm.name 'reward_gradient'")
         if self.model and not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more files of prompts with model")
-        is_of_users = not self.model or self.reward.kind not in ("", "digit", "digit_judge", "colour")
-        self.require("reward.kind", is_of_users, "a reward that is not the embedded model's with model")
+        of_demo = {"", *DEMO_REWARDS} & {self.reward.kind, *self.reward.trained}
+        self.require(
+            "reward.kind", not self.model or not of_demo, "a reward that is not the embedded model's with model"
+        )
 
 
 def embedded() -> DiffusionConfig:

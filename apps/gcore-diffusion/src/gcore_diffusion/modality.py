@@ -27,7 +27,7 @@ from gcore_diffusion.sampling.image_sampling import (
 )
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_diffusion.sampling.shared_arrays import share_conditions
-from gcore_rollout import ImageSample, Scored, part_means
+from gcore_rollout import ImageSample, Scored, part_means, part_stds
 from gcore_runs import RunJob
 from gcore_trainer import DiffusionMicroBatch, DiffusionSample, StepScores, grpo_advantages
 
@@ -120,7 +120,8 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     def sampled_metrics(self, parts: Sequence[tuple[list[Scored], list[float]]]) -> dict[str, float]:
         everything = [one for own, _ in parts for one in own]
         scores = np.array([one.score for one in everything])
-        metrics = {"perf/num_images": float(len(scores)), **part_means(one.parts for one in everything)}
+        explained = [one.parts for one in everything]
+        metrics = {"perf/num_images": float(len(scores)), **part_means(explained), **part_stds(explained)}
         if len(scores):
             statistics = ("mean", "max", "min", "std")
             metrics |= {f"critic/score/{name}": float(getattr(scores, name)()) for name in statistics}

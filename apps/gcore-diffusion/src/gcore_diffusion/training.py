@@ -75,6 +75,8 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
                 model = pretrained_pipeline(config.demo, seed=0, display=supervisor.display)
             supervisor.display.say("trying the pipeline and the reward on an image")
             starting = start(config, model, prompts, rewards, run.checkpoints, supervisor.display)
+            # On Ray they are only tried in this process, and need its memory no longer then.
+            del rewards
             with supervisor.started(starting) as services:
                 supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
                 if best := best_step(config, run):

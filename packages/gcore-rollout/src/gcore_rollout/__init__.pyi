@@ -97,6 +97,12 @@ from .generation import (
     sampled_part as sampled_part,
 )
 from .images.decoding import decode_image as decode_image
+from .images.detection import Detected as Detected, ObjectDetector as ObjectDetector
+from .images.geneval import (
+    GenEvalReward as GenEvalReward,
+    geneval_score as geneval_score,
+    relative_positions as relative_positions,
+)
 from .images.models import (
     AestheticReward as AestheticReward,
     CLIPReward as CLIPReward,
@@ -104,10 +110,14 @@ from .images.models import (
 )
 from .images.reward import (
     ColourReward as ColourReward,
+    FrameReward as FrameReward,
     ImageRewardFunction as ImageRewardFunction,
     JPEGCompressibility as JPEGCompressibility,
+    check_images as check_images,
+    check_prompts as check_prompts,
     evaluate_images as evaluate_images,
 )
+from .images.text import OCRReward as OCRReward, text_similarity as text_similarity
 from .images.vision_processor import VisionProcessor as VisionProcessor
 from .multi_turn.chat import ChatEncoder as ChatEncoder, Message as Message
 from .multi_turn.environment import (
@@ -128,7 +138,11 @@ from .responses import (
     UnfinishedGroup as UnfinishedGroup,
     vision_processor as vision_processor,
 )
-from .rewards.kinds.composite import CompositeReward as CompositeReward
+from .rewards.kinds.composite import (
+    CompositeReward as CompositeReward,
+    ImageCompositeReward as ImageCompositeReward,
+    reward_terms as reward_terms,
+)
 from .rewards.kinds.http import HTTPImageReward as HTTPImageReward, HTTPReward as HTTPReward
 from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,
@@ -155,6 +169,7 @@ from .rewards.registry import (
     MultiTurnConfig as MultiTurnConfig,
     build_image_reward as build_image_reward,
     build_reward as build_reward,
+    image_reward_kind as image_reward_kind,
     load_function as load_function,
     load_reward as load_reward,
     register_image_reward as register_image_reward,
@@ -171,6 +186,7 @@ from .rewards.reward import (
     Scored as Scored,
     ThreadedReward as ThreadedReward,
     part_means as part_means,
+    part_stds as part_stds,
     reward_metrics as reward_metrics,
 )
 from .rewards.runner import (

@@ -1,7 +1,7 @@
 """Sampling and scoring of images: the roles, groups of those of one prompt, and held-out evaluation without noise."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from gcore_rollout import (
     Scored,
     Trajectory,
     evaluate_images,
+    part_means,
 )
 from gcore_trainer import DiffusionMicroBatch
 
@@ -126,6 +127,8 @@ class Evaluation:
     """[P * n], by the reward that is trained on."""
     held_out: NDArray[np.float64] | None
     """[P * n], by a reward that is not trained on."""
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Means of the rewards of sums, and of numbers that rewards returned, by their names in metrics.jsonl."""
 
     def diversity(self) -> float:
         """Return the standard deviation, from 0 to 1, of a pixel over the images of a prompt, on average."""
@@ -136,7 +139,7 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return the means by their names in metrics.jsonl."""
-        found = {TRAINED: float(self.scores.mean()), DIVERSITY: self.diversity()}
+        found = {TRAINED: float(self.scores.mean()), DIVERSITY: self.diversity(), **self.parts}
         if self.held_out is not None:
             found[HELD_OUT] = float(self.held_out.mean())
         return found
@@ -246,7 +249,7 @@ async def scored(
     """Score images of some prompts."""
     pixels, roles = np.stack([s.image for s in samples]), ctx.roles
     # The engines of a judge time their own work.
-    names = [] if roles.rewards.is_judged else [f"reward {ctx.rank if roles.owns_process else 0}"]
+    names = [] if getattr(reward, "uses_engine", False) else [f"reward {ctx.rank if roles.owns_process else 0}"]
     with roles.devices.stage("reward", *names):
         return await evaluate_images(reward, pixels, [p.text for p in prompts], [p.row for p in prompts])
 
@@ -263,22 +266,27 @@ async def evaluate(ctx: Context[Roles], config: DiffusionConfig, prompts: Sequen
         image_request(prompts[i], f"val/{i}", sampling, n=rollout.eval_n, seed=i)
         for i in range(ctx.rank, len(prompts), ctx.world_size)
     ]
-    own: list[tuple[int, NDArray[np.uint8], float, float]] = []
+    own: list[tuple[int, NDArray[np.uint8], Scored, Scored]] = []
     if requests:
         with ctx.timer.stage("gen"):
             samples = await images(ctx.roles.policy, requests)
         indices = [request.seed for request in requests for _ in range(rollout.eval_n)]
         repeated, pixels = [prompts[i] for i in indices], [sample.image for sample in samples]
         with ctx.timer.stage("reward"):
-            scores = others = [s.score for s in await scored(ctx, rewards.trained, samples, repeated)]
+            scores = others = await scored(ctx, rewards.trained, samples, repeated)
             if rewards.held_out is not None:
-                others = [s.score for s in await scored(ctx, rewards.held_out, samples, repeated)]
+                others = await scored(ctx, rewards.held_out, samples, repeated)
         own = list(zip(indices, pixels, scores, others, strict=True))
     everyones = sorted((entry for part in await ctx.group.all_gather(own) for entry in part), key=lambda e: e[0])
     indices, pixels, scores, others = zip(*everyones, strict=True)
+    has_other = rewards.held_out is not None
+    parts = part_means(one.parts for one in scores)
+    of_other = part_means(one.parts for one in others) if has_other else {}
     return Evaluation(
         prompts=[prompts[i].text for i in indices],
         images=np.stack(pixels),
-        scores=np.array(scores),
-        held_out=None if rewards.held_out is None else np.array(others),
+        scores=np.array([one.score for one in scores]),
+        held_out=np.array([one.score for one in others]) if has_other else None,
+        parts={f"val/{name}": value for name, value in parts.items()}
+        | {name.replace("reward", "val/held_out", 1): value for name, value in of_other.items()},
     )

@@ -1,6 +1,6 @@
 """Engines of images and of a judge, and the rewards that a config names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from gcore_diffusion.config import DiffusionConfig
+from gcore_diffusion.reward_config import DEMO_REWARDS
 from gcore_rollout import (
     PRELOAD_DIFFUSERS,
     ColourReward,
     DiffusersEngine,
     Engine,
+    FrameReward,
+    ImageCompositeReward,
     ImageJudgeReward,
     ImageRewardKind,
     ImageRewardSettings,
@@ -68,7 +71,7 @@ def judge_factory(config: DiffusionConfig) -> Callable[[], Engine]:
 
 def judge_model(config: DiffusionConfig) -> tuple[Path, Any]:
     """Return the folder of the judge's model, and its tokenizer; `UserError` if it cannot be asked about images."""
-    path = Path(config.reward.path).absolute()
+    path = Path(config.reward.judge_path).absolute()
     check_model(path, setting="reward.path")
     tokenizer = build_tokenizer(path)
     if tokenizer.chat_template is None:
@@ -109,29 +112,64 @@ class Rewards:
     """The reward that is trained on."""
     held_out: Callable[..., Any] | None
     """A reward that is only measured."""
-    is_judged: bool = False
-    """Whether engines of a judge score, which are instrumented themselves."""
 
 
-def build_rewards(config: DiffusionConfig, *, judge: Engine | None) -> Rewards:
-    """Build the rewards of a run, with the engine of its judge if it has one; raises as `build_image_reward`."""
-    settings, gradient = config.reward, reward_gradient(config)
+def build_rewards(config: DiffusionConfig, *, judge: Engine | None, device: str) -> Rewards:
+    """Build the rewards of a run on a device, with the engine of its judge if it has one.
+
+    Raises as `build_image_reward`.
+    """
+    settings, gradient, made = config.reward, reward_gradient(config), dict[str, Callable[..., Any]]()
+
+    def build(setting: str, terms: Mapping[str, float]) -> Callable[..., Any]:
+        is_sum = list(terms.values()) != [1.0]
+        labels = [_label(setting, name) for name in terms] if is_sum else [*terms]
+        if len({*labels}) < len(labels):
+            raise UserError(f"{setting} has the names {', '.join(labels)}; expected names that differ")
+        for name in terms:
+            # A model that is in both is in memory once.
+            made[name] = made.get(name) or _reward(config, name, judge, device, setting, is_sum=is_sum)
+        rewards = {label: made[name] for label, name in zip(labels, terms, strict=True)}
+        if not is_sum:
+            return rewards[labels[0]]
+        return ImageCompositeReward(rewards, weights=dict(zip(labels, terms.values(), strict=True)))
+
+    trained = _score_of(gradient) if gradient else build("reward.kind", settings.trained or {"digit": 1.0})
+    held_out = build("reward.held_out", settings.measured) if settings.measured else None
+    return Rewards(trained=trained, held_out=held_out)
+
+
+def _reward(
+    config: DiffusionConfig, name: str, judge: Engine | None, device: str, setting: str, *, is_sum: bool
+) -> Callable[..., Any]:
+    own = config.reward.named(name)
+    if own.kind == "judge":
+        assert judge is not None
+        return FrameReward(_judge_reward(config, judge), num_frames=config.reward.num_frames)
     known = ImageRewardSettings(
-        path=settings.path, head=settings.head, jpeg_size=settings.jpeg_size, device=config.device
+        path=own.path,
+        head=own.head,
+        text_key=config.reward.text_key,
+        thresholds=config.reward.thresholds,
+        num_frames=config.reward.num_frames,
+        jpeg_size=config.reward.jpeg_size,
+        device=device,
     )
-    if gradient is not None:
-        trained = _score_of(gradient)
-    elif judge is not None:
-        trained = _judge_reward(config, judge)
-    else:
-        trained = build_image_reward(settings.kind or "digit", known, setting="reward.kind")
-    held_out = build_image_reward(settings.held_out, known, setting="reward.held_out") if settings.held_out else None
-    return Rewards(trained=trained, held_out=held_out, is_judged=settings.is_judged)
+    group = f"reward.models.{name}" if is_sum or name in config.reward.models else ""
+    return build_image_reward(own.kind, known, setting=setting, group=group)
+
+
+def _label(setting: str, name: str) -> str:
+    """Return the name that a reward of a sum has in metrics."""
+    label = name.rpartition(":")[2]
+    if not label.isidentifier():
+        raise UserError(f"{setting} has {name!r} in a sum; expected a name in reward.models, with this as its kind")
+    return label
 
 
 def reward_gradient(config: DiffusionConfig) -> Callable[..., Any] | None:
     """Load the differentiable reward, of latents and prompts, if the algorithm needs its gradient."""
-    kind = config.reward.kind
+    kind = config.reward.named(config.reward.kind).kind
     if config.algorithm.name != "reward_gradient" or ":" not in kind or kind.startswith(("http://", "https://")):
         return None
     return load_function(kind, setting="reward.kind")
@@ -155,9 +193,8 @@ def _colour(_: ImageRewardSettings) -> Callable[..., Any]:
     return ColourReward(COLOURS)
 
 
-register_image_reward("digit", ImageRewardKind(make=_digit))
-register_image_reward("digit_judge", ImageRewardKind(make=_digit_judge))
-register_image_reward("colour", ImageRewardKind(make=_colour))
+for _name, _make in zip(DEMO_REWARDS, (_digit, _digit_judge, _colour), strict=True):
+    register_image_reward(_name, ImageRewardKind(make=_make))
 
 
 def _judge_reward(config: DiffusionConfig, engine: Engine) -> ImageJudgeReward:

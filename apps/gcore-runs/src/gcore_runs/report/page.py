@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -22,10 +23,13 @@ from gcore_runs.report.panels import (
     stage_panel,
     timeline,
 )
-from gcore_runs.report.run import Kind, Row, Run, number, series
+from gcore_runs.report.run import Kind, Row, Run, Signal, number, series
 
+MAX_PARTS = 24
+"""Most parts of rewards that have a chart."""
 MAX_SAMPLES = 32
 MAX_TEXT_CHARS = 2000
+_PART = re.compile(r"reward/(.+)/mean")
 
 
 def render_report(run_dir: Path, kinds: Mapping[str, Kind]) -> Path:
@@ -53,7 +57,8 @@ def _render(run: Run) -> str:
     source = files("gcore_runs").joinpath("report/page.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     samples = paired_samples(run)
-    signals = [*(signal_panel(run.metrics, *signal) for signal in run.kind.signals), load_panel(run)]
+    drawn = [*run.kind.signals, *_parts_of_rewards(run)]
+    signals = [*(signal_panel(run.metrics, *signal) for signal in drawn), load_panel(run)]
     return template.from_string(source).render(
         run=run,
         tiles=tiles(run),
@@ -74,6 +79,13 @@ def _render(run: Run) -> str:
         drawn=datetime.now(UTC),
         plotly_js=get_plotlyjs(),
     )
+
+
+def _parts_of_rewards(run: Run) -> list[Signal]:
+    """Return a signal for each part of the reward, such as a term of a weighted sum."""
+    names = {name: found[1] for row in run.metrics for name in row if (found := _PART.fullmatch(name))}
+    parts = [(f"Reward: {part}", name, "mean of this part, before its weight") for name, part in names.items()]
+    return parts[:MAX_PARTS]
 
 
 class Tile(NamedTuple):

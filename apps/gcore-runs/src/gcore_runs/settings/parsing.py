@@ -179,10 +179,16 @@ def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") ->
         elif isinstance(value, bool) and isinstance(values[name], int | float) and not isinstance(values[name], bool):
             raise UserError(f"{where}{name} is {value}; expected a number")
         elif isinstance(values[name], dict) and isinstance(value, Mapping):
-            values[name] = {**values[name], **value}
+            values[name] = _merged(values[name], value)
         else:
             values[name] = value
     return validated(type(base), _nested(values), source=source)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the entries of ``over``, of tables in both also those of the tables."""
+    own = {k: _merged(base[k], v) for k, v in over.items() if isinstance(v, Mapping) and isinstance(base.get(k), dict)}
+    return {**base, **over, **own}
 
 
 def _flat(values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -242,11 +248,15 @@ def _refused(error: ValidationError) -> str:
     if first["type"] == "value_error":
         # Raised by the section's own checks, with the name of its field.
         return f"{field}{'.' if field else ''}{first['msg'].removeprefix('Value error, ')}"
+    if first["type"] == "unexpected_keyword_argument":
+        return f"unknown field {field}"
     return f"{field} is {first['input']!r:.200}; {_expected(first)}"
 
 
 def _expected(error: Mapping[str, Any]) -> str:
     """Return what pydantic would accept, as the second half of an error."""
+    if error["type"] == "dataclass_type":
+        return "expected a table"
     expected: str = error["msg"].replace("Input should be ", "expected ")
     return expected.partition(",")[0] if error["type"].endswith("_parsing") else expected
 

@@ -172,7 +172,8 @@ class RayConfig(Checked, section="ray"):
     gpus_per_rank: Amount = 1.0
     """GPUs that each training rank reserves where device is cuda."""
     gpus_per_reward_model: Amount = 1.0
-    """GPUs that each controller reserves for a classifier that rewards, where device is cuda."""
+    """GPUs that each controller reserves for reward models that are no engines, such as a classifier or CLIP, where
+    device is cuda."""
     elastic: bool = True
     """Where nodes are lost or missing, continue with as many processes as the cluster has capacity for, and grow to the
     numbers of controllers, engines and ranks that are set as nodes join; False: the run ends without that capacity."""

@@ -29,6 +29,27 @@ _VISION_NAMES = (
 )
 """Patterns from BLIP's names to those of transformers."""
 
+_OPEN_CLIP_NAMES = (
+    (r"^visual\.conv1\.", "vision_model.embeddings.patch_embedding."),
+    (r"^visual\.class_embedding$", "vision_model.embeddings.class_embedding"),
+    (r"^visual\.positional_embedding$", "vision_model.embeddings.position_embedding.weight"),
+    (r"^visual\.ln_pre\.", "vision_model.pre_layrnorm."),
+    (r"^visual\.ln_post\.", "vision_model.post_layernorm."),
+    (r"^visual\.proj$", "visual_projection.weight"),
+    (r"^visual\.transformer\.", "vision_model."),
+    (r"^transformer\.", "text_model."),
+    (r"^token_embedding\.", "text_model.embeddings.token_embedding."),
+    (r"^positional_embedding$", "text_model.embeddings.position_embedding.weight"),
+    (r"^ln_final\.", "text_model.final_layer_norm."),
+    (r"^text_projection$", "text_projection.weight"),
+    (r"\.resblocks\.", ".encoder.layers."),
+    (r"\.ln_([12])\.", r".layer_norm\1."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+    (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+)
+"""Patterns from open_clip's names to those of transformers."""
+
 
 class CLIPReward:
     """Similarity of images and prompts under a CLIP model of transformers.
@@ -37,13 +58,17 @@ class CLIPReward:
     times the model's learned scale, divided by 26 as Flow-GRPO's code does.
 
     ``path`` is a Hugging Face folder with tokenizer and image processor; ``scale`` the factor of the cosine, None: the
-    model's own over 26.
+    model's own over 26. ``weights`` are a checkpoint of open_clip for a model of the folder's sizes, instead of the
+    folder's own weights: with HPS_v2_compressed.pt or HPS_v2.1_compressed.pt, and the folder of CLIP-ViT-H-14, the
+    cosine is the score of HPSv2 (arXiv 2306.09341), of which papers report 100 times as much.
     """
 
-    def __init__(self, path: str | Path, *, device: str = "cpu", scale: float | None = 1.0) -> None:
+    def __init__(
+        self, path: str | Path, *, weights: str | Path = "", device: str = "cpu", scale: float | None = 1.0
+    ) -> None:
         from transformers import AutoTokenizer
 
-        self._model, self._processor = _load_clip(path, device)
+        self._model, self._processor = load_clip(path, device, weights)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self._device = device
         self._scale = float(self._model.logit_scale.exp()) / 26 if scale is None else scale
@@ -67,7 +92,7 @@ class AestheticReward:
     """
 
     def __init__(self, path: str | Path, head: str | Path, *, device: str = "cpu") -> None:
-        self._model, self._processor = _load_clip(path, device)
+        self._model, self._processor = load_clip(path, device)
         tensors = _read("head", Path(head))
         names = sorted((n for n in tensors if n.endswith("weight") and tensors[n].ndim == 2), key=_layer_of)
         width = int(self._model.config.projection_dim)
@@ -149,16 +174,42 @@ def _layer_of(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
 
 
-def _load_clip(path: str | Path, device: str) -> tuple[Any, Any]:
-    from transformers import CLIPImageProcessor, CLIPModel
+def load_clip(path: str | Path, device: str, weights: str | Path = "") -> tuple[Any, Any]:
+    """Load the CLIP model and the image processor of a folder, with the weights of open_clip if there are any."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
     has_config = (Path(path) / "config.json").is_file()
     require("path", str(path), has_config, "a Hugging Face folder of a CLIP model")
     try:
-        model: Any = CLIPModel.from_pretrained(path, local_files_only=True)
+        if weights:
+            model: Any = CLIPModel(CLIPConfig.from_pretrained(path, local_files_only=True))
+            _load_open_clip(model, weights)
+        else:
+            model = CLIPModel.from_pretrained(path, local_files_only=True)
         return model.to(device).eval().requires_grad_(False), CLIPImageProcessor.from_pretrained(path)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, RewardConfigError):
+            raise
         raise RewardConfigError(f"path is {str(path)!r}: {error}") from None
+
+
+def _load_open_clip(model: Any, weights: str | Path) -> None:
+    """Load a checkpoint of open_clip, whose attention has one matrix for queries, keys and values."""
+    found: Any = _read("weights", Path(weights))
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in found.get("state_dict", found).items():
+        renamed = _renamed(name.removeprefix("module."), _OPEN_CLIP_NAMES)
+        if ".in_proj_" in renamed:
+            thirds = zip("qkv", tensor.chunk(3), strict=True)
+            named |= {renamed.replace("in_proj_", f"{part}_proj."): own for part, own in thirds}
+        else:
+            # The projections are multiplied from the other side.
+            named[renamed] = tensor.T if renamed.endswith("_projection.weight") else tensor
+    try:
+        model.load_state_dict(named)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise RewardConfigError(f"weights is {str(weights)!r}: not of the model in path: {reason:.300}") from None
 
 
 def _read(setting: str, path: Path) -> dict[str, torch.Tensor]:
@@ -205,7 +256,9 @@ def _models(tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
         ),
         add_pooling_layer=False,
     )
-    seen = {_renamed(name): tensor for name, tensor in blip.items() if name.startswith("visual_encoder.")}
+    seen = {
+        _renamed(name, _VISION_NAMES): tensor for name, tensor in blip.items() if name.startswith("visual_encoder.")
+    }
     read = {n.removeprefix("text_encoder."): tensor for n, tensor in blip.items() if n.startswith("text_encoder.")}
     # Not a parameter, and not everywhere there.
     read.pop("embeddings.position_ids", None)
@@ -219,7 +272,7 @@ def _num_layers(tensors: Mapping[str, torch.Tensor], pattern: str) -> int:
     return 1 + max(int(found[1]) for name in tensors if (found := re.match(pattern, name)))
 
 
-def _renamed(name: str) -> str:
-    for pattern, replacement in _VISION_NAMES:
+def _renamed(name: str, patterns: Iterable[tuple[str, str]]) -> str:
+    for pattern, replacement in patterns:
         name = re.sub(pattern, replacement, name)
     return name

@@ -1,8 +1,11 @@
 """Rewards of images: their evaluation, and those of pixels alone."""
 
+import inspect
 import io
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,8 +24,9 @@ Scores = NDArray[np.float64]
 
 ImageRewardFunction = Callable[[Images, Sequence[str], Rows], Any | Awaitable[Any]]
 """``reward(images, prompts, rows)`` returns B scores, or B scores and a dict of more numbers by name, each B or one for
-all, which become metrics. It may be async. A method ``check(height, width)``, if there is one, raises
-`RewardConfigError` before a run for images of a size that it cannot score."""
+all, which become metrics. It may be async. Methods ``check(height, width)`` and ``check_prompts(prompts, rows)``, if
+there are any, raise `RewardConfigError` before a run for images of a size, or for prompts, that it cannot score. A true
+``uses_engine`` says that an engine, which times its own work, computes it."""
 
 _QUALITY = 95
 
@@ -45,17 +49,84 @@ async def evaluate_images(
         finally:
             if threaded is not None:
                 threaded.close()
-        extra: Mapping[str, Any] = {}
-        if isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], Mapping):
-            values, extra = values
-        scores = [float(value) for value in np.asarray(_detached(values), dtype=np.float64).reshape(-1)]
-        if len(scores) != len(images):
-            raise RewardError(f"returned {len(scores)} scores; expected one for each of {len(images)} images")
+        scores, parts = _read(values, len(images), "images")
         for score, prompt in zip(scores, prompts, strict=True):
             if not math.isfinite(score):
                 raise RewardError(f"returned {score} for an image of {prompt!r}; expected a finite number")
-        parts = _parts(extra, len(images))
         return [Scored(score=score, parts={n: p[i] for n, p in parts.items()}) for i, score in enumerate(scores)]
+
+
+def check_images(rewards: Iterable[ImageRewardFunction], height: int, width: int) -> None:
+    """Raise `RewardConfigError` for images of a size that one of the rewards cannot score."""
+    for reward in rewards:
+        if check := getattr(reward, "check", None):
+            check(height, width)
+
+
+def check_prompts(rewards: Iterable[ImageRewardFunction], prompts: Sequence[str], rows: Rows) -> None:
+    """Raise `RewardConfigError` for prompts that one of the rewards cannot score."""
+    for reward in rewards:
+        if check := getattr(reward, "check_prompts", None):
+            check(prompts, rows)
+
+
+class FrameReward:
+    """Scores videos by a reward of images: the mean over frames in the middles of ``num_frames`` equal parts.
+
+    The numbers that come with scores are means over the frames, too. Images are scored as they are. With
+    ``one_at_a_time`` calls in other threads wait, so that the memory of a model's passes is that of one call.
+    """
+
+    def __init__(self, reward: ImageRewardFunction, *, num_frames: int, one_at_a_time: bool = False) -> None:
+        require("num_frames", num_frames, num_frames >= 1, "at least 1")
+        self._reward, self._num_frames = reward, num_frames
+        self._turn = threading.Lock() if one_at_a_time else nullcontext()
+        self.__name__ = name_of(reward)
+        self.uses_engine: bool = getattr(reward, "uses_engine", False)
+
+    def check(self, height: int, width: int) -> None:
+        """Raise `RewardConfigError` for images of a size that the reward cannot score."""
+        check_images([self._reward], height, width)
+
+    def check_prompts(self, prompts: Sequence[str], rows: Rows) -> None:
+        """Raise `RewardConfigError` for prompts that the reward cannot score."""
+        check_prompts([self._reward], prompts, rows)
+
+    def __call__(self, images: NDArray[np.uint8], prompts: Sequence[str], rows: Rows) -> Any:
+        """Return scores [B] of images [B, H, W, 3] or videos [B, F, H, W, 3], or a coroutine of them."""
+        if images.ndim == 4:
+            with self._turn:
+                return self._reward(images, prompts, rows)
+        count = min(self._num_frames, images.shape[1])
+        places = [(2 * part + 1) * images.shape[1] // (2 * count) for part in range(count)]
+        frames = images[:, places].reshape(-1, *images.shape[2:])
+        every_prompt = [prompt for prompt in prompts for _ in places]
+        with self._turn:
+            values = self._reward(frames, every_prompt, [row for row in rows for _ in places])
+        if inspect.isawaitable(values):
+            return self._awaited(values, len(images), count)
+        return _means(values, len(images), count)
+
+    async def _awaited(self, values: Awaitable[Any], num_videos: int, count: int) -> Any:
+        return _means(await values, num_videos, count)
+
+
+def _means(values: Any, num_videos: int, count: int) -> tuple[Scores, dict[str, Scores]]:
+    """Return means over the ``count`` frames of each video of scores and of the numbers that come with them."""
+    scores, parts = _read(values, num_videos * count, "frames")
+    means = {name: np.reshape(part, (num_videos, count)).mean(1) for name, part in parts.items()}
+    return np.reshape(scores, (num_videos, count)).mean(1), means
+
+
+def _read(values: Any, count: int, unit: str) -> tuple[list[float], dict[str, list[float]]]:
+    """Return the scores that a reward returned, and the numbers that came with them."""
+    extra: Mapping[str, Any] = {}
+    if isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], Mapping):
+        values, extra = values
+    scores = [float(value) for value in np.asarray(_detached(values), dtype=np.float64).reshape(-1)]
+    if len(scores) != count:
+        raise RewardError(f"returned {len(scores)} scores; expected one for each of {count} {unit}")
+    return scores, _parts(extra, count)
 
 
 def _detached(values: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gcore_rollout.errors import RequestError, RewardConfigError, RewardError, require
-from gcore_rollout.images.reward import ImageRewardFunction, JPEGCompressibility
+from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, JPEGCompressibility
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
@@ -31,6 +31,12 @@ class ImageRewardSettings:
     """File of weights."""
     jpeg_size: int = 0
     """Pixels that a side is resized to before compression; 0: as it is."""
+    text_key: str = ""
+    """Column of the text that an image is to show; empty: it is in double quotes in the prompt."""
+    thresholds: tuple[float, float] = (0.3, 0.9)
+    """Confidence of detected objects, and of those that are to be counted."""
+    num_frames: int = 8
+    """Frames of a video over which the mean is taken; see `FrameReward`."""
     device: str = "cpu"
 
 
@@ -43,6 +49,8 @@ class ImageRewardKind:
     """The content of the folder at ``path``, for errors; empty: none is needed."""
     head: str = ""
     """The content of the file at ``head``, for errors; empty: none is needed."""
+    is_model: bool = False
+    """Whether it computes on a device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +132,19 @@ class MultiTurnConfig:
 def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFunction:
     if name.startswith("jpeg"):
         return JPEGCompressibility(sign=-1 if name == "jpeg_compressibility" else 1, size=settings.jpeg_size)
-    from gcore_rollout.images import models
+    from gcore_rollout.images import geneval, models, text
 
     match name:
         case "clip" | "pick_score":
             return models.CLIPReward(settings.path, device=settings.device, scale=1.0 if name == "clip" else None)
+        case "hps":
+            return models.CLIPReward(settings.path, weights=settings.head, device=settings.device)
+        case "ocr":
+            return text.OCRReward(settings.path, text_key=settings.text_key, device=settings.device)
+        case "geneval":
+            return geneval.GenEvalReward(
+                settings.path, clip=settings.head, thresholds=settings.thresholds, device=settings.device
+            )
         case "aesthetic":
             return models.AestheticReward(settings.path, settings.head, device=settings.device)
         case _:
@@ -140,13 +156,16 @@ _REWARDS: dict[str, Callable[[], RewardFunction]] = {
     "code": lambda: CodeReward(Sandbox()),
 }
 _IMAGE_REWARDS = {
-    name: ImageRewardKind(make=partial(_image_reward, name), path=path, head=head)
+    name: ImageRewardKind(make=partial(_image_reward, name), path=path, head=head, is_model=bool(path))
     for name, path, head in (
         ("jpeg_compressibility", "", ""),
         ("jpeg_incompressibility", "", ""),
         ("clip", "a CLIP model", ""),
         ("pick_score", "a CLIP model", ""),
+        ("hps", "a CLIP model of ViT-H/14", "HPS_v2.1_compressed.pt or HPS_v2_compressed.pt"),
         ("aesthetic", "a CLIP model", "a safetensors file of its head"),
+        ("ocr", "a model that reads text in images", ""),
+        ("geneval", "an object detector", ""),
         ("image_reward", "its tokenizer", "ImageReward.pt"),
     )
 }
@@ -168,6 +187,11 @@ def _register(kinds: dict[str, KindT], name: str, kind: KindT) -> None:
     kinds[name] = kind
 
 
+def image_reward_kind(name: str) -> ImageRewardKind | None:
+    """Return the registered kind of image reward; None: there is none of this name."""
+    return _IMAGE_REWARDS.get(name)
+
+
 def reward_names() -> list[str]:
     """Return the names of the registered rewards."""
     return list(_REWARDS)
@@ -178,23 +202,27 @@ def build_reward(spec: str) -> RewardFunction:
     return _REWARDS[spec]() if spec in _REWARDS else load_reward(spec)
 
 
-def build_image_reward(name: str, settings: ImageRewardSettings, *, setting: str) -> ImageRewardFunction:
+def build_image_reward(
+    name: str, settings: ImageRewardSettings, *, setting: str, group: str = ""
+) -> ImageRewardFunction:
     """Make the image reward of a registered kind, at an http(s) URL, or by ``PATH.py:function``.
 
-    ``setting`` is the name of the setting that names it, such as ``reward.kind``, for errors. `RewardConfigError` if
-    there is no such reward, or it lacks a setting; `RewardError` if the user's file does not import.
+    The first two score videos by their frames; a function gets them whole. ``setting`` is the name of the setting that
+    names it, such as ``reward.kind``, for errors, and ``group`` that of the section with its path and head; empty: the
+    same. `RewardConfigError` if there is no such reward, or it lacks a setting; `RewardError` if the user's file does
+    not import.
     """
     if kind := _IMAGE_REWARDS.get(name):
-        group = setting.rpartition(".")[0]
+        group = group or setting.rpartition(".")[0]
         if kind.head and not settings.head:
             raise RewardConfigError(f"{group}.head is not set; expected {kind.head} for {name}")
         if kind.path and not settings.path:
             raise RewardConfigError(f"{group}.path is not set; expected a local folder of {kind.path} for {name}")
-        return kind.make(settings)
+        return FrameReward(kind.make(settings), num_frames=settings.num_frames, one_at_a_time=kind.is_model)
     if name.startswith(("http://", "https://")):
         from gcore_rollout.rewards.kinds.http import HTTPImageReward
 
-        return HTTPImageReward(name)
+        return FrameReward(HTTPImageReward(name), num_frames=settings.num_frames)
     if ":" in name:
         return load_function(name, setting=setting)
     raise RewardConfigError(f"{setting} is {name!r}; expected {', '.join(_IMAGE_REWARDS)}, a URL or PATH.py:function")

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import queue
+import statistics
 import threading
 import traceback
 from collections import defaultdict
@@ -219,10 +220,19 @@ class ThreadedReward:
 
 def part_means(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return ``reward/PART/mean`` of every part, over the completions that have it."""
+    return {f"reward/{name}/mean": statistics.fmean(numbers) for name, numbers in _by_part(parts).items()}
+
+
+def part_stds(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return ``reward/PART/std`` of every part, over the completions that have it."""
+    return {f"reward/{name}/std": statistics.pstdev(numbers) for name, numbers in _by_part(parts).items()}
+
+
+def _by_part(parts: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     values = defaultdict[str, list[float]](list)
     for name, part in (item for one in parts for item in one.items()):
         values[name].append(part)
-    return {f"reward/{name}/mean": math.fsum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
+    return dict(sorted(values.items()))
 
 
 def reward_metrics(outcomes: Iterable[Scored | Failed]) -> dict[str, float]:

@@ -1,13 +1,20 @@
-"""Weighted sums of rewards."""
+"""Weighted sums of rewards, of completions and of images."""
 
 import asyncio
 import math
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from gcore_rollout.errors import RewardConfigError, require
+from gcore_rollout.images.reward import ImageRewardFunction, Images, Rows, check_images, check_prompts, evaluate_images
 from gcore_rollout.rewards.reward import RewardFunction, Scored, located
 from gcore_rollout.rewards.runner import answer, checked
+
+T = TypeVar("T")
+
+_PLUS = re.compile(r"\s+\+\s+|\s*\+(?=\s*[\d.]+\s*\*)")
+_TERM = re.compile(r"(?:([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*\*\s*)?(\S.*)")
 
 
 class CompositeReward:
@@ -19,14 +26,7 @@ class CompositeReward:
     """
 
     def __init__(self, rewards: Mapping[str, RewardFunction], *, weights: Mapping[str, float]) -> None:
-        if not rewards:
-            raise RewardConfigError("rewards is empty; expected at least one")
-        if rewards.keys() != weights.keys():
-            raise RewardConfigError(f"weights has {sorted(weights)}; expected the names of rewards, {sorted(rewards)}")
-        for name, weight in weights.items():
-            require(f"weights[{name!r}]", weight, math.isfinite(weight), "a finite number")
-        if not any(weights.values()):
-            raise RewardConfigError(f"weights are all 0 ({sorted(weights)}); expected at least one that is not")
+        _check(rewards, weights)
         self._rewards, self._weights = dict(rewards), dict(weights)
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
@@ -34,16 +34,80 @@ class CompositeReward:
             with located(f"part {name!r}"):
                 return checked(await answer(reward, prompt, completion, row))
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {name: group.create_task(part(name, reward)) for name, reward in self._rewards.items()}
-        except BaseExceptionGroup as errors:
-            # The others were cancelled.
-            first = errors.exceptions[0]
-            raise first from first.__cause__
-        scored = {name: task.result() for name, task in tasks.items()}
-        return Scored(
-            score=math.fsum(self._weights[name] * one.score for name, one in scored.items()),
-            parts={part: value for name, one in scored.items() for part, value in one.as_parts(name).items()},
-            feedback="\n\n".join(one.feedback for one in scored.values() if one.feedback),
-        )
+        scored = await _together({name: part(name, reward) for name, reward in self._rewards.items()})
+        return _sum(scored, self._weights)
+
+
+class ImageCompositeReward:
+    """The weighted sum of named rewards of images, which run at the same time.
+
+    As in `CompositeReward`, each reward's own score is the part of its name, and the parts that it returns are below.
+    """
+
+    def __init__(self, rewards: Mapping[str, ImageRewardFunction], *, weights: Mapping[str, float]) -> None:
+        _check(rewards, weights)
+        self._rewards, self._weights = dict(rewards), dict(weights)
+        self.uses_engine = all(getattr(reward, "uses_engine", False) for reward in rewards.values())
+
+    def check(self, height: int, width: int) -> None:
+        """Raise `RewardConfigError` for images of a size that one of the rewards cannot score."""
+        check_images(self._rewards.values(), height, width)
+
+    def check_prompts(self, prompts: Sequence[str], rows: Rows) -> None:
+        """Raise `RewardConfigError` for prompts that one of the rewards cannot score."""
+        check_prompts(self._rewards.values(), prompts, rows)
+
+    async def __call__(
+        self, images: Images, prompts: Sequence[str], rows: Rows
+    ) -> tuple[list[float], dict[str, list[float]]]:
+        """Return scores [B] and their parts [B]."""
+        calls = {name: evaluate_images(reward, images, prompts, rows) for name, reward in self._rewards.items()}
+        found = await _together(calls)
+        sums = [_sum(dict(zip(found, own, strict=True)), self._weights) for own in zip(*found.values(), strict=True)]
+        return [one.score for one in sums], {name: [one.parts[name] for one in sums] for name in sums[0].parts}
+
+
+def reward_terms(text: str, *, setting: str) -> dict[str, float]:
+    """Return the weight of each reward of a sum such as ``0.8 * pick_score + 0.2 * ocr``, by the reward's text.
+
+    A reward without a weight has 1. ``setting`` is the name of the setting, for errors: `RewardConfigError` if a reward
+    is missing or there twice, or if all weights are 0.
+    """
+    terms: dict[str, float] = {}
+    for term in _PLUS.split(text.strip()):
+        found = _TERM.fullmatch(term.strip())
+        require(setting, text, found is not None and found[2] not in terms, "WEIGHT * NAME + WEIGHT * OTHER NAME")
+        assert found is not None
+        terms[found[2]] = float(found[1] or 1)
+    require(setting, text, any(terms.values()), "a weight that is not 0")
+    return terms
+
+
+def _check(rewards: Mapping[str, object], weights: Mapping[str, float]) -> None:
+    if not rewards:
+        raise RewardConfigError("rewards is empty; expected at least one")
+    if rewards.keys() != weights.keys():
+        raise RewardConfigError(f"weights has {sorted(weights)}; expected the names of rewards, {sorted(rewards)}")
+    for name, weight in weights.items():
+        require(f"weights[{name!r}]", weight, math.isfinite(weight), "a finite number")
+    if not any(weights.values()):
+        raise RewardConfigError(f"weights are all 0 ({sorted(weights)}); expected at least one that is not")
+
+
+async def _together(calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
+    """Return the results by name; the first error cancels the other calls, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {name: group.create_task(call) for name, call in calls.items()}
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    return {name: task.result() for name, task in tasks.items()}
+
+
+def _sum(scored: Mapping[str, Scored], weights: Mapping[str, float]) -> Scored:
+    return Scored(
+        score=math.fsum(weights[name] * one.score for name, one in scored.items()),
+        parts={part: value for name, one in scored.items() for part, value in one.as_parts(name).items()},
+        feedback="\n\n".join(one.feedback for one in scored.values() if one.feedback),
+    )

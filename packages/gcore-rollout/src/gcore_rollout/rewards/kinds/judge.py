@@ -286,6 +286,7 @@ class ImageJudgeReward(_ScoreJudge):
 
     question: ClassVar = _IMAGE_QUESTION
     needed: ClassVar = ("prompt",)
+    uses_engine: ClassVar = True
 
     unparsable_score: float = 0.0
     """Score of a verdict that cannot be parsed."""

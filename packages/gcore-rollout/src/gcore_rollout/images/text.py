@@ -1,0 +1,92 @@
+"""Score of the text that an image shows, as a model of transformers reads it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gcore_rollout.errors import RewardConfigError, require
+from gcore_rollout.images.reward import Images, Rows, Scores
+
+_MAX_TOKENS = 128
+_QUOTED = re.compile(r'["“]([^"“”]*)["”]')
+
+
+class OCRReward:
+    """Similarity, from 0 to 1, of the text that a model reads in an image and the text that the prompt asks for.
+
+    That of Flow-GRPO (arXiv 2505.05470, section 4.1): 1 - N / L, with N the edit distance and L the length of the
+    wanted text, without spaces and case. 1 if the wanted text is within what was read, and 0 for distances above L.
+
+    The text is the first in double quotes in the prompt, or the row's column ``text_key``. ``path`` is a Hugging Face
+    folder of a model that turns an image into text without a question, with its processor: GOT-OCR2, which reads
+    whole pictures, or TrOCR, which reads one line.
+    """
+
+    def __init__(self, path: str | Path, *, text_key: str = "", device: str = "cpu") -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        has_config = (Path(path) / "config.json").is_file()
+        require("path", str(path), has_config, "a Hugging Face folder of a model that reads text in images")
+        try:
+            model: Any = AutoModelForImageTextToText.from_pretrained(path, local_files_only=True)
+            self._processor: Any = AutoProcessor.from_pretrained(path, local_files_only=True)
+        except (ImportError, OSError, ValueError, KeyError, RuntimeError) as error:
+            raise RewardConfigError(f"path is {str(path)!r}: {str(error).strip().splitlines()[0]:.300}") from None
+        has_both = hasattr(self._processor, "image_processor") and hasattr(self._processor, "tokenizer")
+        require("path", str(path), has_both, "a processor of images with a tokenizer in the folder")
+        self._model: Any = model.to(device).eval().requires_grad_(False)
+        self._text_key, self._device = text_key, device
+
+    def check_prompts(self, prompts: Sequence[str], rows: Rows) -> None:
+        """Raise `RewardConfigError` for a prompt that does not say which text is wanted."""
+        for prompt, row in zip(prompts, rows, strict=True):
+            self._wanted(prompt, row)
+
+    def __call__(self, images: Images, prompts: Sequence[str], rows: Rows) -> Scores:
+        """Return scores [B]."""
+        wanted = [self._wanted(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+        return np.array([text_similarity(*texts) for texts in zip(self.read(images), wanted, strict=True)])
+
+    @torch.no_grad()
+    def read(self, images: Images) -> list[str]:
+        """Return the text in each image."""
+        inputs = self._processor(images=list(images), return_tensors="pt").to(self._device)
+        ids = self._model.generate(**inputs, do_sample=False, max_new_tokens=_MAX_TOKENS)
+        # A model with a decoder alone returns its prompt, too.
+        ids = ids[:, inputs["input_ids"].shape[1] :] if "input_ids" in inputs else ids
+        return self._processor.batch_decode(ids, skip_special_tokens=True)
+
+    def _wanted(self, prompt: str, row: Mapping[str, Any]) -> str:
+        if self._text_key:
+            text = row.get(self._text_key)
+            expected = f"a row with a text in the column {self._text_key!r}"
+        else:
+            found = _QUOTED.search(prompt)
+            text, expected = found[1] if found else "", "one with the wanted text in double quotes, or reward.text_key"
+        if not isinstance(text, str) or not _plain(text):
+            raise RewardConfigError(f"prompt is {prompt!r:.300}; expected {expected}")
+        return text
+
+
+def text_similarity(read: str, wanted: str) -> float:
+    """Return 1 - min(N, L) / L; see `OCRReward`."""
+    a, b = _plain(read), _plain(wanted)
+    return 1.0 if b in a else 1 - min(_edit_distance(a, b), len(b)) / len(b)
+
+
+def _plain(text: str) -> str:
+    return text.replace(" ", "").lower()
+
+
+def _edit_distance(a: str, b: str) -> int:
+    """Return the Levenshtein distance: the fewest insertions, deletions and substitutions of a character."""
+    row = list(range(len(b) + 1))
+    for i, own in enumerate(a, start=1):
+        diagonal, row[0] = row[0], i
+        for j, other in enumerate(b, start=1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (own != other))
+    return row[-1]
