@@ -64,6 +64,8 @@ class ModelCall:
     def _appended(self, latents: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what the model was given after the scheduler's latents [B, ...], such as those of an image."""
         given = _as_tensor(self.arguments[self.latents_argument], latents.ndim)
+        if given is latents:
+            return
         expected = torch.cat([latents] * max(1, len(given) // len(latents))).to(given.dtype)
         if given.ndim == latents.ndim:
             longer = [axis for axis in range(1, given.ndim) if given.shape[axis] > expected.shape[axis]]
@@ -130,7 +132,7 @@ class AnswerForm:
                 for first, keeps_norm, is_negated in product(orders, (False, True), (False, True))
             ]
         best = min(forms, key=lambda form: form.error(outputs, given))
-        if best.holds(outputs, given):
+        if best.holds(calls, given):
             return best
         raise UnsupportedModelError(
             f"the pipeline gives its scheduler {tuple(given.shape)} for its model's outputs of shape "
@@ -138,9 +140,12 @@ class AnswerForm:
             "of the ones without and with the prompt, which training can compute again"
         )
 
-    def holds(self, outputs: torch.Tensor, given: torch.Tensor) -> bool:
-        """Return whether the scheduler was given what this form makes of the outputs, up to rounding."""
-        return self.error(outputs, given) <= max(_TOLERANCE, 4 * torch.finfo(given.dtype).eps)
+    def holds(self, calls: Sequence[ModelCall], given: torch.Tensor) -> bool:
+        """Return whether the scheduler was given what this form makes of the calls' outputs, up to rounding."""
+        # To compare values the host would wait for the device.
+        if self == AnswerForm() and len(calls) == 1 and calls[0].output is given:
+            return True
+        return self.error(stacked_outputs(calls, given), given) <= max(_TOLERANCE, 4 * torch.finfo(given.dtype).eps)
 
     def error(self, outputs: torch.Tensor, given: torch.Tensor) -> float:
         """Return the largest difference, relative to the largest entry of what the scheduler was given."""

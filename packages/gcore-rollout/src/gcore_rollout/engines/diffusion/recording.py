@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from gcore_rollout.engines.diffusion.calls import AnswerForm, ModelCall, same_conditions, stacked_outputs
+from gcore_rollout.engines.diffusion.calls import AnswerForm, ModelCall, same_conditions
 from gcore_rollout.engines.diffusion.kernels import DDIM, FlowODE, Kernel
 from gcore_rollout.engines.diffusion.types import SCALARS, STACKED, ImageSampling, Trajectory
 from gcore_rollout.errors import MissingExtraError, RequestError, UnsupportedModelError
@@ -166,7 +166,7 @@ class Tape:
         elif not (
             len(calls) == len(self.conditions)
             and all(map(same_conditions, conditions, self.conditions))
-            and self.form.holds(stacked_outputs(calls, given), given)
+            and self.form.holds(calls, given)
         ):
             raise UnsupportedModelError(
                 "the pipeline calls its model otherwise in later steps than in the first; expected the same conditions "
