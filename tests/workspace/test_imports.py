@@ -55,7 +55,8 @@ ADAPTERS = {
         "apps/gcore-runs/src/gcore_runs/node_logs.py",
         "apps/gcore-runs/src/gcore_runs/on_ray.py",
     ],
-    "prometheus_client": ["apps/gcore-runs/src/gcore_runs/prometheus.py"],
+    "prometheus_client": ["apps/gcore-runs/src/gcore_runs/trackers/prometheus.py"],
+    "wandb": ["apps/gcore-runs/src/gcore_runs/trackers/weights_and_biases.py"],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
 

@@ -127,7 +127,7 @@ def test_embedded_run_folder(cli: Cli) -> None:
     with Image.open(run / "samples/step-000002.png") as picture:
         assert picture.size[0] > 100
     page = (run / "report.html").read_text()
-    assert page.count("<figcaption>") == 2
+    assert page.count('<img src="data:image/png;') == 2
     assert "Before training" in page
     for label in ("Held-out reward, trained on", "Held-out reward, not trained on", "Diversity within prompts"):
         assert label in page

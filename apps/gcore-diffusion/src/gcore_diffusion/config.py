@@ -11,13 +11,13 @@ from gcore_runs import (
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
-    BaseTrainerConfig,
     Checked,
     Count,
     FractionAbove0,
     FractionBelow1,
     NonNegative,
     Positive,
+    RLTrainerConfig,
     UserError,
     at_least,
 )
@@ -240,7 +240,7 @@ class ActorConfig(BaseActorConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig(BaseTrainerConfig):
+class TrainerConfig(RLTrainerConfig):
     """Training ranks, and the run's length."""
 
     total_training_steps: Count = 50
@@ -254,6 +254,11 @@ class TrainerConfig(BaseTrainerConfig):
     export: Literal["last", "best"] = "last"
     """Step whose policy is exported. best: that of the evaluation with the highest reward not trained on, or without
     one with the highest reward, of those without a warning; it is saved at once, with trainer and engines in memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_kept = not self.early_stopping_patience or self.export == "best"
+        self.require("early_stopping_patience", is_kept, "0 with trainer.export 'last': later steps are no better")
 
 
 @dataclass(frozen=True, kw_only=True)

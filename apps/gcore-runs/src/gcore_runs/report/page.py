@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from gcore_runs.report.gallery import read_gallery
 from gcore_runs.report.panels import (
     MAX_POINTS,
     amount,
@@ -53,6 +54,7 @@ def _render(run: Run) -> str:
     source = files("gcore_runs").joinpath("report/page.html.j2").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     samples = paired_samples(run)
+    gallery = read_gallery(run.samples, run.notes) if run.kind.has_pictures else None
     signals = [*(signal_panel(run.metrics, *signal) for signal in run.kind.signals), load_panel(run)]
     return template.from_string(source).render(
         run=run,
@@ -71,6 +73,7 @@ def _render(run: Run) -> str:
         samples=samples[:MAX_SAMPLES],
         samples_left_out=max(0, len(samples) - MAX_SAMPLES),
         samples_seen=samples_seen(samples),
+        gallery=gallery,
         drawn=datetime.now(UTC),
         plotly_js=get_plotlyjs(),
     )
