@@ -42,6 +42,7 @@ ADAPTERS = {
         "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/",
         "packages/gcore-trainer/src/gcore_trainer/diffusion/",
         "apps/gcore-diffusion/src/gcore_diffusion/demo/",
+        "apps/gcore-diffusion/src/gcore_diffusion/planning/",
         "apps/gcore-diffusion/src/gcore_diffusion/trainer_worker.py",
     ],
     "peft": ["packages/gcore-trainer/src/gcore_trainer/lora.py"],

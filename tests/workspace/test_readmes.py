@@ -49,6 +49,9 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
     r"(uv run )?gcore-llm train --runtime ray .*": f"{LLM}/test_on_ray.py::test_controllers_everywhere_train_alike",
     r"(uv run )?gcore-llm simulate --.*": f"{LLM}/test_simulate.py::test_command_prints_its_table",
+    r"(uv run )?gcore-diffusion train --recipe \w+ --dry-run": (
+        "tests/apps/test_recipe_pages.py::test_the_page_shows_what_a_dry_run_prints"
+    ),
     r"(uv run )?gcore-diffusion train --model PIPELINE .*": f"{DIFFUSION}/test_diffusion.py::test_every_algorithm_runs",
     r"(uv run )?gcore-diffusion train --runtime ray .*": (
         f"{DIFFUSION}/test_diffusion.py::test_a_cluster_trains_alike_despite_kills"

@@ -281,6 +281,7 @@ class DiffusionConfig(BaseRLConfig):
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,
         "rollout.max_num_images",
+        "dry_run",
         "reward.judge.num_processes",
         "reward.judge.max_num_seqs",
     )
@@ -288,6 +289,10 @@ class DiffusionConfig(BaseRLConfig):
     model: str = ""
     """A local folder of a diffusers pipeline with a flow-matching or DDIM scheduler; empty: a tiny one is made and
     pretrained."""
+    dry_run: bool = False
+    """Print parameters, passes and memory, and whether they fit, by the pipeline's config.json files; start nothing."""
+    dry_run_device: str = ""
+    """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: H100."""
     command: Literal["diffusion"] = "diffusion"
     """Which command made the run; for its report."""
     demo: DemoConfig = field(default_factory=DemoConfig)
