@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-EXTRAS = ("ray", "vllm", "megatron", "bitsandbytes", "sglang", "triton")
+EXTRAS = ("ray", "vllm", "megatron", "bitsandbytes", "sglang", "triton", "wandb")
 PROGRAM = f"""
 import sys
 from importlib import import_module

@@ -23,6 +23,7 @@ HEAVY = {
     "transformers",
     "trl",
     "vllm",
+    "wandb",
 }
 FOR_APPS = {"pydantic", "rich", "tyro"}
 

@@ -42,6 +42,7 @@ ADAPTERS = {
         "packages/gcore-rollout/src/gcore_rollout/engines/diffusion/",
         "packages/gcore-trainer/src/gcore_trainer/diffusion/",
         "apps/gcore-diffusion/src/gcore_diffusion/demo/",
+        "apps/gcore-diffusion/src/gcore_diffusion/planning/",
         "apps/gcore-diffusion/src/gcore_diffusion/trainer_worker.py",
     ],
     "peft": ["packages/gcore-trainer/src/gcore_trainer/lora.py"],
@@ -55,7 +56,8 @@ ADAPTERS = {
         "apps/gcore-runs/src/gcore_runs/node_logs.py",
         "apps/gcore-runs/src/gcore_runs/on_ray.py",
     ],
-    "prometheus_client": ["apps/gcore-runs/src/gcore_runs/prometheus.py"],
+    "prometheus_client": ["apps/gcore-runs/src/gcore_runs/trackers/prometheus.py"],
+    "wandb": ["apps/gcore-runs/src/gcore_runs/trackers/weights_and_biases.py"],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
 

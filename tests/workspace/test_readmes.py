@@ -52,6 +52,9 @@ CHECKED_ELSEWHERE = {
     r"uv run gcore-diffusion train --model PIPELINE .* --data.image-key image .*": (
         f"{DIFFUSION}/test_images_in_prompts.py::test_the_example_of_the_readme"
     ),
+    r"(uv run )?gcore-diffusion train --recipe \w+ --dry-run": (
+        "tests/apps/test_recipe_pages.py::test_the_page_shows_what_a_dry_run_prints"
+    ),
     r"(uv run )?gcore-diffusion train --model PIPELINE .*": f"{DIFFUSION}/test_diffusion.py::test_every_algorithm_runs",
     r"(uv run )?gcore-diffusion train --runtime ray .*": (
         f"{DIFFUSION}/test_diffusion.py::test_a_cluster_trains_alike_despite_kills"

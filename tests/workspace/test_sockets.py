@@ -15,7 +15,7 @@ PORTS = {
     "packages/gcore-controller/src/gcore_controller/runtimes/ray/trainer_group.py": "rendezvous (torch's TCPStore)",
     "packages/gcore-rollout/src/gcore_rollout/engines/servers/local_server.py": "an SGLang server that the run starts",
     "apps/gcore-runs/src/gcore_runs/doctor/cluster.py": "`gcore-llm doctor --ray`",
-    "apps/gcore-runs/src/gcore_runs/prometheus.py": "metrics for Prometheus",
+    "apps/gcore-runs/src/gcore_runs/trackers/prometheus.py": "metrics for Prometheus",
 }
 """Files that listen on a port, and their row in the table of sockets."""
 

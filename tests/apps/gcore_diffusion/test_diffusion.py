@@ -26,6 +26,7 @@ from gcore_diffusion.cli import parse_train
 from gcore_diffusion.config import RECIPES, DataConfig, DiffusionConfig
 from gcore_diffusion.demo.digits import COLOURS, PROMPTS, load
 from gcore_diffusion.demo.rewards import DigitReward, JudgeReward
+from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_diffusion.sampling.grids import grid
 from gcore_diffusion.sampling.image_sampling import Evaluation
 from gcore_diffusion.sampling.prompts import load_prompts
@@ -128,7 +129,7 @@ def test_embedded_run_folder(cli: Cli) -> None:
     with Image.open(run / "samples/step-000002.png") as picture:
         assert picture.size[0] > 100
     page = (run / "report.html").read_text()
-    assert page.count("<figcaption>") == 2
+    assert page.count('<img src="data:image/png;') == 2
     assert "Before training" in page
     for label in ("Held-out reward, trained on", "Held-out reward, not trained on", "Diversity within prompts"):
         assert label in page
@@ -613,9 +614,9 @@ def test_bad_input_is_refused(cli: Cli, own_args: list[str], name: str) -> None:
     assert not (cli.cwd / "runs/default").exists()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", {**RECIPES, **PUBLISHED})
 def test_recipes_are_what_a_file_can_hold(name: str, tmp_path: Path) -> None:
-    config = RECIPES[name]()
+    config = {**RECIPES, **PUBLISHED}[name]()
     assert merge(DiffusionConfig(), tomllib.loads(to_toml(config)), source="test") == config
 
 

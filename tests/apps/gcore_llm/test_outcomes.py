@@ -170,3 +170,13 @@ def test_one_ctrl_c_ends_a_reward_that_blocks(cli: Cli, own_args: list[str], rew
 
 def checkpoints(run: Path) -> list[str]:
     return [path.name for path in (run / "checkpoints").iterdir()]
+
+
+def test_a_run_whose_evaluations_are_no_better_ends_early(cli: Cli, own_args: list[str]) -> None:
+    """With a rate so small that the model stays as it is; its last policy is exported."""
+    args = [*option_set(own_args, "--trainer.total-training-steps", "50"), "--actor.optim.lr", "1e-12"]
+    out = cli.ok(*args, "--trainer.test-freq", "1", "--trainer.early-stopping-patience", "2")
+    assert "step 2: no improvement in 2 evaluations: the run ends early (trainer.early_stopping_patience)" in out
+    assert (cli.cwd / "runs/default/export/config.json").is_file()
+    page = " ".join((cli.cwd / "runs/default/report.html").read_text().split())
+    assert "Ended early, after 2 of 50 steps" in page

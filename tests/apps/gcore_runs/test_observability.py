@@ -43,8 +43,8 @@ from gcore_runs.engines import Instrumentation
 from gcore_runs.errors import UserError
 from gcore_runs.logs import log_to, merged_lines
 from gcore_runs.loop.recorder import Display, shown_cells
-from gcore_runs.prometheus import PrometheusExporter
 from gcore_runs.run_folder import MetricsWriter, RunFolder, SpanWriter, StepSpans, read_jsonl
+from gcore_runs.trackers.prometheus import PrometheusExporter
 
 
 def span(stage: str, start_s: float, end_s: float) -> Span:
@@ -329,7 +329,7 @@ def test_a_running_job_can_be_scraped(tmp_path: Path) -> None:
 
     with (
         PrometheusExporter(run="observed", port=0, app="gcore-llm") as exporter,
-        MetricsWriter(run, last_step=0, tensorboard=False, prometheus=exporter) as writer,
+        MetricsWriter(run, last_step=0, tensorboard=False, trackers=[exporter]) as writer,
     ):
         asyncio.run(run_inline(program, roles=None, world_size=2))
     rows = read_jsonl(run.metrics)
@@ -356,8 +356,8 @@ def test_a_running_job_can_be_scraped(tmp_path: Path) -> None:
 
 def test_metrics_that_differ_in_a_slash_alone_have_a_gauge_each() -> None:
     with PrometheusExporter(run="r", port=0) as exporter:
-        exporter.update(1, {"reward/a/mean": 1.0, "reward/a_mean": 2.0, "step": 3.0, "reward/no-go": float("nan")})
-        exporter.update(2, {"reward/a_mean": 4.0})
+        exporter.write(1, {"reward/a/mean": 1.0, "reward/a_mean": 2.0, "step": 3.0, "reward/no-go": float("nan")})
+        exporter.write(2, {"reward/a_mean": 4.0})
         families = scrape(exporter)
     values = {family.documentation: value(family) for family in families.values() if family.type == "gauge"}
     assert values["reward/a/mean"] == 1.0

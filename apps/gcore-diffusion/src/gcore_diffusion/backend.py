@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from gcore_controller import (
 )
 from gcore_diffusion.config import EVALUATED, DiffusionConfig
 from gcore_diffusion.modality import Job
-from gcore_diffusion.sampling.grids import write_grid
+from gcore_diffusion.sampling.grids import tracked, write_grid, write_sheets
 from gcore_diffusion.sampling.image_sampling import (
     DIVERSITY,
     HELD_OUT,
@@ -164,7 +164,7 @@ async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerSer
 
 
 class RunRecorder(BaseRunRecorder[Job, Evaluation]):
-    """Recording of an image model's run: the grids of images of its evaluations."""
+    """Recording of an image model's run: the pictures of its evaluations."""
 
     cells = (
         Cell("reward", "critic/score/mean", "{:.3f}"),
@@ -173,11 +173,13 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         Cell("images/s", "perf/throughput", "{:,.1f}", "0.0"),
         *STAGE_CELLS,
     )
+    _is_doubted = False
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
         metrics = evaluation.metrics()
         earlier = [row for row in read_jsonl(self.run.metrics) if DIVERSITY in row]
         doubts = evaluation.doubts(earlier) if earlier else None
+        self._is_doubted = doubts is not None
         if doubts:
             self.warnings.warn(step, doubts, key="trained reward alone")
         elif self.job.config.trainer.export == "best":
@@ -185,13 +187,18 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
             best = best_step(self.job.config, self.run) if earlier else None
             if best is None or score > best["score"]:
                 write_atomically(self.run.best, partial(self._keep, {"step": step, "score": score}))
-        picture = self.run.samples / f"step-{step:06}.png"
-        write_grid(picture, evaluation.images, evaluation.prompts, per_prompt=self.job.config.rollout.eval_n)
+        folder, n = self.run.samples / f"step-{step:06}", self.job.config.rollout.eval_n
+        write_grid(folder.with_suffix(".png"), evaluation.images, evaluation.prompts, per_prompt=n)
+        write_sheets(folder, evaluation, per_prompt=n)
+        self.writer.write_images(step, tracked(evaluation, per_prompt=n))
         parts = {name: name.removeprefix("val/").removesuffix("/mean") for name in evaluation.parts}
         labels = EVALUATED | parts
         found = ", ".join(f"{labels[name]} {shown(metrics[name])}" for name in labels if name in metrics)
         self.display.say(f"step {step}: held-out images: {found}")
         return metrics
+
+    def score(self, metrics: Mapping[str, float]) -> float | None:
+        return None if self._is_doubted else metrics.get(HELD_OUT, metrics[TRAINED])
 
     def _keep(self, step: dict[str, float], path: Path) -> None:
         """Fill a folder with the trained parts of the pipeline, and with the ``step`` that they are of."""

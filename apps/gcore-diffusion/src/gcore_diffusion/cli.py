@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from gcore_diffusion.config import EVALUATED, RECIPES, DiffusionConfig
+from gcore_diffusion.recipes.published import PUBLISHED
 from gcore_runs import (
     EXISTING_FOLDER,
     Amount,
@@ -73,11 +74,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_train(args: Sequence[str]) -> DiffusionConfig:
     """Return settings from a recipe, a TOML file and the command line, each over the one before; see `parse`."""
     description = "Train a diffusion or flow-matching model on a reward."
-    return parse(args, prog="gcore-diffusion train", recipes=RECIPES, description=description)
+    recipes = {**RECIPES, **PUBLISHED}
+    return parse(args, prog="gcore-diffusion train", recipes=recipes, description=description)
 
 
 def _train(args: Sequence[str]) -> None:
     config = parse_train(args)
+    if config.dry_run:
+        from gcore_diffusion.planning.dry_run import dry_run
+
+        dry_run(config)
+        return
     from gcore_diffusion.training import train
 
     run_training(config, train, title="held-out prompts", labels=EVALUATED)

@@ -11,7 +11,6 @@ from gcore_runs import (
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
-    BaseTrainerConfig,
     Bound,
     Checked,
     Count,
@@ -19,6 +18,7 @@ from gcore_runs import (
     FractionBelow1,
     NonNegative,
     Positive,
+    RLTrainerConfig,
     UserError,
     at_least,
 )
@@ -194,7 +194,7 @@ class ActorConfig(BaseActorConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig(BaseTrainerConfig):
+class TrainerConfig(RLTrainerConfig):
     """Training ranks, and the run's length."""
 
     total_training_steps: Count = 50
@@ -218,6 +218,8 @@ class TrainerConfig(BaseTrainerConfig):
         size = 0 if self.fsdp_size == "auto" else self.fsdp_size
         is_divisor = not self.num_processes % (size or 1)
         self.require("fsdp_size", is_divisor, f"auto, 0, or a divisor of trainer.num_processes={self.num_processes}")
+        is_kept = not self.early_stopping_patience or self.export == "best"
+        self.require("early_stopping_patience", is_kept, "0 with trainer.export 'last': later steps are no better")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +243,7 @@ class DiffusionConfig(BaseRLConfig):
         *BaseRLConfig.may_change,
         "rollout.max_num_images",
         "trainer.fsdp_size",
+        "dry_run",
         "reward.judge.num_processes",
         "reward.judge.max_num_seqs",
     )
@@ -248,6 +251,10 @@ class DiffusionConfig(BaseRLConfig):
     model: str = ""
     """A local folder of a diffusers pipeline with a flow-matching or DDIM scheduler; empty: a tiny one is made and
     pretrained."""
+    dry_run: bool = False
+    """Print parameters, passes and memory, and whether they fit, by the pipeline's config.json files; start nothing."""
+    dry_run_device: str = ""
+    """GPU that a dry run plans for: H100, H200, A100, ... or its gigabytes; empty: H100."""
     command: Literal["diffusion"] = "diffusion"
     """Which command made the run; for its report."""
     demo: DemoConfig = field(default_factory=DemoConfig)

@@ -114,7 +114,9 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         held_out = ctx.roles.rewards.held_out
         if held_out is None or not groups:
             return own, []
-        found = await scored(ctx, held_out, groups[0].samples, [groups[0].prompt] * len(groups[0].samples))
+        # The same one, whichever was complete first.
+        group = min(groups, key=lambda g: g.prompt_index)
+        found = await scored(ctx, held_out, group.samples, [group.prompt] * len(group.samples))
         return own, [one.score for one in found]
 
     def sampled_metrics(self, parts: Sequence[tuple[list[Scored], list[float]]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from gcore_runs import (
     NonNegative,
     Positive,
     RanksConfig,
+    RLTrainerConfig,
     UserError,
     above,
 )
@@ -173,7 +174,7 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig(RanksConfig):
+class TrainerConfig(RanksConfig, RLTrainerConfig):
     """Settings of training, of the run's length and of its output."""
 
     schedule: Literal["sync", "one_step_off", "async"] = "sync"

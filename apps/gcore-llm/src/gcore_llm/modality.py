@@ -1,7 +1,7 @@
 """Language models as a modality of the RLHF loop: responses and their rewards, and updates of policy and critic."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -326,6 +326,9 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         name = "before" if step == 0 else "after"
         write_jsonl(self.run.samples / f"{name}.jsonl", evaluation.samples)
         return evaluation.metrics()
+
+    def score(self, metrics: Mapping[str, float]) -> float | None:
+        return metrics["val/greedy/score/mean"]
 
     def step_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Warn about a mismatch and cut-off episodes; return how long the step was predicted to take."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from gcore_ckpt import Checkpointer
@@ -19,10 +19,9 @@ from gcore_controller import Span
 from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
 from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
-from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
-
-if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
+from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.trackers.base import Images, Tracker
+from gcore_runs.trackers.tensorboard import TensorBoard
 
 _ID = "run-id"
 _JOINED_BELOW_S = 1e-3
@@ -121,14 +120,13 @@ def open_run(config: BaseRunConfig) -> RunFolder:
                 "to resume it, or --resume never, or another --name"
             )
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
-    identity, is_local = folder.path / _ID, isinstance(config, BaseRLConfig) and config.local_checkpoints.folder
-    if is_local and not identity.exists():
+    if not (identity := folder.path / _ID).exists():
         write_atomically(identity, lambda path: path.write_text(uuid4().hex[:12]))
     return folder
 
 
 def run_id(folder: Path) -> str:
-    """Return what distinguishes a run with checkpoints on machines from others that had a folder of the same name."""
+    """Return what distinguishes a run from others that had a folder of the same name."""
     return (folder / _ID).read_text()
 
 
@@ -191,32 +189,31 @@ def _keep_until(path: Path, last_step: int) -> list[dict[str, Any]]:
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Appends a row for each step after ``last_step``; rows of later steps, which are run again, are removed."""
+    """Appends a row for each step after ``last_step``; rows of later steps, which are run again, are removed.
 
-    def __init__(
-        self, run: RunFolder, *, last_step: int, tensorboard: bool, prometheus: "PrometheusExporter | None" = None
-    ) -> None:
+    The ``trackers`` get the same numbers; they stay open.
+    """
+
+    def __init__(self, run: RunFolder, *, last_step: int, tensorboard: bool, trackers: Sequence[Tracker] = ()) -> None:
         self._path = run.metrics
         _keep_until(run.metrics, last_step)
-        self._prometheus = prometheus
-        self._board = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run.tensorboard), purge_step=last_step + 1)
+        self._board = TensorBoard(run.tensorboard, last_step=last_step) if tensorboard else None
+        self._trackers = [*filter(None, [self._board]), *trackers]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a row."""
         append_json(self._path, {"step": step, **metrics})
-        if self._prometheus is not None:
-            self._prometheus.update(step, metrics)
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+        for tracker in self._trackers:
+            tracker.write(step, metrics)
+
+    def write_images(self, step: int, images: Images) -> None:
+        """Pass images to the trackers that show them."""
+        for tracker in self._trackers:
+            tracker.write_images(step, images)
 
     def __exit__(self, *error: object) -> None:
         if self._board is not None:
-            self._board.close()
+            self._board.__exit__(*error)
 
 
 class RunWarnings:

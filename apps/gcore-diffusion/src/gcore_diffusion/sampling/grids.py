@@ -1,21 +1,29 @@
-"""Grids of images with one row per prompt."""
+"""Pictures of evaluations: a grid with one row per prompt, and a sheet of the images of each prompt."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from gcore_runs.run_folder import write_atomically
+from gcore_diffusion.sampling.image_sampling import Evaluation
+from gcore_runs.run_folder import write_atomically, write_jsonl
 
 MAX_PROMPTS = 15
 """Most rows of a grid; of more prompts a regular selection is shown."""
 
+MAX_SHEETS = 32
+"""Most prompts with a sheet of their own; of more prompts a regular selection has one."""
+
 MAX_COLUMNS = 8
 
+_SHEET_COLUMNS = 4
 _SMALLEST_TILE = 40
 _LARGEST_TILE = 160
+_LARGEST_SHEET_TILE = 256
+_LOSSLESS_SIDE = 64
 _GAP = 4
 _FONT_SIZE = 15
 _INK, _PAPER = (40, 46, 56), (246, 247, 249)
@@ -28,15 +36,17 @@ def write_grid(path: Path, images: NDArray[np.uint8], prompts: Sequence[str], *,
     write_atomically(path, lambda partial: picture.save(partial, format="PNG"))
 
 
-def grid(images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int) -> Image.Image:
-    """Return the grid as an image, of videos [..., F, H, W, 3] with their middle frames; see `write_grid`."""
-    if images.ndim == 5:
-        images = images[:, images.shape[1] // 2]
-    num_prompts = len(images) // per_prompt
-    rows = range(0, num_prompts, -(-num_prompts // MAX_PROMPTS))
+def grid(
+    images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int, largest_tile: int = _LARGEST_TILE
+) -> Image.Image:
+    """Return the grid as an image, of videos [..., F, H, W, 3] with their middle frames; see `write_grid`.
+
+    The longest side of a tile has ``largest_tile`` pixels or fewer.
+    """
+    images = _frames(images)
+    rows = selection(len(images) // per_prompt, MAX_PROMPTS)
     columns = min(per_prompt, MAX_COLUMNS)
-    height, width = images.shape[1:3]
-    tile_h, tile_w, how = _tile(height, width)
+    tile_h, tile_w, how = _tile(images.shape[1], images.shape[2], largest_tile)
     font = ImageFont.load_default(size=_FONT_SIZE)
     texts = [_shortened(prompts[row * per_prompt]) for row in rows]
     label = int(max(font.getlength(text) for text in texts)) + 2 * _GAP
@@ -52,11 +62,69 @@ def grid(images: NDArray[np.uint8], prompts: Sequence[str], *, per_prompt: int) 
     return picture
 
 
-def _tile(height: int, width: int) -> tuple[int, int, Image.Resampling]:
+def write_sheets(folder: Path, evaluation: Evaluation, *, per_prompt: int) -> None:
+    """Write a WebP of the images of each prompt, and their scores, as the report's gallery reads them.
+
+    `prompts.jsonl` has a row for each sheet: its prompt, its file, its columns, and the scores by their names.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def write(partial: Path) -> None:
+        partial.mkdir(parents=True)
+        for index in selection(len(evaluation.prompts) // per_prompt, MAX_SHEETS):
+            first, end = index * per_prompt, index * per_prompt + min(per_prompt, MAX_COLUMNS)
+            images, name = _frames(evaluation.images[first:end]), f"{index:03}.webp"
+            picture = _sheet(images)
+            picture.save(partial / name, format="WEBP", lossless=max(images.shape[1:3]) <= _LOSSLESS_SIDE, quality=80)
+            scores = {"reward": evaluation.scores[first:end].tolist()}
+            if evaluation.held_out is not None:
+                scores["reward not trained on"] = evaluation.held_out[first:end].tolist()
+            shape = {"columns": min(end - first, _SHEET_COLUMNS), "width": picture.width, "height": picture.height}
+            rows.append({"prompt": evaluation.prompts[first], "file": name, **shape, "scores": scores})
+        write_jsonl(partial / "prompts.jsonl", rows)
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder, write)
+
+
+def tracked(evaluation: Evaluation, *, per_prompt: int, most_prompts: int = 8) -> dict[str, NDArray[np.uint8]]:
+    """Return the pictures that trackers show, by name: the grid, and larger images of up to ``most_prompts``."""
+    images, prompts = evaluation.images, evaluation.prompts
+    found = {"images/grid": grid(images, prompts, per_prompt=per_prompt)}
+    for index in selection(len(prompts) // per_prompt, most_prompts):
+        own = slice(index * per_prompt, (index + 1) * per_prompt)
+        found[f"images/prompt-{index:03}"] = grid(
+            images[own], prompts[own], per_prompt=per_prompt, largest_tile=_LARGEST_SHEET_TILE
+        )
+    return {name: np.asarray(picture) for name, picture in found.items()}
+
+
+def selection(count: int, most: int) -> range:
+    """Return ``most`` or fewer of ``count`` places, at equal distances."""
+    return range(0, count, -(-count // most))
+
+
+def _sheet(images: NDArray[np.uint8]) -> Image.Image:
+    """Return images [n, H, W, 3] in rows of up to four."""
+    tile_h, tile_w, how = _tile(images.shape[1], images.shape[2], _LARGEST_SHEET_TILE)
+    columns = min(len(images), _SHEET_COLUMNS)
+    sheet = Image.new("RGB", (columns * tile_w, -(-len(images) // columns) * tile_h), _PAPER)
+    for place, image in enumerate(images):
+        row, column = divmod(place, columns)
+        sheet.paste(Image.fromarray(image).resize((tile_w, tile_h), how), (column * tile_w, row * tile_h))
+    return sheet
+
+
+def _frames(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return images as they are, and the middle frames of videos [..., F, H, W, 3]."""
+    return images[:, images.shape[1] // 2] if images.ndim == 5 else images
+
+
+def _tile(height: int, width: int, largest: int) -> tuple[int, int, Image.Resampling]:
     """Return the size of a tile and its filter: small images are enlarged by whole factors, large ones are reduced."""
     longest = max(height, width)
-    if longest > _LARGEST_TILE:
-        scale = _LARGEST_TILE / longest
+    if longest > largest:
+        scale = largest / longest
         return max(1, round(height * scale)), max(1, round(width * scale)), Image.Resampling.LANCZOS
     factor = max(1, -(-_SMALLEST_TILE // longest))
     return height * factor, width * factor, Image.Resampling.NEAREST

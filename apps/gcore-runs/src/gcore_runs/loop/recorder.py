@@ -2,15 +2,11 @@
 
 import logging
 import math
-import signal
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from types import FrameType
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -37,6 +33,8 @@ from gcore_controller import (
 )
 from gcore_placement import Ledger
 from gcore_rollout import Failure
+from gcore_runs.loop.early_stopping import SINCE_BEST, compared, is_due
+from gcore_runs.loop.stop import Stop
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans, read_jsonl
 from gcore_runs.settings.run_config import BaseRLConfig
 
@@ -51,8 +49,6 @@ _LARGE = 1e9
 _SIGNAL = Modality.HAS_SIGNAL
 _PATIENCE = 5
 """Number of consecutive steps without a learning signal that is reported."""
-_INTERRUPTS = signal.SIGINT, signal.SIGTERM
-"""Signals that end a run between two steps: Ctrl-C, and what a scheduler sends before it takes the machine."""
 
 Present = tuple[int, list[dict[str, Any]] | None]
 """A step, and the controllers' states at its end."""
@@ -192,61 +188,6 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
 JobT = TypeVar("JobT", bound=RunJob[Any])
 
 
-@contextmanager
-def interrupted_by(handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
-    """Let Ctrl-C and SIGTERM call ``handler`` inside the block; only the main thread gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in _INTERRUPTS}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
-class Stop:
-    """Ctrl-C, or a scheduler's SIGTERM, that ends a loop between two steps, where the last finished one can be saved.
-
-    The second one raises Python's own `KeyboardInterrupt` immediately.
-    """
-
-    is_orderly = False
-    """Whether `check` has ended the loop."""
-    _is_requested = False
-    _is_held_back = False
-    _act: Callable[[], object] | None = None
-
-    def noted(self, act: Callable[[], object] | None = None) -> AbstractContextManager[None]:
-        """Note Ctrl-C inside the block, and call ``act`` unless it is held back."""
-        self._act = act
-        return interrupted_by(self._request)
-
-    def check(self) -> None:
-        """Raise `KeyboardInterrupt` if Ctrl-C was pressed."""
-        if self._is_requested:
-            self.is_orderly = True
-            raise KeyboardInterrupt
-
-    def hold_back(self) -> None:
-        """Delay Ctrl-C until `let_through`."""
-        self._is_held_back = True
-
-    def let_through(self) -> None:
-        """Act on a Ctrl-C that came since `hold_back`."""
-        self._is_held_back = False
-        if self._is_requested and self._act is not None:
-            self._act()
-
-    def _request(self, *_: object) -> None:
-        for number in _INTERRUPTS:
-            signal.signal(number, signal.default_int_handler)
-        self._is_requested = True
-        if not self._is_held_back:
-            self.let_through()
-
-
 class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     """A `Recorder` that writes a run's folder and takes its checkpoints; apps say how to show steps and evaluations.
 
@@ -267,7 +208,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     ) -> None:
         self.job, self.run, self.display = job, run, display
         self.warnings, self.stop = RunWarnings(run, display.say), Stop()
-        self.learner, self._writer, self._spans = learner, writer, spans
+        self.learner, self.writer, self._spans = learner, writer, spans
         self._num_idle = 0
         """Consecutive steps without a learning signal."""
         self._last: Present = (job.first_step, job.controllers)
@@ -279,6 +220,10 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     def show_evaluation(self, step: int, evaluation: EvaluationT) -> Mapping[str, float]:
         """Show an evaluation on the screen and keep its samples; return its metrics."""
 
+    @abstractmethod
+    def score(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the number by which the evaluation last shown is compared with others; None: it is in doubt."""
+
     def step_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Return further metrics of a step, after warnings about it."""
         del step, metrics
@@ -289,9 +234,13 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case Updating():
                 self.stop.hold_back()
             case Evaluated(step=step, evaluation=evaluation):
-                metrics = self.show_evaluation(step, evaluation)
+                metrics = dict(self.show_evaluation(step, evaluation))
                 self.display.latest |= metrics
-                self._writer.write(step, metrics)
+                if patience := self.job.config.trainer.early_stopping_patience:
+                    metrics |= compared(self.run.metrics, self.score(metrics))
+                self.writer.write(step, metrics)
+                if is_due(metrics, patience) and step < self.job.total_steps:
+                    self._end_early(step, metrics)
             case Stepped():
                 self._record_step(event)
             case RewardsFailed():
@@ -304,6 +253,13 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case _:
                 pass
 
+    def _end_early(self, step: int, metrics: Mapping[str, float]) -> None:
+        since = f"{metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
+        self.display.say(
+            f"step {step}: no improvement in {since}: the run ends early (trainer.early_stopping_patience)"
+        )
+        self.stop.end_early()
+
     def _is_save_due(self, step: int) -> bool:
         local = self.job.config.local_checkpoints
         return step % self.job.config.trainer.save_freq == 0 or bool(local.folder and step % local.save_freq == 0)
@@ -313,7 +269,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         intervals = StepSpans(step=step, start_s=0.0, controllers=spans, devices=devices).intervals()
         metrics = event.metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
         metrics |= self.step_metrics(step, metrics)
-        self._writer.write(step, metrics)
+        self.writer.write(step, metrics)
         self._spans.write(step, spans, devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         self.display.progressed(step, shown_cells(self.cells, {**self.display.latest, **metrics}))

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from rich.console import Console
 
@@ -28,15 +28,26 @@ from gcore_rollout import EngineDiedError, EngineStartError, RolloutError
 from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
-from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal, interrupted_by
+from gcore_runs.loop.early_stopping import has_ended
+from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal
+from gcore_runs.loop.stop import interrupted_by
 from gcore_runs.report.page import render_report
 from gcore_runs.report.run import Kind
-from gcore_runs.run_folder import MetricsWriter, Result, RunFolder, SpanWriter, open_run, read_jsonl, write_atomically
+from gcore_runs.run_folder import (
+    MetricsWriter,
+    Result,
+    RunFolder,
+    SpanWriter,
+    open_run,
+    read_jsonl,
+    run_id,
+    write_atomically,
+)
+from gcore_runs.settings.parsing import read_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+from gcore_runs.trackers.base import Tracker
+from gcore_runs.trackers.weights_and_biases import WandB
 from gcore_trainer import TrainerError
-
-if TYPE_CHECKING:
-    from gcore_runs.prometheus import PrometheusExporter
 
 _REFUSALS = UserError, RolloutError, TrainerError
 """Errors of wrong input: before anything is trained, a new run that ends by one leaves no folder."""
@@ -90,7 +101,7 @@ class Supervisor:
         self._config = config
         self._app = app
         self._stack = ExitStack()
-        self._prometheus: PrometheusExporter | None = None
+        self._trackers: list[Tracker] = []
         self._is_new = False
         self.display = display or Display(Console(quiet=True))
 
@@ -110,11 +121,11 @@ class Supervisor:
 
                 check_cluster(self._config)
             if trainer.prometheus_port:
-                from gcore_runs.prometheus import PrometheusExporter
+                from gcore_runs.trackers.prometheus import PrometheusExporter
 
                 name, port, host = self._config.name, trainer.prometheus_port, trainer.prometheus_host
                 server = PrometheusExporter(run=name, port=port, host=host, app=self._app)
-                self._prometheus = stack.enter_context(server)
+                self._trackers.append(stack.enter_context(server))
             # One event loop for all of it: an async reward may keep objects that belong to the loop of its first call.
             loop = VirtualTimeLoop if runtime == "sim" else None
             self._runner = stack.enter_context(asyncio.Runner(loop_factory=loop))
@@ -151,14 +162,25 @@ class Supervisor:
         return self.run
 
     def resume(self, total: int) -> int | None:
-        """Return how many of ``total`` steps are done, without the export of a shorter run; None: all, and exported."""
+        """Return how many of ``total`` steps are done, without the export of a shorter run; None: all, and exported.
+
+        A run with steps to do is shown in Weights & Biases from here on, if it is to be.
+        """
         steps = Checkpointer(self.run.checkpoints).steps()
         first_step = steps[-1] if steps else 0
-        if first_step >= total and self.run.export.is_dir():
+        is_early = first_step < total and self._has_ended_early(first_step)
+        if (first_step >= total or is_early) and self.run.export.is_dir():
+            setting = "early_stopping_patience" if is_early else "total_training_steps"
             self.display.say(
-                f"complete: {first_step} of {total} steps are done; a higher trainer.total_training_steps continues it"
+                f"complete: {first_step} of {total} steps are done; a higher trainer.{setting} continues it"
             )
             return None
+        if project := self._config.trainer.wandb_project:
+            run = self.run
+            wandb = WandB(
+                project, name=run.path.name, run_id=run_id(run.path), folder=run.path, config=read_toml(run.config)
+            )
+            self._trackers.append(self._stack.enter_context(wandb))
         if first_step:
             self.display.say(f"resuming after step {first_step} of {total}")
         shutil.rmtree(self.run.export, ignore_errors=True)
@@ -179,6 +201,9 @@ class Supervisor:
         display.watch(services.stages)
         num_losses = 0
         spans = SpanWriter(self.run.spans, last_step=job.first_step)
+        if self._has_ended_early(job.first_step):
+            display.say(f"the run ended early, after step {job.first_step}")
+            return
         while (loss := self._attempt(services, job, recorder, spans)) is not None:
             num_losses = 0 if loss.has_progressed else num_losses
             recovery = None
@@ -227,6 +252,8 @@ class Supervisor:
                 with suppress(RankError):
                     recorder.save_last()
                 if isinstance(error, asyncio.CancelledError):
+                    if recorder.stop.is_early:
+                        return None
                     raise KeyboardInterrupt from None
                 if not isinstance(error, Exception):
                     raise
@@ -252,7 +279,7 @@ class Supervisor:
     def metrics_writer(self, *, last_step: int) -> MetricsWriter:
         """Return a writer of the run's metrics, of the steps after ``last_step``."""
         has_board = self._config.trainer.tensorboard
-        return MetricsWriter(self.run, last_step=last_step, tensorboard=has_board, prometheus=self._prometheus)
+        return MetricsWriter(self.run, last_step=last_step, tensorboard=has_board, trackers=self._trackers)
 
     def is_evaluation_due(self, step: int, total: int) -> bool:
         """Return whether held-out data are evaluated after ``step`` of ``total``."""
@@ -280,6 +307,11 @@ class Supervisor:
             ) from error
         evaluations = self._evaluations() or [{}]
         return Result(run=run.path, before=evaluations[0], after=evaluations[-1], has_signal=has_signal)
+
+    def _has_ended_early(self, last_step: int) -> bool:
+        config = self._config
+        patience = config.trainer.early_stopping_patience if isinstance(config, BaseRLConfig) else 0
+        return has_ended(self.run.metrics, patience, last_step=last_step)
 
     def _evaluations(self) -> list[dict[str, Any]]:
         """Return the metrics of all evaluations on held-out data."""

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from gcore_runs.report.gallery import read_gallery
 from gcore_runs.report.panels import (
     MAX_POINTS,
     amount,
@@ -59,6 +60,7 @@ def _render(run: Run) -> str:
     samples = paired_samples(run)
     drawn = [*run.kind.signals, *_parts_of_rewards(run)]
     signals = [*(signal_panel(run.metrics, *signal) for signal in drawn), load_panel(run)]
+    gallery = read_gallery(run.samples, run.notes) if run.kind.has_pictures else None
     return template.from_string(source).render(
         run=run,
         tiles=tiles(run),
@@ -76,6 +78,7 @@ def _render(run: Run) -> str:
         samples=samples[:MAX_SAMPLES],
         samples_left_out=max(0, len(samples) - MAX_SAMPLES),
         samples_seen=samples_seen(samples),
+        gallery=gallery,
         drawn=datetime.now(UTC),
         plotly_js=get_plotlyjs(),
     )

@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
 from gcore_runs.errors import UserError
+from gcore_runs.loop.early_stopping import is_due
 from gcore_runs.run_folder import RunFolder, StepSpans, json_object
 
 Row: TypeAlias = dict[str, Any]
@@ -23,8 +22,9 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_SPAN_STEPS = 50
 """Steps whose spans are read: the last ones."""
 
-MAX_PICTURES = 6
-"""Most pictures shown."""
+_MAX_PICTURE_BYTES = 6 * 2**20
+
+_LENGTH = "total_training_steps", "early_stopping_patience"
 
 Signal = tuple[str, str, str]
 """Title, metric and unit of a chart."""
@@ -51,7 +51,7 @@ class Kind:
     has_samples: bool = False
     """Texts before and after, in samples/*.jsonl."""
     has_pictures: bool = False
-    """Pictures over time, in samples/step-*.png."""
+    """Pictures over time, in samples/step-*.png, and of each prompt, in samples/step-*/."""
     after_warmup: str
     """Caption of the warm-up's chart without a held-out score."""
 
@@ -71,13 +71,14 @@ class Run:
             raise FileNotFoundError(f"{run_dir} is not a run's folder: expected one of {names} in it")
         self.notes = notes = list[str]()
         self.name = run_dir.resolve().name
-        self.config, self.kind, self.total_steps = _read_config(folder.config, kinds, notes)
+        self.config, self.kind, self.total_steps, self._patience = _read_config(folder.config, kinds, notes)
         spans = _by_step(_read_rows(folder.spans, "controllers", notes, last=MAX_SPAN_STEPS))
         self.spans = [StepSpans.from_row(row) for row in spans]
         self.metrics = _by_step(_read_rows(folder.metrics, "step", notes))
         self.warmup = _by_step(_read_rows(folder.warmup, "step", notes))
         self.before = _read_rows(folder.samples / "before.jsonl", "prompt", notes)
         self.after = _read_rows(folder.samples / "after.jsonl", "prompt", notes)
+        self.samples = folder.samples
         self.pictures = _read_pictures(folder.samples, notes) if self.kind.has_pictures else []
         self.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if self.metrics else None
         notes += _warnings(_read_rows(folder.warnings, "message", notes))
@@ -85,6 +86,11 @@ class Run:
     @property
     def steps_done(self) -> int:
         return self.metrics[-1]["step"] if self.metrics else 0
+
+    @property
+    def has_ended_early(self) -> bool:
+        """True if the run ended early, after as many evaluations without improvement as were set."""
+        return bool(self.metrics) and is_due(self.metrics[-1], self._patience)
 
     @property
     def has_paired_samples(self) -> bool:
@@ -103,8 +109,8 @@ def _warnings(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tuple[str, Kind, int | None]:
-    """Return the text of config.toml, the run's kind, and its number of steps."""
+def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tuple[str, Kind, int | None, int]:
+    """Return the text of config.toml, the run's kind, its number of steps, and the patience of its early stopping."""
     values: Any = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     if not path.is_file():
@@ -114,9 +120,10 @@ def _read_config(path: Path, kinds: Mapping[str, Kind], notes: list[str]) -> tup
     except tomllib.TOMLDecodeError as error:
         notes.append(f"config.toml is not valid TOML ({error}): the number of steps to go is unknown.")
     kind = kinds.get(str(values.get("command", "train")), kinds["train"])
-    trainer = values.get("trainer")
-    total = trainer.get("total_training_steps") if isinstance(trainer, dict) else None
-    return text, kind, total if isinstance(total, int) and total > 0 else None
+    trainer: Any = values.get("trainer")
+    total, patience = map(trainer.get if isinstance(trainer, dict) else {}.get, _LENGTH)
+    patience = patience if isinstance(patience, int) else 0
+    return text, kind, total if isinstance(total, int) and total > 0 else None, patience
 
 
 def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None = None) -> list[Row]:
@@ -145,12 +152,14 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
 
 
 def _read_pictures(folder: Path, notes: list[str]) -> list[Row]:
-    """Return the first of the pictures, the last, and others evenly between them."""
+    """Return the first of the pictures and the last."""
     files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.png")}
-    places = np.linspace(0, len(files) - 1, min(len(files), MAX_PICTURES)).round().astype(int)
     pictures: list[Row] = []
-    for step in np.array(sorted(files))[places].tolist():
+    for step in sorted({min(files), max(files)} if files else ()):
         content = files[step].read_bytes()
+        if len(content) > _MAX_PICTURE_BYTES:
+            notes.append(f"{files[step].name} has {len(content) / 2**20:.0f} MiB: left out.")
+            continue
         if content[:8] != _PNG_SIGNATURE or len(content) < 24:
             notes.append(f"{files[step].name} is no PNG file: left out.")
             continue

@@ -43,7 +43,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "lora_target_modules": ("actor.target_modules",),
     "save_steps": ("trainer.save_freq",),
     "eval_steps": ("trainer.test_freq",),
-    "report_to": ("trainer.tensorboard",),
+    "report_to": ("trainer.wandb_project",),
+    "trainer.logger": ("trainer.wandb_project",),
+    "trainer.project_name": ("trainer.wandb_project",),
     # several names for one setting
     **dict.fromkeys(("clip_ratio", "epsilon"), ("actor.loss.clip_ratio_low", "actor.loss.clip_ratio")),
     **dict.fromkeys(("rollout.name", "use_vllm"), ("rollout.engine",)),

@@ -47,10 +47,21 @@ class BaseTrainerConfig(Checked, section="trainer"):
     """Steps between evaluations on held-out rows; the first and last step always evaluate."""
     tensorboard: bool = True
     """Write TensorBoard events alongside metrics.jsonl."""
+    wandb_project: str = ""
+    """Send metrics and images to this project of Weights & Biases (extra wandb); its own variables, such as
+    WANDB_MODE=offline, apply; empty: do not."""
     prometheus_port: Annotated[int, _PORT] = 0
     """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
     prometheus_host: str = "127.0.0.1"
     """Address to serve them at; 127.0.0.1: to this machine alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLTrainerConfig(BaseTrainerConfig):
+    """Training ranks, and the length of a run of reinforcement learning."""
+
+    early_stopping_patience: NonNegative = 0
+    """Evaluations in a row without improvement after which the run ends early; 0: it never does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +144,8 @@ class BaseRunConfig(Checked):
         "trainer.save_freq",
         "trainer.test_freq",
         "trainer.max_ckpt_to_keep",
+        "trainer.tensorboard",
+        "trainer.wandb_project",
         "trainer.prometheus_port",
         "trainer.prometheus_host",
         "resume",
@@ -225,6 +238,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
         "placement",
         "controllers",
         "rollout.num_processes",
+        "trainer.early_stopping_patience",
     )
 
     runtime: Literal["inline", "ray", "sim"] = "inline"
@@ -235,6 +249,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
     """SPMD controllers, each with a slice of the prompts, and on ray with engines of its own."""
     data: BaseDataConfig = field(default_factory=BaseDataConfig)
     algorithm: BaseAlgorithmConfig = field(default_factory=BaseAlgorithmConfig)
+    trainer: RLTrainerConfig = field(default_factory=RLTrainerConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     local_checkpoints: LocalCheckpointsConfig = field(default_factory=LocalCheckpointsConfig)

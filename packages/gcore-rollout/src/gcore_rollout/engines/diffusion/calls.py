@@ -65,7 +65,7 @@ class ModelCall:
         """Return what the model was given after the scheduler's latents [B, ...], such as those of an image."""
         given = _as_tensor(self.arguments[self.latents_argument], latents.ndim)
         if given is latents:
-            return
+            return {}
         expected = torch.cat([latents] * max(1, len(given) // len(latents))).to(given.dtype)
         if given.ndim == latents.ndim:
             longer = [axis for axis in range(1, given.ndim) if given.shape[axis] > expected.shape[axis]]

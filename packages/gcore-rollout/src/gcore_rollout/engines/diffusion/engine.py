@@ -236,6 +236,8 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             except asyncio.CancelledError:
                 tape.is_aborted = True
                 await asyncio.wait([thread])
+                # asyncio would report an error that is never asked for.
+                thread.exception()
                 raise
             except StepAbortedError:
                 for image in batch:

@@ -2,17 +2,17 @@
 
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, Info, start_http_server
 
 from gcore_runs.errors import UserError
+from gcore_runs.trackers.base import Tracker
 
 _STEP_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 
 
-class PrometheusExporter(AbstractContextManager["PrometheusExporter"]):
+class PrometheusExporter(Tracker):
     """Serves ``http://HOST:PORT/metrics`` until it is closed.
 
     Every metric of metrics.jsonl is a gauge: ``critic/score/mean`` is ``gcore_critic_score_mean``, and its HELP text
@@ -41,7 +41,7 @@ class PrometheusExporter(AbstractContextManager["PrometheusExporter"]):
         """The port of the server."""
         return self._server.server_port
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Serve these values from now on; other metrics keep theirs."""
         for name, value in metrics.items():
             gauge = self._gauges[name] = self._gauges.get(name) or self._new_gauge(name)
