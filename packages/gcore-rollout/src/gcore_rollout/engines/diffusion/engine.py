@@ -113,12 +113,12 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._per_image, self._timestep_map = self._probe(size)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", **options: Any) -> Self:
+    def from_pretrained(cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", **settings: Any) -> Self:
         """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16.
 
-        The ``options`` are further arguments of the class.
+        The ``settings`` are further arguments of the class.
         """
-        return cls(load_pipeline(path, dtype=getattr(torch, dtype)), device=device, **options)
+        return cls(load_pipeline(path, dtype=getattr(torch, dtype)), device=device, **settings)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""
