@@ -21,7 +21,7 @@ def share_conditions(samples: Sequence[ImageSample], known: MutableMapping[bytes
             return value
         if id(value) not in found:
             key = hashlib.sha256(f"{value.dtype.name} {value.shape}".encode())
-            key.update(np.ascontiguousarray(value).view(np.uint8))
+            key.update(np.ascontiguousarray(value).view(np.uint8).data)
             found[id(value)] = known.setdefault(key.digest(), value)
         return found[id(value)]
 
