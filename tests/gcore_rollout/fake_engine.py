@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,12 @@ class FakeEngine:
                 if not item.done():
                     item.cancel()
                     self._check_alive()
-                yield await item
+                completion = await item
+                if completion.request_id == "finish what cannot be pickled":
+                    completion = replace(completion, token_ids=UnpicklableError())
+                yield completion
+                if completion.request_id == "finish one and fail":
+                    raise RequestError("no more")
         finally:
             for task in (*tasks, death):
                 task.cancel()

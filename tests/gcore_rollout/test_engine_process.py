@@ -272,6 +272,16 @@ async def test_errors_come_back(slow: EngineProcess, name: str, kind: type[Excep
     assert len(await collect(slow, make_request("fine", 2, max_tokens=1))) == 1
 
 
+async def test_what_finished_before_an_error_comes_first(slow: EngineProcess) -> None:
+    samples = aiter(slow.generate([make_request("finish one and fail", 2, n=2, max_tokens=1)]))
+    assert (await anext(samples)).index == 0
+    with pytest.raises(RequestError, match="no more"):
+        await anext(samples)
+    with pytest.raises(Exception, match="pickle"):
+        await collect(slow, make_request("finish what cannot be pickled", 2, max_tokens=1))
+    assert len(await collect(slow, make_request("fine", 2, max_tokens=1))) == 1
+
+
 async def test_kill_is_noticed_at_once(slow: EngineProcess) -> None:
     """By every call: what had arrived is still handed out, and the rest is named."""
     requests = [make_request("short", 2, n=2, max_tokens=1), make_request("long", 2, n=3, max_tokens=10_000)]

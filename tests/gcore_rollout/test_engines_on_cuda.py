@@ -220,16 +220,23 @@ async def test_a_check_allows_rounding_of_tensor_cores(tied: TinyModel, monkeypa
         check(engine._model, rounded)
 
 
-async def test_a_pipeline_gives_its_memory_to_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path))
+@pytest.mark.parametrize("offloads", [False, True])
+async def test_a_pipeline_gives_its_memory_to_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: bool
+) -> None:
+    engine: Any = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path), offload_text_encoders=offloads)
     calls: list[str] = []
     engine._device = torch.device("cuda:0")
-    monkeypatch.setattr(engine.pipeline, "to", lambda device: calls.append(f"to {device}"))
+    for name in ("transformer", "text_encoder", "text_encoder_2"):
+        monkeypatch.setattr(getattr(engine.pipeline, name), "to", lambda to, name=name: calls.append(f"{name} to {to}"))
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty cache"))
+    moved = {"transformer"} if offloads else {"transformer", "text_encoder", "text_encoder_2"}
     await engine.sleep()
-    assert calls == ["to cpu", "empty cache"]
+    assert calls.pop() == "empty cache"
+    assert {*calls} == {f"{name} to cpu" for name in moved}
+    calls.clear()
     await engine.wake()
-    assert calls[2:] == ["to cuda:0"]
+    assert {*calls} == {f"{name} to cuda:0" for name in moved}
 
 
 def test_generators_of_the_gpu_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,10 @@ def trainer_of(folder: Path, lora: LoRAConfig | None) -> DiffusionTrainer:
     return DiffusionTrainer(denoiser, optimizer=OptimizerConfig(), objective=objective, ema_decay=0.5)
 
 
-@pytest.mark.parametrize("name", ["Stable Diffusion 3 and 3.5", "FLUX.1 dev", "Stable Diffusion XL"])
+@pytest.mark.parametrize(
+    "name",
+    ["Stable Diffusion 3 and 3.5", "FLUX.1 dev", pytest.param("Stable Diffusion XL", marks=pytest.mark.slow)],
+)
 def test_adapters_load_into_a_pipeline_of_diffusers(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     pipeline = family.make(tmp_path)

@@ -161,7 +161,7 @@ class TrainerClient(PolicyTrainer, _Trainer[BatchT_contra], Protocol[BatchT_cont
 
     @property
     def can_score_alone(self) -> bool:
-        """Whether `score_alone` can be called: the models are whole on one rank, and stay on its device."""
+        """True if `score_alone` can be called: the models are whole on one rank, and stay on its device."""
         ...
 
     async def score_alone(self, role: str, micro_batch: BatchT_contra) -> list[Any]:

@@ -111,30 +111,12 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             self._needs_image = True
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str | Path,
-        *,
-        device: str = "cpu",
-        dtype: str = "float32",
-        max_num_images: int = 64,
-        options: Mapping[str, Any] | None = None,
-        size: tuple[int, int] | None = None,
-        component: str = "",
-        compiles: bool = False,
-        offload_text_encoders: bool = False,
-    ) -> Self:
-        """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16."""
-        return cls(
-            load_pipeline(path, dtype=getattr(torch, dtype)),
-            max_num_images=max_num_images,
-            options=options,
-            size=size,
-            component=component,
-            device=device,
-            compiles=compiles,
-            offload_text_encoders=offload_text_encoders,
-        )
+    def from_pretrained(cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", **settings: Any) -> Self:
+        """Load a local folder with `load_pipeline`, with weights of ``dtype``: float32, bfloat16 or float16.
+
+        The ``settings`` are further arguments of the class.
+        """
+        return cls(load_pipeline(path, dtype=getattr(torch, dtype)), device=device, **settings)
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Replace the weights of the denoiser alone, under the names that diffusers has for them."""

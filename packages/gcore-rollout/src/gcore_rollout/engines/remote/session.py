@@ -210,15 +210,21 @@ class Session:
                 if not self._finished:
                     asyncio.get_running_loop().call_soon(self._send_finished)
                 self._finished.append(Finished(call_id, sample))
-            self._send_finished()
         finally:
+            # Before what ends the call.
+            self._send_finished()
             if hasattr(samples, "aclose"):
                 await samples.aclose()
 
     def _send_finished(self) -> None:
         finished, self._finished = self._finished, []
-        if finished:
-            self._send(finished)
+        try:
+            if finished:
+                self._send(finished)
+        except Exception as error:
+            # One of them cannot be pickled.
+            for call_id in {each.call_id for each in finished}:
+                self._send(failure(call_id, error))
 
     async def _update(self, reading: "Awaitable[Iterable[tuple[str, torch.Tensor]]]", version: int) -> bool:
         """Return whether the engine uses the memory of the weights from now on."""
