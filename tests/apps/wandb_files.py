@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ _BLOCK_BYTES = 32 * 2**10
 
 def records(file: Path) -> Iterator[Any]:
     """Every protocol buffer in the file, after the seven bytes that name the format."""
-    from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
-
+    messages: Any = import_module("wandb.proto.wandb_internal_pb2")
     content, place, data = file.read_bytes(), 7, b""
     assert content[:4] == b":W&B"
     while place + _HEADER.size <= len(content):
@@ -24,5 +24,5 @@ def records(file: Path) -> Iterator[Any]:
         data += content[place : place + length]
         place += length
         if kind in (1, 4):
-            yield wandb_internal_pb2.Record.FromString(data)
+            yield messages.Record.FromString(data)
             data = b""

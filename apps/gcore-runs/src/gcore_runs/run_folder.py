@@ -19,7 +19,7 @@ from gcore_controller import Span
 from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
 from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
-from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.trackers.base import Images, Tracker
 from gcore_runs.trackers.tensorboard import TensorBoard
 
@@ -120,13 +120,14 @@ def open_run(config: BaseRunConfig) -> RunFolder:
                 "to resume it, or --resume never, or another --name"
             )
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
-    if not (identity := folder.path / _ID).exists():
+    identity, is_local = folder.path / _ID, isinstance(config, BaseRLConfig) and config.local_checkpoints.folder
+    if (is_local or config.trainer.wandb_project) and not identity.exists():
         write_atomically(identity, lambda path: path.write_text(uuid4().hex[:12]))
     return folder
 
 
 def run_id(folder: Path) -> str:
-    """Return what distinguishes a run from others that had a folder of the same name."""
+    """Return what distinguishes a run with checkpoints on machines, or one that is tracked, from others of its name."""
     return (folder / _ID).read_text()
 
 

@@ -201,9 +201,6 @@ class Supervisor:
         display.watch(services.stages)
         num_losses = 0
         spans = SpanWriter(self.run.spans, last_step=job.first_step)
-        if self._has_ended_early(job.first_step):
-            display.say(f"the run ended early, after step {job.first_step}")
-            return
         while (loss := self._attempt(services, job, recorder, spans)) is not None:
             num_losses = 0 if loss.has_progressed else num_losses
             recovery = None
@@ -230,7 +227,10 @@ class Supervisor:
         make_recorder: Callable[..., BaseRunRecorder[JobT, Any]],
         spans: SpanWriter,
     ) -> "_Loss | None":
-        """Run a job once; however it ends, its last step is saved if the models are still there."""
+        """Run a job once, unless it ended early before; its last step is saved if the models are still there."""
+        if self._has_ended_early(job.first_step):
+            self.display.say(f"the run ended early, after step {job.first_step}")
+            return None
         with self.metrics_writer(last_step=job.first_step) as writer:
             try:
                 recorder = make_recorder(job, self.run, services.learner, writer, spans, self.display)

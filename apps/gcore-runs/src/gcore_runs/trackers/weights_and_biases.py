@@ -21,6 +21,7 @@ class WandB(Tracker):
         setting = f"trainer.wandb_project is {project!r}"
         try:
             import wandb  # pyright: ignore[reportMissingImports]
+            from wandb.errors import Error  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise UserError(f"{setting}, but 'wandb' is not installed: pip install 'gcore-runs[wandb]'") from None
         # What the processes print is in the run's logs.
@@ -28,7 +29,7 @@ class WandB(Tracker):
         own: dict[str, Any] = {"id": run_id, "name": name, "dir": str(folder), "config": dict(config)}
         try:
             self._run: Any = wandb.init(project=project, resume="allow", settings=settings, **own)
-        except wandb.errors.Error as error:
+        except Error as error:
             raise UserError(
                 f"{setting}, but wandb does not start: {one_line(error)}; expected a login (wandb login, or "
                 "WANDB_API_KEY), or WANDB_MODE=offline"
