@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from command_line import Cli
@@ -55,7 +55,7 @@ def test_no_setting_takes_what_is_no_number(command: str) -> None:
         if type_ in TEXTS or name == "task.params":
             continue
         for value in ("", "x", "nan", "inf", "-inf", "1e400", "9" * 30):
-            if value == "9" * 30 and "float" in str(type_):
+            if (value == "9" * 30 and "float" in str(type_)) or value in get_args(type_):
                 continue
             error = outcome(parse, [f"{as_option(name)}={value}"])
             assert error is not None, (name, value)
