@@ -57,7 +57,7 @@ def make_trainer(path: Path, *, backend: str, **options: Any) -> TorchTrainer:
     [
         ({}, 8),
         ({"gradient_checkpointing": True, "checkpointed_layers": 0.5}, 8),
-        ({"lora": LoRAConfig(rank=4)}, 16),
+        pytest.param({"lora": LoRAConfig(rank=4)}, 16, marks=pytest.mark.slow),
     ],
     ids=["plain", "checkpointed", "lora"],
 )

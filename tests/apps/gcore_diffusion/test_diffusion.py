@@ -177,8 +177,16 @@ def test_every_algorithm_runs(cli: Cli, own_args: list[str], name: str) -> None:
         assert all(np.isfinite(value) for value in row.values())
 
 
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "grpo_guard"])
-@pytest.mark.parametrize("trainers_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("trainers_type", "algorithm"),
+    [
+        ("bfloat16", "flow_grpo"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("float32", "flow_grpo"), ("float32", "grpo_guard"), ("bfloat16", "grpo_guard"))
+        ),
+    ],
+)
 def test_after_a_sampler_in_bfloat16_the_first_update_is_on_policy(
     cli: Cli, own_args: list[str], algorithm: str, trainers_type: str
 ) -> None:
@@ -624,6 +632,7 @@ def coloured(grey: Any, colour: tuple[float, float, float]) -> Any:
     return (grey[..., None] * np.array(colour) * 255).round().astype(np.uint8)
 
 
+@pytest.mark.slow
 def test_digits_are_scored_by_two_rewards() -> None:
     """Each reads most digits that it was not trained on, in their colours alone, and no halves of two digits."""
     pixels, labels = load()

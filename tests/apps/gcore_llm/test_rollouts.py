@@ -83,7 +83,7 @@ def multi_turn_args(cli: Cli, own_args: list[str], chatty: Path, function: str) 
     return [*args, "--rollout.multi-turn.environment", f"world.py:{function}"]
 
 
-@pytest.mark.parametrize("has_reward", [True, False])
+@pytest.mark.parametrize("has_reward", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_environment(cli: Cli, own_args: list[str], chatty: Path, has_reward: bool) -> None:
     args = multi_turn_args(cli, own_args, chatty, "Guessing")
     cli.ok(*(args if has_reward else option_set(args, "--reward", "")))

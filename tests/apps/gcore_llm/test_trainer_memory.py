@@ -139,6 +139,7 @@ def test_a_run_with_8_bit_moments_is_saved_and_loaded(tiny: Path, tmp_path: Path
         worker.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at all tensors
 def test_a_run_with_compiled_layers_is_the_same_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

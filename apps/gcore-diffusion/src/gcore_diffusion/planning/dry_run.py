@@ -24,7 +24,7 @@ from gcore_diffusion.planning.shapes import (
 from gcore_diffusion.sampling.image_sampling import has_old_pass, has_reference_pass
 from gcore_placement import Device, Efficiency, PlacementError
 from gcore_runs import UserError, one_line, print_table
-from gcore_trainer import LARGE_MODEL, Denoiser
+from gcore_trainer import LARGE_MODEL, Denoiser, should_replicate
 
 _GB = 1e9
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,8 +49,8 @@ class Plan:
 def plan(config: DiffusionConfig, folder: Path) -> Plan:
     """Plan a run with the pipeline in a folder, of which only the `config.json` files are read.
 
-    Parameters of a rank, and what belongs to them, are divided among the ranks (FSDP2), except for the weights of the
-    layer that computes, which are whole. The peaks of passes are those of the models themselves, on tensors without
+    Parameters of a rank, and what belongs to them, are divided among the ranks that share them (FSDP2), except for the
+    weights of the layer that computes, which are whole. The peaks of passes are those of the models themselves, on tensors without
     memory.
 
     Raises:
@@ -67,7 +67,7 @@ def plan(config: DiffusionConfig, folder: Path) -> Plan:
     image = image_shape(folder, rollout.image_size, rollout.max_sequence_length)
     built = {name: part_without_weights(folder, name) for name in classes}
     counts = {name: sum(p.numel() for p in part.parameters()) for name, part in built.items()}
-    model, num_ranks = built["transformer"], config.trainer.num_processes
+    model = built["transformer"]
     inputs = partial(INPUTS[kind], model.config, image)
     # Without the prompt and with it.
     num_halves = 2 if rollout.guidance_scale > 1 and not getattr(model.config, "guidance_embeds", False) else 1
@@ -90,13 +90,14 @@ def plan(config: DiffusionConfig, folder: Path) -> Plan:
     is_checkpointed = counts["transformer"] >= LARGE_MODEL if is_checkpointed == "auto" else is_checkpointed
     Denoiser(model, lora=actor.lora, gradient_checkpointing=is_checkpointed)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_shards = _num_shards(config, model)
     peak = training_bytes(model, inputs, num_halves * actor.micro_batch_size, getattr(torch, actor.dtype))
     has_own_reference = has_reference_pass(config) and actor.lora is None
     rank = {
-        "weights": 4 * (counts["transformer"] + (trained if actor.lora else 0)) / num_ranks,
-        "reference": 4 * counts["transformer"] / num_ranks if has_own_reference else 0.0,
-        "optimizer": 8 * trained / num_ranks,
-        "average": 4 * trained / num_ranks if actor.ema_decay else 0.0,
+        "weights": 4 * (counts["transformer"] + (trained if actor.lora else 0)) / num_shards,
+        "reference": 4 * counts["transformer"] / num_shards if has_own_reference else 0.0,
+        "optimizer": 8 * trained / num_shards,
+        "average": 4 * trained / num_shards if actor.ema_decay else 0.0,
         "pass with gradients": float(peak),
     }
     parameters = {name: (classes[name][1], count) for name, count in counts.items()}
@@ -141,6 +142,13 @@ def dry_run(config: DiffusionConfig) -> None:
     print("fits", flush=True)
 
 
+def _num_shards(config: DiffusionConfig, model: Any) -> int:
+    """Return the number of ranks that share the parameters of the denoiser in training."""
+    size = config.trainer.fsdp_size
+    size = int(should_replicate(model.parameters())) if size == "auto" else size
+    return size or config.trainer.num_processes
+
+
 def _pixels(config: DiffusionConfig) -> str:
     return "{} x {} pixels".format(*config.rollout.size)
 
@@ -159,6 +167,8 @@ def _print_memory(config: DiffusionConfig, found: Plan, device: Device) -> None:
         where = f"{max(ranks, engines)} GPUs" if config.takes_turns else f"{ranks + engines} GPUs"
     how = "take turns" if config.takes_turns else "are in memory at the same time"
     print(f"{where} of {device.name}: {ranks} training ranks and {engines} engines, which {how}; GB of each")
+    if config.runtime == "ray" and config.reward.has_models and (share := config.ray.gpus_per_reward_model):
+        print(f"and {share * config.controllers:g} for the reward, {share:g} a controller (ray.gpus_per_reward_model)")
     rows: list[list[str]] = []
     for role, items in found.memory.items():
         texts = [f"{item} {size / _GB:.1f}" for item, size in items.items() if size >= _GB / 20]

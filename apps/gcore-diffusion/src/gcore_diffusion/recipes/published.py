@@ -1,5 +1,7 @@
 """Recipes of the models that users start with, on 8 to 32 GPUs, with hyperparameters of published configurations.
 
+Each controller has one GPU more for the reward (`ray.gpus_per_reward_model`).
+
 `model`, the reward's weights and prompts are names of local folders and files to bring: give others by `--model`,
 `--reward.path` and `--data.train-files`. The prompts are one in a line, as in Flow-GRPO's dataset/pickscore.
 
