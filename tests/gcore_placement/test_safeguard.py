@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
 from gcore_placement import DynamicPartition, DynamicPartitionConfig, PartitionSpace, RoleLimits, RoleLoad
-from gcore_placement.partition.safeguard import _LOST, _WON, Safeguard
+from gcore_placement.partition.safeguard import LOST, WON, Safeguard
 from gcore_placement.partition.space import stage_seconds
 
 TOLERANCE = 0.02
@@ -45,7 +45,7 @@ def test_following_loses_no_more_than_the_bound(advantages: list[float], move_s:
         safeguard.choose(seconds, before=1, after=1, move_s=move_s, is_within_step=False)
         follows = safeguard.follows_load
     count = len(advantages)
-    bound = TOLERANCE * count + move_s + 1 + _LOST * (1 + math.log2(max(1, count / _WON)))
+    bound = TOLERANCE * count + move_s + 1 + LOST * (1 + math.log2(max(1, count / WON)))
     assert lost <= bound
 
 

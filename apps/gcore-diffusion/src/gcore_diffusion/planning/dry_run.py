@@ -50,8 +50,8 @@ def plan(config: DiffusionConfig, folder: Path) -> Plan:
     """Plan a run with the pipeline in a folder, of which only the `config.json` files are read.
 
     Parameters of a rank, and what belongs to them, are divided among the ranks that share them (FSDP2), except for the
-    weights of the layer that computes, which are whole. The peaks of passes are those of the models themselves, on tensors without
-    memory.
+    weights of the layer that computes, which are whole. The peaks of passes are those of the models themselves, on
+    tensors without memory.
 
     Raises:
         UserError: the folder is no pipeline's, or its denoiser is of a class whose inputs are not known.

@@ -8,9 +8,9 @@ import numpy as np
 from gcore_placement.errors import refusal
 from gcore_placement.quantities import Floats
 
-_LOST = 0.15
+LOST = 0.15
 """Rounds that following the load may lose to the best fixed partition, beyond tolerance and a move, before it ends."""
-_WON = 0.5
+WON = 0.5
 """Rounds that it must win by before it starts again, where it has lost nothing yet."""
 _LEAD = 3.0
 """Moves whose seconds a fixed partition must have saved to replace the present one."""
@@ -22,12 +22,12 @@ class Safeguard:
     A load that swings faster than it can be followed costs a move and a wrong partition each time, while a fixed
     partition between the extremes would serve it well. By the law of seconds the loss of every partition in a round is
     known, whichever was used. So the two are compared all the time, in rounds of usual length: following ends once it
-    has lost more than a move and `_LOST` rounds to the fixed partition, beyond a share ``tolerance`` of each round's
-    seconds (Page's cumulative sum, Biometrika 41, 1954), and starts again once it would have won `_WON` rounds. That
-    threshold doubles with each `_LOST` rounds that following has lost in total.
+    has lost more than a move and `LOST` rounds to the fixed partition, beyond a share ``tolerance`` of each round's
+    seconds (Page's cumulative sum, Biometrika 41, 1954), and starts again once it would have won `WON` rounds. That
+    threshold doubles with each `LOST` rounds that following has lost in total.
 
     Bound: if rounds are alike and the two choices differ by at most g of them in any of T rounds, following loses at
-    most ``tolerance * T + m + g + _LOST * (1 + log2(max(1, g * T / _WON)))`` rounds to the best fixed partition so far,
+    most ``tolerance * T + m + g + LOST * (1 + log2(max(1, g * T / WON)))`` rounds to the best fixed partition so far,
     in total and whatever the load does, m being the length of a move: before it could lose more, it would have to win
     more than g T.
 
@@ -75,7 +75,7 @@ class Safeguard:
         allowed = self._tolerance * least_s / usual_s
         self._won += won if self.follows_load else 0.0
         self._evidence = max(0.0, self._evidence + (-won if self.follows_load else won) - allowed)
-        threshold = _LOST + move_s / usual_s if self.follows_load else _WON * 2 ** (max(0.0, -self._won) / _LOST)
+        threshold = LOST + move_s / usual_s if self.follows_load else WON * 2 ** (max(0.0, -self._won) / LOST)
         if self._evidence > threshold and not is_within_step:
             self.follows_load, self._evidence = not self.follows_load, 0.0
         return after if self.follows_load else self._fixed
