@@ -695,7 +695,9 @@ def test_the_best_step_is_exported(cli: Cli, own_args: list[str]) -> None:
         out = " ".join(cli.ok(*args, "--trainer.export", export, "--name", export).split())
         assert "while the reward that is not trained on fell from" in out
         assert ("exporting the policy of step 0, the best on held-out prompts" in out) == (export == "best")
-        assert "while the reward that is not trained on fell" in (cli.cwd / f"runs/{export}/report.html").read_text()
+        report = (cli.cwd / f"runs/{export}/report.html").read_text()
+        assert "while the reward that is not trained on fell" in report
+        assert ("Before training, exported" in report) == (export == "best")
         exported = load_file(next((cli.cwd / f"runs/{export}/export/transformer").glob("*.safetensors")))
         is_initial = [torch.equal(exported[name], tensor) for name, tensor in initial.items()]
         assert all(is_initial) == (export == "best")

@@ -79,7 +79,8 @@ class Run:
         self.before = _read_rows(folder.samples / "before.jsonl", "prompt", notes)
         self.after = _read_rows(folder.samples / "after.jsonl", "prompt", notes)
         self.samples = folder.samples
-        self.pictures = _read_pictures(folder.samples, notes) if self.kind.has_pictures else []
+        self.best_step = _read_best_step(folder.best / "step.json", notes)
+        self.pictures = _read_pictures(folder.samples, self.best_step, notes) if self.kind.has_pictures else []
         self.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if self.metrics else None
         notes += _warnings(_read_rows(folder.warnings, "message", notes))
 
@@ -151,11 +152,22 @@ def _read_rows(path: Path, required: str, notes: list[str], *, last: int | None 
     return rows
 
 
-def _read_pictures(folder: Path, notes: list[str]) -> list[Row]:
-    """Return the first of the pictures and the last."""
+def _read_best_step(path: Path, notes: list[str]) -> int | None:
+    """Return the step whose policy is exported in place of the last one; None: there is none."""
+    if not path.is_file():
+        return None
+    try:
+        return int(json_object(path.read_text(), path.name)["step"])
+    except (UserError, OSError, KeyError, TypeError, ValueError) as error:
+        notes.append(f"best/{path.name} could not be read ({error}).")
+        return None
+
+
+def _read_pictures(folder: Path, best_step: int | None, notes: list[str]) -> list[Row]:
+    """Return the first of the pictures, that of the best step, and the last."""
     files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.png")}
     pictures: list[Row] = []
-    for step in sorted({min(files), max(files)} if files else ()):
+    for step in sorted(step for step in files if step in (min(files), best_step, max(files))):
         content = files[step].read_bytes()
         if len(content) > _MAX_PICTURE_BYTES:
             notes.append(f"{files[step].name} has {len(content) / 2**20:.0f} MiB: left out.")
