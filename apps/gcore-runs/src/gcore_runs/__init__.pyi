@@ -31,9 +31,9 @@ from .loop.recorder import (
     Cell as Cell,
     Display as Display,
     RunJob as RunJob,
+    Stop as Stop,
     shown as shown,
 )
-from .loop.stop import Stop as Stop
 from .loop.supervisor import Supervisor as Supervisor, inline_backend as inline_backend
 from .report.page import render_report as render_report
 from .report.run import Kind as Kind, Signal as Signal

@@ -21,7 +21,6 @@ from gcore_runs.errors import UserError, said
 from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.trackers.base import Images, Tracker
-from gcore_runs.trackers.tensorboard import TensorBoard
 
 _ID = "run-id"
 _JOINED_BELOW_S = 1e-3
@@ -187,6 +186,26 @@ def _keep_until(path: Path, last_step: int) -> list[dict[str, Any]]:
     rows = [row for row in read_jsonl(path) if row["step"] <= last_step] if last_step else []
     write_jsonl(path, rows)
     return rows
+
+
+class TensorBoard(Tracker):
+    """Event files in a folder; what others there have of the steps after ``last_step`` is hidden."""
+
+    def __init__(self, folder: Path, *, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(folder), purge_step=last_step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+
+    def write_images(self, step: int, images: Images) -> None:
+        for name, image in images.items():
+            self._board.add_image(name, image, step, dataformats="HWC")
+
+    def __exit__(self, *error: object) -> None:
+        self._board.close()
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):

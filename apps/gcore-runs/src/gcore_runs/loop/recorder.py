@@ -2,11 +2,15 @@
 
 import logging
 import math
+import signal
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from types import FrameType
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -34,7 +38,6 @@ from gcore_controller import (
 from gcore_placement import Ledger
 from gcore_rollout import Failure
 from gcore_runs.loop.early_stopping import SINCE_BEST, compared, is_due
-from gcore_runs.loop.stop import Stop
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans, read_jsonl
 from gcore_runs.settings.run_config import BaseRLConfig
 
@@ -44,11 +47,12 @@ STAGES = ("gen", "reward", "prepare", "train", "sync")
 _logger = logging.getLogger(__name__)
 
 _PLAIN_EVERY_S = 10.0
-_LARGE = 1e9
-"""Numbers below this are written out on the screen."""
+_LARGE = 1e9  # numbers below this are written out on the screen
 _SIGNAL = Modality.HAS_SIGNAL
 _PATIENCE = 5
 """Number of consecutive steps without a learning signal that is reported."""
+
+_INTERRUPTS = signal.SIGINT, signal.SIGTERM  # a scheduler sends the second before it takes the machine
 
 Present = tuple[int, list[dict[str, Any]] | None]
 """A step, and the controllers' states at its end."""
@@ -188,6 +192,69 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
 JobT = TypeVar("JobT", bound=RunJob[Any])
 
 
+@contextmanager
+def interrupted_by(handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
+    """Let Ctrl-C and SIGTERM call ``handler`` inside the block; only the main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+class Stop:
+    """Ctrl-C, or a scheduler's SIGTERM, that ends a loop between two steps, where the last finished one can be saved.
+
+    The second one raises Python's own `KeyboardInterrupt` immediately.
+    """
+
+    is_orderly = False
+    """Whether `check` has ended the loop."""
+    is_early = False
+    """Whether `end_early` was called."""
+    _is_requested = False
+    _is_held_back = False
+    _act: Callable[[], object] | None = None
+
+    def noted(self, act: Callable[[], object] | None = None) -> AbstractContextManager[None]:
+        """Note Ctrl-C inside the block, and call ``act`` unless it is held back."""
+        self._act = act
+        return interrupted_by(self._request)
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if Ctrl-C was pressed."""
+        if self._is_requested:
+            self.is_orderly = True
+            raise KeyboardInterrupt
+
+    def end_early(self) -> None:
+        """End the loop as Ctrl-C does, although the run is complete."""
+        self.is_early = not self._is_requested
+        if self._act is not None:
+            self._act()
+
+    def hold_back(self) -> None:
+        """Delay Ctrl-C until `let_through`."""
+        self._is_held_back = True
+
+    def let_through(self) -> None:
+        """Act on a Ctrl-C that came since `hold_back`."""
+        self._is_held_back = False
+        if self._is_requested and self._act is not None:
+            self._act()
+
+    def _request(self, *_: object) -> None:
+        for number in _INTERRUPTS:
+            signal.signal(number, signal.default_int_handler)
+        self._is_requested = True
+        if not self._is_held_back:
+            self.let_through()
+
+
 class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
     """A `Recorder` that writes a run's folder and takes its checkpoints; apps say how to show steps and evaluations.
 
@@ -239,7 +306,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
                 if patience := self.job.config.trainer.early_stopping_patience:
                     metrics |= compared(self.run.metrics, self.score(metrics))
                 self.writer.write(step, metrics)
-                if is_due(metrics, patience) and step < self.job.total_steps:
+                if patience and is_due(metrics, patience) and step < self.job.total_steps:
                     self._end_early(step, metrics)
             case Stepped():
                 self._record_step(event)
@@ -255,9 +322,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
 
     def _end_early(self, step: int, metrics: Mapping[str, float]) -> None:
         since = f"{metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
-        self.display.say(
-            f"step {step}: no improvement in {since}: the run ends early (trainer.early_stopping_patience)"
-        )
+        reason = f"no improvement in {since}: the run ends early (trainer.early_stopping_patience)"
+        self.display.say(f"step {step}: {reason}")
         self.stop.end_early()
 
     def _is_save_due(self, step: int) -> bool:

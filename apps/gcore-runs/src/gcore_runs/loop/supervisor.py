@@ -29,8 +29,7 @@ from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
 from gcore_runs.loop.early_stopping import has_ended
-from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal
-from gcore_runs.loop.stop import interrupted_by
+from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal, interrupted_by
 from gcore_runs.report.page import render_report
 from gcore_runs.report.run import Kind
 from gcore_runs.run_folder import (
@@ -311,7 +310,7 @@ class Supervisor:
     def _has_ended_early(self, last_step: int) -> bool:
         config = self._config
         patience = config.trainer.early_stopping_patience if isinstance(config, BaseRLConfig) else 0
-        return has_ended(self.run.metrics, patience, last_step=last_step)
+        return patience > 0 and has_ended(self.run.metrics, patience, last_step=last_step)
 
     def _evaluations(self) -> list[dict[str, Any]]:
         """Return the metrics of all evaluations on held-out data."""
