@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tiny_families import FAMILIES, REFUSED, Family
 
+from gcore_diffusion.modality import training_sample
 from gcore_rollout import DDIM, FlowSDE, ImageRequest, ImageSample, ImageSampling, Kernel, UnsupportedModelError
 from gcore_rollout.engines.diffusion.engine import DiffusersEngine
 from gcore_trainer import Denoiser, DiffusionSample, LoRAConfig
@@ -21,15 +22,6 @@ from gcore_trainer.diffusion.objectives import drawn_at
 from gcore_trainer.diffusion.sample import stacked
 
 _NUM_STEPS = 3
-_FIELDS = (
-    "conditions",
-    "negative_conditions",
-    "shared_conditions",
-    "guidance_scale",
-    "keeps_norm",
-    "is_negated",
-    "timestep_map",
-)
 HEADER = "| family | | guidance | makes | scheduler | largest \\|ratio - 1\\| |\n|---|---|---|---|---|---|"
 
 
@@ -122,16 +114,7 @@ def denoiser_of(model: Any, lora: LoRAConfig | None = None) -> Denoiser:
 
 
 def in_training(made: ImageSample, index: int = 0) -> DiffusionSample:
-    t = made.trajectory
-    return DiffusionSample(
-        clean_latents=made.latents,
-        **{name: getattr(made, name) for name in _FIELDS},
-        **{name: getattr(t, name) for name in ("latents", "next_latents", "levels", "next_levels", "timesteps")},
-        old_means=t.means,
-        old_log_probs=t.log_probs,
-        advantage=1.0 - 2.0 * (index % 2),
-        noise_seed=index,
-    )
+    return training_sample(made, advantage=1.0 - 2.0 * (index % 2), noise_seed=index)
 
 
 @torch.no_grad()

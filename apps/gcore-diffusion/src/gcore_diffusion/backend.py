@@ -125,7 +125,7 @@ async def _try(config: DiffusionConfig, sampler: SamplingRoles, prompts: PromptS
     check_prompts(rewards, [prompt.text for prompt in everyone], [prompt.row for prompt in everyone])
     first, guidance_scale, size = prompts.train[0], config.rollout.guidance_scale, config.rollout.image_size
     # A prompt of each number of images: pipelines may need images, or take none, or one.
-    tried = {len(prompt.images): prompt for prompt in (*prompts.train, *prompts.val)}
+    tried = {len(prompt.images): prompt for prompt in everyone}
     num_steps, window = 2, None
     if config.actor.component:
         # All windows must be of steps of this transformer.
@@ -182,8 +182,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         self._is_doubted = doubts is not None
         if doubts:
             self.warnings.warn(step, doubts, key="trained reward alone")
-        elif self.job.config.trainer.export == "best":
-            score = metrics.get(HELD_OUT, metrics[TRAINED])
+        elif self.job.config.trainer.export == "best" and (score := self.score(metrics)) is not None:
             best = best_step(self.job.config, self.run) if earlier else None
             if best is None or score > best["score"]:
                 write_atomically(self.run.best, partial(self._keep, {"step": step, "score": score}))
@@ -241,12 +240,17 @@ async def sample_run(
     folder, config = RunFolder.opened(run, DiffusionConfig)
     if not folder.export.is_dir():
         raise UserError(f"{run} has no export: the run is not finished; the command train continues it")
+    rollout = config.rollout
+    sampling = ImageSampling(
+        num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,
+        guidance_scale=guidance_scale or rollout.eval_guidance_scale or rollout.guidance_scale,
+        size=rollout.image_size,
+    )
     given = Prompt(text=prompt, row={}, images=tuple(image))
     try:
-        given.pixels()
+        request = image_request(given, "sample", sampling, n=n, seed=seed)
     except RolloutError as error:
         raise UserError(f"image is {', '.join(map(str, image))}: {error}") from None
-    rollout = config.rollout
     engine = DiffusersEngine.from_pretrained(
         folder.export,
         device=config.device,
@@ -255,13 +259,7 @@ async def sample_run(
         size=rollout.image_size,
         component=config.actor.component,
     )
-    sampling = ImageSampling(
-        num_inference_steps=num_inference_steps or rollout.eval_num_inference_steps or rollout.num_inference_steps,
-        guidance_scale=guidance_scale or rollout.eval_guidance_scale or rollout.guidance_scale,
-        size=rollout.image_size,
-    )
     try:
-        request = image_request(given, "sample", sampling, n=n, seed=seed)
         found = await images(engine, [request])
     finally:
         await engine.close()

@@ -198,7 +198,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     async def _ref_means(self, ctx: Context[Roles], samples: Sequence[ImageSample]) -> list[NDArray[np.float32]] | None:
         if not (has_reference_pass(self._config) and ctx.roles.learner.can_score_alone):
             return None
-        inputs, size = [_training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
+        inputs, size = [training_sample(sample) for sample in samples], self._config.actor.micro_batch_size
         found: list[NDArray[np.float32]] = []
         for start in range(0, len(inputs), size):
             scores: list[StepScores] = await ctx.roles.learner.score_alone("reference", inputs[start : start + size])
@@ -230,7 +230,7 @@ def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig,
     is_of_steps = config.algorithm.name not in ("nft", "dpo")
     ref_means = group.ref_means if is_of_steps and group.ref_means else [None] * len(group.samples)
     samples = [
-        _training_sample(
+        training_sample(
             made,
             has_steps=is_of_steps,
             advantage=float(advantage),
@@ -250,7 +250,7 @@ def _samples(group: Group, advantages: Sequence[float], config: DiffusionConfig,
     return [sample.at_steps(chosen.tolist()) for sample in samples]
 
 
-def _training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
+def training_sample(made: ImageSample, *, has_steps: bool = True, **fields: Any) -> DiffusionSample:
     """Return an engine's image as the trainer takes it, with the recorded steps if it needs them."""
     t = made.trajectory
     if has_steps:

@@ -16,11 +16,11 @@ import torch
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.errors import ConfigError, MissingExtraError
 
-A_OF, B_OF = ".lora_A.default.weight", ".lora_B.default.weight"
+TRAINED = "default"
+"""Name of the adapters that are trained."""
+A_OF, B_OF = f".lora_A.{TRAINED}.weight", f".lora_B.{TRAINED}.weight"
 """Suffixes of peft to a layer's name, for its A [rank, in] and its B [out, rank]."""
 _BASE = ".base_layer."
-_TRAINED = "default"
-"""Name of the adapters that are trained."""
 _ADAPTER = re.compile(r"(?P<layer>.*\.lora_[AB])\.(?P<set>\w+)\.weight")
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
@@ -83,8 +83,8 @@ class AdapterSets:
         """Add a set that equals the trained one, and is not trained."""
         for layer in self._layers:
             for parts in (layer.lora_A, layer.lora_B, layer.lora_dropout):
-                parts[name] = copy.deepcopy(parts[_TRAINED]).requires_grad_(False)
-            layer.scaling[name] = layer.scaling[_TRAINED]
+                parts[name] = copy.deepcopy(parts[TRAINED]).requires_grad_(False)
+            layer.scaling[name] = layer.scaling[TRAINED]
 
     @contextmanager
     def used(self, name: str | None) -> Generator[None]:
@@ -95,7 +95,7 @@ class AdapterSets:
                 yield
             finally:
                 # Checkpointed activations are computed again outside the block.
-                self._use(_TRAINED)
+                self._use(TRAINED)
 
     def _use(self, name: str | None) -> None:
         for layer in self._layers:
@@ -110,7 +110,7 @@ def adapters_named(parameters: Mapping[str, TensorT], name: str | None) -> dict[
         if not (adapter := _ADAPTER.fullmatch(full)):
             found[full] = parameter
         elif adapter["set"] == name:
-            found[f"{adapter['layer']}.{_TRAINED}.weight"] = parameter
+            found[f"{adapter['layer']}.{TRAINED}.weight"] = parameter
     return found
 
 

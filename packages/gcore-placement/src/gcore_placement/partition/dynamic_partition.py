@@ -58,15 +58,10 @@ class LoadHistory:
         """Return the load of a round of usual size, by medians of the last ones."""
         return self._medians(_WORK) * self.corrections * self._usual_size(), self._medians(_FLOOR)
 
-    def latest(self) -> Load:
-        """Return the last round's load, scaled to the usual size."""
+    def latest(self, size: float | None = None) -> Load:
+        """Return the last round's load, scaled to a size; None: the usual one."""
         last = np.array(self.rows[-1])
-        return last[_WORK] * self.corrections * self._usual_size(), last[_FLOOR]
-
-    def last(self) -> Load:
-        """Return the last round's load, of its own size."""
-        last = np.array(self.rows[-1])
-        return last[_WORK] * self.corrections * last[_SIZE], last[_FLOOR]
+        return last[_WORK] * self.corrections * (size or self._usual_size()), last[_FLOOR]
 
     def noise(self) -> Floats:
         """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
@@ -209,7 +204,7 @@ class DynamicPartition:
         before, move_s = self._followed, self.config.move_within_s if is_within_step else self.config.move_s
         self._follow(move_s, is_within_step=is_within_step)
         self._index = self._safeguard.choose(
-            self._mean_seconds(self._history.last(), self.config.law_error),
+            self._mean_seconds(self._history.latest(size), self.config.law_error),
             before=before,
             after=self._followed,
             move_s=move_s,

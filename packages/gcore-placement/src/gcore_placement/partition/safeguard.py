@@ -87,9 +87,8 @@ class Safeguard:
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain data, for JSON."""
-        return {name.removeprefix("_"): value for name, value in vars(self).items() if name in _STATE} | {
-            "spent": self._spent_P.tolist()
-        }
+        values = {name.removeprefix("_"): getattr(self, name) for name in _STATE}
+        return {**values, "spent": self._spent_P.tolist()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state()`; PlacementError where it is of another number of partitions."""

@@ -79,11 +79,14 @@ def _rows(samples: Sequence[DiffusionSample]) -> list[_Row]:
 def _places(rows: Sequence[_Row]) -> dict[Any, list[int]]:
     """Return the places of the rows that fit in one call."""
     found: dict[Any, list[int]] = {}
+    # Most rows share one object, whose content is read once.
+    arrays = {id(v): v for _, shared in rows for v in shared.values() if _is_array(v)}
+    contents = {key: array.tobytes() for key, array in arrays.items()}
     for place, (own, shared) in enumerate(rows):
         # Entries of lists need not be alike.
         shapes = ((name, None if name.endswith(_LISTED) else _shape(value)) for name, value in own.items())
         # Positions differ by the shape of an image in the prompt.
-        values = ((n, _shape(v), v.tobytes() if _is_array(v) else None) for n, v in shared.items())
+        values = ((n, _shape(v), contents.get(id(v))) for n, v in shared.items())
         found.setdefault((*shapes, *values), []).append(place)
     return found
 

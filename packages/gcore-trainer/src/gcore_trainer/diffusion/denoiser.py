@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from gcore_trainer.config import LoRAConfig
 from gcore_trainer.diffusion.conditions import Conditioned, with_appended
 from gcore_trainer.errors import MissingExtraError, UnsupportedModelError
-from gcore_trainer.lora import AdapterSets, LoRAWeights, adapters_named, add_lora
+from gcore_trainer.lora import TRAINED, AdapterSets, LoRAWeights, adapters_named, add_lora
 from gcore_trainer.torch.activations import is_checkpointed
 from gcore_trainer.torch.compiled import compile_backend
 from gcore_trainer.torch.host_memory import Sleeper
@@ -66,7 +66,7 @@ class Denoiser:
         self._adapters = self._adapter = None
         if lora is not None:
             add_lora(model, lora)
-            self._adapters, self._adapter = AdapterSets(model), "default"
+            self._adapters, self._adapter = AdapterSets(model), TRAINED
         # Dropout would make every ratio to the sampling policy noise.
         model.eval()
         self._sleeper = Sleeper(model)

@@ -14,7 +14,7 @@ from gcore_trainer.diffusion.denoiser import Denoiser
 from gcore_trainer.diffusion.objectives import DiffusionObjective, Models, TransitionKernel, drawn_at
 from gcore_trainer.diffusion.sample import DiffusionMicroBatch, StepScores, stacked
 from gcore_trainer.errors import BatchError, ConfigError
-from gcore_trainer.lora import B_OF, LoRAWeights
+from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
 from gcore_trainer.objectives.policy import add_sums, check_finite
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
@@ -241,7 +241,7 @@ class DiffusionTrainer(BaseTrainer):
         scale, tensors = weights.config.alpha / weights.config.rank, dict[str, torch.Tensor]()
         for name, tensor in weights.adapters().items():
             scaled = tensor * scale if name.endswith(B_OF) else tensor
-            tensors[f"{component}.{name.replace('.default.', '.')}"] = scaled.cpu().contiguous()
+            tensors[f"{component}.{name.replace(f'.{TRAINED}.', '.')}"] = scaled.cpu().contiguous()
         if self._is_first:
             Path(path).mkdir(parents=True, exist_ok=True)
             save_file(tensors, Path(path) / "pytorch_lora_weights.safetensors", {"format": "pt"})
