@@ -8,7 +8,7 @@ from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_EXPANSION = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(?::?[-=](.*))?", re.DOTALL)
+_EXPANSION = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(?::?([-=])(.*))?", re.DOTALL)
 _KEYWORDS = ("if", "then", "else", "elif", "fi", "do", "done", "while", "until", "for", "case", "esac", "{", "}", "!")
 _DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
 _CONDITIONS = ("if", "elif", "else", "while", "until", "for", "case")
@@ -45,10 +45,11 @@ class ShellScript:
                 self._at += 1
             elif char == "#":
                 self._at = self._text.index("\n", self._at)
-            elif char in "\n;&|<>()":
+            elif char in "<>":
+                self._skip_redirection()
+            elif char in "\n;&|()":
                 self._at += 1
-                # What follows < or > is the name of a file, which no command here needs.
-                if char not in "<>" and words:
+                if words:
                     yield words
                     words = []
             elif not words and (found := _ASSIGNMENT.match(self._text, self._at)):
@@ -60,6 +61,14 @@ class ShellScript:
                 self.has_conditions |= not words and bare in _CONDITIONS
                 if words or bare not in (*_KEYWORDS, *_DECLARATIONS):
                     words += new
+
+    def _skip_redirection(self) -> None:
+        """Skip a redirection and the file or descriptor that it names."""
+        while self._text[self._at] in "<>&|":
+            self._at += 1
+        while self._text[self._at] in " \t":
+            self._at += 1
+        self._word()
 
     def _assign(self, found: re.Match[str]) -> None:
         self._at = found.end()
@@ -76,15 +85,18 @@ class ShellScript:
                     values += self._word()
             self._at += 1
         else:
-            values = ["".join(self._word())]
+            values = ["".join(self._word(splits=False))]
         self._variables[name] = [*self._variables.get(name, []), *values] if adds else values
 
-    def _word(self) -> list[str]:
-        """Read a word; it is none, or several, where it is an array."""
+    def _word(self, *, splits: bool = True) -> list[str]:
+        """Read a word; it is none, or several, where it is an array, or has a value with spaces and no quotes."""
         words, has_text, quote = [""], False, ""
         while True:
             char = self._text[self._at] if self._at < len(self._text) else "\n"
             if not quote and (char.isspace() or char in ";&|<>()"):
+                if char in "<>" and words[-1].isdigit() and not has_text:
+                    # The descriptor that is redirected.
+                    return []
                 return words if has_text or words != [""] else []
             self._at += 1
             if char == quote:
@@ -101,6 +113,9 @@ class ShellScript:
                 self._at += 1
             elif char == "$":
                 values = self._expansion()
+                if splits and not quote:
+                    is_left = values[:1] and values[0].startswith("$")
+                    values = values if is_left else [part for value in values for part in value.split()]
                 if values:
                     words[-1] += values[0]
                     words += values[1:]
@@ -125,12 +140,13 @@ class ShellScript:
                 return []
             if found is None:
                 return [self._left(f"${inner}")]
-            name, _, default = found.groups()
+            name, _, how, default = found.groups()
             if name in self._variables and (self._variables[name] != [""] or default is None):
                 return self._variables[name]
             if default is not None:
                 values = list(self._inside(default))
-                self._variables.setdefault(name, values)
+                if how == "=":
+                    self._variables[name] = values
                 return values
             return [] if name in "@*" or name.isdigit() else [self._left(f"${name}")]
         if text[self._at] in "@*" or text[self._at].isdigit():
