@@ -101,8 +101,8 @@ class RanksConfig(BaseTrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseActorConfig(Checked, section="actor"):
-    """Which of the policy's parameters are trained, and in how much memory."""
+class AdapterSettings(Checked):
+    """Adapters that are trained in place of all parameters."""
 
     lora_rank: NonNegative = 0
     """Train adapters of this rank, and nothing else; 0: all parameters."""
@@ -110,17 +110,31 @@ class BaseActorConfig(Checked, section="actor"):
     """An adapter's output is scaled by lora-alpha / lora-rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Layers that get an adapter, such as q_proj or to_q; all-linear: all but the head."""
-    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
-    auto: where a GPU of this machine is planned for, as few of the layers as fit; otherwise on CUDA for models of a
-    billion parameters or more."""
+    use_rslora: bool = False
+    """Scale an adapter's output by lora-alpha / sqrt(lora-rank) instead (rsLoRA, arXiv 2312.03732), so that a higher
+    rank does not make it smaller."""
 
     @property
     def lora(self) -> LoRAConfig | None:
         """The adapters; None without any."""
         if not self.lora_rank:
             return None
-        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
+        return LoRAConfig(
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            target_modules=self.target_modules,
+            use_rslora=self.use_rslora,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseActorConfig(AdapterSettings, section="actor"):
+    """Which of the policy's parameters are trained, and in how much memory."""
+
+    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
+    auto: where a GPU of this machine is planned for, as few of the layers as fit; otherwise on CUDA for models of a
+    billion parameters or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
