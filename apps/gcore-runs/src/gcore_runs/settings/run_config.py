@@ -15,6 +15,9 @@ _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswi
 _PORT = Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
 
 
+TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseDataConfig(Checked, section="data"):
     """Files of training and held-out rows."""
@@ -47,9 +50,11 @@ class BaseTrainerConfig(Checked, section="trainer"):
     """Steps between evaluations on held-out rows; the first and last step always evaluate."""
     tensorboard: bool = True
     """Write TensorBoard events alongside metrics.jsonl."""
-    wandb_project: str = ""
-    """Send metrics and images to this project of Weights & Biases (extra wandb); its own variables, such as
-    WANDB_MODE=offline, apply; empty: do not."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Send metrics, images and samples to these (each an extra of its name); their own variables, such as
+    WANDB_MODE=offline or MLFLOW_TRACKING_URI, apply."""
+    project_name: str = "gcore"
+    """Project of the trackers that the run belongs to."""
     prometheus_port: Annotated[int, _PORT] = 0
     """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
     prometheus_host: str = "127.0.0.1"
@@ -159,7 +164,8 @@ class BaseRunConfig(Checked):
         "trainer.test_freq",
         "trainer.max_ckpt_to_keep",
         "trainer.tensorboard",
-        "trainer.wandb_project",
+        "trainer.trackers",
+        "trainer.project_name",
         "trainer.prometheus_port",
         "trainer.prometheus_host",
         "resume",
