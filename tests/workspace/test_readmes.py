@@ -48,6 +48,7 @@ CHECKED_ELSEWHERE = {
     r"uv run basedpyright": ".ci/run",
     r"uv run pytest": ".ci/run",
     r"uv run pytest -m slow": ".ci/run",
+    r"uv run mkdocs build --strict": "tests/workspace/test_site.py::test_every_page_is_there",
     r"uv run pytest tests/\w+": f"{HERE}::test_named_test_folders_exist",
     r"uv run pytest -m gpu tests/gpu": "tests/gpu/test_engine.py::test_engine_and_trainer_agree",
     r"scripts/gpu/accept --make-wheels .*": "tests/scripts/test_accept.py::test_wheels_are_what_the_image_lacks",
