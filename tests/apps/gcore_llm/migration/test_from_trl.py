@@ -54,7 +54,8 @@ def test_a_config_of_their_examples() -> None:
 @pytest.mark.parametrize("method", CLASSES)
 def test_defaults_are_those_of_the_installed_version_and_every_key_has_a_verdict(method: str) -> None:
     config: Any = getattr(import_module("trl"), CLASSES[method])
-    theirs = {f.name: f.default_factory() if f.default is MISSING else f.default for f in fields(config)}
+    theirs: dict[str, Any] = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    theirs |= {f.name: f.default_factory() for f in fields(config) if f.default_factory is not MISSING}
     for name, key in TRL.items():
         default = DEFAULTS[method].get(name, key.default)
         if key.ours and theirs.get(name) is not None:

@@ -18,7 +18,7 @@ NEVER = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What becomes of one key."""
+    """The result of a conversion for one key."""
 
     key: str
     value: Any

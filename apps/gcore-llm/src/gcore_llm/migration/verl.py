@@ -344,8 +344,11 @@ def run(c: Conversion) -> None:
     resume = "trainer.resume_mode"
     c.put("resume", c.one_of(resume, {"auto": "auto", "disable": "never"}, "auto"), resume)
     c.copy("trainer.max_actor_ckpt_to_keep")
-    if (device := c.one_of("trainer.device", {"cuda": "auto", "cpu": "cpu"}, "auto")) == "cpu":
-        c.put("device", device, "trainer.device")
+    c.notes["trainer.device"] = "device auto finds it"
+    if c.get("trainer.device") == "cpu":
+        c.put("device", "cpu", "trainer.device")
+    elif c.get("trainer.device") == "npu":
+        c.missing["trainer.device"] = "NVIDIA GPUs and CPUs"
 
 
 def _expanded(path: object) -> str:

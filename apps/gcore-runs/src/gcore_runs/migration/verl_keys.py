@@ -306,7 +306,7 @@ VERL: dict[str, Key] = {
             "resume_mode": to("resume", default="auto"),
             "critic_warmup": to("critic.warmup_steps", default=0),
             "max_actor_ckpt_to_keep": to("trainer.max_ckpt_to_keep"),
-            "device": to("device", default="cuda"),
+            "device": to("device"),
             "v1.trainer_mode": to("trainer.schedule", default="sync"),
             "v1.sampler.max_off_policy_threshold": to("rollout.max_staleness", default=8),
             "v1.*": nothing("batches are sampled ahead as trainer.schedule says"),
