@@ -3,17 +3,19 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tomli_w
 
 from gcore_runs import UserError
 from gcore_runs.migration.key import Key, find_key
 from gcore_runs.settings.parsing import merge, setting_types
-from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.settings.run_config import BaseRunConfig, TrackerName
 
 NEVER = 1_000_000
 """Steps between events that another library's config does not ask for."""
+TRACKERS = get_args(TrackerName)
+WRITTEN = "metrics.jsonl and TensorBoard are always written"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
-from gcore_llm.migration.conversion import NEVER, Conversion, flattened, folder_name, number_of
+from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
 from gcore_llm.migration.inputs import Given
 from gcore_runs import UserError
 from gcore_runs.migration.trl_keys import DEFAULTS, MARKS, TRL
@@ -80,12 +80,13 @@ def run(c: Conversion) -> None:
         c.put("name", folder_name(c.get("run_name")), "run_name")
     reported = c.get("report_to")
     reported = [reported] if isinstance(reported, str) else list(reported)
-    if {"wandb", "all"} & set(reported):
-        c.put("trainer.wandb_project", str(c.get("project")), "project", "report_to")
-    if others := [own for own in reported if own not in ("wandb", "all", "none", "tensorboard")]:
-        c.missing["report_to"] = f"{', '.join(others)}; metrics.jsonl and TensorBoard are always written"
-    c.notes["report_to"] = "metrics.jsonl and TensorBoard are always written"
-    c.notes["project"] = "a project of Weights & Biases, where report_to has wandb"
+    if known := [own for own in reported if own in TRACKERS]:
+        c.put("trainer.trackers", known, "report_to")
+        c.put("trainer.project_name", str(c.get("project")), "project")
+    if others := [own for own in reported if own not in ("none", "tensorboard", *TRACKERS)]:
+        c.missing["report_to"] = f"{', '.join(others)}; {WRITTEN}"
+    c.notes["report_to"] = WRITTEN
+    c.notes["project"] = "of the trackers that report_to names"
     if c.get("use_cpu"):
         c.put("device", "cpu", "use_cpu")
     if c.get("bf16") is False and not c.get("fp16"):

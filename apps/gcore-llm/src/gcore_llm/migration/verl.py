@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.migration.conversion import NEVER, Conversion, flattened, folder_name, number_of
+from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
 from gcore_llm.migration.inputs import Given
 from gcore_runs.migration.verl_keys import VERL
 
@@ -316,13 +316,14 @@ def run(c: Conversion) -> None:
     c.put("name", folder_name(c.get("trainer.experiment_name")), "trainer.experiment_name")
     loggers: Sequence[Any] = c.get("trainer.logger")
     loggers = [loggers] if isinstance(loggers, str) else loggers
-    if "wandb" in loggers and "trainer.logger" in c.given:
-        c.put("trainer.wandb_project", str(c.get("trainer.project_name")), "trainer.project_name", "trainer.logger")
-    others = [own for own in loggers if own not in ("console", "wandb", "tensorboard", "file")]
-    if others and "trainer.logger" in c.given:
-        c.missing["trainer.logger"] = f"{', '.join(map(str, others))}; metrics.jsonl and TensorBoard are always written"
-    c.notes["trainer.project_name"] = "a project of Weights & Biases, where trainer.logger has wandb"
-    c.notes.setdefault("trainer.logger", "metrics.jsonl and TensorBoard are always written")
+    if "trainer.logger" in c.given:
+        if known := [own for own in loggers if own in TRACKERS]:
+            c.put("trainer.trackers", known, "trainer.logger")
+            c.put("trainer.project_name", str(c.get("trainer.project_name")), "trainer.project_name")
+        if others := [own for own in loggers if own not in ("console", "tensorboard", "file", *TRACKERS)]:
+            c.missing["trainer.logger"] = f"{', '.join(map(str, others))}; {WRITTEN}"
+    c.notes["trainer.project_name"] = "of the trackers that trainer.logger names"
+    c.notes.setdefault("trainer.logger", WRITTEN)
     if c.has(steps := "trainer.total_training_steps"):
         c.copy(steps)
         c.notes["trainer.total_epochs"] = "trainer.total_training_steps is set"

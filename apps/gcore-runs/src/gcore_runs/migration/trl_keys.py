@@ -172,8 +172,8 @@ TRL: dict[str, Key] = {
     # The run.
     "output_dir": to("name", "runs_dir"),
     "run_name": to("name"),
-    "report_to": to("trainer.wandb_project", default="none"),
-    "project": to("trainer.wandb_project", default="huggingface"),
+    "report_to": to("trainer.trackers", default="none"),
+    "project": to("trainer.project_name", default="huggingface"),
     "save_steps": to("trainer.save_freq", default=500),
     "save_total_limit": to("trainer.max_ckpt_to_keep"),
     "save_strategy": to("trainer.save_freq", default="steps"),

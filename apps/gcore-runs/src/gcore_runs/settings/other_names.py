@@ -18,7 +18,7 @@ _SPOKEN: dict[str, Key] = {
     **dict.fromkeys(("max_new_tokens", "max_tokens", "max_seq_length"), TRL["max_completion_length"]),
     **dict.fromkeys(("dataset",), TRL["dataset_name"]),
     **dict.fromkeys(("reward_function",), TRL["reward_funcs"]),
-    **dict.fromkeys(("project_name",), TRL["run_name"]),
+    "wandb_project": TRL["project"],
     **dict.fromkeys(("default_local_dir", "output_dir"), to("runs_dir")),
     **dict.fromkeys(("log_prob_micro_batch_size_per_gpu", "gradient_accumulation_steps"), MICRO_BATCH),
     "logger": TRL["report_to"],
