@@ -163,6 +163,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         ("use_peft=True", "lora_target_modules=[q_proj]"),
         {"actor.lora_rank": 16, "actor.target_modules": ["q_proj"]},
     ),
+    "data on the Hub": (
+        "grpo",
+        ("dataset_name=openai/gsm8k", "dataset_config=main", "model_name_or_path=a/b", "model_revision=v1"),
+        {"data.train_files": ["hf://openai/gsm8k/main:train"], "model": "a/b@v1"},
+    ),
+    "adapters of DPO": ("dpo", ("use_peft=True", "lora_r=8"), {"lora_rank": 8, "lora_alpha": 32}),
     "RLOO": (
         "rloo",
         ("beta=0.0", "max_steps=10"),

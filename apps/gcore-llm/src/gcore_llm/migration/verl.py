@@ -88,7 +88,7 @@ def model(c: Conversion) -> None:
     path = f"{MODEL}.path"
     if c.has(path):
         c.put("model", _expanded(c.get(path)), path)
-    c.copy(f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.enable_activation_offload")
+    c.copy(f"{MODEL}.lora_adapter_path", f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.enable_activation_offload")
     section = f"{MODEL}.lora." if c.get(f"{MODEL}.lora.rank") else f"{MODEL}.lora_"
     if c.get(f"{section}rank"):
         c.copy(f"{section}rank", f"{section}alpha")

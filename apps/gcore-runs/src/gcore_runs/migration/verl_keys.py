@@ -74,7 +74,7 @@ VERL: dict[str, Key] = {
             "lora.alpha": to("actor.lora_alpha", default=32),
             "lora.*": nothing("adapters have a rank, an alpha and target_modules"),
             "exclude_modules": lacks("name the layers with adapters in actor.target_modules"),
-            "lora_adapter_path": lacks("adapters start at zero"),
+            "lora_adapter_path": to("actor.lora_adapter_path"),
             "trust_remote_code": lacks("code of a model's folder is not run", False),
             "external_lib": lacks("no module is imported for a model"),
             "override_config": lacks("the model folder's config.json is taken as it is", {}),
