@@ -20,7 +20,13 @@ class BaseDataConfig(Checked, section="data"):
     """Files of training and held-out rows."""
 
     train_files: tuple[str, ...] = ()
-    """JSONL or Parquet files."""
+    """JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the Hugging Face Hub,
+    hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]."""
+    weights: tuple[float, ...] = ()
+    """How often each of train-files is drawn from, relative to the others; empty: in proportion to its rows."""
+    columns: dict[str, str] = field(default_factory=dict[str, str])
+    """Columns to compute from those of a row: --data.columns.NAME and a Jinja expression of them, such as
+    "answer.split('####')[-1].strip()"."""
     val_files: tuple[str, ...] = ()
     """Files of held-out rows; empty: data.val-size rows are taken out of the training files."""
     val_size: NonNegative = 64
@@ -29,6 +35,12 @@ class BaseDataConfig(Checked, section="data"):
     """Rows a step."""
     shuffle_seed: NonNegative = 0
     """Seed of the order of rows, and of which are held out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own, count = self.weights, len(self.train_files)
+        fits = not own or (len(own) == count and 0 < sum(own) <= 1000 * min(own))
+        self.require("weights", fits, f"{count} numbers, one for each of data.train_files, above 0.001 of their sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +166,9 @@ class BaseRunConfig(Checked):
     )
     """Settings, and beginnings of their names, that a resumed run may change."""
 
+    model_settings: ClassVar[tuple[str, ...]] = ("model",)
+    """Settings, by dotted name, that are a model's folder or its name on the Hugging Face Hub."""
+
     name: Annotated[str, _FOLDER_NAME] = "default"
     """The run's folder is RUNS_DIR/NAME."""
     runs_dir: str = "runs"
@@ -161,7 +176,8 @@ class BaseRunConfig(Checked):
     resume: Literal["auto", "never"] = "auto"
     """auto: continue the run of this name; never: start a new one in NAME-2, NAME-3, ..."""
     model: str = ""
-    """A local folder of the model to train; empty: a tiny one is made."""
+    """The model to train: a folder, or its name on the Hugging Face Hub, NAMESPACE/NAME[@REVISION]; empty: a tiny one
+    is made."""
     seed: NonNegative = 0
     """Seed of everything random but the order of the data."""
     threads: NonNegative = 0
