@@ -74,6 +74,8 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         if config.model:
             check_pipeline(model_folder(config.model))
         prompts = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
+        config = config.over_rows(len(prompts.train))
+        supervisor.take_length(config)
         rewards = checked_rewards(config)
         run = supervisor.open_run()
         if supervisor.resume(config.trainer.total_training_steps) is not None:

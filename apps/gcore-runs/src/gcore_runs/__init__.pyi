@@ -69,6 +69,7 @@ from .settings.bounds import (
     multiple_of as multiple_of,
     within as within,
 )
+from .settings.data_config import BaseDataConfig as BaseDataConfig
 from .settings.parsing import (
     as_option as as_option,
     converted as converted,
@@ -84,9 +85,9 @@ from .settings.parsing import (
     validated as validated,
 )
 from .settings.run_config import (
+    AdapterSettings as AdapterSettings,
     BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
-    BaseDataConfig as BaseDataConfig,
     BaseRLConfig as BaseRLConfig,
     BaseRunConfig as BaseRunConfig,
     BaseTrainerConfig as BaseTrainerConfig,

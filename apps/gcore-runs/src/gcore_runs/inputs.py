@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from gcore_controller import Mixture
 from gcore_runs.errors import UserError, one_line
 from gcore_runs.run_folder import json_object
+from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.parsing import is_hub_model
-from gcore_runs.settings.run_config import BaseDataConfig
 
 RowT = TypeVar("RowT")
 
@@ -170,7 +170,17 @@ def held_out_places(sizes: Sequence[int], *, size: int, seed: int) -> list[list[
 
 
 def mixed(parts: Sequence[Sequence[RowT]], data: BaseDataConfig) -> Mixture[RowT]:
-    """Return the rows of all data.train-files, each with its data.weights; `UserError` if one has no row left."""
+    """Return the rows of all data.train-files, each with its data.weights.
+
+    Raises:
+        UserError: these are not one number above a thousandth of their sum for each source, or one has no rows left.
+    """
+    weights = data.weights
+    if len(weights) != len(parts) or not 0 < sum(weights) <= 1000 * min(weights):
+        raise UserError(
+            f"data.weights is {weights}; expected {len(parts)} numbers, one for each of data.train_files, each at "
+            "least 0.001 of their sum"
+        )
     for source, part in zip(data.train_files, parts, strict=True):
         if not len(part):
             raise UserError(f"data file {source} has no rows left to train on; expected some, as it is in data.weights")
@@ -192,7 +202,9 @@ def model_folder(name: str, *, setting: str = "model") -> Path:
 def check_model(path: Path, *, setting: str = "model") -> None:
     """Raise `UserError` unless it is a Hugging Face folder with weights of an architecture that transformers knows."""
     if not (path / "config.json").is_file():
-        raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json")
+        adapters = "; it has adapters, which start a run from their base model (lora_adapter_path), or are exported "
+        hint = f"{adapters}merged (export_merged)" if (path / "adapter_config.json").is_file() else ""
+        raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json{hint}")
     from transformers import AutoConfig
 
     try:

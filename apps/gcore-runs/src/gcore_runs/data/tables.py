@@ -1,7 +1,7 @@
 """Data files and data sets of the Hub as Arrow tables, memory-mapped where they are large."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, overload
 
@@ -18,6 +18,7 @@ from gcore_runs.inputs import Rows
 from gcore_runs.run_folder import json_object
 
 _BATCH_ROWS = 10_000
+_BATCH_BYTES = 2**22
 _BOM = b"\xef\xbb\xbf"
 _FORMATS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV"}
 
@@ -84,7 +85,16 @@ class JsonRows(ArrowRows):
 
     def values(self, key: str) -> Iterator[Any]:
         """Yield the values of one column; None where there is none."""
-        return (row.get(key) for row in self)
+        for part in self._parts():
+            lines = part.column(0).to_pylist()
+            try:
+                # All at once, which takes half the time.
+                rows = json.loads(b"[" + b",".join(lines) + b"]")
+            except ValueError:
+                rows = []
+            if len(rows) != len(lines) or not all(isinstance(row, dict) for row in rows):
+                rows = self._decoded(part)
+            yield from (row.get(key) for row in rows)
 
     def _decoded(self, part: pa.RecordBatch) -> list[Any]:
         lines, numbers = (column.to_pylist() for column in part.columns)
@@ -136,12 +146,17 @@ def _mapped_batches(file: Path) -> list[pa.RecordBatch]:
 def _convert_lines(file: Path, target: Path) -> None:
     """Write the lines of a file that are not blank, with their numbers, as Arrow."""
     schema = pa.schema({"line": pa.large_binary(), "number": pa.int64()})
+    first = 1
     with file.open("rb") as source, pyarrow.ipc.new_file(str(target), schema) as writer:
-        numbered = enumerate(source, 1)
-        while some := list(islice(numbered, _BATCH_ROWS)):
-            kept = [(line.removeprefix(_BOM), n) for n, line in some if line.strip()]
-            columns = zip(*kept, strict=True) if kept else ([], [])
-            arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+        while lines := source.readlines(_BATCH_BYTES):
+            numbers: Sequence[int] = range(first, first + len(lines))
+            if first == 1:
+                lines[0] = lines[0].removeprefix(_BOM)
+            first += len(lines)
+            if not all(map(bytes.strip, lines)):
+                numbers = [n for n, line in zip(numbers, lines, strict=True) if line.strip()]
+                lines = [line for line in lines if line.strip()]
+            arrays = [pa.array(lines, pa.large_binary()), pa.array(numbers, pa.int64())]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
