@@ -61,7 +61,7 @@ def trained(shared_cli: Cli, own_args: list[str]) -> Path:
 def test_embedded_run_folder(embedded: Path) -> None:
     assert {p.name for p in embedded.iterdir()} == {
         *("config.toml", "metrics.jsonl", "warmup.jsonl", "tensorboard", "checkpoints", "export", "model"),
-        *("report.html", "samples", "spans.jsonl", "placement.json", "logs", ".lock"),
+        *("report.html", "samples", "samples.jsonl", "spans.jsonl", "placement.json", "logs", ".lock"),
     }
     assert RunFolder(embedded).load_config(TrainConfig) == resolve(parse_train([*EMBEDDED[1:], "--name", "embedded"]))
     assert [row["step"] for row in read_rows(embedded / "warmup.jsonl")] == [20, 40]
@@ -74,6 +74,24 @@ def test_embedded_run_folder(embedded: Path) -> None:
         assert len(samples) == 16
         assert all(sample.keys() == {"prompt", "completion", "score", "answer"} for sample in samples)
     assert "<html" in (embedded / "report.html").read_text()
+    check_samples_of_training(embedded)
+
+
+def check_samples_of_training(run: Path) -> None:
+    """Four a step, of all that was sampled, some of which was filtered; the text is what the tokens stand for."""
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    rows = read_rows(run / "samples.jsonl")
+    assert [row["step"] for row in rows] == [step for step in (1, 2, 3, 4) for _ in range(4)]
+    places = {(row["prompt_index"], row["response_index"]) for row in rows}
+    assert len(places) == len(rows)
+    assert {row["is_filtered"] for row in rows} == {True, False}
+    for row in rows:
+        assert (row["advantage"] is None) == row["is_filtered"]
+        assert row["weight_version"] == row["oldest_version"] == row["step"] - 1
+        assert len(tokenizer(row["prompt"])["input_ids"]) == row["prompt_tokens"]
+        assert row["stop"] == ("stop" if row["response"].endswith("<eos>") else "length")
+        assert row["response_tokens"] <= 8
+    assert any(row["advantage"] for row in rows)
 
 
 def test_embedded_tokenizer_is_what_transformers_loads(embedded: Path) -> None:

@@ -62,6 +62,9 @@ class BaseTrainerConfig(Checked, section="trainer"):
 class RLTrainerConfig(BaseTrainerConfig):
     """Training ranks, and the length of a run of reinforcement learning."""
 
+    log_samples: NonNegative = 4
+    """Samples of each step, chosen at random, that are written to samples.jsonl, and shown in the report and by
+    trackers; 0: none."""
     early_stopping_patience: NonNegative = 0
     """Evaluations in a row without improvement after which the run ends early; 0: it never does."""
 
@@ -242,6 +245,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
         "controllers",
         "rollout.num_processes",
         "trainer.early_stopping_patience",
+        "trainer.log_samples",
     )
 
     runtime: Literal["inline", "ray", "sim"] = "inline"
@@ -289,6 +293,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
             filter_groups=self.algorithm.filter_groups,
             max_num_gen_batches=self.algorithm.max_num_gen_batches,
             shuffle_seed=self.data.shuffle_seed,
+            # Simulated samples have no content.
+            log_samples=0 if self.runtime == "sim" else self.trainer.log_samples,
         )
 
     @property
