@@ -205,8 +205,9 @@ class Supervisor:
         `KeyboardInterrupt` after a checkpoint of the last finished step, and the error of what cannot be replaced.
         """
         display = self.display
+        is_policy_behind = job.is_policy_behind
         job = self._resumed(services, job, None)
-        job = replace(job, is_policy_behind=job.first_step > 0)
+        job = replace(job, is_policy_behind=is_policy_behind or job.first_step > 0)
         display.phase("training", total=job.total_steps, done=job.first_step)
         display.watch(services.stages)
         num_losses = 0
