@@ -198,6 +198,7 @@ class TrainConfig(BaseRLConfig):
         "reward_model.judge.urls",
         "reward_calls.max_failed_share",
         "rollout.colocated",
+        "actor.export_merged",
         "dry_run",
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
+from gcore_llm.learning.adapters import drop_other_export, with_adapter
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
@@ -47,7 +48,7 @@ from gcore_runs import (
     resolve,
 )
 from gcore_runs.engines import EngineConfig, Instrumentation, device_timers
-from gcore_trainer import merge_lora
+from gcore_trainer import merge_lora, read_adapters
 
 if TYPE_CHECKING:
     from gcore_controller import Handles, Recorder
@@ -64,6 +65,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
     config = resolve(config)
+    config = replace(config, actor=with_adapter(config.actor))
     if config.runtime == "sim":
         from gcore_llm.simulate import train_simulated
 
@@ -97,6 +99,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
 
                 making = make_warm_model(config, run, prompts, tokenizer, rewards.runner, supervisor.display)
                 supervisor.run_async(making)
+            drop_other_export(run.export, config.actor)
             if supervisor.resume(config.trainer.total_training_steps) is not None:
                 model = Path(config.model) if config.model else run.model
                 if config.runtime == "ray":
@@ -105,7 +108,10 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                     logged = replace(instrumentation, logs=run.logs)
                     starting = _start_inline(config, model, run, scoring, rewards.judges, logged)
                 with supervisor.started(starting) as backend:
-                    job = Job(config=config, prompts=prompts, workload=workload_of(model))
+                    # Engines start from the model's folder, without adapters.
+                    starts_adapted = bool(config.actor.lora_adapter_path)
+                    workload = workload_of(model)
+                    job = Job(config=config, prompts=prompts, workload=workload, is_policy_behind=starts_adapted)
                     supervisor.train(backend, job, RunRecorder)
 
                     def export(path: Path) -> None:
@@ -263,8 +269,8 @@ async def _run_controller(
         await rewards.close()
 
 
-async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine]:
-    """Return a run's config and tokenizer, and an engine with the weights of its last step, which is their version."""
+async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
+    """Return a run's config and tokenizer, an engine with the weights of its last checkpoint, and that one's step."""
     import torch
 
     run, config = RunFolder.opened(path, TrainConfig)
@@ -280,19 +286,20 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine]:
         # The run may be in the middle of a step on them.
         config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
-    checkpointer = Checkpointer(run.checkpoints)
+    checkpointer, lora = Checkpointer(run.checkpoints), config.actor.lora
+    step, trained = 0, {} if lora is None else read_adapters(lora)
     if checkpointer.steps():
         saved = checkpointer.load(only=["step", "trainer.model"])
-        weights = saved["trainer"]["model"].items()
-        if config.actor.lora is not None:
-            weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
-        await engine.update_weights(weights, version=saved["step"])
-    return config, tokenizer, engine
+        step, trained = saved["step"], saved["trainer"]["model"]
+    if trained:
+        weights = trained.items() if lora is None else merge_lora(load(model).items(), trained, lora)
+        await engine.update_weights(weights, version=max(step, 1))
+    return config, tokenizer, engine, step
 
 
 async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
-    config, tokenizer, engine = await _latest_policy(run)
+    config, tokenizer, engine, _ = await _latest_policy(run)
     [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
     request = Request(
         request_id="sample",
@@ -309,8 +316,8 @@ async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_
 
 async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
     """Return the step of a run's last checkpoint, and its scores on held-out prompts; `UserError` if it has none."""
-    config, tokenizer, engine = await _latest_policy(run)
-    step, prompts = engine.weight_version, load_prompts(config, tokenizer)
+    config, tokenizer, engine, step = await _latest_policy(run)
+    prompts = load_prompts(config, tokenizer)
     if not prompts.val:
         raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)
