@@ -192,7 +192,7 @@ def test_reward(cli: Cli, own_args: list[str], source: str, expected: str) -> No
         ("nowhere.py:reward", "no such file nowhere.py"),
         ("nowhere.py", "expected PATH.py:function"),
         ("accuracy", "expected PATH.py:function"),
-        ("", "reward is not set: PATH.py:function, math-verify or code is needed"),
+        ("", "reward is not set: PATH.py:function, math-verify, gsm8k, aime, multiple-choice, code is needed"),
     ],
 )
 def test_reward_spec(cli: Cli, own_args: list[str], spec: str, expected: str) -> None:

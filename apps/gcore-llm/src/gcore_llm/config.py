@@ -204,8 +204,9 @@ class TrainConfig(BaseRLConfig):
     model: str = ""
     """A local Hugging Face folder of a causal LM; empty: a tiny one is made and warmed up."""
     reward: str = ""
-    """PATH.py:function, a function of (prompt, completion, row); math-verify; or code, which runs the row's tests in a
-    sandbox. Tasks bring their own verifier."""
+    """PATH.py:function, a function of (prompt, completion, row); math-verify, gsm8k, aime or multiple-choice, which
+    compare with the row's column answer; or code, which runs the row's tests in a sandbox. Tasks bring their own
+    verifier."""
     answer_after: str = ""
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
     dry_run: bool = False
@@ -288,7 +289,7 @@ class TrainConfig(BaseRLConfig):
             raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
         if not (self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"):
             raise UserError(
-                f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "
+                f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
                 "or a reward_model, or an environment that rewards"
             )
 

@@ -315,14 +315,15 @@ class Generation:
             return
         finally:
             self._end_of_response()
+        answer: str | None = None
         score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
         if environment.limits.max_revisions:  # the run's reward has scored the turns
             environment.failures.succeeded()
         elif scored := await self._scored(group, episode.turns[-1]):
-            score, parts = score + scored.score, {**scored.parts, **parts}
+            score, parts, answer = score + scored.score, {**scored.parts, **parts}, scored.answer
         else:
             return
-        group.add(index, episode, Scored(score=score, parts=parts))
+        group.add(index, episode, Scored(score=score, parts=parts, answer=answer))
 
 
 def _new(prompts: Iterable[tuple[int, Prompt]]) -> list[tuple[UnfinishedGroup, Prompt]]:
@@ -350,7 +351,7 @@ class _PendingGroup:
         if index is None:
             self.greedy_score = scored.score
             return
-        fields: dict[str, Any] = {"score": scored.score, "parts": scored.parts}
+        fields: dict[str, Any] = {"score": scored.score, "parts": scored.parts, "answer": scored.answer}
         if isinstance(made, Episode):
             if self._prompt_ids is not None and not np.array_equal(made.prompt_ids, self._prompt_ids):
                 raise RequestError(
