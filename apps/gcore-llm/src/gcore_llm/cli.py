@@ -135,7 +135,7 @@ def _eval(args: Sequence[str]) -> None:
     from gcore_llm.training import evaluate_run
 
     step, result = asyncio.run(evaluate_run(parsed.run))
-    print(f"step {step}: held-out score {result.greedy:.3f} greedy, {result.sampled:.3f} sampled")
+    print(f"step {step}: held-out score {result}")
 
 
 def _simulate(args: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
+from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.learning.config import ActorConfig, CriticConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
@@ -62,6 +63,9 @@ class DataConfig(BaseDataConfig):
 
     train_files: tuple[str, ...] = ()
     """JSONL or Parquet files of prompts; the reward gets their other columns as they are."""
+    val_files: tuple[str, ...] = ()
+    """Held-out prompts: files, NAME=FILE for a set whose scores are apart, or a published set by its name (gsm8k,
+    math500, aime24, aime25, gpqa_diamond, mmlu_pro, humaneval); empty: data.val-size of the training prompts."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
     image_key: str = ""
@@ -121,6 +125,7 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
     max_staleness: Count = 8
     """Responses with a token by weights of more than this many steps before are generated again from scratch."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    val_kwargs: ValConfig = field(default_factory=ValConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,6 +203,7 @@ class TrainConfig(BaseRLConfig):
         "reward_model.judge.urls",
         "reward_calls.max_failed_share",
         "rollout.colocated",
+        "rollout.val_kwargs",
         "dry_run",
     )
 
@@ -266,6 +272,7 @@ class TrainConfig(BaseRLConfig):
             (turns, simulated, "whose roles have devices of their own"),
         ):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
+        rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
         self._check_memory_settings()
         gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
         self.require("trainer.megatron.overlap_param_gather", not gathers_late, "false with actor.lora_rank")
@@ -292,6 +299,11 @@ class TrainConfig(BaseRLConfig):
                 f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
                 "or a reward_model, or an environment that rewards"
             )
+
+    @property
+    def set_rewards(self) -> dict[str, str]:
+        """The rewards that held-out sets have in place of the run's, by the set's name."""
+        return self.rollout.val_kwargs.rewards(self.data.val_files)
 
     @property
     def can_take_turns(self) -> bool:

@@ -4,12 +4,14 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
-from itertools import accumulate
+from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import accumulate, chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
 
 from gcore_llm.config import DataConfig, TaskConfig, TrainConfig
+from gcore_llm.evaluation.sets import val_sources
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import Prompt, PromptImages, RolloutError, import_reasoning_gym, vision_processor
 from gcore_runs import UserError, columns, converted, hold_out, image_sources, max_sequence_length, one_line, read_rows
@@ -41,13 +43,29 @@ class PromptSets:
     val: list[Prompt]
     num_too_long: int
     """Number of prompts left out because they exceed data.max_prompt_length."""
+    named: Mapping[str, list[Prompt]] = field(default_factory=dict[str, list[Prompt]])
+    """Held-out sets with names, in addition to ``val``."""
 
     @classmethod
-    def within(cls, max_length: int, train: Sequence[Prompt], val: Sequence[Prompt]) -> "PromptSets":
+    def within(
+        cls,
+        max_length: int,
+        train: Sequence[Prompt],
+        val: Sequence[Prompt],
+        named: Mapping[str, Sequence[Prompt]] = MappingProxyType({}),
+    ) -> "PromptSets":
         """Return the prompts of at most so many tokens."""
-        kept_train, kept_val = ([p for p in prompts if len(p.token_ids) <= max_length] for prompts in (train, val))
-        num_kept = len(kept_train) + len(kept_val)
-        return cls(train=kept_train, val=kept_val, num_too_long=len(train) + len(val) - num_kept)
+        given = (train, val, *named.values())
+        kept_train, kept_val, *others = ([p for p in prompts if len(p.token_ids) <= max_length] for prompts in given)
+        num_too_long = sum(map(len, given)) - sum(map(len, (kept_train, kept_val, *others)))
+        return cls(
+            train=kept_train, val=kept_val, num_too_long=num_too_long, named=dict(zip(named, others, strict=True))
+        )
+
+    @property
+    def held_out(self) -> list[Prompt]:
+        """All held-out prompts."""
+        return [*self.val, *chain(*self.named.values())]
 
 
 def uses_plain_text(value: object, tokenizer: Any, data: DataConfig) -> bool:
@@ -123,9 +141,8 @@ def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) 
 
 def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
     """Load the prompts of data.train-files and data.val-files; `UserError` if a row is wrong, or no prompt is left."""
-    files = (data.train_files, data.val_files)
-    train, val = ([prompt for path in paths for prompt in _load_file(path, data, tokenizer)] for paths in files)
-    sets = PromptSets.within(data.max_prompt_length, train, val)
+    train = [prompt for path in data.train_files for prompt in _load_file(path, data, tokenizer)]
+    sets = PromptSets.within(data.max_prompt_length, train, *load_val_files(data, tokenizer))
     if not data.val_files:
         kept_train, kept_val = hold_out(sets.train, size=data.val_size, seed=seed)
         sets = replace(sets, train=kept_train, val=kept_val)
@@ -136,6 +153,25 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
             f"the shortest has {shortest} tokens"
         )
     return sets
+
+
+def load_val_files(
+    data: DataConfig, tokenizer: Any, *, setting: str = "data.val_files"
+) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """Load the prompts of data.val-files: those of files without a name, and the sets with names."""
+    val, named = list[Prompt](), dict[str, list[Prompt]]()
+    for name, path, published in val_sources(data.val_files, setting=setting):
+        if published is None:
+            prompts = _load_file(path, data, tokenizer)
+        else:
+            rows = [published.problem(row, f"{path}: row {n}") for n, row in enumerate(read_rows(path), 1)]
+            problems = (Problem(value=text, row=row, where=f"{path}: row {n}") for n, (text, row) in enumerate(rows, 1))
+            prompts = make_prompts(problems, tokenizer, data)
+        if name:
+            named[name] = prompts
+        else:
+            val += prompts
+    return val, named
 
 
 def _load_file(path: str, data: DataConfig, tokenizer: Any) -> list[Prompt]:
@@ -173,7 +209,7 @@ def longest_sequence(model: Path | None) -> int | None:
 
 def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:
     """Raise `UserError` if the longest prompt and response together are more than the policy or the critic takes."""
-    longest = max(len(prompt.token_ids) for prompt in (*prompts.train, *prompts.val))
+    longest = max(len(prompt.token_ids) for prompt in (*prompts.train, *prompts.held_out))
     models = {"model": config.model}
     if config.algorithm.estimator.needs_critic and config.critic.model:
         models["critic.model"] = config.critic.model
@@ -190,7 +226,8 @@ def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:
 def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
     """Generate a task's problems and make prompts of them; raises as `make_problems`, or if all are too long."""
     train, val = (make_prompts(problems, tokenizer, data) for problems in make_problems(task, seed=seed))
-    sets = PromptSets.within(data.max_prompt_length, train, val)
+    further, named = load_val_files(data, tokenizer)
+    sets = PromptSets.within(data.max_prompt_length, train, [*val, *further], named)
     if not sets.train or not sets.val:
         lengths = [len(p.token_ids) for p in (*train, *val)]
         raise UserError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
+from gcore_llm.evaluation.evaluate import Evaluation, evaluate, val_sets
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
@@ -23,17 +24,15 @@ from gcore_llm.prompts import (
 )
 from gcore_llm.report import KINDS
 from gcore_llm.sampling import (
-    Evaluation,
     Rewards,
     check_engine,
     connect_engine,
     engine_factory,
-    evaluate,
     load_servers,
     start_policy,
 )
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Engine, Failed, Request, RolloutRoles, SamplingParams
+from gcore_rollout import Engine, Failed, Request, SamplingParams
 from gcore_runs import (
     Display,
     Result,
@@ -87,7 +86,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))
             scoring = _scoring(config, tokenizer, rewards)
-            notices = [f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out"]
+            notices = [f"{len(prompts.train):,} training prompts, {len(prompts.held_out):,} held out"]
             if prompts.num_too_long:
                 longest = config.data.max_prompt_length
                 notices.insert(0, f"left out {prompts.num_too_long} prompts longer than {longest} tokens")
@@ -157,14 +156,17 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str
         say(f"warning: the trial gave no score: {scored.error}")
     if rewards.comparison is not None:
         await rewards.comparison.try_on(first)
+    for name, grader in rewards.graders.items():
+        for prompt in prompts.named[name][:1]:
+            await grader.try_on(prompt=prompt.text, completion="", row=prompt.row)
 
 
 def _scoring(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
-    """Return the fields of `RolloutRoles` that score, with the environment that the config names."""
+    """Return the fields of `SamplingRoles` that score, with the environment that the config names."""
     prompt_key, on_error = config.data.prompt_key, config.reward_calls.on_error
     build = config.rollout.multi_turn.build
     environment = build(tokenizer, rewards.runner, prompt_key=prompt_key, on_error=on_error)
-    own = {"reward": rewards.runner, "comparison": rewards.comparison}
+    own = {"reward": rewards.runner, "comparison": rewards.comparison, "graders": rewards.graders}
     return own | {"tokenizer": tokenizer, "environment": environment}
 
 
@@ -311,10 +313,10 @@ async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
     """Return the step of a run's last checkpoint, and its scores on held-out prompts; `UserError` if it has none."""
     config, tokenizer, engine = await _latest_policy(run)
     step, prompts = engine.weight_version, load_prompts(config, tokenizer)
-    if not prompts.val:
-        raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
     rewards = await Rewards.start(config)
-    result = await evaluate(RolloutRoles(policy=engine, **_scoring(config, tokenizer, rewards)), prompts.val, config)
+    if not (sets := val_sets(prompts, config, rewards.graders)):
+        raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
+    result = await evaluate(SamplingRoles(policy=engine, **_scoring(config, tokenizer, rewards)), sets)
     await rewards.close()
     await engine.close()
     return step, result

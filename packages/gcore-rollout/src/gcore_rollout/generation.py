@@ -163,6 +163,8 @@ class Generation:
     """Also score the responses of a group against each other, if there is a comparison."""
     quota: int | None = None
     """Number of generated groups after which the others are cut short; None: all are finished."""
+    finished: Callable[[Group], object] | None = None
+    """Called with each group, before any comparison, as soon as all its responses are scored."""
 
     def __post_init__(self) -> None:
         self._pending: dict[int, _PendingGroup] = {}
@@ -291,7 +293,14 @@ class Generation:
     async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
         text = self.roles.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         if scored := await self._scored(group, text):
-            group.add(None if completion.request_id.endswith("/greedy") else completion.index, completion, scored)
+            self._add(
+                group, None if completion.request_id.endswith("/greedy") else completion.index, completion, scored
+            )
+
+    def _add(self, group: "_PendingGroup", index: int | None, made: Completion | Episode, scored: Scored) -> None:
+        group.add(index, made, scored)
+        if self.finished is not None and len(group.responses) == self.n:
+            self.finished(group.group())
 
     async def _play(self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
@@ -323,7 +332,7 @@ class Generation:
             score, parts, answer = score + scored.score, {**scored.parts, **parts}, scored.answer
         else:
             return
-        group.add(index, episode, Scored(score=score, parts=parts, answer=answer))
+        self._add(group, index, episode, Scored(score=score, parts=parts, answer=answer))
 
 
 def _new(prompts: Iterable[tuple[int, Prompt]]) -> list[tuple[UnfinishedGroup, Prompt]]:
