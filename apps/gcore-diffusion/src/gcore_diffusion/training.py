@@ -1,13 +1,12 @@
 """`gcore-diffusion train`: from settings to a finished run and its report."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.sampling.prompts import load_prompts
-from gcore_runs import Kind, Result, Supervisor, UserError, check_safetensors, json_object, read_jsonl, resolve
+from gcore_runs import Kind, Result, Supervisor, UserError, check_safetensors, json_object, resolve
 
 if TYPE_CHECKING:
     from gcore_runs import Display
@@ -52,7 +51,7 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         UserError: wrong settings or data, found before anything is trained.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    from gcore_diffusion.backend import RunRecorder, best_step, checked_rewards, export, start
+    from gcore_diffusion.backend import RunRecorder, checked_rewards, export, start
     from gcore_diffusion.modality import Job
 
     config = resolve(config)
@@ -79,17 +78,9 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
             del rewards
             with supervisor.started(starting) as services:
                 supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
-                if best := best_step(config, run):
-                    supervisor.display.say(f"exporting the policy of step {best['step']}, the best on held-out prompts")
-                component = config.actor.component
-                supervisor.export(
-                    lambda path: export(services.learner, model, path, run.best if best else None, component=component)
-                )
-        result = supervisor.finish(KINDS)
-        if best := best_step(config, run):
-            rows = [row for row in read_jsonl(run.metrics) if row["step"] == best["step"] and "val/score/mean" in row]
-            return replace(result, after=(rows or [result.after])[-1])
-        return result
+                best, component = supervisor.best_policy(), config.actor.component
+                supervisor.export(lambda path: export(services.learner, model, path, best, component=component))
+        return supervisor.finish(KINDS)
 
 
 def check_pipeline(model: Path) -> None:

@@ -113,6 +113,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         self._sampling, self._with_greedy = sampling_params(job.config), job.config.algorithm.estimator.needs_greedy
         self._has_critic, self._has_reference = has_critic(job.config), has_reference(job.config)
         self._keeps_cache = job.config.trainer.schedule == "async"
+        self.saves_evaluated = job.config.trainer.export == "best"
 
     @property
     def prompts(self) -> Sequence[Prompt]:

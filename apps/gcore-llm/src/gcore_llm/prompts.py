@@ -54,9 +54,11 @@ class PromptSets:
         val: Sequence[Prompt],
         named: Mapping[str, Sequence[Prompt]] = MappingProxyType({}),
     ) -> "PromptSets":
-        """Return the prompts of at most so many tokens."""
+        """Return the prompts of at most so many tokens; `UserError` if a set with a name has none."""
         given = (train, val, *named.values())
         kept_train, kept_val, *others = ([p for p in prompts if len(p.token_ids) <= max_length] for prompts in given)
+        if empty := [name for name, own in zip(named, others, strict=True) if not own]:
+            raise UserError(f"data.max_prompt_length is {max_length}: all prompts of {empty[0]} are longer")
         num_too_long = sum(map(len, given)) - sum(map(len, (kept_train, kept_val, *others)))
         return cls(
             train=kept_train, val=kept_val, num_too_long=num_too_long, named=dict(zip(named, others, strict=True))

@@ -1,5 +1,6 @@
 """From settings to a finished run, in this process or on Ray; and samples and scores of its latest policy."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
-from gcore_llm.evaluation.evaluate import Evaluation, evaluate, val_sets
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
@@ -85,7 +85,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))
-            scoring = _scoring(config, tokenizer, rewards)
+            scoring = scoring_roles(config, tokenizer, rewards)
             notices = [f"{len(prompts.train):,} training prompts, {len(prompts.held_out):,} held out"]
             if prompts.num_too_long:
                 longest = config.data.max_prompt_length
@@ -106,9 +106,13 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                 with supervisor.started(starting) as backend:
                     job = Job(config=config, prompts=prompts, workload=workload_of(model))
                     supervisor.train(backend, job, RunRecorder)
+                    best = supervisor.best_policy()
 
                     def export(path: Path) -> None:
-                        backend.learner.save_pretrained(path)
+                        if best is None:
+                            backend.learner.save_pretrained(path)
+                        else:
+                            shutil.copytree(best, path)
                         tokenizer.save_pretrained(path)
 
                     supervisor.export(export)
@@ -161,7 +165,7 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str
             await grader.try_on(prompt=prompt.text, completion="", row=prompt.row)
 
 
-def _scoring(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
+def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
     """Return the fields of `SamplingRoles` that score, with the environment that the config names."""
     prompt_key, on_error = config.data.prompt_key, config.reward_calls.on_error
     build = config.rollout.multi_turn.build
@@ -254,7 +258,7 @@ async def _run_controller(
     try:
         roles = Roles(
             policy=own.policy,
-            **_scoring(config, tokenizer, rewards),
+            **scoring_roles(config, tokenizer, rewards),
             policy_slots=own.num_engines * config.rollout.max_num_seqs,
             learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of, sharing=own.sharing),
             devices=own.devices,
@@ -265,36 +269,51 @@ async def _run_controller(
         await rewards.close()
 
 
-async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine]:
-    """Return a run's config and tokenizer, and an engine with the weights of its last step, which is their version."""
-    import torch
-
+def opened_run(path: Path) -> tuple[RunFolder, TrainConfig]:
+    """Return a run's folder, and its settings with the folder of its model; `UserError` if it has none yet."""
     run, config = RunFolder.opened(path, TrainConfig)
-    torch.set_num_threads(config.threads)
-    model = Path(config.model) if config.model else run.model
-    if not config.model and not model.is_dir():
+    if not config.model and not run.model.is_dir():
         raise UserError(
             f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"
         )
+    return run, config if config.model else replace(config, model=str(run.model))
+
+
+async def finished_policy(run: RunFolder | None, config: TrainConfig, tokenizer: Any, *, best: bool = False) -> Engine:
+    """Start an engine with the weights of a run's last checkpoint, or with its best ones; their step is their version.
+
+    Without a run, and without any checkpoint, they are those of ``config.model``. `UserError` if a run has kept none as
+    its best ones.
+    """
+    import torch
+
+    torch.set_num_threads(config.threads)
+    model = Path(config.model)
     check_model(model)
-    tokenizer = build_tokenizer(model)
+    best_step = run.best_step() if run is not None and best else None
+    if run is not None and best and best_step is None:
+        raise UserError(f"checkpoint is 'best'; expected 'latest': {run.path} has kept none (trainer.export is 'last')")
     if config.rollout.is_on_servers:
         # The run may be in the middle of a step on them.
         config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
-    checkpointer = Checkpointer(run.checkpoints)
-    if checkpointer.steps():
+    checkpointer = None if run is None else Checkpointer(run.checkpoints)
+    if run is not None and best_step is not None:
+        await engine.update_weights(load(run.best / "trained").items(), version=best_step)
+    elif checkpointer is not None and checkpointer.steps():
         saved = checkpointer.load(only=["step", "trainer.model"])
         weights = saved["trainer"]["model"].items()
         if config.actor.lora is not None:
             weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
         await engine.update_weights(weights, version=saved["step"])
-    return config, tokenizer, engine
+    return engine
 
 
 async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
-    config, tokenizer, engine = await _latest_policy(run)
+    folder, config = opened_run(run)
+    tokenizer = build_tokenizer(Path(config.model))
+    engine = await finished_policy(folder, config, tokenizer)
     [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
     request = Request(
         request_id="sample",
@@ -307,16 +326,3 @@ async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_
     await engine.close()
     completions.sort(key=lambda c: c.index)
     return [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
-
-
-async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
-    """Return the step of a run's last checkpoint, and its scores on held-out prompts; `UserError` if it has none."""
-    config, tokenizer, engine = await _latest_policy(run)
-    step, prompts = engine.weight_version, load_prompts(config, tokenizer)
-    rewards = await Rewards.start(config)
-    if not (sets := val_sets(prompts, config, rewards.graders)):
-        raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
-    result = await evaluate(SamplingRoles(policy=engine, **_scoring(config, tokenizer, rewards)), sets)
-    await rewards.close()
-    await engine.close()
-    return step, result

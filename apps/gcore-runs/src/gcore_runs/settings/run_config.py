@@ -62,6 +62,13 @@ class RLTrainerConfig(BaseTrainerConfig):
 
     early_stopping_patience: NonNegative = 0
     """Evaluations in a row without improvement after which the run ends early; 0: it never does."""
+    export: Literal["last", "best"] = "last"
+    """Step whose policy is exported. best: that of the best evaluation; it is saved at once."""
+    best_metric: str = ""
+    """Metric of evaluations that says which one is best, such as val/aime24/avg@8; empty: the mean score, of language
+    models that of greedy responses, of image models that of a reward not trained on if there is one."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether the best value of this metric is the highest or the lowest."""
 
 
 @dataclass(frozen=True, kw_only=True)
