@@ -143,7 +143,7 @@ def test_eval_gives_the_last_held_out_score(shared_cli: Cli, trained: Path) -> N
     last = val_rows(trained)[-1]
     greedy, sampled = last["val/greedy/score/mean"], last["val/sampled/score/mean"]
     expected = f"step 2: held-out score {greedy:.3f} greedy, {sampled:.3f} sampled\n"
-    assert shared_cli.ok("eval", trained) == expected
+    assert expected in shared_cli.ok("eval", trained)
 
 
 def test_report_rewrites_the_page(shared_cli: Cli, trained: Path) -> None:
@@ -337,7 +337,7 @@ def test_a_run_with_adapters_can_be_looked_at(cli: Cli, own_args: list[str]) -> 
     cli.ok(*own_args, "--actor.lora-rank", "4", "--actor.optim.lr", "1e-2")
     last = val_rows(cli.cwd / "runs/default")[-1]
     expected = f"{last['val/greedy/score/mean']:.3f} greedy, {last['val/sampled/score/mean']:.3f} sampled"
-    assert cli.ok("eval", "runs/default") == f"step 2: held-out score {expected}\n"
+    assert f"step 2: held-out score {expected}\n" in cli.ok("eval", "runs/default")
 
 
 def test_small_micro_batches_change_nothing(cli: Cli, trained: Path, own_args: list[str]) -> None:

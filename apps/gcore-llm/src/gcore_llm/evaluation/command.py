@@ -90,6 +90,10 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
     if (path / "config.toml").is_file():
         run, config = opened_run(path)
     else:
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"model is {args.model!r}; expected a run's folder, or a Hugging Face folder with config.json"
+            )
         check_model(path)
         if not args.on:
             raise UserError(f"on is not set; expected files of prompts with a model, or of {', '.join(PUBLISHED)}")
@@ -196,5 +200,5 @@ class _Progress:
     def add(self, group: Group) -> None:
         """Count the responses to a prompt."""
         self._num, self._sum = self._num + len(group.scores), self._sum + sum(group.scores)
-        cells = [("of", f"{self._total:,}"), ("mean score", f"{self._sum / self._num:.3f}")]
+        cells = [("mean score", f"{self._sum / self._num:.3f}"), ("left", f"{self._total - self._num:,}")]
         self._display.progressed(self._num, cells, unit="response")
