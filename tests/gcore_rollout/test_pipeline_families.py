@@ -48,7 +48,7 @@ from gcore_trainer.diffusion.objectives import model_timesteps
 pytestmark = pytest.mark.filterwarnings("ignore:You have passed:FutureWarning")
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "apps/gcore-diffusion/README.md"
+PAGE = ROOT / "docs/reference/pipelines.md"
 RATIO_TOLERANCE = 1e-6
 TWO_CALLS_TOLERANCE = 1e-5
 """Of pipelines that call their model once with and once without the prompt, where training has one call for both."""
@@ -72,9 +72,9 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
 
 
-def readme_rows() -> dict[str, list[str]]:
-    """The cells of the README's table by family."""
-    table = README.read_text().partition(HEADER + "\n")[2].partition("\n\n")[0]
+def page_rows() -> dict[str, list[str]]:
+    """The cells of the page's table by family."""
+    table = PAGE.read_text().partition(HEADER + "\n")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     return {name: cells for name, *cells in rows}
 
@@ -85,13 +85,13 @@ def cells_of(line: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "guidance_scale"), CASES)
 async def test_what_was_sampled_is_computed_again(name: str, guidance_scale: float, tmp_path: Path) -> None:
-    """The trainer's density of every step is the engine's, and so is the timestep of its level; as the README says."""
+    """The trainer's density of every step is the engine's, and so is the timestep of its level; as the page says."""
     family = FAMILIES[name]
     found = await measured(family, tmp_path, guidance_scale)
     engine, made = found.engine, found.samples
     samples = [in_training(each) for each in made]
     assert samples[0].num_steps >= 2
-    *cells, number = readme_rows()[name]
+    *cells, number = page_rows()[name]
     *expected, _ = cells_of(row(name, found, has_guidance=guidance_scale > 1))
     if guidance_scale == family.guidance_scales[-1]:
         assert cells == expected
@@ -245,20 +245,20 @@ def test_what_does_not_work_is_refused_in_a_line(name: str, tmp_path: Path) -> N
     with pytest.raises(UnsupportedModelError) as found:
         DiffusersEngine(family.make(tmp_path), options=family.options, size=family.size)
     assert "\n" not in str(found.value)
-    assert cells_of(refused_row(name, found.value)) == readme_rows()[name]
+    assert cells_of(refused_row(name, found.value)) == page_rows()[name]
 
 
-def test_the_readme_lists_the_families() -> None:
+def test_the_page_lists_the_families() -> None:
     """In the order in which the command prints them."""
-    assert list(readme_rows()) == list(FAMILIES | REFUSED)
+    assert list(page_rows()) == list(FAMILIES | REFUSED)
 
 
 @pytest.mark.slow
 def test_the_command_prints_the_table() -> None:
-    """The README's, up to rounding in the last column."""
+    """The page's, up to rounding in the last column."""
     command = ROOT / "tests/ranks/pipeline_conformance.py"
     printed = subprocess.check_output([sys.executable, command], text=True)
     assert printed.startswith(HEADER)
-    for name, line in zip(readme_rows(), printed.splitlines()[2:], strict=True):
+    for name, line in zip(page_rows(), printed.splitlines()[2:], strict=True):
         assert line.startswith(f"| {name} |")
-        assert cells_of(line)[:-1] == readme_rows()[name][:-1]
+        assert cells_of(line)[:-1] == page_rows()[name][:-1]

@@ -1,6 +1,6 @@
 """The table of models that packed training computes, from a sweep over tiny models of every type.
 
-``python tests/gcore_trainer/model_table.py`` writes it to packages/gcore-trainer/docs/models.md.
+``python tests/gcore_trainer/model_table.py`` writes it to docs/reference/models.md.
 """
 
 import re
@@ -19,7 +19,7 @@ from trainer_oracles import Group, load_padded, make_samples, save_model
 
 from gcore_trainer import PackedModel, Sample, UnsupportedModelError
 
-TABLE = Path(__file__).parents[2] / "packages/gcore-trainer/docs/models.md"
+TABLE = Path(__file__).parents[2] / "docs/reference/models.md"
 TOLERANCE = 2e-4
 _SAMPLES = make_samples([Group(12, [9, 4]), Group(5, [7]), Group(20, [15, 1, 6])], seed=0)
 _LONGEST = 35

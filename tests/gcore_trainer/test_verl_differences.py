@@ -1,4 +1,4 @@
-"""What `packages/gcore-trainer/docs/verl.md` says: where an algorithm differs from verl's on purpose, both results."""
+"""What `docs/reference/verl.md` says: where an algorithm differs from verl's on purpose, both results."""
 
 import re
 from inspect import signature
@@ -38,7 +38,7 @@ from gcore_trainer import (
 from gcore_trainer.config import POLICY_LOSSES
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "packages/gcore-trainer/docs/verl.md").read_text()
+PAGE = (ROOT / "docs/reference/verl.md").read_text()
 SEQ_MEANS: list[LossAggMode] = ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 

@@ -85,11 +85,13 @@ def requests(family: Family, kernel: Kernel, guidance_scale: float) -> list[Imag
     ]
 
 
-async def measured(family: Family, path: Path, guidance_scale: float, *, max_num_images: int = 64) -> Measured:
+async def measured(
+    family: Family, path: Path, guidance_scale: float, *, max_num_images: int = 64, device: str = "cpu"
+) -> Measured:
     pipeline = family.make(path)
     scheduler = "DDIM" if hasattr(pipeline.scheduler, "alphas_cumprod") else "flow matching"
     settings: dict[str, Any] = {"options": family.options, "size": family.size, "component": family.component}
-    engine = DiffusersEngine(pipeline, max_num_images=max_num_images, **settings)
+    engine = DiffusersEngine(pipeline, max_num_images=max_num_images, device=device, **settings)
     given = requests(family, kernel_of(pipeline), guidance_scale)
     calls, steps = [], []
     model = getattr(pipeline, family.component or "transformer", None) or pipeline.unet

@@ -72,6 +72,9 @@ DISTRIBUTIONS = [
 PACKAGES = [d for d in DISTRIBUTIONS if d.is_package]
 APPS = [d for d in DISTRIBUTIONS if not d.is_package]
 READMES = [ROOT / "README.md", *(d.folder / "README.md" for d in DISTRIBUTIONS)]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md", *PAGES]
+"""What people read."""
 
 
 def relative(path: Path) -> str:

@@ -1,13 +1,11 @@
-"""CONTRIBUTING.md, docs/ and the READMEs name files that exist, and a change's one file."""
+"""CONTRIBUTING.md, docs/ and the READMEs lead to what exists, and name a change's one file."""
 
 import re
 from pathlib import Path
 
 import pytest
-from house import DISTRIBUTIONS, READMES, ROOT, relative
+from house import DISTRIBUTIONS, DOCUMENTS, PAGES, ROOT, relative
 
-GUIDES = sorted((ROOT / "docs").glob("*.md"))
-DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md", *GUIDES]
 NOT_HERE = ("runs/default/", "src/gcore_x/")
 """Paths of a run, and of a package to come."""
 CHANGES = (
@@ -29,7 +27,7 @@ def bases(document: Path) -> list[Path]:
     folders = [ROOT, document.parent, ROOT / "tests/workspace"]
     for each in DISTRIBUTIONS:
         folders.append(each.source.parent)
-        if each.folder == document.parent or document.parent == ROOT / "docs":
+        if each.folder == document.parent or document in PAGES:
             folders += [each.source, *(path for path in each.source.iterdir() if path.is_dir())]
     return folders
 
@@ -49,11 +47,30 @@ def test_paths_that_are_named_exist(document: Path) -> None:
     assert [path for path in named if path not in NOT_HERE and not exists(path, document)] == []
 
 
-@pytest.mark.parametrize("document", GUIDES, ids=relative)
-def test_links_of_guides_lead_somewhere(document: Path) -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)", document.read_text())
-    assert targets or document.stem == "glossary"
-    assert [target for target in targets if not (document.parent / target).exists()] == []
+def anchors(document: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_links_lead_somewhere(document: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", document.read_text(), flags=re.DOTALL)
+    links = [target.partition("#") for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", prose) if "://" not in target]
+    for path, _, anchor in links:
+        target = document.parent / path if path else document
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_the_index_leads_to_every_page() -> None:
+    """Directly, or by a page that it leads to."""
+    reached, new = set[Path](), {ROOT / "docs/index.md"}
+    while new:
+        reached |= new
+        links = {(p, link) for p in new for link in re.findall(r"\]\(([^)#\s]+\.md)", p.read_text())}
+        new = {(page.parent / link).resolve() for page, link in links} & set(PAGES) - reached
+    assert set(PAGES) - reached == set()
 
 
 def test_each_change_has_one_file_and_an_example() -> None:

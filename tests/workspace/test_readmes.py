@@ -1,6 +1,5 @@
-"""What READMEs and CONTRIBUTING.md tell a reader to run does run."""
+"""What READMEs, CONTRIBUTING.md and the pages of docs/ give a reader to run does run."""
 
-import dataclasses
 import os
 import re
 import shlex
@@ -10,15 +9,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import Cli, Server, served
-from house import APPS, READMES, ROOT, fenced_blocks, names_of_tests, relative
+from house import DOCUMENTS, READMES, ROOT, fenced_blocks, names_of_tests, relative
 
-from gcore_llm.config import TrainConfig
-
-DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "docs/on-one-gpu.md", ROOT / "docs/on-a-cluster.md"]
+READ_ON = (
+    "README.md",
+    "apps/gcore-llm/README.md",
+    "docs/start.md",
+    "docs/how-to/own-model.md",
+    "docs/how-to/plan-a-run.md",
+    "docs/how-to/several-processes.md",
+    "docs/how-to/fine-tuning.md",
+    "docs/how-to/simulate.md",
+    "docs/how-to/watch-a-run.md",
+)
+"""Documents that use the runs and files of those before them. Their commands run in one folder, each once."""
+GROUPS = [[ROOT / name for name in READ_ON], *([d] for d in DOCUMENTS if relative(d) not in READ_ON)]
 
 HERE = "tests/workspace/test_readmes.py"
 WHEELS = "tests/workspace/test_wheels.py"
@@ -40,6 +48,7 @@ CHECKED_ELSEWHERE = {
     r"uv run basedpyright": ".ci/run",
     r"uv run pytest": ".ci/run",
     r"uv run pytest -m slow": ".ci/run",
+    r"uv run mkdocs build --strict": "tests/workspace/test_site.py::test_every_page_is_there",
     r"uv run pytest tests/\w+": f"{HERE}::test_named_test_folders_exist",
     r"uv run pytest -m gpu tests/gpu": "tests/gpu/test_engine.py::test_engine_and_trainer_agree",
     r"scripts/gpu/accept --make-wheels .*": "tests/scripts/test_accept.py::test_wheels_are_what_the_image_lacks",
@@ -50,9 +59,9 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-llm train --runtime ray .*": f"{LLM}/test_on_ray.py::test_controllers_everywhere_train_alike",
     r"(uv run )?gcore-llm simulate --.*": f"{LLM}/test_simulate.py::test_command_prints_its_table",
     r"uv run gcore-diffusion train --model PIPELINE .* --data.image-key image .*": (
-        f"{DIFFUSION}/test_images_in_prompts.py::test_the_example_of_the_readme"
+        f"{DIFFUSION}/test_images_in_prompts.py::test_the_example_of_the_page"
     ),
-    r"(uv run )?gcore-diffusion train --recipe \w+ --dry-run": (
+    r"(uv run )?gcore-(diffusion|llm) train --recipe \w+ --dry-run( --dry-run-device H100)?": (
         "tests/apps/test_recipe_pages.py::test_the_page_shows_what_a_dry_run_prints"
     ),
     r"(uv run )?gcore-diffusion train --model PIPELINE .*": f"{DIFFUSION}/test_diffusion.py::test_every_algorithm_runs",
@@ -154,6 +163,14 @@ def commands(document: Path) -> list[Command]:
     return found
 
 
+def in_order(group: list[Path]) -> list[Command]:
+    """Commands of documents that follow each other, those that come again left out."""
+    first: dict[str, Command] = {}
+    for command in (command for document in group for command in commands(document)):
+        first.setdefault(command.text.removeprefix("uv run "), command)
+    return list(first.values())
+
+
 def split_commands(lines: list[str]) -> Iterator[tuple[int, str]]:
     """First line number and text of each command; comments are left out."""
     number = 0
@@ -184,8 +201,8 @@ def is_run_here(command: Command) -> bool:
     return known and checked_elsewhere(command) is None
 
 
-def by_path(document: Path) -> str:
-    return relative(document)
+def first_path(group: list[Path]) -> str:
+    return relative(group[0])
 
 
 @pytest.mark.slow
@@ -202,7 +219,7 @@ def test_python_examples_run(example: Example, tmp_path: Path) -> None:
     assert "Warning" not in result.stderr
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_shell_commands_are_all_checked(document: Path) -> None:
     unknown = [
         f"{command.where}: {command.text!r} {ADVICE}"
@@ -223,11 +240,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
-def test_shell_commands_run(document: Path, tmp_path: Path, servers: dict[str, Server]) -> None:
-    """All that are not checked elsewhere, in the document's order and in one empty folder."""
+@pytest.mark.parametrize("group", [g for g in GROUPS if any(map(is_run_here, in_order(g)))], ids=first_path)
+def test_shell_commands_run(group: list[Path], tmp_path: Path, servers: dict[str, Server]) -> None:
+    """All that are not checked elsewhere, in the documents' order and in one empty folder."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    for command in filter(is_run_here, commands(document)):
+    for command in filter(is_run_here, in_order(group)):
         text = command.text.removeprefix("uv run ")
         text = f"{text} {SHORTENED.get(text, '')}".strip()
         app = text.partition(" ")[0]
@@ -263,38 +280,16 @@ def test_what_is_shortened_is_checked_closely_elsewhere(command: str) -> None:
     assert test in names_of_tests(ROOT / file)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_named_test_folders_exist(document: Path) -> None:
     for name in re.findall(r"pytest (tests/\w+)", document.read_text()):
         assert (ROOT / name).is_dir()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_path)
-def test_links_lead_somewhere(document: Path) -> None:
-    prose = re.sub(r"```.*?```|`[^`\n]*`", "", document.read_text(), flags=re.DOTALL)
-    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose)
-    local = [target for target in targets if "://" not in target]
-    assert not [target for target in local if not (document.parent / target).exists()]
-
-
-def test_the_table_of_settings_is_true() -> None:
-    """`| `name` | default | meaning |`, in the README of gcore-llm."""
-    [app] = [a for a in APPS if a.name == "gcore-llm"]
-    text = (app.folder / "README.md").read_text().partition("## Settings")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", text, flags=re.MULTILINE)
-    assert len(rows) > 10
-    for name, default in rows:
-        value: Any = TrainConfig()
-        for part in name.split("."):
-            assert part in {f.name for f in dataclasses.fields(value)}, name
-            value = getattr(value, part)
-        assert default.strip() == as_shown(value), name
-
-
-def as_shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "" if value in ("", (), None) else f"`{value}`"
+@pytest.mark.parametrize("document", READMES, ids=relative)
+def test_a_readme_is_short(document: Path) -> None:
+    """What is longer is a page of docs/."""
+    assert len(document.read_text().splitlines()) <= 150
 
 
 def test_commands_are_distinguished() -> None:

@@ -16,7 +16,7 @@ from gcore_diffusion.sampling.image_sampling import Group
 from gcore_diffusion.sampling.prompts import Prompt, load_prompts
 from gcore_runs import UserError
 
-README = Path(__file__).parents[3] / "apps/gcore-diffusion/README.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/own-pipeline.md"
 
 
 @pytest.fixture
@@ -91,9 +91,9 @@ def test_a_checkpoint_keeps_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme(cli: Cli) -> None:
+def test_the_example_of_the_page(cli: Cli) -> None:
     """With a tiny FLUX.2 instead of a pipeline of the user, prompts with and without images, and smaller images."""
-    section = README.read_text().partition("## Images in prompts")[2].partition("\n## ")[0]
+    section = PAGE.read_text().partition("## Images in prompts")[2].partition("\n## ")[0]
     [command] = re.findall(r"```bash\nuv run gcore-diffusion (.*?)\n```", section, flags=re.DOTALL)
     [code] = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     FAMILIES["FLUX.2 klein"].make(cli.cwd).save_pretrained(cli.cwd / "PIPELINE")

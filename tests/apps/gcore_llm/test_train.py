@@ -332,14 +332,6 @@ def test_a_long_response_costs(cli: Cli, own_args: list[str]) -> None:
     assert row["critic/rewards/mean"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_run_with_adapters_can_be_looked_at(cli: Cli, own_args: list[str]) -> None:
-    """Its checkpoint holds adapters only; `eval` merges them with the model that they belong to."""
-    cli.ok(*own_args, "--actor.lora-rank", "4", "--actor.optim.lr", "1e-2")
-    last = val_rows(cli.cwd / "runs/default")[-1]
-    expected = f"{last['val/greedy/score/mean']:.3f} greedy, {last['val/sampled/score/mean']:.3f} sampled"
-    assert f"step 2: held-out score {expected}\n" in cli.ok("eval", "runs/default")
-
-
 def test_small_micro_batches_change_nothing(cli: Cli, trained: Path, own_args: list[str]) -> None:
     small = ["--data.max-prompt-length", "12", "--actor.ppo-max-token-len", "20", "--rollout.max-num-seqs", "5"]
     cli.ok(*own_args, *small)

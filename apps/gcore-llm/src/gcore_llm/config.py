@@ -204,6 +204,7 @@ class TrainConfig(BaseRLConfig):
         "reward_calls.max_failed_share",
         "rollout.colocated",
         "rollout.val_kwargs",
+        "actor.export_merged",
         "dry_run",
     )
 

@@ -269,7 +269,7 @@ class Rewards:
 def reward_function(config: TrainConfig) -> RewardFunction:
     """Load the reward function that the config names, if it names one; see `TrainConfig.check_inputs`."""
     if config.reward:
-        return build_reward(config.reward)
+        return build_reward(config.reward, prompt_key=config.data.prompt_key)
     return ReasoningGymReward(answer_after=config.answer_after) if config.task.name else no_reward
 
 

@@ -1,7 +1,7 @@
 """From settings to a finished run, in this process or on Ray; and samples and scores of its latest policy."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
+from gcore_llm.learning.adapters import drop_other_export, with_adapter
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
@@ -46,7 +47,7 @@ from gcore_runs import (
     resolve,
 )
 from gcore_runs.engines import EngineConfig, Instrumentation, device_timers
-from gcore_trainer import merge_lora
+from gcore_trainer import merge_lora, read_adapters
 
 if TYPE_CHECKING:
     from gcore_controller import Handles, Recorder
@@ -63,6 +64,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
     config = resolve(config)
+    config = replace(config, actor=with_adapter(config.actor))
     if config.runtime == "sim":
         from gcore_llm.simulate import train_simulated
 
@@ -96,6 +98,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
 
                 making = make_warm_model(config, run, prompts, tokenizer, rewards.runner, supervisor.display)
                 supervisor.run_async(making)
+            drop_other_export(run.export, config.actor)
             if supervisor.resume(config.trainer.total_training_steps) is not None:
                 model = Path(config.model) if config.model else run.model
                 if config.runtime == "ray":
@@ -104,7 +107,10 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                     logged = replace(instrumentation, logs=run.logs)
                     starting = _start_inline(config, model, run, scoring, rewards.judges, logged)
                 with supervisor.started(starting) as backend:
-                    job = Job(config=config, prompts=prompts, workload=workload_of(model))
+                    # Engines start from the model's folder, without adapters.
+                    starts_adapted = bool(config.actor.lora_adapter_path)
+                    workload = workload_of(model)
+                    job = Job(config=config, prompts=prompts, workload=workload, is_policy_behind=starts_adapted)
                     supervisor.train(backend, job, RunRecorder)
                     best = supervisor.best_policy()
 
@@ -279,11 +285,13 @@ def opened_run(path: Path) -> tuple[RunFolder, TrainConfig]:
     return run, config if config.model else replace(config, model=str(run.model))
 
 
-async def finished_policy(run: RunFolder | None, config: TrainConfig, tokenizer: Any, *, best: bool = False) -> Engine:
-    """Start an engine with the weights of a run's last checkpoint, or with its best ones; their step is their version.
+async def finished_policy(
+    run: RunFolder | None, config: TrainConfig, tokenizer: Any, *, best: bool = False
+) -> tuple[Engine, int]:
+    """Start an engine with the weights of a run's last checkpoint, or with its best ones; return it, and their step.
 
-    Without a run, and without any checkpoint, they are those of ``config.model``. `UserError` if a run has kept none as
-    its best ones.
+    Without a run, and without any checkpoint, they are those that training starts from. `UserError` if a run has kept
+    none as its best ones.
     """
     import torch
 
@@ -298,22 +306,28 @@ async def finished_policy(run: RunFolder | None, config: TrainConfig, tokenizer:
         config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
     checkpointer = None if run is None else Checkpointer(run.checkpoints)
+    lora, step = config.actor.lora, best_step or 0
+    trained: Mapping[str, Any] = {} if lora is None else read_adapters(lora)
     if run is not None and best_step is not None:
-        await engine.update_weights(load(run.best / "trained").items(), version=best_step)
+        kept = run.best / "trained"
+        if lora is not None and (kept / "adapter_config.json").is_file():
+            trained = read_adapters(replace(lora, path=str(kept)))
+        else:
+            trained, lora = load(kept), None
     elif checkpointer is not None and checkpointer.steps():
         saved = checkpointer.load(only=["step", "trainer.model"])
-        weights = saved["trainer"]["model"].items()
-        if config.actor.lora is not None:
-            weights = merge_lora(load(model).items(), saved["trainer"]["model"], config.actor.lora)
-        await engine.update_weights(weights, version=saved["step"])
-    return engine
+        step, trained = saved["step"], saved["trainer"]["model"]
+    if trained:
+        weights = trained.items() if lora is None else merge_lora(load(model).items(), trained, lora)
+        await engine.update_weights(weights, version=max(step, 1))
+    return engine, step
 
 
 async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
     folder, config = opened_run(run)
     tokenizer = build_tokenizer(Path(config.model))
-    engine = await finished_policy(folder, config, tokenizer)
+    engine, _ = await finished_policy(folder, config, tokenizer)
     [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
     request = Request(
         request_id="sample",

@@ -79,6 +79,7 @@ from .settings.parsing import (
     validated as validated,
 )
 from .settings.run_config import (
+    AdapterSettings as AdapterSettings,
     BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseDataConfig as BaseDataConfig,

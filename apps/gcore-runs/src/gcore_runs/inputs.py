@@ -97,7 +97,9 @@ def hold_out(rows: Sequence[RowT], *, size: int, seed: int) -> tuple[list[RowT],
 def check_model(path: Path, *, setting: str = "model") -> None:
     """Raise `UserError` unless it is a Hugging Face folder with weights of an architecture that transformers knows."""
     if not (path / "config.json").is_file():
-        raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json")
+        adapters = "; it has adapters, which start a run from their base model (lora_adapter_path), or are exported "
+        hint = f"{adapters}merged (export_merged)" if (path / "adapter_config.json").is_file() else ""
+        raise UserError(f"{setting} is {str(path)!r}; expected a Hugging Face folder with config.json{hint}")
     from transformers import AutoConfig
 
     try:

@@ -37,6 +37,8 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
     """Data type of the engines, as torch names it."""
     rest: ClassVar[tuple[str, ...]] = ("step", "controllers")
     """Keys of a checkpoint besides those of the models."""
+    exports_adapters: bool = False
+    """Whether the policy's adapters are exported, and not the model with the adapters merged into it."""
     is_one_at_a_time: bool = False
     """Whether the device has one model at a time: the one that is in use."""
     _is_asleep: bool = False
@@ -94,14 +96,16 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
         unmerged = UnmergedWeights(
             frozen=lambda: divided(weights.frozen()),
             adapters=lambda: divided(weights.adapters().items()),
-            scaling=weights.config.alpha / weights.config.rank,
+            scaling=weights.config.scaling,
         )
         return MergedWeights(divided(weights), unmerged, dtypes=dtypes)
 
     def save_pretrained(self, path: Path) -> None:
         self.wake()
         self.use("actor")
-        self.trainers["actor"].save_pretrained(path)
+        trainer = self.trainers["actor"]
+        write = trainer.save_adapters if self.exports_adapters else trainer.save_pretrained
+        write(path)
 
     def save(self, step: int, rest: State) -> None:
         self.wake()

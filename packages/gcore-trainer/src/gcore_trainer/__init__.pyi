@@ -36,7 +36,6 @@ from .config import (
     DPOConfig as DPOConfig,
     KLControlConfig as KLControlConfig,
     KLPenalty as KLPenalty,
-    LoRAConfig as LoRAConfig,
     LossAggMode as LossAggMode,
     LRSchedulerType as LRSchedulerType,
     OptimizerConfig as OptimizerConfig,
@@ -83,7 +82,8 @@ from .errors import (
     UnsupportedModelError as UnsupportedModelError,
 )
 from .extras import check_extras as check_extras
-from .lora import LoRAWeights as LoRAWeights, merge_lora as merge_lora
+from .lora import LoRAWeights as LoRAWeights, merge_lora as merge_lora, read_adapters as read_adapters
+from .lora_config import LoRAConfig as LoRAConfig, read_lora_config as read_lora_config
 from .megatron.trainer import MegatronTrainer as MegatronTrainer
 from .megatron_config import MegatronConfig as MegatronConfig
 from .objectives.policy import (

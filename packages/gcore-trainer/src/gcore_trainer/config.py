@@ -162,18 +162,6 @@ class OptimizerConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoRAConfig(Checked):
-    """Low-rank adapters instead of full fine-tuning."""
-
-    rank: Count = 16
-    """Rank of each adapter's matrices."""
-    alpha: Count = 32
-    """An adapter's output is scaled by alpha / rank."""
-    target_modules: Annotated[tuple[str, ...], Bound(bool, "at least one name")] = ("all-linear",)
-    """Names of the layers that get one, such as q_proj; all-linear: all but the head."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdvantageConfig(Checked):
     """The settings that advantage estimators read."""
 

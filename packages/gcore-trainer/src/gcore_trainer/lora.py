@@ -2,19 +2,23 @@
 
 import copy
 import hashlib
+import json
 import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
-from gcore_trainer.config import LoRAConfig
 from gcore_trainer.errors import ConfigError, MissingExtraError
+from gcore_trainer.lora_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, LoRAConfig
 
 TRAINED = "default"
 """Name of the adapters that are trained."""
@@ -22,17 +26,22 @@ A_OF, B_OF = f".lora_A.{TRAINED}.weight", f".lora_B.{TRAINED}.weight"
 """Suffixes of peft to a layer's name, for its A [rank, in] and its B [out, rank]."""
 _BASE = ".base_layer."
 _ADAPTER = re.compile(r"(?P<layer>.*\.lora_[AB])\.(?P<set>\w+)\.weight")
+_PLAIN_ADAPTER = re.compile(r"(.*\.lora_[AB])\.weight")
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
-def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
+def add_lora(model: Any, config: LoRAConfig, *, head: tuple[str, ...] = (), seed: int = 0) -> None:
     """Add adapters to the linear layers of a model of transformers or diffusers, by peft, and freeze all else.
 
-    B starts at 0, so that the model computes what it did; A is `initial_a`'s.
+    They start as `initial_value` says.
+
+    Args:
+        head: beginnings of the names of a new head's tensors, which are trained whole.
 
     Raises:
-        ConfigError: the model has no such layers, or they are not linear ones.
+        ConfigError: the model has no such layers, they are not linear ones, or the adapters in ``config.path`` are of
+            another model.
         MissingExtraError: peft is not installed.
     """
     # peft imports bitsandbytes, which logs that a package of kernels for 4-bit weights is missing.
@@ -45,9 +54,15 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
     names, targets = config.target_modules, list(config.target_modules)
     if names == ("all-linear",):
         # What peft makes of the word reaches for fused experts and routers, too.
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        targets = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+        output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        targets = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not output and not f"{name}.".startswith(head)
+        ]
+    settings = peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=targets, use_rslora=config.use_rslora
+    )
     # It draws each A, from the generator that others draw from.
     with torch.random.fork_rng():
         try:
@@ -59,10 +74,102 @@ def add_lora(model: Any, config: LoRAConfig, *, seed: int = 0) -> None:
             raise ConfigError(
                 f"target_modules is {names}; expected linear layers, which alone can be merged: {name} is none"
             )
+    for name, parameter in model.named_parameters():
+        if name.startswith(head):
+            parameter.requires_grad_()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    start = read_adapters(config)
+    check_start(start, {name: tuple(p.shape) for name, p in trained.items() if config.path}, config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(A_OF):
-                parameter.copy_(initial_a(name.removesuffix(A_OF), *parameter.shape, seed=seed))
+        for name, parameter in trained.items():
+            if start or name.endswith(A_OF):
+                parameter.copy_(initial_value(name, parameter.shape, start, seed=seed))
+
+
+def read_adapters(config: LoRAConfig) -> dict[str, torch.Tensor]:
+    """Return the adapters that training starts from, by the names of parameters; none if they are new ones."""
+    if not config.path:
+        return {}
+
+    def own(name: str) -> str:
+        name = name.removeprefix(PREFIX)
+        return _PLAIN_ADAPTER.sub(rf"\1.{TRAINED}.weight", name)
+
+    file = Path(config.path) / ADAPTER_WEIGHTS
+    try:
+        return {own(name): tensor for name, tensor in load_file(file).items()}
+    except SafetensorError as error:
+        raise ConfigError(f"path is {config.path!r}; expected adapters that load: {file.name}: {error}") from None
+
+
+def check_start(start: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], config: LoRAConfig) -> None:
+    """Raise `ConfigError` unless the adapters in a folder are those of a model: layer by layer, and of its sizes.
+
+    Args:
+        shapes: of the model's adapters, by name; those of a shape of () are not compared.
+    """
+    where = f"path is {config.path!r}; expected adapters of this model"
+    if extra := sorted(start.keys() - shapes.keys()):
+        raise ConfigError(f"{where}, which has no layer for {len(extra)} of its tensors, such as {extra[0]}")
+    if missing := sorted(shapes.keys() - start.keys()):
+        raise ConfigError(f"{where}, for {len(missing)} of whose tensors there is none, such as {missing[0]}")
+    for name, shape in shapes.items():
+        if shape and tuple(start[name].shape) != shape:
+            raise ConfigError(f"{where}, where {name} has shape {shape}, and not {tuple(start[name].shape)}")
+
+
+def initial_value(name: str, shape: Sequence[int], start: Mapping[str, torch.Tensor], *, seed: int = 0) -> torch.Tensor:
+    """Return the first value of a whole tensor of an adapter, in float32: of ``start``, if that holds any.
+
+    Of new adapters A is `initial_a`'s and B is 0, so that the model computes what it did.
+    """
+    if start:
+        return start[name].float()
+    if name.endswith(A_OF):
+        return initial_a(name.removesuffix(A_OF), *shape, seed=seed)
+    return torch.zeros(*shape)
+
+
+def save_adapters(
+    folder: Path,
+    adapters: Mapping[str, torch.Tensor],
+    config: LoRAConfig,
+    *,
+    base: str,
+    modules: Iterable[str] = (),
+    has_value_head: bool = False,
+) -> None:
+    """Write adapters as ``peft.PeftModel.from_pretrained`` loads them onto the model that they are trained on.
+
+    Args:
+        adapters: whole tensors, by the names of the parameters of transformers' model.
+        base: that model, as peft finds it: a folder, or a name on the Hub.
+        modules: names of the model's modules, among which the last parts of the adapted ones' may not be enough.
+        has_value_head: they are of a sequence classifier, whose head is among the tensors.
+    """
+    layers = sorted({name.partition(".lora_")[0] for name in adapters if ".lora_" in name})
+    names = list(config.target_modules)
+    if config.target_modules == ("all-linear",):
+        lasts = {layer.rpartition(".")[2] for layer in layers}
+        others = {name.rpartition(".")[2] for name in {*modules}.difference(layers)}
+        names = layers if lasts & others else sorted(lasts)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if has_value_head else "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).absolute()) if Path(base).is_dir() else base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": names,
+        "use_rslora": config.use_rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "modules_to_save": ["classifier", "score"] if has_value_head else None,
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {PREFIX + name.replace(f".{TRAINED}.", "."): t.cpu().contiguous() for name, t in adapters.items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 class AdapterSets:
@@ -158,7 +265,6 @@ def merge_lora(
         adapters: names and whole tensors of the adapters; all are used.
         config: what they were made with.
     """
-    scale = config.alpha / config.rank
     for name, tensor in parameters:
         if name.endswith((A_OF, B_OF)):
             continue
@@ -167,6 +273,6 @@ def merge_lora(
         if kind == "weight" and layer + A_OF in adapters:
             wide = torch.promote_types(tensor.dtype, torch.float32)
             a, b = (adapters[layer + end].to(tensor.device, wide) for end in (A_OF, B_OF))
-            yield plain, (tensor.to(wide) + scale * (b @ a)).to(tensor.dtype)
+            yield plain, (tensor.to(wide) + config.scaling * (b @ a)).to(tensor.dtype)
         else:
             yield plain, tensor

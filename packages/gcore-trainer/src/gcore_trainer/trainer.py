@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.tensor import DTensor
 
+from gcore_trainer.adamw import AdamW, whole
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import BatchError, ConfigError, NonFiniteGradientError, TrainerError
-from gcore_trainer.lora import LoRAWeights
+from gcore_trainer.lora import LoRAWeights, save_adapters
 from gcore_trainer.objectives.policy import BatchTotals, Objective, PartialLoss, add_sums, named_scores
 from gcore_trainer.packing.router_replay import Routing
 from gcore_trainer.sample import NOTHING, MicroBatch, by_sample, filled_up
@@ -57,74 +57,6 @@ class Replicas:
             if error is not None:
                 raise type(error)(f"data-parallel rank {rank}: {error}")
         return [value for value, _ in everyones]
-
-
-class AdamW:
-    """torch's fused AdamW, with gradients and moments from the start, so that a checkpoint can be loaded into them."""
-
-    is_offloaded = False  # whether its states are in host memory
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig) -> None:
-        self.parameters = self._masters = dict(parameters)
-        self._grad_clip = config.grad_clip
-        settings: dict[str, Any] = {name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay")}
-        for parameter in self.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-        self._optimizer = torch.optim.AdamW([{"params": self._with_exact_moments()}], fused=True, **settings)
-        for parameter in self._optimizer.param_groups[0]["params"]:
-            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-            # The fused kernel reads the count on the parameter's device.
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            self._optimizer.state[parameter] = moments
-
-    def _with_exact_moments(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose moments are of their own data type: all."""
-        return list(self.parameters.values())
-
-    @property
-    def num_updates(self) -> int:
-        """Updates that the moments have seen."""
-        return max((int(s["step"]) for s in self._optimizer.state.values()), default=0)
-
-    def zero_grad(self) -> None:
-        """Set the gradients to 0, in place."""
-        self._optimizer.zero_grad(set_to_none=False)
-
-    def update(self, lr: float) -> float:
-        """Clip the gradient and update if its norm is finite; return the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._grad_clip)
-        grad_norm = whole(norm).item()
-        if np.isfinite(grad_norm):
-            self._step(lr)
-        return grad_norm
-
-    def _step(self, lr: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-
-    def tensors(self) -> dict[str, dict[str, Any]]:
-        """Return ``model``, ``exp_avg`` and ``exp_avg_sq`` as in `BaseTrainer.state`."""
-        named, moments = self._masters.items(), self._optimizer.state
-        averages = {key: {name: moments[p][key] for name, p in named} for key in ("exp_avg", "exp_avg_sq")}
-        return {"model": {name: p.detach() for name, p in named}, **averages}
-
-    kept = tensors
-    """Return the tensors that are kept between updates, by groups and names."""
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over the tensors of a state that was checked, and its ``optimizer_step``."""
-        for group, own in self.tensors().items():
-            for name, tensor in own.items():
-                tensor.copy_(state[group][name])
-        for moments in self._optimizer.state.values():
-            moments["step"].fill_(float(state["optimizer_step"]))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor that may be sharded; all ranks call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class BaseTrainer:
@@ -224,6 +156,8 @@ class Trainer(BaseTrainer, ABC):
     """Layers whose choice of experts can be recorded and imposed; 0 for a model without experts."""
     _sleeper: Any = None
     _module: torch.nn.Module
+    _base: str
+    """The folder, or the name, of the model that training started from."""
 
     def sleep(self) -> None:
         """Free the device's memory until `wake`, as `Sleeper` does; other calls meanwhile raise `TrainerError`."""
@@ -309,6 +243,10 @@ class Trainer(BaseTrainer, ABC):
             return named_scores(scores).sum() * 0.0, {}
         return self._objective.partial_loss(scores, samples, totals)
 
+    def _module_names(self) -> dict[str, str]:
+        """Return names of parameters of transformers' model by those in a Hugging Face folder, where they differ."""
+        return {}
+
     @abstractmethod
     def export_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Return names and whole tensors but a tied head, for all ranks to iterate over; adapters: `LoRAWeights`."""
@@ -316,6 +254,22 @@ class Trainer(BaseTrainer, ABC):
     @abstractmethod
     def save_pretrained(self, path: str | Path) -> None:
         """Write a Hugging Face folder that ``from_pretrained`` loads; all ranks call it, one writes."""
+
+    def save_adapters(self, path: str | Path) -> None:
+        """Write the adapters alone, a folder of peft's; all ranks call it, one writes; `ConfigError` if it has none."""
+        weights = self.export_weights()
+        if not isinstance(weights, LoRAWeights):
+            raise ConfigError("lora is None: the model has no adapters to save")
+        adapters = weights.adapters()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            save_adapters(
+                Path(path),
+                {self._module_names().get(name, name): tensor for name, tensor in adapters.items()},
+                weights.config,
+                base=self._base,
+                modules=(name for name, _ in self._module.named_modules()),
+                has_value_head=self._objective.scores == "values",
+            )
 
     @abstractmethod
     def _backward(self, micro_batches: Sequence[MicroBatch], num_passes: int, totals: BatchTotals) -> dict[str, float]:
@@ -352,6 +306,7 @@ class TorchTrainer(Trainer):
                 f"gives, and not {objective.scores}"
             )
         self._model, self._module, self._parallel = packed, packed.model, parallel
+        self._base = packed.model.name_or_path
         if parallel is not None:
             parallel.shard(packed)
         self._parameters = packed.named_parameters()
@@ -367,6 +322,9 @@ class TorchTrainer(Trainer):
             return self._whole(self._parameters)
         masters = self._optimizer.kept()["model"]
         return LoRAWeights(lambda: self._whole(self._parameters), lambda: dict(self._whole(masters)), lora)
+
+    def _module_names(self) -> dict[str, str]:
+        return dict(zip(self._parameters, (name for name, _ in self._module.named_parameters()), strict=True))
 
     def _whole(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, whole(t.detach().to(self._parameters[name].device))) for name, t in tensors.items())

@@ -49,7 +49,7 @@ def predicted_bytes(run: SmallRun, efficiency: Efficiency) -> float:
 
 
 def fit_laws(runs: Sequence[SmallRun], measured: Mapping[str, Mapping[str, float]]) -> dict[int, Efficiency]:
-    """Fit `Efficiency`, as gcore-placement's README says, to ``step_s`` and, of runs that train, to ``process_bytes``.
+    """Fit `Efficiency`, as docs/how-to/plan-a-run.md says, to ``step_s`` and, of runs that train, to ``process_bytes``.
 
     Engines give the memory's rate, which predicts training's update, and training alone gives attention's; each
     number of training ranks is fitted by itself; activations are fitted to the peaks of all.

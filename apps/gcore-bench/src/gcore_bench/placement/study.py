@@ -1,6 +1,6 @@
 """Simulations that answer the questions which G-Core's paper leaves open, in half an hour; their tables and page.
 
-The answers are in packages/gcore-placement/docs/open-questions.md.
+The answers are in docs/reference/open-questions.md.
 """
 
 import multiprocessing

@@ -61,9 +61,9 @@ async def _evaluated(args: EvalArgs, display: Display) -> tuple[Path, int | None
         for own in sets:
             first, runner = own.prompts[0], own.reward or rewards.runner
             await runner.try_on(prompt=first.text, completion="", row=first.row)
-        engine = await finished_policy(run, config, tokenizer, best=args.checkpoint == "best")
+        engine, reached = await finished_policy(run, config, tokenizer, best=args.checkpoint == "best")
         try:
-            step = None if run is None else engine.weight_version
+            step = None if run is None else reached
             identity = _identity(config, sets, step)
             results = Results(_folder(args, run, step, identity), identity, sets, tokenizer)
             # What a comparison of two responses adds to their scores is not kept.

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
+from gcore_llm.learning.adapters import AdapterConfig
 from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, RanksConfig, UserError, at_least
 from gcore_runs.settings.run_config import BaseDataConfig, BaseRunConfig
 from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, OptimizerName, RewardModelConfig
@@ -78,7 +79,7 @@ class LengthConfig(RanksConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FineTuneConfig(BaseRunConfig):
+class FineTuneConfig(AdapterConfig, BaseRunConfig):
     """Settings that the three commands share."""
 
     may_change: ClassVar[tuple[str, ...]] = (
@@ -86,6 +87,7 @@ class FineTuneConfig(BaseRunConfig):
         "trainer.backend",
         "trainer.parallel",
         "trainer.megatron",
+        "export_merged",
     )
     rows_are_pairs: ClassVar[bool] = False
     command: Annotated[str, tyro.conf.Suppress] = ""
@@ -147,6 +149,11 @@ class RewardModelRunConfig(PairsConfig):
     command: Annotated[Literal["reward-model"], tyro.conf.Suppress] = "reward-model"
     name: str = "reward-model"
     loss: RewardModelConfig = field(default_factory=RewardModelConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_torch, backend = self.trainer.backend == "torch", self.trainer.backend
+        self.require("lora_rank", is_torch or not self.lora_rank, f"0 with trainer.backend {backend!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

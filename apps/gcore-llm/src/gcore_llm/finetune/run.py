@@ -19,6 +19,7 @@ from gcore_llm.finetune.data import Example, ExampleSets, in_micro_batches, load
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.finetune.warmup import make_model
 from gcore_llm.finetune.worker import FineTuneWorker, objective_of
+from gcore_llm.learning.adapters import drop_other_export, with_adapter
 from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
@@ -48,7 +49,7 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Resul
         UserError: wrong settings or rows, found before anything is written.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    config = resolve(config)
+    config = with_adapter(resolve(config))
     if config.optim.name != "adamw":
         check_extras(optimizer_names=[config.optim.name])
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
@@ -60,6 +61,7 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Resul
         run = supervisor.open_run(*sets.notices, f"{len(sets.train):,} training rows, {len(sets.val):,} held out")
         if rows and model is None and not run.model.is_dir():
             supervisor.run_async(make_model(config, run, tokenizer, rows[0], supervisor.display))
+        drop_other_export(run.export, config)
         _Loop(config, sets, supervisor, tokenizer).train(model or run.model)
         return supervisor.finish(KINDS)
 
@@ -149,7 +151,7 @@ class _Loop:
         """Write a Hugging Face folder."""
         self._learner.save_pretrained(path)
         self._tokenizer.save_pretrained(path)
-        if self._objective.scores == "values":
+        if self._objective.scores == "values" and not self._config.exports_adapters:
             # transformers scores the last token that is no padding: if padding ends responses, it would score a padded
             # batch before its end. Without a padding token it refuses such a batch.
             pad, file = self._tokenizer.pad_token_id, path / "config.json"

@@ -30,6 +30,7 @@ class FineTuneWorker(BaseTrainerWorker[MicroBatch]):
     def __init__(self, config: FineTuneConfig, model: Path, checkpoints: Path) -> None:
         super().__init__(config, model, checkpoints)
         self.engine_dtype = config.dtype
+        self.exports_adapters = config.exports_adapters
         self._scores = objective_of(config).scores
         self.trainers = {"actor": _build(config, model)}
 
@@ -55,6 +56,7 @@ def _build(config: FineTuneConfig, model: Path) -> "gcore_trainer.Trainer":
             dtype=dtype,
             megatron=megatron_config(ranks, checkpointing, config.device),
             device=torch.device(config.device),
+            lora=config.lora,
         )
     kind = gcore_trainer.PackedValueModel if objective.scores == "values" else gcore_trainer.PackedModel
     packed = kind.from_pretrained(
@@ -64,5 +66,6 @@ def _build(config: FineTuneConfig, model: Path) -> "gcore_trainer.Trainer":
         compute_dtype=dtype,
         gradient_checkpointing=checkpointing,
         max_length=config.data.max_length,
+        lora=config.lora,
     )
     return gcore_trainer.TorchTrainer(packed, optimizer=optimizer, objective=objective, parallel=parallel)

@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from gcore_llm.learning.adapters import AdapterConfig
 from gcore_runs import BaseActorConfig, Checked, Count, Fraction, NonNegative
 from gcore_trainer import OptimizerConfig, PolicyLossConfig, ValueLossConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorConfig(BaseActorConfig):
+class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
     """The policy's training."""
 
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gcore_llm.config import TrainConfig
+from gcore_llm.learning.adapters import with_adapter
 from gcore_llm.learning.cluster_plan import dry_run_cluster
 from gcore_llm.learning.device_plan import (
     check_fits,
@@ -36,7 +37,7 @@ def dry_run(config: TrainConfig) -> None:
             f"dry_run is true with runtime {config.runtime!r} and rollout.engine {config.rollout.engine!r}; expected "
             "inline or ray, and an engine that the run starts"
         )
-    name, config = config.model, _with_shapes(config)
+    name, config = config.model, _with_shapes(replace(config, actor=with_adapter(config.actor)))
     model, device = Path(config.model), _asked_device(config)
     if str(model) != str(Path(name)):
         print(f"there is no folder {name!r}: planned by the config.json of a model of this name that gcore-llm brings")

@@ -50,6 +50,7 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         super().__init__(config, model, checkpoints)
         self._device = config.device
         self.engine_dtype = config.dtype
+        self.exports_adapters = config.actor.exports_adapters
         parallel = join_ranks(config.trainer, config.device)
         self.is_one_at_a_time = config.actor.offload == "all"
         self._frozen: dict[str, gcore_trainer.FrozenModel] = {}
@@ -203,7 +204,11 @@ def _build_reference(
     config: TrainConfig, model: Path, parallel: "gcore_trainer.TorchParallel | None"
 ) -> "gcore_trainer.FrozenModel":
     options = _model_options(config, parallel)
-    packed = gcore_trainer.PackedModel.from_pretrained(model, temperature=config.rollout.temperature, **options)
+    # The initial policy has the adapters that it starts from.
+    lora = config.actor.lora if config.actor.lora_adapter_path else None
+    packed = gcore_trainer.PackedModel.from_pretrained(
+        model, temperature=config.rollout.temperature, lora=lora, **options
+    )
     if config.actor.compile:
         gcore_trainer.compile_layers(packed)
     return gcore_trainer.FrozenModel(packed, parallel=parallel)

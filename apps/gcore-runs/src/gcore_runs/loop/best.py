@@ -14,25 +14,29 @@ BEST, SINCE_BEST = "val/best", "val/evaluations_since_best"
 """Metrics of evaluations: the best score until then, and the evaluations after the one that had it."""
 
 
-def score_of(metrics: Mapping[str, float], trainer: RLTrainerConfig) -> float | None:
-    """Return the metric of an evaluation that trainer.best_metric names; `UserError` if there is none of this name.
-
-    None: it is a majority vote, and no response had an answer.
-    """
-    name = trainer.best_metric
-    if name not in metrics and "maj@" not in name:
-        known = ", ".join(sorted(metric for metric in metrics if metric.startswith("val/")))
-        raise UserError(f"trainer.best_metric is {name!r}; expected a metric of evaluations: {known}")
-    return metrics.get(name)
-
-
-def compared(metrics_file: Path, score: float | None, trainer: RLTrainerConfig) -> dict[str, float]:
-    """Return `BEST` and `SINCE_BEST` of an evaluation, from those of the ones before; ``score`` None is no best.
+def compared(
+    metrics_file: Path, metrics: Mapping[str, float], score: float | None, trainer: RLTrainerConfig
+) -> dict[str, float]:
+    """Return `BEST` and `SINCE_BEST` of an evaluation, from those of the ones before.
 
     They are not there if no setting depends on which evaluation is best.
+
+    Args:
+        metrics_file: metrics.jsonl.
+        metrics: those of the evaluation.
+        score: what it is compared by unless trainer.best_metric names one of its metrics; None: it is no best.
+        trainer: the settings.
+
+    Raises:
+        UserError: there is no such metric. Without a majority vote, because no response had an answer, it is no best.
     """
     if not trainer.early_stopping_patience and trainer.export != "best":
         return {}
+    if (name := trainer.best_metric) and score is not None:
+        if name not in metrics and "maj@" not in name:
+            known = ", ".join(sorted(metric for metric in metrics if metric.startswith("val/")))
+            raise UserError(f"trainer.best_metric is {name!r}; expected a metric of evaluations: {known}")
+        score = metrics.get(name)
     earlier = [row for row in read_jsonl(metrics_file) if SINCE_BEST in row]
     best, num_since = (earlier[-1].get(BEST), earlier[-1][SINCE_BEST]) if earlier else (None, -1)
     sign = -1 if trainer.best_mode == "min" else 1

@@ -37,7 +37,7 @@ from gcore_controller import (
 )
 from gcore_placement import Ledger
 from gcore_rollout import Failure
-from gcore_runs.loop.best import BEST, SINCE_BEST, compared, is_best, is_due, score_of
+from gcore_runs.loop.best import BEST, SINCE_BEST, compared, is_best, is_due
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans, read_jsonl
 from gcore_runs.settings.run_config import BaseRLConfig
 
@@ -303,10 +303,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case Evaluated(step=step, evaluation=evaluation):
                 metrics, trainer = dict(self.show_evaluation(step, evaluation)), self.job.config.trainer
                 self.display.latest |= metrics
-                score = self.score(metrics)
-                if score is not None and trainer.best_metric:
-                    score = score_of(metrics, trainer)
-                metrics |= compared(self.run.metrics, score, trainer)
+                metrics |= compared(self.run.metrics, metrics, self.score(metrics), trainer)
                 if trainer.export == "best" and is_best(metrics):
                     self.run.keep_best(step, metrics[BEST], self.learner.save_pretrained)
                 self.writer.write(step, metrics)
@@ -326,8 +323,9 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
 
     def _end_early(self, step: int, metrics: Mapping[str, float]) -> None:
         since = f"{metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
-        reason = f"no improvement in {since}: the run ends early (trainer.early_stopping_patience)"
-        self.display.say(f"step {step}: {reason}")
+        self.display.say(
+            f"step {step}: no improvement in {since}: the run ends early (trainer.early_stopping_patience)"
+        )
         self.stop.end_early()
 
     def _is_save_due(self, step: int) -> bool:

@@ -44,8 +44,7 @@ from gcore_runs.run_folder import (
 )
 from gcore_runs.settings.parsing import read_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig, RLTrainerConfig
-from gcore_runs.trackers.base import Tracker
-from gcore_runs.trackers.weights_and_biases import WandB
+from gcore_runs.trackers.base import TrackedRun, Tracker
 from gcore_trainer import TrainerError
 
 _REFUSALS = UserError, RolloutError, TrainerError
@@ -114,6 +113,10 @@ class Supervisor:
                 # The runner's own handler, which replaces Python's default one and no other, waits until its task
                 # awaits something: a loading model or a blocking reward may do that late, or never.
                 stack.enter_context(interrupted_by(partial(signal.default_int_handler)))
+            if trainer.trackers:
+                from gcore_runs.trackers.registry import check_trackers
+
+                check_trackers(trainer.trackers)
             runtime = self._config.runtime if isinstance(self._config, BaseRLConfig) else "inline"
             if isinstance(self._config, BaseRLConfig) and runtime == "ray":
                 from gcore_runs.on_ray import check_cluster
@@ -163,7 +166,7 @@ class Supervisor:
     def resume(self, total: int) -> int | None:
         """Return how many of ``total`` steps are done, without the export of a shorter run; None: all, and exported.
 
-        A run with steps to do is shown in Weights & Biases from here on, if it is to be.
+        A run with steps to do is shown by its trackers from here on.
         """
         steps = Checkpointer(self.run.checkpoints).steps()
         first_step = steps[-1] if steps else 0
@@ -174,16 +177,22 @@ class Supervisor:
                 f"complete: {first_step} of {total} steps are done; a higher trainer.{setting} continues it"
             )
             return None
-        if project := self._config.trainer.wandb_project:
-            run = self.run
-            wandb = WandB(
-                project, name=run.path.name, run_id=run_id(run.path), folder=run.path, config=read_toml(run.config)
-            )
-            self._trackers.append(self._stack.enter_context(wandb))
+        if self._config.trainer.trackers:
+            self._start_trackers()
         if first_step:
             self.display.say(f"resuming after step {first_step} of {total}")
         shutil.rmtree(self.run.export, ignore_errors=True)
         return first_step
+
+    def _start_trackers(self) -> None:
+        from gcore_runs.trackers.registry import start_tracker
+
+        trainer, path = self._config.trainer, self.run.path
+        config, project = read_toml(self.run.config), trainer.project_name
+        run = TrackedRun(project=project, name=path.name, run_id=run_id(path), folder=path, config=config)
+        for name in trainer.trackers:
+            tracker = start_tracker(name, run, self.display.say)
+            self._trackers.append(self._stack.enter_context(tracker))
 
     def train(
         self, services: Backend[JobT, Any], job: JobT, recorder: Callable[..., BaseRunRecorder[JobT, Any]]
@@ -194,8 +203,9 @@ class Supervisor:
         `KeyboardInterrupt` after a checkpoint of the last finished step, and the error of what cannot be replaced.
         """
         display = self.display
+        is_policy_behind = job.is_policy_behind
         job = self._resumed(services, job, None)
-        job = replace(job, is_policy_behind=job.first_step > 0)
+        job = replace(job, is_policy_behind=is_policy_behind or job.first_step > 0)
         display.phase("training", total=job.total_steps, done=job.first_step)
         display.watch(services.stages)
         num_losses = 0

@@ -14,7 +14,6 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from gcore_runs.errors import UserError
-from gcore_runs.settings.other_names import hint
 from gcore_runs.settings.run_config import BaseRunConfig
 
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
@@ -189,6 +188,13 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``base`` with the entries of ``over``, of tables in both also those of the tables."""
     own = {k: _merged(base[k], v) for k, v in over.items() if isinstance(v, Mapping) and isinstance(base.get(k), dict)}
     return {**base, **over, **own}
+
+
+def hint(name: str, known: Collection[str], spelled: Callable[[str], str] = str) -> str:
+    """Return what to write instead of an unknown name; the tables of other libraries' names are read only then."""
+    from gcore_runs.settings import other_names
+
+    return other_names.hint(name, known, spelled)
 
 
 def _flat(values: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:

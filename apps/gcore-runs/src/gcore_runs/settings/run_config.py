@@ -15,6 +15,9 @@ _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswi
 _PORT = Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
 
 
+TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseDataConfig(Checked, section="data"):
     """Files of training and held-out rows."""
@@ -47,9 +50,11 @@ class BaseTrainerConfig(Checked, section="trainer"):
     """Steps between evaluations on held-out rows; the first and last step always evaluate."""
     tensorboard: bool = True
     """Write TensorBoard events alongside metrics.jsonl."""
-    wandb_project: str = ""
-    """Send metrics and images to this project of Weights & Biases (extra wandb); its own variables, such as
-    WANDB_MODE=offline, apply; empty: do not."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Send metrics, images and samples to these (each an extra of its name); their own variables, such as
+    WANDB_MODE=offline or MLFLOW_TRACKING_URI, apply."""
+    project_name: str = "gcore"
+    """Project of the trackers that the run belongs to."""
     prometheus_port: Annotated[int, _PORT] = 0
     """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
     prometheus_host: str = "127.0.0.1"
@@ -65,10 +70,10 @@ class RLTrainerConfig(BaseTrainerConfig):
     export: Literal["last", "best"] = "last"
     """Step whose policy is exported. best: that of the best evaluation; it is saved at once."""
     best_metric: str = ""
-    """Metric of evaluations that says which one is best, such as val/aime24/avg@8; empty: the mean score, of language
-    models that of greedy responses, of image models that of a reward not trained on if there is one."""
+    """Metric of evaluations that says which is best, such as val/aime24/avg@8; empty: the mean of greedy scores, or of
+    a reward not trained on."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether the best value of this metric is the highest or the lowest."""
+    """max: its highest value is best; min: its lowest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +105,13 @@ class RanksConfig(BaseTrainerConfig):
             raise UserError(f"trainer.megatron.{error}") from None
         for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
             value, default = (getattr(config, own.name) for config in (self.megatron, plain))
-            self.require(
-                f"megatron.{own.name}",
-                value == default,
-                f"{str(default).lower()} with trainer.backend {self.backend!r}",
-            )
+            expected = f"{str(default).lower()} with trainer.backend {self.backend!r}"
+            self.require(f"megatron.{own.name}", value == default, expected)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseActorConfig(Checked, section="actor"):
-    """Which of the policy's parameters are trained, and in how much memory."""
+class AdapterSettings(Checked):
+    """Adapters that are trained in place of all parameters."""
 
     lora_rank: NonNegative = 0
     """Train adapters of this rank, and nothing else; 0: all parameters."""
@@ -117,17 +119,31 @@ class BaseActorConfig(Checked, section="actor"):
     """An adapter's output is scaled by lora-alpha / lora-rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Layers that get an adapter, such as q_proj or to_q; all-linear: all but the head."""
-    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
-    auto: where a GPU of this machine is planned for, as few of the layers as fit; otherwise on CUDA for models of a
-    billion parameters or more."""
+    use_rslora: bool = False
+    """Scale an adapter's output by lora-alpha / sqrt(lora-rank) instead (rsLoRA, arXiv 2312.03732), so that a higher
+    rank does not make it smaller."""
 
     @property
     def lora(self) -> LoRAConfig | None:
         """The adapters; None without any."""
         if not self.lora_rank:
             return None
-        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, target_modules=self.target_modules)
+        return LoRAConfig(
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            target_modules=self.target_modules,
+            use_rslora=self.use_rslora,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseActorConfig(AdapterSettings, section="actor"):
+    """Which of the policy's parameters are trained, and in how much memory."""
+
+    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Keep only each layer's input for the backward pass and compute the rest again: less memory, a third more work;
+    auto: where a GPU of this machine is planned for, as few of the layers as fit; otherwise on CUDA for models of a
+    billion parameters or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +168,8 @@ class BaseRunConfig(Checked):
         "trainer.test_freq",
         "trainer.max_ckpt_to_keep",
         "trainer.tensorboard",
-        "trainer.wandb_project",
+        "trainer.trackers",
+        "trainer.project_name",
         "trainer.prometheus_port",
         "trainer.prometheus_host",
         "resume",

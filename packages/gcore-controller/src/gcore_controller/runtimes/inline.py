@@ -310,6 +310,8 @@ class SharedTrainerClient(Generic[BatchT]):
 
     async def update_policy(self, policy: PolicyEngine, *, version: int, averaged: bool = False) -> None:
         if self.group.rank == 0:
+            # Engines may have started from other weights than the models did, both of version 0.
+            version = max(version, policy.weight_version + 1)
             with self.devices.stage("sync", *self._ranks):
                 await policy.update_weights(self.trainer.export_weights(averaged=averaged), version=version)
         await self.group.barrier()

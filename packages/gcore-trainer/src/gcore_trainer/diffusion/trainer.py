@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import BELOW_ONE, OptimizerConfig
 from gcore_trainer.diffusion.conditions import num_calls
 from gcore_trainer.diffusion.denoiser import Denoiser
@@ -18,7 +19,7 @@ from gcore_trainer.lora import B_OF, TRAINED, LoRAWeights
 from gcore_trainer.objectives.policy import add_sums, check_finite
 from gcore_trainer.torch.host_memory import Sleeper
 from gcore_trainer.torch.parallel import TorchParallel, sum_gradients
-from gcore_trainer.trainer import AdamW, BaseTrainer, Replicas
+from gcore_trainer.trainer import BaseTrainer, Replicas
 
 
 class MovingAverage:
@@ -227,7 +228,7 @@ class DiffusionTrainer(BaseTrainer):
     def save_lora(self, path: str | Path, component: str, *, averaged: bool = False) -> None:
         """Write a folder with the adapters, which ``pipeline.load_lora_weights`` of diffusers reads.
 
-        All ranks call it, one writes. The scale alpha / rank is in B: the file needs no other settings.
+        All ranks call it, one writes. The scale is in B: the file needs no other settings.
 
         Args:
             component: name of the model in the pipeline, transformer or unet.
@@ -238,7 +239,7 @@ class DiffusionTrainer(BaseTrainer):
         weights = self.export_weights(averaged=averaged)
         if not isinstance(weights, LoRAWeights):
             raise ConfigError("lora is None: the model has no adapters to save")
-        scale, tensors = weights.config.alpha / weights.config.rank, dict[str, torch.Tensor]()
+        scale, tensors = weights.config.scaling, dict[str, torch.Tensor]()
         for name, tensor in weights.adapters().items():
             scaled = tensor * scale if name.endswith(B_OF) else tensor
             tensors[f"{component}.{name.replace(f'.{TRAINED}.', '.')}"] = scaled.cpu().contiguous()

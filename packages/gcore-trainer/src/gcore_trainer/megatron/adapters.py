@@ -14,9 +14,10 @@ from megatron.core.tensor_parallel import (
 )
 from torch.nn.functional import linear
 
-from gcore_trainer.config import LoRAConfig, ParallelConfig
+from gcore_trainer.config import ParallelConfig
 from gcore_trainer.errors import ConfigError
-from gcore_trainer.lora import initial_a
+from gcore_trainer.lora import A_OF, B_OF, check_start, initial_value, read_adapters
+from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.megatron.architecture import Architecture
 from gcore_trainer.megatron.model import HiddenStatesGPT
 from gcore_trainer.megatron.pieces import Piece, adapter_pieces
@@ -63,6 +64,9 @@ def add_adapters(
 ) -> Pieces:
     """Add adapters to linear layers as `add_lora` does; return the pieces of their parameters, which alone learn."""
     adapters: Pieces = {}
+    start = read_adapters(config)
+    # Shapes are compared where a rank takes its part.
+    check_start(start, {layer + end: () for layer in targets for end in (A_OF, B_OF) if config.path}, config)
     for stage in stages:
         stage.requires_grad_(requires_grad=False)
         if stage.pre_process:
@@ -74,7 +78,7 @@ def add_adapters(
                 continue
             weight = pieces[module.weight]
             if not targets.isdisjoint(piece.name.removesuffix(".weight") for piece in weight):
-                adapted = AdaptedLinear(module, weight, targets, config)
+                adapted = AdaptedLinear(module, weight, targets, config, start)
                 stage.set_submodule(name, adapted)
                 adapters |= adapted.pieces
     return adapters
@@ -93,6 +97,7 @@ class AdaptedLinear(torch.nn.Module):
         weight: Sequence[Piece],
         targets: frozenset[str],
         config: LoRAConfig,
+        start: Mapping[str, torch.Tensor],
     ) -> None:
         super().__init__()
         assert base.weight is not None
@@ -107,11 +112,14 @@ class AdaptedLinear(torch.nn.Module):
         number_of = {layer: i for i, layer in enumerate(adapters)}
         self._blocks = [(number_of.get(p.name.removesuffix(".weight")), p.shape[0]) for p in weight]
         """Number of the adapter, if any, and number of rows of each block of the output."""
-        for layer, (piece_of_a, piece_of_b) in adapters.items():
-            whole_a = initial_a(layer, *piece_of_a.global_shape)
-            first, columns = piece_of_a.offset[1], piece_of_a.shape[1]
-            a = torch.nn.Parameter(whole_a[:, first : first + columns].to(base.weight).contiguous())
-            b = torch.nn.Parameter(base.weight.new_zeros(piece_of_b.shape))
+        for piece_of_a, piece_of_b in adapters.values():
+            shapes = {p.name: p.global_shape for p in (piece_of_a, piece_of_b)}
+            if start:
+                check_start({name: start[name] for name in shapes}, shapes, config)
+            a, b = (
+                torch.nn.Parameter(initial_value(p.name, p.global_shape, start)[p.box].to(base.weight).contiguous())
+                for p in (piece_of_a, piece_of_b)
+            )
             divided, whole = (a, b) if isinstance(base, RowParallelLinear) else (b, a)
             # Gradient norms count what is divided on every rank, and the rest on one.
             divided.tensor_model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -124,7 +132,7 @@ class AdaptedLinear(torch.nn.Module):
     def forward(self, input_T1I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return output [T, 1, O] and the bias that is not yet in it, divided as those of the layer that has W."""
         output_T1O, bias = self.base(input_T1I)
-        hidden = self._whole(linear(input_T1I, torch.cat(list(self.lora_A)))) * (self._config.alpha / self._config.rank)
+        hidden = self._whole(linear(input_T1I, torch.cat(list(self.lora_A)))) * self._config.scaling
         updates = [linear(h, b) for h, b in zip(hidden.split(self._config.rank, dim=-1), self.lora_B, strict=True)]
         return output_T1O + self._placed(updates, output_T1O), bias
 

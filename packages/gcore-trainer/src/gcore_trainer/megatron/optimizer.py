@@ -11,11 +11,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import StateError
 from gcore_trainer.megatron.cpu import megatron_runtime
 from gcore_trainer.megatron.pieces import Piece
-from gcore_trainer.trainer import AdamW
 
 _GROUPS = ("model", "exp_avg", "exp_avg_sq")
 

@@ -17,9 +17,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from gcore_trainer.config import ABOVE_ZERO, LoRAConfig, OptimizerConfig, ParallelConfig
+from gcore_trainer.config import ABOVE_ZERO, OptimizerConfig, ParallelConfig
 from gcore_trainer.errors import ConfigError
 from gcore_trainer.lora import LoRAWeights
+from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.megatron.adapters import add_adapters, check_targets, target_layers
 from gcore_trainer.megatron.architecture import Architecture, join_groups
 from gcore_trainer.megatron.cpu import megatron_runtime
@@ -108,7 +109,7 @@ class MegatronTrainer(Trainer):
         check_targets(targets, architecture, parallel)
         has_grouped = has_grouped_experts(megatron, architecture, device_type=device.type, dtype=dtype)
         self._device = device
-        self._path = Path(path)
+        self._path, self._base = Path(path), str(path)
         self._architecture = architecture
         self._temperature = temperature
         self._parallel = parallel

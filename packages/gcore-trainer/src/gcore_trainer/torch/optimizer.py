@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from gcore_trainer.adamw import AdamW
 from gcore_trainer.config import OptimizerConfig
 from gcore_trainer.errors import ConfigError, MissingExtraError
 from gcore_trainer.torch.host_memory import Arena, local, piece_bytes
-from gcore_trainer.trainer import AdamW
 
 BLOCK = 256
 """Values of a quantised moment that share a scale: fixed in the kernels of bitsandbytes."""

@@ -15,10 +15,12 @@ from transformers import (
     AutoModelForImageTextToText,
 )
 
-from gcore_trainer.config import ABOVE_ZERO, LoRAConfig, OptimizerConfig
+from gcore_trainer.adamw import AdamW
+from gcore_trainer.config import ABOVE_ZERO, OptimizerConfig
 from gcore_trainer.context_parallel.groups import ContextParallel
 from gcore_trainer.errors import BatchError, UnsupportedModelError
 from gcore_trainer.lora import add_lora
+from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.objectives.policy import ScoresT, TokenScores
 from gcore_trainer.packing.block_attention import AttentionKind
 from gcore_trainer.packing.head import token_scores
@@ -29,7 +31,6 @@ from gcore_trainer.packing.vision import VISION_MODELS, Vision, checkpoint_name,
 from gcore_trainer.sample import MicroBatch, Sample, by_sample, filled_up
 from gcore_trainer.torch import activations, loading
 from gcore_trainer.torch.streamed_folder import save_streamed
-from gcore_trainer.trainer import AdamW
 
 ATTENTION_NAME = "gcore_packed"
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
@@ -156,7 +157,9 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             self._probe(max_length)
         self.compute_dtype = compute_dtype or model.dtype
         if lora is not None:
-            add_lora(model, lora)
+            add_lora(model, lora, head=self.new_weights)
+            if weights is not None:
+                weights.lora = lora
         in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         for name, parameter in model.named_parameters():
             # Not the buffers: frequencies of rotary embeddings stay in float32.

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
-from gcore_trainer.lora import A_OF, initial_a
+from gcore_trainer.lora import A_OF, initial_value, read_adapters
+from gcore_trainer.lora_config import LoRAConfig
 from gcore_trainer.torch.host_memory import local
 from gcore_trainer.torch.loading import choose_class, load_model
 
@@ -92,6 +93,8 @@ class SlicedWeights:
     ) -> None:
         self._folder, self._sources, self._dtype = folder, sources, dtype
         self.device = device
+        self.lora: LoRAConfig | None = None
+        """Adapters of the model, if it has some."""
 
     @torch.no_grad()
     def fill(self, model: torch.nn.Module) -> None:
@@ -101,16 +104,18 @@ class SlicedWeights:
         """
         made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         named = dict(model.named_parameters(remove_duplicate=False))
+        start = {} if self.lora is None else read_adapters(self.lora)
         with self._folder.opened() as read:
             for name, parameter in named.items():
                 if parameter not in made:
                     made[parameter] = torch.nn.Parameter(_zeros(parameter, self.device), parameter.requires_grad)
                 into, first = local(made[parameter]), _first_row(parameter)
-                if source := self._sources.get(name.replace(".base_layer.", ".")):
+                source = self._sources.get(name.replace(".base_layer.", "."))
+                if source and name not in start:
                     read(source, into, first, self._dtype)
-                elif name.endswith(A_OF):
-                    a = initial_a(name.removesuffix(A_OF), *parameter.shape)
-                    into.copy_(a[first : first + into.shape[0]])
+                elif name in start or name.endswith(A_OF):
+                    value = initial_value(name, parameter.shape, start)
+                    into.copy_(value[first : first + into.shape[0]])
         # FSDP looks for other parameters before its first pass; the same one under two names stays tied.
         model.load_state_dict({name: made[p] for name, p in named.items()}, strict=False, assign=True)
 

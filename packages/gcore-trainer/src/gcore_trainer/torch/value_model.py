@@ -41,7 +41,8 @@ class PackedValueModel(PackedTransformer[torch.Tensor]):
     def from_pretrained(cls, path: str | Path, **options: Any) -> Self:
         packed = super().from_pretrained(path, **options)
         architectures = json.loads((Path(path) / "config.json").read_text()).get("architectures") or []
-        if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
+        if not is_classifier and (packed.lora is None or not packed.lora.path):
             torch.nn.init.zeros_(packed.model.score.weight)
         return packed
 

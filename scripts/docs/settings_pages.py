@@ -1,0 +1,153 @@
+"""The pages of docs/reference that list every setting, from the dataclasses of the settings.
+
+``uv run python scripts/docs/settings_pages.py`` writes them; a test holds that they are up to date.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from gcore_diffusion.config import DiffusionConfig
+from gcore_llm.config import TrainConfig
+from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
+from gcore_runs.simulation.config import SimulateConfig
+
+FOLDER = Path(__file__).parents[2] / "docs/reference"
+PAGES: dict[str, tuple[str, Mapping[str, type]]] = {
+    "settings-train": ("Settings of gcore-llm train", {"train": TrainConfig}),
+    "settings-fine-tuning": (
+        "Settings of gcore-llm sft, reward-model and dpo",
+        {"sft": SFTRunConfig, "reward-model": RewardModelRunConfig, "dpo": DPORunConfig},
+    ),
+    "settings-simulate": ("Settings of gcore-llm simulate", {"simulate": SimulateConfig}),
+    "settings-images": ("Settings of gcore-diffusion train", {"train": DiffusionConfig}),
+}
+"""Title and configs, by command, of each page."""
+NOTE = (
+    "<!-- Written by `uv run python scripts/docs/settings_pages.py`: change the docstrings of the fields instead. -->"
+)
+WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", type(None): "none"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of a page."""
+
+    section: str
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def settings(config: Any, section: str = "") -> Iterator[Setting]:
+    """Yield the settings of a config, which has the defaults, and after them those of its sections."""
+    hints = get_type_hints(type(config))
+    sections: list[tuple[str, Any]] = []
+    for name in (field.name for field in dataclasses.fields(config)):
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            sections.append((f"{section}.{name}".lstrip("."), value))
+            continue
+        kind, limits = worded(hints[name]), ", ".join(limits_of(type(config), name))
+        if "number" in limits:
+            kind = re.sub(r"(list of )?number( or none)?", limits, kind)
+        elif limits:
+            kind += f", {limits}"
+        yield Setting(section, name, kind, as_toml(value), meaning(type(config), name))
+    for name, value in sections:
+        yield from settings(value, name)
+
+
+def worded(hint: Any) -> str:
+    """A type in words."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" if value else "nothing" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(worded(argument) for argument in arguments)
+    if origin is tuple:
+        return f"list of {worded(arguments[0])}"
+    if origin is dict:
+        return "table"
+    return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def limits_of(config: type, name: str) -> list[str]:
+    """The bounds of a field in words, as the class that declares them last has them."""
+    for owner in config.__mro__:
+        hint = inspect.get_annotations(owner).get(name)
+        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        bounds = getattr(inner, "__metadata__", ())
+        if found := [getattr(bound, "expected", getattr(bound, "accepted", "")) for bound in bounds]:
+            return found
+    return []
+
+
+def as_toml(value: Any) -> str:
+    """The value in TOML, empty where there is none."""
+    if value in ("", (), None, {}):
+        return ""
+    text = tomli_w.dumps({"x": value}).removeprefix("x = ")
+    return f"`{' '.join(text.split()).replace('[ ', '[').replace(', ]', ']')}`"
+
+
+@cache
+def _docstrings(owner: type) -> dict[str, str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, text in zip(tree.body, tree.body[1:], strict=False):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
+                found[name] = " ".join(said.split())
+            case _:
+                pass
+    return found
+
+
+def meaning(config: type, name: str) -> str:
+    """The docstring of a field, of the class that documents it last."""
+    documented = (_docstrings(owner) for owner in config.__mro__ if dataclasses.is_dataclass(owner))
+    return next((found[name] for found in documented if name in found), "")
+
+
+def page(title: str, configs: Mapping[str, type]) -> str:
+    """The text of a page; a setting that only some of its commands have says so."""
+    owners: dict[Setting, list[str]] = {}
+    for command, config in configs.items():
+        for setting in settings(config()):
+            owners.setdefault(setting, []).append(command)
+    rows: dict[str, list[str]] = {}
+    for setting, commands in owners.items():
+        only = "" if len(commands) == len(configs) else f" Of {' and '.join(f'`{each}`' for each in commands)}."
+        cells = (f"`{setting.name}`", setting.kind, setting.default, escaped(setting.meaning) + only)
+        rows.setdefault(setting.section, []).append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    tables = [
+        f"## {section or 'Top level'}\n\n| setting | value | default | meaning |\n|---|---|---|---|\n"
+        + "\n".join(found)
+        for section, found in rows.items()
+    ]
+    return "\n\n".join([f"# {title}", NOTE, *tables]) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Text of a cell, in which only code is marked up."""
+    prose_and_code = text.replace("``", "`").split("`")
+    prose_and_code[::2] = [re.sub(r"([\\|<>*_\[\]])", r"\\\1", prose) for prose in prose_and_code[::2]]
+    return "`".join(prose_and_code)
+
+
+if __name__ == "__main__":
+    for name, (title, configs) in PAGES.items():
+        (FOLDER / f"{name}.md").write_text(page(title, configs))
