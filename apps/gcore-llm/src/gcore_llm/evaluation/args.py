@@ -25,7 +25,7 @@ class EvalArgs(Checked):
     n: int | None = None
     """Sampled responses to each prompt, next to the greedy one; None: as in the run, or 1."""
     temperature: float | None = None
-    """Of the sampled ones; None: as in the run, or 1."""
+    """Temperature of the sampled ones; None: as in the run, or 1."""
     max_tokens: NonNegative = 0
     """Longest response; 0: as in the run, or 2048, or for what a model has capacity."""
     limit: NonNegative = 0

@@ -83,7 +83,7 @@ class Task(NamedTuple):
     @property
     def sampled(self) -> "Task":
         """The sampled responses to the same prompt."""
-        return self._replace(way="sampled")
+        return Task(self.set, "sampled", self.prompt)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -322,10 +322,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
                 pass
 
     def _end_early(self, step: int, metrics: Mapping[str, float]) -> None:
-        since = f"{metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
-        self.display.say(
-            f"step {step}: no improvement in {since}: the run ends early (trainer.early_stopping_patience)"
-        )
+        found = f"no improvement in {metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
+        self.display.say(f"step {step}: {found}: the run ends early (trainer.early_stopping_patience)")
         self.stop.end_early()
 
     def _is_save_due(self, step: int) -> bool:
