@@ -149,7 +149,7 @@ def test_an_evaluation_that_was_killed_continues(cli: Cli, tiny: Path) -> None:
 def test_wrong_arguments(cli: Cli, own_args: list[str], tiny: Path) -> None:
     write_rows(cli.cwd / "a.jsonl", [{"prompt": "1+1=", "answer": "none"}])
     assert "on is not set; expected files of prompts with a model, or of gsm8k, math500" in cli.refused("eval", tiny)
-    assert "model is 'nowhere'; expected a run's folder, or a Hugging Face folder with config.json" in cli.refused(
+    assert "model is 'nowhere'; expected a run's folder, a model's, or its name on the Hub" in cli.refused(
         "eval", "nowhere"
     )
     on = ("eval", tiny, "--on", "a.jsonl")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
+from gcore_llm.data.config import TaskConfig as TaskConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.learning.config import ActorConfig, CriticConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
@@ -38,33 +39,14 @@ from gcore_trainer import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig(Checked, section="task"):
-    """A reasoning-gym task, generated instead of read from files."""
-
-    name: str = ""
-    """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
-    params: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
-    number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
-    num_train: Count = 10_000
-    """Training problems to generate; those that are also held out are left out."""
-    num_val: Count = 256
-    """Held-out problems to generate."""
-
-    def check_only_source(self, train_files: tuple[str, ...], *, of: str) -> None:
-        """Raise `UserError` if there are files, too."""
-        if train_files and self.name:
-            raise UserError(f"task.name is {self.name!r} and data.train_files is set; expected one source of {of}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataConfig(BaseDataConfig):
     """Prompts: from your files, or from a task."""
 
     train_files: tuple[str, ...] = ()
-    """JSONL or Parquet files of prompts; the reward gets their other columns as they are."""
+    """Sources of prompts: JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the
+    Hugging Face Hub, hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]; the reward gets the other columns."""
     val_files: tuple[str, ...] = ()
-    """Held-out prompts: files, NAME=FILE for a set whose scores are apart, or a published set by its name (gsm8k,
+    """Sources of held-out prompts, NAME=SOURCE for a set whose scores are apart, or published sets by name (gsm8k,
     math500, aime24, aime25, gpqa_diamond, mmlu_pro, humaneval); empty: data.val-size of the training prompts."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
@@ -192,6 +174,12 @@ class TrainerConfig(RanksConfig, RLTrainerConfig):
 class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
+    model_settings: ClassVar[tuple[str, ...]] = (
+        "model",
+        "critic.model",
+        "reward_model.path",
+        "rollout.speculative.model",
+    )
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,
         "trainer.backend",
@@ -209,7 +197,7 @@ class TrainConfig(BaseRLConfig):
     )
 
     model: str = ""
-    """A local Hugging Face folder of a causal LM; empty: a tiny one is made and warmed up."""
+    """A causal LM: a Hugging Face folder, or NAMESPACE/NAME[@REVISION] on its Hub; empty: a tiny one is made."""
     reward: str = ""
     """PATH.py:function, a function of (prompt, completion, row); math-verify, gsm8k, aime or multiple-choice, which
     compare with the row's column answer; or code, which runs the row's tests in a sandbox. Tasks bring their own
@@ -292,9 +280,13 @@ class TrainConfig(BaseRLConfig):
         if self.runtime == "sim" or self.task.name:
             return
         if not self.model:
-            raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
+            raise UserError(
+                "model is not set; expected a Hugging Face folder, or a model's name on its Hub, with data.train_files"
+            )
         if not self.data.train_files:
-            raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
+            raise UserError(
+                "data.train_files is not set; expected one or more files, or data sets on the Hub, with model"
+            )
         if not (self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"):
             raise UserError(
                 f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "

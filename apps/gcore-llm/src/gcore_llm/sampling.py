@@ -36,7 +36,7 @@ from gcore_rollout import (
     load_function,
     visible_gpus,
 )
-from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids
+from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
 from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation, device_options
 
 
@@ -284,7 +284,7 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
 
     from gcore_rollout import SequenceClassifierReward
 
-    path = Path(config.reward_model.path)
+    path = model_folder(config.reward_model.path, setting="reward_model.path")
     check_model(path, setting="reward_model.path")
     tokenizer = build_tokenizer(path)
 
@@ -305,7 +305,8 @@ async def _judge(
     config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None, models: AsyncExitStack
 ) -> tuple[JudgeReward | PairwiseJudge, Engine]:
     """Start a generative reward model that scores responses one by one, or compares those of a group."""
-    judge, path = config.reward_model.judge, Path(config.reward_model.path)
+    judge = config.reward_model.judge
+    path = model_folder(config.reward_model.path, setting="reward_model.path")
     if judge.pairwise:
         parse = WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern)
         on_unparsable = "drop" if judge.unparsable_score is None else "tie"

@@ -17,11 +17,12 @@ class EvalArgs(Checked):
     """
 
     model: tyro.conf.Positional[str]
-    """A run's folder, or that of a model."""
+    """A run's folder, that of a model, or NAMESPACE/NAME[@REVISION] of a model on the Hugging Face Hub."""
     on: tuple[str, ...] = ()
-    """Files of prompts, NAME=FILE for a set with a name, or published sets by name; empty: a run's held-out prompts."""
+    """Sources of prompts, NAME=SOURCE for a set with a name, or published sets by name, as data.val-files has them;
+    empty: a run's held-out prompts."""
     reward: str = ""
-    """Scores the responses to files of prompts, as in training; empty: the run's. Published sets bring their own."""
+    """Scores the responses to prompts of files, as in training; empty: the run's. Published sets bring their own."""
     n: int | None = None
     """Sampled responses to each prompt, next to the greedy one; None: as in the run, or 1."""
     temperature: float | None = None

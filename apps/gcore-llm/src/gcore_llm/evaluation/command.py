@@ -14,7 +14,7 @@ from gcore_llm.evaluation.evaluate import Evaluation, Task, ValSet, evaluate, va
 from gcore_llm.evaluation.results import Results
 from gcore_llm.evaluation.sets import PUBLISHED, val_sources
 from gcore_llm.modality import SamplingRoles
-from gcore_llm.prompts import PromptSets, load_val_files, longest_sequence
+from gcore_llm.prompts import PromptSets, load_val_files, longest_sequence, val_prompts
 from gcore_llm.sampling import Rewards
 from gcore_llm.training import finished_policy, load_prompts, opened_run, scoring_roles
 from gcore_rollout import Group, reward_names
@@ -24,12 +24,15 @@ from gcore_runs import (
     UserError,
     build_tokenizer,
     check_model,
+    model_folder,
     print_table,
     resolve,
 )
 
 _MAX_TOKENS = 2048
 """Longest response of a model with the capacity for it, unless another is set."""
+_ANY_LENGTH = 2**30
+"""Tokens that no prompt has."""
 
 
 def run_eval(args: EvalArgs) -> None:
@@ -52,9 +55,9 @@ def _row(name: str, own: Mapping[str, Estimate]) -> list[str]:
 async def _evaluated(args: EvalArgs, display: Display) -> tuple[Path, int | None, Evaluation]:
     """Return the folder of the results, the step of a run's policy, and the evaluation."""
     run, config = _settings(args)
-    tokenizer = build_tokenizer(Path(config.model))
+    tokenizer = build_tokenizer(model_folder(config.model))
     prompts = _prompts(args, config, tokenizer)
-    config = _with_lengths(config, args, max(len(prompt.token_ids) for prompt in prompts.held_out))
+    config = _with_lengths(config, args, prompts.longest)
     rewards = await Rewards.start(config)
     try:
         sets = val_sets(prompts, config, rewards.graders)
@@ -99,7 +102,8 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
             raise UserError(f"on is not set; expected files of prompts with a model, or of {', '.join(PUBLISHED)}")
         if args.checkpoint == "best":
             raise UserError("checkpoint is 'best'; expected 'latest' with a model: only a run has several policies")
-        config = resolve(TrainConfig(model=str(path)))
+        config = resolve(TrainConfig(model=args.model))
+        check_model(model_folder(config.model))
     rollout, own, on = config.rollout, config.rollout.val_kwargs, args.on or config.data.val_files
     sources = val_sources(on, setting="on")
     given = {name: value for name in ("n", "temperature") if (value := getattr(args, name)) is not None}
@@ -124,14 +128,14 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
 def _prompts(args: EvalArgs, config: TrainConfig, tokenizer: Any) -> PromptSets:
     """Return the prompts of the sets, at least one; those of ``--on`` may have any length."""
     if args.on:
-        val, named = load_val_files(config.data, tokenizer, setting="on")
-        prompts = PromptSets(train=[], val=val, named=named, num_too_long=0)
+        data = replace(config.data, max_prompt_length=_ANY_LENGTH)
+        prompts = val_prompts(load_val_files(data, tokenizer, fits=0, setting="on"), data)
     else:
         prompts = load_prompts(config, tokenizer)
     if args.limit:
         named = {name: own[: args.limit] for name, own in prompts.named.items()}
         prompts = replace(prompts, val=prompts.val[: args.limit], named=named)
-    if not prompts.held_out:
+    if not prompts.num_held_out:
         reason = "it was trained with data.val_size=0 and no data.val_files"
         raise UserError(f"{args.model} has no held-out prompts: {reason}")
     return prompts
@@ -139,7 +143,7 @@ def _prompts(args: EvalArgs, config: TrainConfig, tokenizer: Any) -> PromptSets:
 
 def _with_lengths(config: TrainConfig, args: EvalArgs, longest: int) -> TrainConfig:
     """Return the settings with lengths for prompts of up to ``longest`` tokens; `UserError` if the model has fewer."""
-    limit = longest_sequence(Path(config.model))
+    limit = longest_sequence(model_folder(config.model))
     left = _MAX_TOKENS if limit is None else limit - longest
     is_own = (Path(args.model) / "config.toml").is_file()
     max_tokens = args.max_tokens or (config.data.max_response_length if is_own else min(_MAX_TOKENS, left))
@@ -155,9 +159,10 @@ def _with_lengths(config: TrainConfig, args: EvalArgs, longest: int) -> TrainCon
 
 def _identity(config: TrainConfig, sets: Sequence[ValSet], step: int | None) -> dict[str, Any]:
     """Return what determines the results, as JSON."""
-    weights = sorted(Path(config.model).glob("*.safetensors")) + sorted(Path(config.model).glob("*.bin"))
+    folder = model_folder(config.model).resolve()
+    weights = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.bin"))]
     return {
-        "model": str(Path(config.model).resolve()),
+        "model": str(folder),
         "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights],
         "step": step,
         "engine": config.rollout.engine,
@@ -181,7 +186,7 @@ def _folder(args: EvalArgs, run: RunFolder | None, step: int | None, identity: M
     if args.out:
         return Path(args.out)
     parent = Path() if run is None else run.path
-    stem = Path(args.model).resolve().name if step is None else f"step-{step}"
+    stem = Path(args.model).name if step is None else f"step-{step}"
     return parent / "evaluations" / f"{stem}-{sha256(repr(identity).encode()).hexdigest()[:8]}"
 
 
