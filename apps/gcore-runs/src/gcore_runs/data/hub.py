@@ -161,7 +161,7 @@ def pinned(config: Any, before: Mapping[str, Any]) -> dict[str, Any]:
             changes[setting] = _pinned_model(name, _value(before, setting), setting)
     for setting in ("data.train_files", "data.val_files"):
         sources = attrgetter(setting)(config) if hasattr(config, "data") else ()
-        if any(source.startswith("hf://") for source in sources):
+        if any("hf://" in source for source in sources):
             earlier = _value(before, setting) or []
             changes[setting] = tuple(_pinned_source(source, earlier, setting) for source in sources)
     return {setting: value for setting, value in changes.items() if value != attrgetter(setting)(config)}
@@ -177,6 +177,10 @@ def _pinned_model(name: str, before: Any, setting: str) -> str:
 
 
 def _pinned_source(source: str, before: Sequence[str], setting: str) -> str:
+    label, mark, rest = source.partition("=hf://")
+    if mark and label.isidentifier():
+        earlier = [name.removeprefix(f"{label}=") for name in before if name.startswith(f"{label}=")]
+        return f"{label}={_pinned_source(f'hf://{rest}', earlier, setting)}"
     if not source.startswith("hf://"):
         return source
     name = DatasetName.parse(source, setting=setting)

@@ -59,6 +59,13 @@ class RLTrainerConfig(BaseTrainerConfig):
     trackers; 0: none."""
     early_stopping_patience: NonNegative = 0
     """Evaluations in a row without improvement after which the run ends early; 0: it never does."""
+    export: Literal["last", "best"] = "last"
+    """Step whose policy is exported. best: that of the best evaluation; it is saved at once."""
+    best_metric: str = ""
+    """Metric of evaluations that says which is best, such as val/aime24/avg@8; empty: the mean of greedy scores, or of
+    a reward not trained on."""
+    best_mode: Literal["max", "min"] = "max"
+    """max: its highest value is best; min: its lowest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +97,8 @@ class RanksConfig(BaseTrainerConfig):
             raise UserError(f"trainer.megatron.{error}") from None
         for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
             value, default = (getattr(config, own.name) for config in (self.megatron, plain))
-            self.require(
-                f"megatron.{own.name}",
-                value == default,
-                f"{str(default).lower()} with trainer.backend {self.backend!r}",
-            )
+            expected = f"{str(default).lower()} with trainer.backend {self.backend!r}"
+            self.require(f"megatron.{own.name}", value == default, expected)
 
 
 @dataclass(frozen=True, kw_only=True)
