@@ -86,9 +86,9 @@ def open_rows(
             raise UserError(f"data file {rows.name} has no rows")
     if not columns:
         return found
-    from gcore_runs.data.columns import MappedRows
+    from gcore_runs.data.columns import with_columns
 
-    return [MappedRows.of(rows, columns) for rows in found]
+    return [with_columns(rows, columns) for rows in found]
 
 
 def _checked_file(path: str) -> Path:
