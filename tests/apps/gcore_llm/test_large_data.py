@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -17,6 +18,7 @@ from gcore_llm.config import DataConfig, TrainConfig, TrainerConfig
 from gcore_llm.data import large_prompts
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.tiny_model import tiny_tokenizer
+from gcore_rollout import PromptImages
 from gcore_runs import UserError, inputs, open_rows
 
 TEMPLATE = (
@@ -33,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def loaded(monkeypatch: pytest.MonkeyPatch, large_bytes: int, tokenizer: Any, **settings: Any) -> PromptSets:
-    monkeypatch.setattr(inputs, "_LARGE_BYTES", large_bytes)
+    monkeypatch.setattr(inputs, "LARGE_BYTES", large_bytes)
     return load_files(DataConfig(**settings), tokenizer, seed=3)
 
 
@@ -42,7 +44,7 @@ def rows_of(count: int, length: int = 9) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"prompt": f"{i}+1=" + "9" * (i % length), "answer": i, "mixed": ["a", {"b": i}]} for i in range(count)
     ]
-    rows[3]["prompt"] = "1×1=" + "½" * 5
+    rows[3]["prompt"] = "1½+1=" + "½" * 5
     rows[5]["prompt"] = [{"role": "user", "content": "2+2="}]
     return rows
 
@@ -116,7 +118,7 @@ def test_wrong_rows_are_found_before_the_run(line: str, expected: str, monkeypat
 
 @pytest.mark.parametrize("large_bytes", [0, 2**30])
 def test_formats_and_patterns(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "_LARGE_BYTES", large_bytes)
+    monkeypatch.setattr(inputs, "LARGE_BYTES", large_bytes)
     rows = [{"prompt": f"{i}+1=", "answer": i} for i in range(50)]
     table = pyarrow.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table.slice(0, 20), "part-0.parquet")
@@ -136,7 +138,7 @@ def test_formats_and_patterns(large_bytes: int, monkeypatch: pytest.MonkeyPatch)
     assert [file.name for file in open_rows("part-*.parquet")] == ["part-0.parquet", "part-1.parquet"]
     with pytest.raises(UserError, match=r"data file no-\*.csv does not exist: no file matches the pattern"):
         open_rows("no-*.csv")
-    with pytest.raises(UserError, match="data file rows.txt does not exist"):
+    with pytest.raises(UserError, match=r"data file rows\.txt does not exist"):
         open_rows("rows.txt")
 
 
@@ -155,7 +157,7 @@ def test_computed_columns(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> 
     for prompt in (*found.train, *found.val):
         number = prompt.row["meta"]["level"]
         assert prompt.text == f"{number}+1={str(number)[0]}"
-        assert prompt.row | {"meta": None} == {
+        assert {**prompt.row, "meta": None} == {
             "question": f"{number}+1=",
             "answer": str(number + 1),
             "meta": None,
@@ -186,13 +188,25 @@ def test_mixtures_by_weights(large_bytes: int, monkeypatch: pytest.MonkeyPatch) 
     drawn = [prompt.row["source"] for _, prompt in PromptLoader(found.train, seed=1).take(2000)]
     assert Counter(drawn) == {"a": 600, "b": 1000, "c": 400}
     for weights in ((1.0,), (1.0, 0.0, 1.0), (1.0, -1.0, 5.0), (1.0, 1.0, 1e9)):
-        with pytest.raises(UserError, match="expected 3 numbers, one for each of data.train_files, each at least"):
+        with pytest.raises(UserError, match="expected 3 numbers, one for each of data"):
             loaded(monkeypatch, large_bytes, tiny_tokenizer(), train_files=files, weights=weights)
+    write_rows(Path("a.jsonl"), [{"prompt": "9" * 70}])
     with pytest.raises(UserError, match=r"data file a.jsonl has no rows left to train on; expected some, as it is in"):
-        write_rows(Path("a.jsonl"), [{"prompt": "9" * 70}])
         loaded(
             monkeypatch, large_bytes, tiny_tokenizer(), train_files=files, weights=(3.0, 2.0, 5.0), max_prompt_length=64
         )
+
+
+def test_images_of_an_object_store_are_read_when_they_are_needed() -> None:
+    url = "memory://pictures/a.png"
+    [source] = inputs.image_sources({"image": {"path": url}}, "image", Path("data"), "row 1")
+    images = PromptImages(model="", sources=(source, b"own"))
+    with pytest.raises(FileNotFoundError):
+        images.encoded()
+    with fsspec.open(url, "wb") as file:
+        file.write(b"stored")
+    assert images.encoded() == (b"stored", b"own")
+    assert PromptImages.from_state(images.state()) == images
 
 
 def test_epochs() -> None:
