@@ -6,6 +6,7 @@ from .command_line import (
     report_command as report_command,
     run_command as run_command,
     run_training as run_training,
+    trace_command as trace_command,
 )
 from .doctor.command import doctor_command as doctor_command
 from .errors import UserError as UserError, one_line as one_line, said as said
