@@ -112,7 +112,8 @@ CHECKED_CLOSELY = {
 
 RUN_HERE = (
     r"(uv run )?"
-    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|trace|logs)|gcore-diffusion (train|sample|report|trace|logs)|"
+    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|trace|logs)|"
+    r"gcore-diffusion (train|sample|report|trace|logs)|"
     r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|rm -r run/|"
     r"tensorboard --help)\b.*"
 )
