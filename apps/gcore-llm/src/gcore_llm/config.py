@@ -52,7 +52,8 @@ class DataConfig(BaseDataConfig):
     """Column of the prompt: text, or a list of chat messages."""
     image_key: str = ""
     """Column of a prompt's images, for a vision-language model: one, or a list, each a path (relative to the data file)
-    or the bytes of an image file; they stand where text has <image>, or a message a part of type image. Empty: none."""
+    or URL (of fsspec), or the bytes of an image file; they stand where text has <image>, or a message a part of type
+    image. Empty: none."""
     apply_chat_template: Literal["auto", "never"] = "auto"
     """auto: text becomes a user message wherever the tokenizer has a chat template."""
     train_batch_size: Count = 32

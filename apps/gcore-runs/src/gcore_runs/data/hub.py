@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,11 @@ def dataset_files(name: DatasetName, *, setting: str) -> tuple[str, list[Path]]:
     is_pinned = name.revision is not None and _SHA.fullmatch(name.revision)
     if is_pinned and (known := _known(name)):
         return known
+    if find_spec("datasets") is None:
+        raise UserError(
+            f"{setting} is {str(name)!r}; expected `datasets` to be installed for data of the Hub: "
+            "pip install 'gcore-runs[hub]'"
+        )
     try:
         found = _load(name if is_pinned else replace(name, revision=_newest_commit(name)))
     except Exception as error:
