@@ -124,7 +124,7 @@ def _prepared(algorithm: Any, batch: FixedBatch) -> Any:
         "ref_log_probs": batch.reference,
         "values": batch.values,
     }
-    rows = {name: np.split(array, batch.ends) for name, array in arrays.items()}
+    rows: dict[str, Any] = {name: np.split(array, batch.ends) for name, array in arrays.items()}
     samples = [
         Sample(
             prompt_ids=np.array([place // batch.n]),
