@@ -43,6 +43,12 @@ CHECKED_ELSEWHERE = {
     r"gcore-placement plan --model /shared/.*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
     r"gcore-llm (doctor --ray|train --config run.toml).*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
     r"(uv run )?gcore-llm doctor": "tests/apps/gcore_runs/test_doctor.py::test_the_command_checks_this_machine",
+    r"gcore-llm (from-verl|train --config) run_qwen2-7b.*": (
+        f"{LLM}/migration/test_from_verl.py::test_a_script_of_their_examples_runs"
+    ),
+    r"gcore-llm (from-trl|train --config) grpo.*": (
+        f"{LLM}/migration/test_from_trl.py::test_a_config_of_their_examples_runs"
+    ),
     r"uv run ruff check": ".ci/run",
     r"uv run ruff format --check": ".ci/run",
     r"uv run basedpyright": ".ci/run",

@@ -55,6 +55,7 @@ commands:
   simulate            predict the time of a step of train, on up to 100,000 modelled devices
   from-verl CONFIG    write settings of train for a config or launch script of verl
   from-trl CONFIG     write settings for a config of TRL
+  compare-with verl|trl SETTINGS  compute advantages, loss and gradient of one batch here and there
 
 gcore-llm COMMAND --help documents every option.
 """
@@ -103,7 +104,9 @@ class SampleArgs(RunArgs, Checked):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; see `run_command`."""
-    run_command("gcore-llm", _COMMANDS, argv, usage=_USAGE, not_resumed=("simulate", "from-verl", "from-trl"))
+    run_command(
+        "gcore-llm", _COMMANDS, argv, usage=_USAGE, not_resumed=("simulate", "from-verl", "from-trl", "compare-with")
+    )
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
@@ -155,6 +158,12 @@ def _from_verl(args: Sequence[str]) -> None:
     from_verl(args)
 
 
+def _compare_with(args: Sequence[str]) -> None:
+    from gcore_llm.migration.comparison import compare_with
+
+    compare_with(args, parse_train)
+
+
 def _from_trl(args: Sequence[str]) -> None:
     from gcore_llm.migration.command import from_trl
 
@@ -175,4 +184,5 @@ _COMMANDS: dict[str, Command] = {
     "simulate": _simulate,
     "from-verl": _from_verl,
     "from-trl": _from_trl,
+    "compare-with": _compare_with,
 }
