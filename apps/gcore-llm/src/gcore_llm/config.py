@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
 from gcore_llm.learning.config import ActorConfig, CriticConfig
+from gcore_llm.learning.distillation import DistillationConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
@@ -137,8 +138,8 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     adv_estimator: str = "grpo"
     """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline), against a
-    greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic (gae), or by your own
-    function (PATH.py:function)."""
+    greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic (gae), not at all, so that
+    only distillation.teachers are learned from (distillation), or by your own function (PATH.py:function)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo."""
     gamma: Fraction = 1.0
@@ -227,6 +228,7 @@ class TrainConfig(BaseRLConfig):
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     reward_calls: RewardCallsConfig = field(default_factory=RewardCallsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -266,6 +268,12 @@ class TrainConfig(BaseRLConfig):
             (turns, simulated, "whose roles have devices of their own"),
         ):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
+        if self.distillation.teachers:
+            every = "false with distillation.teachers, from which every group learns"
+            self.require("algorithm.filter_groups", not algorithm.filter_groups, every)
+            self.require("distillation.teachers", not simulated, f"none with {simulated}")
+        alone = algorithm.adv_estimator == "distillation" and not self.distillation.teachers
+        self.require("algorithm.adv_estimator", not alone, "another one without distillation.teachers")
         self._check_memory_settings()
         gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
         self.require("trainer.megatron.overlap_param_gather", not gathers_late, "false with actor.lora_rank")
@@ -287,10 +295,11 @@ class TrainConfig(BaseRLConfig):
             raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
         if not self.data.train_files:
             raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
-        if not (self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"):
+        is_rewarded = self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"
+        if not is_rewarded and self.algorithm.adv_estimator != "distillation":
             raise UserError(
                 f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "
-                "or a reward_model, or an environment that rewards"
+                "or a reward_model, or an environment that rewards, or algorithm.adv_estimator distillation"
             )
 
     @property
