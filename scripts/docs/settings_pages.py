@@ -134,7 +134,7 @@ def page(title: str, configs: Mapping[str, type]) -> str:
         cells = (f"`{setting.name}`", setting.kind, setting.default, escaped(setting.meaning) + only)
         rows.setdefault(setting.section, []).append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     tables = [
-        f"## {section or 'At the top'}\n\n| setting | value | default | meaning |\n|---|---|---|---|\n"
+        f"## {section or 'Top level'}\n\n| setting | value | default | meaning |\n|---|---|---|---|\n"
         + "\n".join(found)
         for section, found in rows.items()
     ]

@@ -8,12 +8,12 @@ import pytest
 from numpy.testing import assert_allclose
 from planning_jobs import make_cluster, make_job
 
-from gcore_placement import Cluster, Efficiency, Job, TrainingLayout
+from gcore_placement import Cluster, Efficiency, Job, TrainingLayout, TransformerWorkload
 from gcore_placement.costs import TrainingLaws, training_seconds
 from gcore_placement.planning.layouts import Backend, TrainingLayouts, training_layouts
 from gcore_placement.planning.options import training_laws
 
-PEAK = Efficiency(training=1.0, attention=1.0, links=1.0, memory=1.0, micro_batch_s=0.0)
+PEAK = Efficiency(training=1.0, experts=1.0, attention=1.0, links=1.0, memory=1.0, micro_batch_s=0.0)
 FLOPS_PER_S, LINK, BETWEEN_NODES, MEMORY = 989e12, 450e9, 50e9, 3.35e12
 
 
@@ -65,6 +65,35 @@ def test_recomputation_is_a_third_more_and_a_forward_pass_stays_what_it_is() -> 
     kept_s, recomputed_s = (law.per_token_s - scoring_s(job) for law in (kept, recomputed))
     assert_allclose(recomputed.per_pair_s, 4 / 3 * kept.per_pair_s)
     assert_allclose(recomputed.forward_share * recomputed_s, kept.forward_share * kept_s)
+
+
+def test_experts_are_slower_than_other_products() -> None:
+    """At half of their rate they take as long again; a dense model does not change."""
+    mixture = TransformerWorkload.from_config(
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "vocab_size": 128,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [0],
+        }
+    )
+    assert mixture.expert_flops_per_token == 3 * 2 * 2 * (3 * 64 * 2 * 32)
+    dense = make_job()
+    job = replace(dense, policy=replace(dense.policy, workload=mixture))
+    slow = replace(PEAK, experts=0.5)
+    for own, added in ((job, mixture.expert_flops_per_token / FLOPS_PER_S), (dense, 0.0)):
+        fast_s, slow_s = (
+            training_laws(
+                own, TrainingLayouts.of(layout("torch")), cluster=make_cluster(8), efficiency=each
+            ).per_token_s
+            for each in (PEAK, slow)
+        )
+        assert_allclose(slow_s - fast_s, added, atol=1e-18)
 
 
 def test_a_pipeline_has_a_bubble() -> None:

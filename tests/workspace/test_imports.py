@@ -57,6 +57,9 @@ ADAPTERS = {
         "apps/gcore-runs/src/gcore_runs/on_ray.py",
     ],
     "prometheus_client": ["apps/gcore-runs/src/gcore_runs/trackers/prometheus.py"],
+    "mlflow": ["apps/gcore-runs/src/gcore_runs/trackers/mlflow_runs.py"],
+    "swanlab": ["apps/gcore-runs/src/gcore_runs/trackers/swanlab_runs.py"],
+    "trackio": ["apps/gcore-runs/src/gcore_runs/trackers/trackio_runs.py"],
     "wandb": ["apps/gcore-runs/src/gcore_runs/trackers/weights_and_biases.py"],
 }
 """The one file or folder of a distribution that may import each library with a life of its own."""
@@ -68,7 +71,13 @@ ONLY_IN_APPS = ["pydantic", "tyro", "tomllib", "tomli_w", "argparse", "rich", *A
 FOR_COMMANDS = ["argparse", "rich", "tomllib"]
 """Of these, what a package's `cli.py`, `cli_*.py` and `cli/` may import, and nothing else of it."""
 
-DISTRIBUTED_AS = {"orbax": "orbax-checkpoint", "megatron": "megatron-core", "PIL": "pillow"}
+DISTRIBUTED_AS = {
+    "orbax": "orbax-checkpoint",
+    "megatron": "megatron-core",
+    "mlflow": "mlflow-skinny",
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+}
 """Top-level modules whose distribution has another name."""
 
 USED_THROUGH_ANOTHER = {

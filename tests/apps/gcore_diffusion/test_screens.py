@@ -5,7 +5,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from gcore_ckpt import Checkpointer
 from gcore_diffusion.sampling.grids import MAX_SHEETS, tracked, write_sheets
 from gcore_diffusion.sampling.image_sampling import Evaluation
 from gcore_diffusion.training import KINDS
-from gcore_runs import UserError, render_report
+from gcore_runs import render_report
 from gcore_runs.report import gallery
-from gcore_runs.trackers.weights_and_biases import WandB
 
 REWARDS = """
 def red(images, prompts, rows):
@@ -123,7 +121,7 @@ def test_wandb_gets_metrics_and_images(cli: Cli, own_args: list[str], run: Path)
     pytest.importorskip("wandb")
     (cli.cwd / "wandb").mkdir()
     (cli.cwd / "wandb/settings").write_text("[default]\nmode = offline\n")
-    args = [*own_args, "--name", "tracked", "--trainer.wandb-project", "digits", "--trainer.tensorboard", "False"]
+    args = [*own_args, "--name", "tracked", "--trainer.trackers", "wandb", "--trainer.tensorboard", "False"]
     for total in ("1", "2"):
         finished = cli(*option_set(args, "--trainer.total-training-steps", total))
         assert finished.code == 0, finished
@@ -133,7 +131,7 @@ def test_wandb_gets_metrics_and_images(cli: Cli, own_args: list[str], run: Path)
     assert len(files) == 2
     found = [record for file in files for record in records(file)]
     runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
-    assert {(each.project, each.display_name) for each in runs} == {("digits", "tracked")}
+    assert {(each.project, each.display_name) for each in runs} == {("gcore", "tracked")}
     assert len({each.run_id for each in runs}) == 1
     rewards = next(item for item in runs[0].config.update if item.key == "reward")
     assert json.loads(rewards.value_json)["kind"] == "rewards.py:red"
@@ -151,12 +149,6 @@ def test_wandb_gets_metrics_and_images(cli: Cli, own_args: list[str], run: Path)
         (file,) = tracked_run.glob(f"wandb/offline-run-*/files/{path}")
         with Image.open(file) as shown, Image.open(png(tracked_run, step)) as written:
             assert np.array_equal(np.asarray(shown), np.asarray(written))
-
-
-def test_wandb_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"trainer.wandb_project is 'p', but 'wandb' is not installed: pip install "):
-        WandB("p", name="n", run_id="i", folder=tmp_path, config={})
 
 
 class Page(HTMLParser):

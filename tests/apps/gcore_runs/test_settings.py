@@ -19,7 +19,9 @@ from gcore_llm.finetune.command import parse_fine_tuning
 from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
 from gcore_llm.simulate import parse_simulate
 from gcore_runs import NonNegative, UserError
-from gcore_runs.settings.other_names import NOT_HERE, OTHER_NAMES, hint
+from gcore_runs.migration.trl_keys import TRL
+from gcore_runs.migration.verl_keys import VERL
+from gcore_runs.settings.other_names import hint, other_names
 from gcore_runs.settings.parsing import as_option, merge, parse, setting_types
 from gcore_runs.simulation.config import SimulateConfig
 
@@ -162,11 +164,15 @@ def test_every_other_name_leads_to_a_setting() -> None:
     """Each of a command's settings that the table names is one, and no name of ours is taken for another's."""
     known = {command: set(setting_types(kind)) for command, (_, kind) in COMMANDS.items()}
     everything = set[str]().union(*known.values())
-    assert {name for names in OTHER_NAMES.values() for name in names} <= everything
-    for name in OTHER_NAMES:
-        assert "did you mean" in hint(name, known["train"]) or "did you mean" in hint(name, known["sft"]), name
-    for name in NOT_HERE:
-        assert "there is no such setting" in hint(name, known["train"])
+    for name, key in other_names().items():
+        assert set(key.ours) <= everything, name
+        commands = [command for command in COMMANDS if not key.ours or {*key.ours} & known[command]]
+        assert commands
+        said = hint(f"section_of_theirs.{name}", known[commands[0]])
+        assert ("did you mean" if key.ours else f"there is no such setting: {key.why}") in said, name
+    assert {"actor_rollout_ref.actor.use_kl_loss", "use_kl_loss", "num_generations"} <= other_names().keys()
+    assert {"path", "enable"}.isdisjoint(other_names()), "they end names of several settings"
+    assert {*TRL, *VERL} <= other_names().keys()
 
 
 @pytest.mark.parametrize(

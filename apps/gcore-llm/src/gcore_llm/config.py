@@ -62,7 +62,8 @@ class DataConfig(BaseDataConfig):
     """Prompts: from your files, or from a task."""
 
     train_files: tuple[str, ...] = ()
-    """JSONL or Parquet files of prompts; the reward gets their other columns as they are."""
+    """Sources of prompts: JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the
+    Hugging Face Hub, hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]; the reward gets the other columns."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
     image_key: str = ""
@@ -188,6 +189,9 @@ class TrainerConfig(RanksConfig, RLTrainerConfig):
 class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
+    model_settings: ClassVar[tuple[str, ...]] = (
+        *("model", "critic.model", "reward_model.path", "rollout.speculative.model", "distillation.teachers"),
+    )
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,
         "trainer.backend",
@@ -204,7 +208,7 @@ class TrainConfig(BaseRLConfig):
     )
 
     model: str = ""
-    """A local Hugging Face folder of a causal LM; empty: a tiny one is made and warmed up."""
+    """A causal LM: a Hugging Face folder, or NAMESPACE/NAME[@REVISION] on its Hub; empty: a tiny one is made."""
     reward: str = ""
     """PATH.py:function, a function of (prompt, completion, row); math-verify; or code, which runs the row's tests in a
     sandbox. Tasks bring their own verifier."""
@@ -268,12 +272,7 @@ class TrainConfig(BaseRLConfig):
             (turns, simulated, "whose roles have devices of their own"),
         ):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
-        if self.distillation.teachers:
-            every = "false with distillation.teachers, from which every group learns"
-            self.require("algorithm.filter_groups", not algorithm.filter_groups, every)
-            self.require("distillation.teachers", not simulated, f"none with {simulated}")
-        alone = algorithm.adv_estimator == "distillation" and not self.distillation.teachers
-        self.require("algorithm.adv_estimator", not alone, "another one without distillation.teachers")
+        self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, self.runtime)
         self._check_memory_settings()
         gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
         self.require("trainer.megatron.overlap_param_gather", not gathers_late, "false with actor.lora_rank")
@@ -292,9 +291,13 @@ class TrainConfig(BaseRLConfig):
         if self.runtime == "sim" or self.task.name:
             return
         if not self.model:
-            raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
+            raise UserError(
+                "model is not set; expected a Hugging Face folder, or a model's name on its Hub, with data.train_files"
+            )
         if not self.data.train_files:
-            raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
+            raise UserError(
+                "data.train_files is not set; expected one or more files, or data sets on the Hub, with model"
+            )
         is_rewarded = self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"
         if not is_rewarded and self.algorithm.adv_estimator != "distillation":
             raise UserError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from html import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
 from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
-from gcore_runs.trackers.base import Images, Tracker
+from gcore_runs.trackers.base import Images, Rows, Tracker, as_text
 
 _ID = "run-id"
 _JOINED_BELOW_S = 1e-3
@@ -56,6 +57,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.warmup = path / "warmup.jsonl"
         self.samples = path / "samples"
+        self.training_samples = path / "samples.jsonl"
         self.model = path / "model"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
@@ -120,7 +122,7 @@ def open_run(config: BaseRunConfig) -> RunFolder:
             )
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
     identity, is_local = folder.path / _ID, isinstance(config, BaseRLConfig) and config.local_checkpoints.folder
-    if (is_local or config.trainer.wandb_project) and not identity.exists():
+    if (is_local or config.trainer.trackers) and not identity.exists():
         write_atomically(identity, lambda path: path.write_text(uuid4().hex[:12]))
     return folder
 
@@ -181,15 +183,18 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     write_atomically(path, lambda partial: partial.write_text("".join(json.dumps(row) + "\n" for row in rows)))
 
 
-def _keep_until(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Remove the rows of the steps after ``last_step``, which are run again, and return the others."""
-    rows = [row for row in read_jsonl(path) if row["step"] <= last_step] if last_step else []
-    write_jsonl(path, rows)
-    return rows
+def _keep_until(path: Path, last_step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Remove the rows of the steps after ``last_step``, which are run again; return the others, and the removed."""
+    rows = read_jsonl(path)
+    kept = [row for row in rows if row["step"] <= last_step] if last_step else []
+    write_jsonl(path, kept)
+    return kept, rows[len(kept) :]
 
 
 class TensorBoard(Tracker):
     """Event files in a folder; what others there have of the steps after ``last_step`` is hidden."""
+
+    keeps_history = False
 
     def __init__(self, folder: Path, *, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -204,6 +209,10 @@ class TensorBoard(Tracker):
         for name, image in images.items():
             self._board.add_image(name, image, step, dataformats="HWC")
 
+    def write_samples(self, step: int, samples: Rows) -> None:
+        for place, sample in enumerate(samples):
+            self._board.add_text(f"samples/{place}", f"<pre>{escape(as_text(sample))}</pre>", step)
+
     def __exit__(self, *error: object) -> None:
         self._board.close()
 
@@ -211,25 +220,40 @@ class TensorBoard(Tracker):
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends a row for each step after ``last_step``; rows of later steps, which are run again, are removed.
 
-    The ``trackers`` get the same numbers; they stay open.
+    The ``trackers`` get the same numbers; they stay open. Those that keep history get none twice.
     """
 
     def __init__(self, run: RunFolder, *, last_step: int, tensorboard: bool, trackers: Sequence[Tracker] = ()) -> None:
-        self._path = run.metrics
-        _keep_until(run.metrics, last_step)
+        self._path, self._samples = run.metrics, run.training_samples
+        _, repeated = _keep_until(run.metrics, last_step)
+        if run.training_samples.exists():
+            _keep_until(run.training_samples, last_step)
+        self._known = {(row["step"], name) for row in repeated for name in row}
+        """Step and name of the values that trackers got before the run was resumed."""
+        self._known_step = max((step for step, _ in self._known), default=0)
         self._board = TensorBoard(run.tensorboard, last_step=last_step) if tensorboard else None
         self._trackers = [*filter(None, [self._board]), *trackers]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a row."""
         append_json(self._path, {"step": step, **metrics})
+        unknown = {name: value for name, value in metrics.items() if (step, name) not in self._known}
         for tracker in self._trackers:
-            tracker.write(step, metrics)
+            if shown := unknown if tracker.keeps_history else metrics:
+                tracker.write(step, shown)
 
     def write_images(self, step: int, images: Images) -> None:
         """Pass images to the trackers that show them."""
         for tracker in self._trackers:
-            tracker.write_images(step, images)
+            if step > self._known_step or not tracker.keeps_history:
+                tracker.write_images(step, images)
+
+    def write_samples(self, step: int, samples: Rows) -> None:
+        """Append rows of samples of training; TensorBoard does not hide texts of repeated steps, either."""
+        for sample in samples:
+            append_json(self._samples, {"step": step, **sample})
+        for tracker in self._trackers if samples and step > self._known_step else ():
+            tracker.write_samples(step, samples)
 
     def __exit__(self, *error: object) -> None:
         if self._board is not None:
@@ -334,7 +358,7 @@ class SpanWriter:
         append_json(self._path, spans.to_row())
 
     def _truncate(self, last_step: int) -> None:
-        rows = _keep_until(self._path, last_step)
+        rows, _ = _keep_until(self._path, last_step)
         self._end_s = StepSpans.from_row(rows[-1]).end_s if rows else 0.0
 
 

@@ -36,6 +36,7 @@ from .rlhf.events import (
     Stepped as Stepped,
     Updating as Updating,
 )
+from .rlhf.mixture import Joined as Joined, Mixture as Mixture
 from .rlhf.modality import (
     Generated as Generated,
     Group as Group,
@@ -49,6 +50,7 @@ from .rlhf.modality import (
     UnfinishedGroup as UnfinishedGroup,
     Wave as Wave,
 )
+from .rlhf.permutation import FeistelPermutation as FeistelPermutation
 from .rlhf.step import RLHFLoop as RLHFLoop
 from .runtimes.backend import Backend as Backend, Recovery as Recovery, SizedConfig as SizedConfig, Sizes as Sizes
 from .runtimes.inline import (

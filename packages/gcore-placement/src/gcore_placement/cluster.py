@@ -111,6 +111,9 @@ class Efficiency(Checked):
 
     training: Share = 0.45
     """Share of the peak in training's matrix products."""
+    experts: Share = 0.2
+    """Share of the peak in training's products of a mixture's experts, which have few rows each. Megatron-Core's tables
+    of pretraining have about a fifth of an H100's peak; trainers with small micro-batches reach less than a tenth."""
     attention: Share = 0.45
     """Share of the peak in training's attention, between FlashAttention 2 and 3 on H100 (arXiv 2407.08608)."""
     prefill: Share = 0.5
@@ -131,6 +134,8 @@ class Efficiency(Checked):
     """Seconds that a decoding step takes in addition to its arithmetic."""
     decode_sequence_s: Amount = 5e-6
     """Seconds that each running sequence adds to it."""
+    decode_mixture_s: Amount = 1e-4
+    """Seconds that each layer with a mixture of experts adds to it: routing, sorting and gathering tokens."""
     all_reduce_s: Amount = 1e-5
     """Seconds of a sum over devices in addition to its bytes."""
     overlap: float = 1.0

@@ -265,6 +265,12 @@ class TransformerWorkload:
         return float(FORWARD_AND_BACKWARD * 2 * weights)
 
     @property
+    def expert_flops_per_token(self) -> float:
+        """The part of `flops_per_token` that the experts of a mixture take; 0 without one."""
+        width = self.num_experts_per_tok * self.moe_intermediate_size
+        return float(FORWARD_AND_BACKWARD * 2 * self.num_moe_layers * 3 * self.hidden_size * width)
+
+    @property
     def flops_per_attended_pair(self) -> float:
         """The attention term of `flops`, per pair of a query token and a key token it attends to."""
         return float(FORWARD_AND_BACKWARD * 4 * self.num_hidden_layers * self.query_size)

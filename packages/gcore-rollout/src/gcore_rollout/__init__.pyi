@@ -74,6 +74,7 @@ from .errors import (
     EpisodeError as EpisodeError,
     MissingExtraError as MissingExtraError,
     NoScoreError as NoScoreError,
+    NotApplicableError as NotApplicableError,
     PeerLostError as PeerLostError,
     RequestError as RequestError,
     RewardConfigError as RewardConfigError,

@@ -42,6 +42,10 @@ class NoScoreError(RewardError):
     """A reward has no score for a completion, so that the group of the completion must be dropped."""
 
 
+class NotApplicableError(NoScoreError):
+    """A reward does not apply to a prompt: in a sum of rewards it adds nothing; alone it has no score."""
+
+
 class SandboxError(RolloutError):
     """A sandbox cannot be made, or could not start a program. Failures of the program itself are results."""
 

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from gcore_bench.harness.report import Session
-from gcore_bench.placement import balancer, live, planner
+from gcore_bench.placement import balancer, live, oracles, planner
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.study import run_study
 
@@ -16,7 +16,7 @@ def run(options: PlacementOptions, console: Console) -> None:
             if name == "study":
                 session.say(run_study(options))
                 continue
-            part = {"balancer": balancer, "live": live, "planner": planner}[name]
+            part = {"balancer": balancer, "live": live, "oracles": oracles, "planner": planner}[name]
             figures = part.run(options, say=session.say)
             aims = part.aims(figures["rows"])
             session.add(name, tables=[part.table(figures)], lines=aims, **figures, aims=aims)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from gcore_bench.harness.options import BenchError, Count, NonNegative, QuickOptions, at_least
 from gcore_runs import Bound
 
-PartName = Literal["balancer", "planner", "live", "study"]
+PartName = Literal["balancer", "planner", "oracles", "live", "study"]
 Counts = Literal["free", "equal", "close"]
 Lengths = Literal["lognormal", "pareto"]
 LiveStrategy = Literal["split", "colocated", "static", "dynamic"]
@@ -20,10 +20,11 @@ _NonNegativeFloat = Annotated[float, at_least(0)]
 class PlacementOptions(QuickOptions):
     """Measure gcore-placement: how evenly and quickly it divides sequences, and how well its planner predicts."""
 
-    parts: tuple[PartName, ...] = ("balancer", "planner", "live")
+    parts: tuple[PartName, ...] = ("balancer", "planner", "oracles", "live")
     """balancer: sequences over ranks, by simulated work, compared with verl and random; planner: seconds and memory of
-    small runs, predicted by laws fitted to others; live: runs on Ray whose load drifts, under each placement; study:
-    simulations that answer the open questions of gcore-placement's docs."""
+    small runs, predicted by laws fitted to others; oracles: steps that other systems have published, predicted; live:
+    runs on Ray whose load drifts, under each placement; study: simulations that answer the open questions of
+    gcore-placement's docs."""
     samples: tuple[Count, ...] = (512, 4096, 16_384, 100_352, 1_000_448)
     """Sequences of a batch: multiples of each number of ranks."""
     ranks: tuple[Count, ...] = (8, 64, 512)

@@ -29,13 +29,15 @@ from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
 from gcore_runs.loop.early_stopping import has_ended
-from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal, interrupted_by
+from gcore_runs.loop.learning_signal import check_signal
+from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, interrupted_by
 from gcore_runs.report.page import render_report
 from gcore_runs.report.run import Kind
 from gcore_runs.run_folder import (
     MetricsWriter,
     Result,
     RunFolder,
+    RunWarnings,
     SpanWriter,
     open_run,
     read_jsonl,
@@ -44,8 +46,7 @@ from gcore_runs.run_folder import (
 )
 from gcore_runs.settings.parsing import read_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
-from gcore_runs.trackers.base import Tracker
-from gcore_runs.trackers.weights_and_biases import WandB
+from gcore_runs.trackers.base import TrackedRun, Tracker
 from gcore_trainer import TrainerError
 
 _REFUSALS = UserError, RolloutError, TrainerError
@@ -114,6 +115,10 @@ class Supervisor:
                 # The runner's own handler, which replaces Python's default one and no other, waits until its task
                 # awaits something: a loading model or a blocking reward may do that late, or never.
                 stack.enter_context(interrupted_by(partial(signal.default_int_handler)))
+            if trainer.trackers:
+                from gcore_runs.trackers.registry import check_trackers
+
+                check_trackers(trainer.trackers)
             runtime = self._config.runtime if isinstance(self._config, BaseRLConfig) else "inline"
             if isinstance(self._config, BaseRLConfig) and runtime == "ray":
                 from gcore_runs.on_ray import check_cluster
@@ -151,6 +156,10 @@ class Supervisor:
         finally:
             self.run_async(services.close())
 
+    def take_length(self, config: BaseRunConfig) -> None:
+        """Take over the number of steps of settings that were made after the data was read."""
+        self._config = replace(self._config, trainer=config.trainer)
+
     def open_run(self, *notices: str) -> RunFolder:
         """Open the run's folder (see `gcore_runs.run_folder.open_run`), log to it until the end, and show notices."""
         self.run = open_run(self._config)
@@ -163,7 +172,7 @@ class Supervisor:
     def resume(self, total: int) -> int | None:
         """Return how many of ``total`` steps are done, without the export of a shorter run; None: all, and exported.
 
-        A run with steps to do is shown in Weights & Biases from here on, if it is to be.
+        A run with steps to do is shown by its trackers from here on.
         """
         steps = Checkpointer(self.run.checkpoints).steps()
         first_step = steps[-1] if steps else 0
@@ -174,16 +183,22 @@ class Supervisor:
                 f"complete: {first_step} of {total} steps are done; a higher trainer.{setting} continues it"
             )
             return None
-        if project := self._config.trainer.wandb_project:
-            run = self.run
-            wandb = WandB(
-                project, name=run.path.name, run_id=run_id(run.path), folder=run.path, config=read_toml(run.config)
-            )
-            self._trackers.append(self._stack.enter_context(wandb))
+        if self._config.trainer.trackers:
+            self._start_trackers()
         if first_step:
             self.display.say(f"resuming after step {first_step} of {total}")
         shutil.rmtree(self.run.export, ignore_errors=True)
         return first_step
+
+    def _start_trackers(self) -> None:
+        from gcore_runs.trackers.registry import start_tracker
+
+        trainer, path = self._config.trainer, self.run.path
+        config, project = read_toml(self.run.config), trainer.project_name
+        run = TrackedRun(project=project, name=path.name, run_id=run_id(path), folder=path, config=config)
+        for name in trainer.trackers:
+            tracker = start_tracker(name, run, self.display.say)
+            self._trackers.append(self._stack.enter_context(tracker))
 
     def train(
         self, services: Backend[JobT, Any], job: JobT, recorder: Callable[..., BaseRunRecorder[JobT, Any]]
@@ -297,7 +312,7 @@ class Supervisor:
     def finish(self, kinds: Mapping[str, Kind]) -> Result:
         """Warn if nothing was learned, and return the run's result; `UserError` if its report cannot be written."""
         run = self.run
-        has_signal = check_signal(run, self.display)
+        has_signal = check_signal(run, RunWarnings(run, self.display.say))
         try:
             render_report(run.path, kinds)
         except OSError as error:

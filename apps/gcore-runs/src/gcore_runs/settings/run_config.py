@@ -1,5 +1,6 @@
 """The settings that runs of several commands share, documented and bounded in their types; apps extend them."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -7,28 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
 from gcore_runs.errors import UserError
+from gcore_runs.settings.adapters import AdapterSettings
 from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
+from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
-from gcore_trainer import ConfigError, LoRAConfig, MegatronConfig, ParallelConfig
+from gcore_trainer import ConfigError, MegatronConfig, ParallelConfig
 
 _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
 _PORT = Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BaseDataConfig(Checked, section="data"):
-    """Files of training and held-out rows."""
-
-    train_files: tuple[str, ...] = ()
-    """JSONL or Parquet files."""
-    val_files: tuple[str, ...] = ()
-    """Files of held-out rows; empty: data.val-size rows are taken out of the training files."""
-    val_size: NonNegative = 64
-    """How many rows to hold out if there are no val-files; never more than a tenth of them."""
-    train_batch_size: Count = 32
-    """Rows a step."""
-    shuffle_seed: NonNegative = 0
-    """Seed of the order of rows, and of which are held out."""
+TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +37,11 @@ class BaseTrainerConfig(Checked, section="trainer"):
     """Steps between evaluations on held-out rows; the first and last step always evaluate."""
     tensorboard: bool = True
     """Write TensorBoard events alongside metrics.jsonl."""
-    wandb_project: str = ""
-    """Send metrics and images to this project of Weights & Biases (extra wandb); its own variables, such as
-    WANDB_MODE=offline, apply; empty: do not."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Send metrics, images and samples to these (each an extra of its name); their own variables, such as
+    WANDB_MODE=offline or MLFLOW_TRACKING_URI, apply."""
+    project_name: str = "gcore"
+    """Project of the trackers that the run belongs to."""
     prometheus_port: Annotated[int, _PORT] = 0
     """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
     prometheus_host: str = "127.0.0.1"
@@ -60,6 +52,12 @@ class BaseTrainerConfig(Checked, section="trainer"):
 class RLTrainerConfig(BaseTrainerConfig):
     """Training ranks, and the length of a run of reinforcement learning."""
 
+    total_epochs: Amount = 0.0
+    """Passes over the training rows, at data.train-batch-size rows a step, in place of total-training-steps; rows that
+    dynamic sampling draws beyond a step's count as well (sampling/epoch), but not here. 0: total-training-steps."""
+    log_samples: NonNegative = 4
+    """Samples of each step, chosen at random, that are written to samples.jsonl, and shown in the report and by
+    trackers; 0: none."""
     early_stopping_patience: NonNegative = 0
     """Evaluations in a row without improvement after which the run ends early; 0: it never does."""
 
@@ -101,33 +99,6 @@ class RanksConfig(BaseTrainerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterSettings(Checked):
-    """Adapters that are trained in place of all parameters."""
-
-    lora_rank: NonNegative = 0
-    """Train adapters of this rank, and nothing else; 0: all parameters."""
-    lora_alpha: Count = 32
-    """An adapter's output is scaled by lora-alpha / lora-rank."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Layers that get an adapter, such as q_proj or to_q; all-linear: all but the head."""
-    use_rslora: bool = False
-    """Scale an adapter's output by lora-alpha / sqrt(lora-rank) instead (rsLoRA, arXiv 2312.03732), so that a higher
-    rank does not make it smaller."""
-
-    @property
-    def lora(self) -> LoRAConfig | None:
-        """The adapters; None without any."""
-        if not self.lora_rank:
-            return None
-        return LoRAConfig(
-            rank=self.lora_rank,
-            alpha=self.lora_alpha,
-            target_modules=self.target_modules,
-            use_rslora=self.use_rslora,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class BaseActorConfig(AdapterSettings, section="actor"):
     """Which of the policy's parameters are trained, and in how much memory."""
 
@@ -159,7 +130,8 @@ class BaseRunConfig(Checked):
         "trainer.test_freq",
         "trainer.max_ckpt_to_keep",
         "trainer.tensorboard",
-        "trainer.wandb_project",
+        "trainer.trackers",
+        "trainer.project_name",
         "trainer.prometheus_port",
         "trainer.prometheus_host",
         "resume",
@@ -168,6 +140,9 @@ class BaseRunConfig(Checked):
     )
     """Settings, and beginnings of their names, that a resumed run may change."""
 
+    model_settings: ClassVar[tuple[str, ...]] = ("model",)
+    """Settings, by dotted name, that are a model's folder or its name on the Hugging Face Hub."""
+
     name: Annotated[str, _FOLDER_NAME] = "default"
     """The run's folder is RUNS_DIR/NAME."""
     runs_dir: str = "runs"
@@ -175,7 +150,8 @@ class BaseRunConfig(Checked):
     resume: Literal["auto", "never"] = "auto"
     """auto: continue the run of this name; never: start a new one in NAME-2, NAME-3, ..."""
     model: str = ""
-    """A local folder of the model to train; empty: a tiny one is made."""
+    """The model to train: a folder, or its name on the Hugging Face Hub, NAMESPACE/NAME[@REVISION]; empty: a tiny one
+    is made."""
     seed: NonNegative = 0
     """Seed of everything random but the order of the data."""
     threads: NonNegative = 0
@@ -253,6 +229,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
         "controllers",
         "rollout.num_processes",
         "trainer.early_stopping_patience",
+        "trainer.log_samples",
     )
 
     runtime: Literal["inline", "ray", "sim"] = "inline"
@@ -290,6 +267,13 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def judge(self) -> tuple[str, JudgeReplicas | None]:
         """Name of the judge's section, SECTION.judge, and its settings; None: the run starts no judge of its own."""
 
+    def over_rows(self, num_rows: int) -> Self:
+        """Return the settings with as many steps as trainer.total-epochs takes, if it is set, with these rows."""
+        if not self.trainer.total_epochs:
+            return self
+        steps = math.ceil(self.trainer.total_epochs * num_rows / self.data.train_batch_size)
+        return replace(self, trainer=replace(self.trainer, total_training_steps=steps))
+
     @property
     def loop(self) -> RLHFConfig:
         """Settings of the RLHF loop."""
@@ -300,6 +284,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
             filter_groups=self.algorithm.filter_groups,
             max_num_gen_batches=self.algorithm.max_num_gen_batches,
             shuffle_seed=self.data.shuffle_seed,
+            # Simulated samples have no content.
+            log_samples=0 if self.runtime == "sim" else self.trainer.log_samples,
         )
 
     @property

@@ -1,9 +1,14 @@
 """The interface of a tracker."""
 
+import io
+import json
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +16,29 @@ from numpy.typing import NDArray
 Images = Mapping[str, NDArray[np.uint8]]
 """Images [H, W, 3], by name."""
 
+Rows = Sequence[Mapping[str, Any]]
+"""Samples of training, as the lines of samples.jsonl."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """A run as trackers show it."""
+
+    project: str
+    name: str
+    run_id: str
+    """Distinguishes it from others of its name, and is the same after it was resumed."""
+    folder: Path
+    config: Mapping[str, Any]
+
 
 class Tracker(AbstractContextManager[Any], ABC):
     """Gets every metric of a run, until it is closed."""
+
+    keeps_history: ClassVar[bool] = True
+    """Whether it would show a value twice that is written again for the same step."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -22,3 +47,34 @@ class Tracker(AbstractContextManager[Any], ABC):
     def write_images(self, step: int, images: Images) -> None:
         """Show images of a step, where the tracker can."""
         del step, images
+
+    def write_samples(self, step: int, samples: Rows) -> None:
+        """Show samples of training of a step, where the tracker can."""
+        del step, samples
+
+
+def as_table(samples: Rows) -> tuple[list[str], list[list[str | float | None]]]:
+    """Return the columns of samples, and a row for each; what is no text or number is JSON."""
+    columns = list(dict.fromkeys(name for sample in samples for name in sample if name != "image"))
+    cells = [[sample.get(name) for name in columns] for sample in samples]
+    return columns, [[c if c is None or isinstance(c, str | float) else json.dumps(c) for c in row] for row in cells]
+
+
+def as_text(sample: Mapping[str, Any]) -> str:
+    """Return a sample as text: its texts last, each under its name."""
+    texts = {name: value for name, value in sample.items() if isinstance(value, str) and name != "image"}
+    others = {name: json.dumps(value) for name, value in sample.items() if not isinstance(value, str)}
+    lines = [f"{name}: {value}" for name, value in others.items()]
+    return "\n".join([*lines, *(f"\n--- {name} ---\n{value}" for name, value in texts.items())])
+
+
+@contextmanager
+def logged_output() -> Generator[None]:
+    """Log what a library prints inside the block: the terminal shows the run's progress."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        for line in filter(None, map(str.strip, printed.getvalue().splitlines())):
+            _logger.info("%s", line)

@@ -20,6 +20,8 @@ class PrometheusExporter(Tracker):
     and the histogram ``gcore_step_seconds``. Port 0 is any free one; `UserError` if it cannot be served there.
     """
 
+    keeps_history = False
+
     def __init__(self, *, run: str, port: int, host: str = "127.0.0.1", app: str = "gcore-runs") -> None:
         self._registry = CollectorRegistry()
         info = Info("gcore", "The run, and its app's version.", registry=self._registry)

@@ -1,40 +1,26 @@
-"""A run's metrics and images for Weights & Biases."""
+"""A run's metrics, images and samples for Weights & Biases."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from gcore_runs.errors import UserError, one_line
-from gcore_runs.trackers.base import Images, Tracker
+from gcore_runs.trackers.base import Images, Rows, TrackedRun, Tracker, as_table
 
 
 class WandB(Tracker):
-    """A run of Weights & Biases, or its continuation if one has this ``run_id``; WANDB_MODE=offline keeps it in files.
+    """A run of Weights & Biases, or its continuation if one has its ID; WANDB_MODE=offline keeps it in files.
 
-    The horizontal axis is the metric ``step``, so that steps which a resumed run repeats are shown again.
-
-    Raises:
-        UserError: wandb is not installed, or does not start, for example without a login.
+    The horizontal axis is the metric ``step``: what belongs to one step may come in several calls.
     """
 
-    def __init__(self, project: str, *, name: str, run_id: str, folder: Path, config: Mapping[str, Any]) -> None:
-        setting = f"trainer.wandb_project is {project!r}"
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-            from wandb.errors import Error  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise UserError(f"{setting}, but 'wandb' is not installed: pip install 'gcore-runs[wandb]'") from None
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
         # What the processes print is in the run's logs.
         settings = wandb.Settings(silent=True, console="off")
-        own: dict[str, Any] = {"id": run_id, "name": name, "dir": str(folder), "config": dict(config)}
-        try:
-            self._run: Any = wandb.init(project=project, resume="allow", settings=settings, **own)
-        except Error as error:
-            raise UserError(
-                f"{setting}, but wandb does not start: {one_line(error)}; expected a login (wandb login, or "
-                "WANDB_API_KEY), or WANDB_MODE=offline"
-            ) from None
+        own: dict[str, Any] = {"id": run.run_id, "name": run.name, "dir": str(run.folder), "config": dict(run.config)}
+        self._run: Any = wandb.init(project=run.project, resume="allow", settings=settings, **own)
         self._image: Any = wandb.Image
+        self._table: Any = wandb.Table
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -43,6 +29,10 @@ class WandB(Tracker):
 
     def write_images(self, step: int, images: Images) -> None:
         self._run.log({"step": step, **{name: self._image(image) for name, image in images.items()}})
+
+    def write_samples(self, step: int, samples: Rows) -> None:
+        columns, data = as_table(samples)
+        self._run.log({"step": step, "samples": self._table(columns=columns, data=data)})
 
     def __exit__(self, kind: object, *error: object) -> None:
         self._run.finish(exit_code=int(kind is not None))

@@ -46,7 +46,10 @@ class TieredCheckpointer(Checkpointer):
         tiers: From the fastest to the slowest. Only the first can be on the machines (`replicas`).
         machine: The name of this rank's machine; ranks of one name share the folder of the first tier. By default, the
             name of the host.
-        max_in_flight, staging, process_group, timeout_s: As for `Checkpointer`.
+        max_in_flight: As for `Checkpointer`.
+        staging: As for `Checkpointer`.
+        process_group: As for `Checkpointer`.
+        timeout_s: As for `Checkpointer`.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -91,7 +94,8 @@ class TieredCheckpointer(Checkpointer):
 
         Args:
             step: Number of the step.
-            state, progress: As for `Checkpointer.save`.
+            state: As for `Checkpointer.save`.
+            progress: As for `Checkpointer.save`.
             to_all: Whether the step goes to every tier, as when the job is to end.
         """
         check_step(step)

@@ -32,17 +32,20 @@ from gcore_controller.rlhf.modality import (
     UnfinishedGroup,
     Wave,
 )
+from gcore_controller.rlhf.permutation import FeistelPermutation
 from gcore_controller.trainer_group import State
 
 RowT = TypeVar("RowT")
-
 SampleWave = Callable[[int], Awaitable[list[IndexedT]]]
 """Draw this many prompts on all controllers together, generate and score this controller's share of them; return the
 groups worth keeping."""
 
 
-@lru_cache(maxsize=4)
-def _permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+@lru_cache(maxsize=16)
+def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64] | FeistelPermutation:
+    """Return the order of the rows in an epoch; of more than 2**20 rows it is computed entry by entry."""
+    if num_rows > 2**20:
+        return FeistelPermutation(num_rows, seed=seed, epoch=epoch)
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
@@ -68,7 +71,7 @@ class ShardedSampler(data.Sampler[int]):
     def row(self, prompt_index: int) -> int:
         """Return the number of the row that a prompt index stands for."""
         epoch, entry = divmod(prompt_index, self._num_rows)
-        return int(_permutation(self._num_rows, self._seed, epoch)[entry])
+        return int(permutation(self._num_rows, self._seed, epoch)[entry])
 
     def __iter__(self) -> Iterator[int]:
         return map(self.row, self._indices())
@@ -79,7 +82,7 @@ class PromptLoader(Generic[RowT]):
     """Loads one controller's slice of a data set, prefetched by torchdata and resumed from one number.
 
     ``rows`` are the data set; indexing may be slow (it happens in ``num_workers`` threads, in order). ``seed`` is that
-    of the shuffle. The ``timer`` times the waits for rows as its stage ``data``.
+    of the shuffle; a `Mixture` has an order of its own. The ``timer`` times the waits for rows as its stage ``data``.
     """
 
     rows: Sequence[RowT]
@@ -98,6 +101,8 @@ class PromptLoader(Generic[RowT]):
     def _open(self) -> None:
         own = {"rank": self.rank, "world_size": self.world_size, "start": self.cursor}
         self._order = ShardedSampler(len(self.rows), seed=self.seed, **own)
+        if order := getattr(self.rows, "order", None):
+            self._order.row = order(self.seed)
         node: Any = SamplerWrapper(self._order)
         node = ParallelMapper(node, self.rows.__getitem__, num_workers=self.num_workers, in_order=True)
         self._iterator: Iterator[RowT] = iter(Loader(node))
@@ -120,7 +125,7 @@ class PromptLoader(Generic[RowT]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the data set so far, of all controllers together."""
+        """Passes over the data set so far."""
         return self.cursor / len(self.rows)
 
     def state(self) -> dict[str, int]:
@@ -331,7 +336,10 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             "sampler": sampler.state(lambda group: group.state()),
             "unfinished": [group.state() for group in self._unfinished],
         }
-        return TrainingBatch(groups=groups, num_groups=sampled.num_groups, metrics=metrics, state=state)
+        filtered = [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
+        return TrainingBatch(
+            groups=groups, num_groups=sampled.num_groups, metrics=metrics, state=state, filtered=filtered
+        )
 
     async def _sample_wave(self, count: int) -> list[GroupT]:
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""

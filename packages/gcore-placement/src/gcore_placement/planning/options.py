@@ -92,6 +92,7 @@ class EngineRoofline:
         computing_s = num_seqs * self._products_s(self.efficiency.decode)
         starts_s = 2 * self.model.workload.num_hidden_layers * self.efficiency.all_reduce_s if self.tp > 1 else 0.0
         overhead_s = self.efficiency.decode_step_s + num_seqs * self.efficiency.decode_sequence_s
+        overhead_s = overhead_s + self.model.workload.num_moe_layers * self.efficiency.decode_mixture_s
         return self.efficiency.together_s(reading_s, computing_s) + starts_s + num_seqs * self._sums_s + overhead_s
 
     @property
@@ -231,9 +232,10 @@ _STATE_TRAFFIC_BYTES = 28
 def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, efficiency: Efficiency) -> TrainingLaws:
     """Return the laws of all layouts.
 
-    Products and attention take their FLOPs over their shares of the peak, a third more where they are recomputed, as
-    the head always is (its logits are made a chunk at a time, and again for the backward pass), and 1 + (PP - 1) / m
-    times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
+    Products, experts and attention take their FLOPs over their shares of the peak, a third more where they are
+    recomputed, as the head always is (its logits are made a chunk at a time, and again for the backward pass), and
+    1 + (PP - 1) / m times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2.1).
     Reading and writing logits takes long where a vocabulary is large and a model small. Added to each token, and not
     hidden by any of this:
 
@@ -250,6 +252,7 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     tp, pp, cp, ranks, num_devices = layouts.tp, layouts.pp, layouts.cp, layouts.dp * layouts.cp, layouts.num_devices
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
+    expert_flop_s = 1 / (cluster.device.flops_per_s * efficiency.experts)
     attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
     micro_batches = np.ceil(np.maximum(1.0, job.training_tokens / (layouts.dp * layouts.max_tokens)))
     bubble = 1 + (pp - 1) / micro_batches
@@ -264,7 +267,9 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         w = model.workload
         again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token)
         flops = (1 + _FORWARD * again) * w.flops_per_token
-        computing = bubble * (flops * flop_s + MASTER_BYTES * _LOGIT_PASSES * w.vocab_size / memory_rate)
+        slow_s = (1 + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (expert_flop_s - flop_s)
+        logits_s = MASTER_BYTES * _LOGIT_PASSES * w.vocab_size / memory_rate
+        computing = bubble * (flops * flop_s + slow_s + logits_s)
         pairs = bubble * (1 + _FORWARD * layouts.recompute) * w.flops_per_attended_pair * attention_flop_s
         own_s = (computing * job.training_tokens + pairs * job.training_pairs) / num_devices
 

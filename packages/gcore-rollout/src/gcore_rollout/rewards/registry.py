@@ -13,9 +13,11 @@ from gcore_rollout.errors import RequestError, RewardConfigError, RewardError, r
 from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, JPEGCompressibility
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
+from gcore_rollout.rewards.kinds.composite import CompositeReward, reward_terms
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
 from gcore_rollout.rewards.reward import Failed, FailureLog, RewardFunction, Scored
 from gcore_rollout.rewards.runner import OnError, RewardRunner
+from gcore_rollout.rewards.signatures import with_known_parameters
 from gcore_rollout.sandbox.sandbox import Sandbox
 
 KindT = TypeVar("KindT")
@@ -197,9 +199,22 @@ def reward_names() -> list[str]:
     return list(_REWARDS)
 
 
-def build_reward(spec: str) -> RewardFunction:
-    """Make the registered reward of this name, or import the function that ``PATH.py:function`` names."""
-    return _REWARDS[spec]() if spec in _REWARDS else load_reward(spec)
+def build_reward(spec: str, *, prompt_key: str = "prompt") -> RewardFunction:
+    """Make the registered reward of this name, import the function that ``PATH.py:function`` names, or add several.
+
+    ``0.5 * PATH.py:format + PATH.py:correct`` is a `CompositeReward`, whose parts have the names of the functions.
+    ``prompt_key`` is the column of the prompt; see `load_reward`.
+    """
+    if spec in _REWARDS:
+        return _REWARDS[spec]()
+    terms = reward_terms(spec, setting="reward") if " + " in spec or " * " in spec else {}
+    if not terms:
+        return load_reward(spec, prompt_key=prompt_key)
+    names = {term: term.rpartition(":")[2] for term in terms}
+    if len(set(names.values())) < len(names):
+        names = {term: term for term in terms}
+    rewards = {names[term]: build_reward(term, prompt_key=prompt_key) for term in terms}
+    return CompositeReward(rewards, weights={names[term]: weight for term, weight in terms.items()})
 
 
 def build_image_reward(
@@ -228,9 +243,13 @@ def build_image_reward(
     raise RewardConfigError(f"{setting} is {name!r}; expected {', '.join(_IMAGE_REWARDS)}, a URL or PATH.py:function")
 
 
-def load_reward(spec: str) -> RewardFunction:
-    """Import the reward that ``PATH.py:function`` names; see `load_function`."""
-    return load_function(spec, setting="reward")
+def load_reward(spec: str, *, prompt_key: str = "prompt") -> RewardFunction:
+    """Import the reward that ``PATH.py:function`` names; see `load_function`.
+
+    Its parameters are those of a `RewardFunction`, of verl or of TRL; see `with_known_parameters`. ``prompt_key`` is
+    the column of a row that has the prompt.
+    """
+    return with_known_parameters(load_function(spec, setting="reward"), setting="reward", prompt_key=prompt_key)
 
 
 def load_function(spec: str, *, setting: str) -> Callable[..., Any]:

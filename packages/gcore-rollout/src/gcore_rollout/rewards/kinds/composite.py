@@ -6,7 +6,7 @@ import re
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from gcore_rollout.errors import RewardConfigError, require
+from gcore_rollout.errors import NotApplicableError, RewardConfigError, require
 from gcore_rollout.images.reward import ImageRewardFunction, Images, Rows, check_images, check_prompts, evaluate_images
 from gcore_rollout.rewards.reward import RewardFunction, Scored, located
 from gcore_rollout.rewards.runner import answer, checked
@@ -21,7 +21,8 @@ class CompositeReward:
     """The weighted sum of named rewards, which run at the same time.
 
     Each reward's own score, before its weight, is the part of its name, and its parts are below that: ``judge`` and
-    ``judge/parsed``. Their feedback is joined by blank lines. A synchronous reward runs on the event loop, so wrap one
+    ``judge/parsed``. Their feedback is joined by blank lines. One that raises `NotApplicableError` adds nothing, unless
+    all do. A synchronous reward runs on the event loop, so wrap one
     that takes long in `ThreadedReward`. Weights need not sum to 1, and 0 measures a reward without using it.
     """
 
@@ -30,11 +31,17 @@ class CompositeReward:
         self._rewards, self._weights = dict(rewards), dict(weights)
 
     async def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        async def part(name: str, reward: RewardFunction) -> Scored:
-            with located(f"part {name!r}"):
-                return checked(await answer(reward, prompt, completion, row))
+        async def part(name: str, reward: RewardFunction) -> Scored | NotApplicableError:
+            try:
+                with located(f"part {name!r}"):
+                    return checked(await answer(reward, prompt, completion, row))
+            except NotApplicableError as error:
+                return error
 
-        scored = await _together({name: part(name, reward) for name, reward in self._rewards.items()})
+        parts = await _together({name: part(name, reward) for name, reward in self._rewards.items()})
+        scored = {name: one for name, one in parts.items() if isinstance(one, Scored)}
+        if not scored:
+            raise NotApplicableError("; ".join(map(str, parts.values())))
         return _sum(scored, self._weights)
 
 

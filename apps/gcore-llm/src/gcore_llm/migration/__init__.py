@@ -1,0 +1,1 @@
+"""Conversion of configs of verl and TRL to settings of this app."""

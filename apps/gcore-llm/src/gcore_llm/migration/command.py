@@ -1,0 +1,102 @@
+"""`gcore-llm from-verl` and `from-trl`: write settings for a config of another library, and say what became of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import tyro
+
+from gcore_llm.migration.conversion import Conversion, Line
+from gcore_llm.migration.inputs import Given, is_override, is_trainer, overrides_of, read_config
+from gcore_runs import Checked, UserError, parse_arguments
+from gcore_runs.command_line import print_table
+
+_MOST_SHOWN = 60
+"""Keys without a meaning here that are shown on the screen; more are in the file alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromVerlArgs(Checked):
+    """Convert a config of verl's PPO trainer; KEY=VALUE after it is over its own, as on verl's command line."""
+
+    config: tyro.conf.Positional[str]
+    """A YAML file of all settings, as Hydra saves it, or a script that starts verl.trainer.main_ppo, which is read and
+    not run. Without one, the arguments are those of verl.trainer.main_ppo."""
+    out: str = ""
+    """File of settings to write, with a table of all keys next to it (.md); empty: the config's name with .toml, in
+    this folder."""
+    force: bool = False
+    """Replace files that are there already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromTRLArgs(FromVerlArgs):
+    """Convert a config of TRL; KEY=VALUE after it is over its own, and num_processes=N are accelerate's processes."""
+
+    config: tyro.conf.Positional[str]
+    """A YAML file, as trl grpo --config takes it, or JSON of a trainer's config, as its to_dict() gives it."""
+    method: Literal["auto", "grpo", "rloo", "dpo", "sft", "reward"] = "auto"
+    """The trainer; auto: the one that has a key of the config, where others have not."""
+
+
+ArgsT = TypeVar("ArgsT", bound=FromVerlArgs)
+
+
+def from_verl(args: Sequence[str]) -> None:
+    """Convert a config of verl's PPO trainer."""
+    parsed, given = _read(FromVerlArgs, args, "gcore-llm from-verl")
+    from gcore_llm.migration.verl import convert_verl_config
+
+    _write(convert_verl_config(given), given, parsed)
+
+
+def from_trl(args: Sequence[str]) -> None:
+    """Convert a config of one of TRL's trainers."""
+    parsed, given = _read(FromTRLArgs, args, "gcore-llm from-trl")
+    from gcore_llm.migration.trl import convert_trl_config
+
+    _write(convert_trl_config(given, parsed.method), given, parsed)
+
+
+def _read(kind: type[ArgsT], args: Sequence[str], prog: str) -> tuple[ArgsT, Given]:
+    words = list(args)
+    start = next((place + 1 for place, word in enumerate(words) if is_trainer(word)), 0)
+    others = [word for word in words[start:] if not is_override(word)]
+    if start or (words and is_override(words[0])):
+        others.insert(0, "")
+    parsed = parse_arguments(kind, others, prog=prog)
+    return parsed, read_config(parsed.config, overrides_of(words))
+
+
+def _write(conversion: Conversion, given: Given, args: FromVerlArgs) -> None:
+    """Check the settings, write them and the table, and print what is mapped, without meaning, and missing."""
+    conversion.result()
+    toml = Path(args.out or f"{Path(args.config).stem or conversion.library.lower()}.toml")
+    table = toml.with_suffix(".md")
+    for path in (toml, table):
+        if path.exists() and not args.force:
+            raise UserError(f"out is {str(toml)!r} and {path} is there already; expected another file, or --force")
+    lines = conversion.lines()
+    toml.write_text(conversion.toml(given.origin))
+    table.write_text(_markdown(lines, given))
+    shown = {
+        verdict: [line for line in lines if line.verdict == verdict] for verdict in ("mapped", "no meaning", "missing")
+    }
+    if len(shown["no meaning"]) > _MOST_SHOWN:
+        print(f"{len(shown['no meaning'])} keys have no meaning here; {table} says why")
+        shown["no meaning"] = []
+    rows = {verdict: [(line.key, str(line.value), line.text) for line in own] for verdict, own in shown.items()}
+    for verdict, own in rows.items():
+        if own:
+            print_table(f"{verdict} ({len(own)})", ("key", "value", "here"), [own])
+    for caution in given.cautions:
+        print(f"caution: {caution}")
+    print(f"settings: {toml}\nall keys: {table}\nnext: gcore-llm {conversion.command} --config {toml}")
+
+
+def _markdown(lines: Sequence[Line], given: Given) -> str:
+    cells = [(line.verdict, f"`{line.key}`", f"`{line.value}`", line.text) for line in lines]
+    rows = [" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in cells]
+    head = [f"Every key of {given.origin}", "", "| | key | value | here |", "|---|---|---|---|"]
+    return "\n".join([*head, *(f"| {row} |" for row in rows), ""])

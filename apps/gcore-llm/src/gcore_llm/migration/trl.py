@@ -1,0 +1,355 @@
+"""The settings of gcore-llm's commands that follow from those of TRL's trainers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
+from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
+from gcore_llm.migration.inputs import Given
+from gcore_runs import UserError
+from gcore_runs.migration.trl_keys import DEFAULTS, MARKS, TRL
+
+_CONFIGS = {
+    "grpo": ("train", TrainConfig),
+    "rloo": ("train", TrainConfig),
+    "dpo": ("dpo", DPORunConfig),
+    "sft": ("sft", SFTRunConfig),
+    "reward": ("reward-model", RewardModelRunConfig),
+}
+_AGGREGATIONS = {
+    **dict.fromkeys(("dapo", "bnpo", "cispo"), "token-mean"),
+    **dict.fromkeys(("grpo", "sapo"), "seq-mean-token-mean"),
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+_SCHEDULES = {
+    **{name: name for name in ("constant", "linear", "cosine")},
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+}
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+}
+_SMALLEST = 1e-9
+"""A lower bound of ratios that none reaches."""
+
+
+def convert_trl_config(given: Given, method: str) -> Conversion:
+    """Return the conversion of a config of one of TRL's trainers; `UserError` if it is not clear of which."""
+    values = {name: value for name, value in given.values.items() if name != "env"}
+    found = method if method != "auto" else next((own for own in MARKS if any(key in values for key in MARKS[own])), "")
+    if not found:
+        raise UserError(
+            "method is 'auto' and no key of the config says which; expected --method grpo, rloo, dpo, sft or reward"
+        )
+    command, kind = _CONFIGS[found]
+    # A mapping is the value of a key, not a section.
+    flat = dict(values)
+    if "env" in given.values:
+        flat |= flattened({"env": given.values["env"] or {}})
+    conversion = Conversion(
+        library="TRL", command=command, config=kind(), keys=TRL, given=flat, defaults=DEFAULTS[found]
+    )
+    run(conversion)
+    if command == "train":
+        updates = sampled_batches(conversion)
+        rollout(conversion)
+        policy_loss(conversion, found)
+        reward(conversion)
+    else:
+        updates = 1
+        rows(conversion, found)
+    optimizer(conversion)
+    frequencies(conversion, updates)
+    return conversion
+
+
+def run(c: Conversion) -> None:
+    """Convert the model, the data, the run's name and where it computes."""
+    c.copy("model_name_or_path", "seed", "data_seed", "num_processes", "gradient_checkpointing")
+    if c.has("dataset_name"):
+        data(c)
+    if c.has("model_name_or_path") and c.get("model_revision") != "main":
+        c.put(
+            "model", f"{c.get('model_name_or_path')}@{c.get('model_revision')}", "model_name_or_path", "model_revision"
+        )
+    if c.has("output_dir"):
+        folder = Path(str(c.get("output_dir")))
+        c.put("name", folder_name(folder.name), "output_dir")
+        if folder.parent != Path():
+            c.put("runs_dir", str(folder.parent), "output_dir")
+    if c.has("run_name"):
+        c.put("name", folder_name(c.get("run_name")), "run_name")
+    reported = c.get("report_to")
+    reported = [reported] if isinstance(reported, str) else list(reported)
+    if known := [own for own in reported if own in TRACKERS]:
+        c.put("trainer.trackers", known, "report_to")
+        c.put("trainer.project_name", str(c.get("project")), "project")
+    if others := [own for own in reported if own not in ("none", "tensorboard", *TRACKERS)]:
+        c.missing["report_to"] = f"{', '.join(others)}; {WRITTEN}"
+    c.notes["report_to"] = WRITTEN
+    c.notes["project"] = "of the trackers that report_to names"
+    if c.get("use_cpu"):
+        c.put("device", "cpu", "use_cpu")
+    if c.get("bf16") is False and not c.get("fp16"):
+        c.put("dtype", "float32", "bf16")
+    elif c.get("bf16") or c.get("dtype") == "bfloat16":
+        c.put("dtype", "bfloat16", "bf16" if c.get("bf16") else "dtype")
+    if c.get("use_peft"):
+        adapters(c)
+    if c.command == "train":
+        c.copy("activation_offloading", "torch_compile")
+
+
+def data(c: Conversion) -> None:
+    """Convert the data set: a file, a folder, or a name on the Hub with a configuration and a split."""
+    name = str(c.get("dataset_name"))
+    if Path(name).suffix or Path(name).exists():
+        c.put("data.train_files", [name], "dataset_name")
+        return
+    own = f"hf://{name}" + (f"/{c.get('dataset_config')}" if c.has("dataset_config") else "")
+    c.put(
+        "data.train_files",
+        [f"{own}:{c.get('dataset_train_split')}"],
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+    )
+    if c.get("eval_strategy") != "no":
+        c.put("data.val_files", [f"{own}:{c.get('dataset_test_split')}"], "dataset_test_split", "eval_strategy")
+
+
+def adapters(c: Conversion) -> None:
+    """Convert the adapters."""
+    c.copy("lora_r", "lora_alpha", "use_rslora")
+    for setting in ("actor.lora_rank", "lora_rank"):
+        if setting in c.settings:
+            c.sources[setting] = ("lora_r", "use_peft")
+    if c.has(name := "lora_target_modules"):
+        targets = c.get(name)
+        setting = next(own for own in TRL[name].ours if own in c.known)
+        c.put(setting, [targets] if isinstance(targets, str) else targets, name)
+    if "lora_dropout" not in c.given:
+        c.missing["lora_dropout"] = "0.05 in TRL; adapters have no dropout here"
+
+
+def sampled_batches(c: Conversion) -> int:
+    """Convert batches of completions to batches of prompts; return the updates of a step."""
+    device, steps = "per_device_train_batch_size", "gradient_accumulation_steps"
+    per_pass = int(number_of(c, device) * number_of(c, "num_processes"))
+    per_update = per_pass * int(number_of(c, steps))
+    if c.has("generation_batch_size"):
+        per_wave, of = int(number_of(c, "generation_batch_size")), ("generation_batch_size",)
+    elif c.has("steps_per_generation"):
+        per_wave, of = (
+            per_pass * int(number_of(c, "steps_per_generation")),
+            (device, "num_processes", "steps_per_generation"),
+        )
+    else:
+        per_wave, of = per_update, (device, "num_processes", steps)
+    group = int(number_of(c, "num_generations"))
+    if per_wave % group:
+        raise UserError(
+            f"num_generations is {group}; expected a divisor of the {per_wave} completions of {' x '.join(of)}; "
+            "num_processes=N gives the processes of accelerate"
+        )
+    # Fewer completions than a group are an update of part of it, which are not made here.
+    prompts, mini = per_wave // group, max(1, round(per_update / group))
+    c.put("data.train_batch_size", prompts, *of, "num_generations")
+    c.put("actor.ppo_mini_batch_size", 0 if mini >= prompts else mini, device, "num_processes", steps)
+    if per_update % group:
+        c.missing[steps] = f"an update of {per_update} completions; here an update has whole groups of {group}"
+    c.copy("num_generations", "num_iterations", "max_prompt_length", "max_completion_length")
+    longest = c.settings.get("data.max_prompt_length", TrainConfig().data.max_prompt_length)
+    tokens = longest + c.settings["data.max_response_length"]
+    c.put("actor.ppo_max_token_len", max(tokens * int(number_of(c, device)), tokens), device, "max_completion_length")
+    c.put("data.apply_chat_template", "never", "dataset_name")
+    updates = math.ceil(per_wave / per_update) * int(number_of(c, "num_iterations"))
+    if number_of(c, "max_steps") > 0:
+        c.put("trainer.total_training_steps", math.ceil(number_of(c, "max_steps") / updates), "max_steps")
+        c.notes["max_steps"] = f"TRL counts updates, of which a step here has {updates}" if updates > 1 else ""
+        c.notes["num_train_epochs"] = "max_steps is set"
+    elif "trainer.total_epochs" in c.known:
+        c.copy("num_train_epochs")
+    else:
+        c.missing["num_train_epochs"] = "set trainer.total_training_steps: epochs x rows / data.train_batch_size"
+    return updates
+
+
+def rows(c: Conversion, method: str) -> None:
+    """Convert batches and losses of the trainers that do not sample."""
+    names = ("per_device_train_batch_size", "num_processes", "gradient_accumulation_steps")
+    c.put("data.train_batch_size", math.prod(int(number_of(c, name)) for name in names), *names)
+    c.copy("max_length")
+    longest = number_of(c, "max_length") * (1 if method == "sft" else 2)
+    c.put("max_token_len", int(longest * max(1, number_of(c, names[0]))), names[0], "max_length")
+    if number_of(c, "max_steps") > 0:
+        c.copy("max_steps")
+        c.notes["num_train_epochs"] = "max_steps is set"
+    else:
+        c.copy("num_train_epochs")
+    if method == "dpo":
+        c.copy("beta", "label_smoothing")
+        losses = c.get("loss_type")
+        kinds = [losses] if isinstance(losses, str) else list(losses)
+        if len(kinds) == 1 and kinds[0] in ("sigmoid", "ipo", "hinge"):
+            c.put("loss.loss_type", kinds[0], "loss_type")
+        else:
+            c.missing["loss_type"] = "there are sigmoid, ipo and hinge, one of them; sigmoid is written"
+    if method == "reward" and c.has("center_rewards_coefficient"):
+        c.copy("center_rewards_coefficient")
+    if method == "sft" and c.get("loss_type") != "nll":
+        c.missing["loss_type"] = "the negative log-likelihood"
+
+
+def rollout(c: Conversion) -> None:
+    """Convert generation."""
+    world = int(number_of(c, "num_processes"))
+    c.copy("temperature")
+    c.put("rollout.engine", "vllm" if c.get("use_vllm") else "hf", "use_vllm")
+    c.put("algorithm.old_log_probs", "trainer", "vllm_importance_sampling_correction")
+    if not c.get("use_vllm"):
+        return
+    c.copy("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+    mode = c.get("vllm_mode")
+    if mode == "server":
+        c.notes["vllm_mode"] = "a run starts its engines; rollout.num_processes is how many"
+    if world > 1:
+        engines = max(1, world // int(number_of(c, "vllm_tensor_parallel_size")))
+        c.put("runtime", "ray", "num_processes")
+        c.put("rollout.num_processes", engines, "num_processes", "vllm_tensor_parallel_size")
+        c.put("rollout.colocated", mode == "colocate", "vllm_mode")
+    if not c.get("vllm_importance_sampling_correction"):
+        return
+    own, kind = "algorithm.rollout_correction", "vllm_importance_sampling_mode"
+    level, _, way = str(c.get(kind)).partition("_")
+    limit = (
+        "vllm_importance_sampling_cap" if c.has("vllm_importance_sampling_cap") else "vllm_importance_sampling_clip_max"
+    )
+    c.put(f"{own}.rollout_is", level, kind, "vllm_importance_sampling_correction")
+    c.copy(limit)
+    least = c.get("vllm_importance_sampling_clip_min")
+    if way == "mask":
+        c.put(f"{own}.rollout_is_threshold_lower", least or _SMALLEST, "vllm_importance_sampling_clip_min", kind)
+    elif least is not None:
+        c.missing["vllm_importance_sampling_clip_min"] = "weights are cut off at the upper bound alone"
+
+
+def policy_loss(c: Conversion, method: str) -> None:
+    """Convert advantages and the policy's loss."""
+    c.put("algorithm.filter_groups", False, "num_generations")
+    c.copy("mask_truncated_completions")
+    low, high = number_of(c, "epsilon"), c.get("epsilon_high")
+    c.put("actor.loss.clip_ratio_low", low, "epsilon")
+    c.put("actor.loss.clip_ratio_high", low if high is None else high, "epsilon_high", "epsilon")
+    beta = number_of(c, "beta")
+    if method == "rloo":
+        c.put("algorithm.adv_estimator", "rloo", "num_generations")
+        c.put("actor.loss.loss_agg_mode", "seq-mean-token-sum", "loss_type")
+        if beta:
+            c.missing["beta"] = (
+                f"{beta:g}: RLOO's KL is in the reward, which is not with rloo; see actor.loss.kl_loss_coef"
+            )
+        if number_of(c, "num_iterations") > 1:
+            c.missing["num_iterations"] = "RLOO's ratio is of whole responses; here it is of tokens"
+        return
+    scales = {"group": True, True: True, "none": False, False: False}
+    c.put(
+        "algorithm.norm_adv_by_std_in_grpo",
+        c.one_of("scale_rewards", scales, True, "by the group or not"),
+        "scale_rewards",
+    )
+    kind = c.get("loss_type")
+    c.put("actor.loss.loss_agg_mode", c.one_of("loss_type", _AGGREGATIONS, "token-mean"), "loss_type")
+    if kind == "bnpo":
+        c.notes["loss_type"] = "the mean over the tokens of an update, not of each device's pass"
+    if kind in ("cispo", "sapo"):
+        c.put("actor.loss.loss_mode", kind, "loss_type")
+    level = c.get("importance_sampling_level")
+    if level == "sequence" and kind in ("cispo", "sapo"):
+        c.missing["importance_sampling_level"] = f"the ratio is of tokens in {kind}"
+    elif level == "sequence":
+        c.put("actor.loss.loss_mode", "gspo", "importance_sampling_level")
+    elif level != "token":
+        c.missing["importance_sampling_level"] = "token or sequence"
+    if kind == "cispo":
+        # TRL bounds the weight itself, and gcore its distance from 1.
+        c.put("actor.loss.clip_ratio_low", 1.0, "loss_type")
+        c.put("actor.loss.clip_ratio_high", max(0.0, (low if high is None else high) - 1), "epsilon_high", "epsilon")
+    if kind == "sapo":
+        c.copy("sapo_temperature_pos", "sapo_temperature_neg")
+    if c.has("delta") and kind not in ("cispo", "sapo") and level == "token":
+        c.copy("delta")
+    c.put("actor.loss.kl_loss_coef", beta, "beta")
+    c.copy("entropy_coef")
+    if not beta:
+        c.notes["use_bias_correction_kl"] = "of a KL in the loss, whose weight is 0"
+    elif c.get("use_bias_correction_kl") is not False:
+        c.missing["use_bias_correction_kl"] = (
+            "on by default in TRL; the KL in the loss is not weighed by the ratio here"
+        )
+
+
+def reward(c: Conversion) -> None:
+    """Convert reward functions, which TRL names by MODULE.function, and their weights."""
+    functions = c.get("reward_funcs") or []
+    functions = [functions] if isinstance(functions, str) else list(functions)
+    weights: list[Any] = list(c.get("reward_weights") or [1.0] * len(functions))
+    terms: list[str] = []
+    for function, weight in zip(functions, weights, strict=False):
+        module, _, name = str(function).rpartition(".")
+        if not module:
+            c.missing["reward_funcs"] = f"{name} is TRL's own: give a file with `from trl.rewards import {name}`"
+            continue
+        terms.append(f"{'' if weight == 1.0 else f'{weight:g} * '}{module.replace('.', '/')}.py:{name}")
+    if terms:
+        c.put("reward", " + ".join(terms), "reward_funcs", *(["reward_weights"] if c.has("reward_weights") else []))
+    if c.has("reward_model_name_or_path"):
+        c.put("reward_model.kind", "classifier", "reward_model_name_or_path")
+        c.copy("reward_model_name_or_path")
+    if not (functions or c.has("reward_model_name_or_path")):
+        c.missing["reward_funcs"] = "no reward in the config: give --reward FILE.py:FUNCTION"
+
+
+def optimizer(c: Conversion) -> None:
+    """Convert the optimizer, whose schedule counts updates in TRL and here."""
+    section = "actor.optim" if c.command == "train" else "optim"
+    c.copy("learning_rate", "weight_decay", "max_grad_norm")
+    c.put(f"{section}.betas", [c.get("adam_beta1"), c.get("adam_beta2")], "adam_beta1", "adam_beta2")
+    c.put(f"{section}.name", c.one_of("optim", _OPTIMIZERS, "adamw"), "optim")
+    c.put(f"{section}.lr_scheduler_type", c.one_of("lr_scheduler_type", _SCHEDULES, "constant"), "lr_scheduler_type")
+    options: dict[str, Any] = dict(c.get("lr_scheduler_kwargs") or {})
+    if "min_lr_rate" in options:
+        c.put(f"{section}.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
+    elif options:
+        c.missing["lr_scheduler_kwargs"] = "min_lr_rate alone"
+    steps, share = number_of(c, "warmup_steps"), c.get("warmup_ratio") or 0.0
+    if 0 < steps < 1:
+        steps, share = 0, steps
+    name = "warmup_ratio" if c.get("warmup_ratio") else "warmup_steps"
+    if share and f"{section}.lr_warmup_steps_ratio" in c.known:
+        c.put(f"{section}.lr_warmup_steps_ratio", share, name)
+    elif share and number_of(c, "max_steps") > 0:
+        c.put(f"{section}.lr_warmup_steps", math.ceil(share * number_of(c, "max_steps")), name, "max_steps")
+    elif share:
+        c.missing[name] = "set actor.optim.lr_warmup_steps, in updates: the run's length follows from its data"
+    else:
+        c.put(f"{section}.lr_warmup_steps", int(steps), "warmup_steps")
+
+
+def frequencies(c: Conversion, updates: int) -> None:
+    """Convert the steps between checkpoints and evaluations, which are updates in TRL."""
+    if c.get("save_strategy") == "steps" and number_of(c, "save_steps") >= 1:
+        c.put("trainer.save_freq", math.ceil(number_of(c, "save_steps") / updates), "save_steps")
+    else:
+        c.notes["save_strategy"] = c.notes["save_steps"] = "here every trainer.save_freq steps"
+    c.copy("save_total_limit")
+    if c.get("eval_strategy") == "steps":
+        name = "eval_steps" if c.has("eval_steps") else "logging_steps"
+        steps = c.get("eval_steps") or c.given.get("logging_steps") or 10
+        c.put("trainer.test_freq", math.ceil(steps / updates), name, "eval_strategy")
+    else:
+        c.put("trainer.test_freq", NEVER, "eval_strategy")
+        c.notes["eval_strategy"] = "the first and the last step evaluate"

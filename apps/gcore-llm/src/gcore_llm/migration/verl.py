@@ -1,0 +1,360 @@
+"""The settings of `gcore-llm train` that follow from those of verl's PPO trainer."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.migration.conversion import NEVER, TRACKERS, WRITTEN, Conversion, flattened, folder_name, number_of
+from gcore_llm.migration.inputs import Given
+from gcore_runs.migration.verl_keys import VERL
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL_IN_LOSS = _KL | {f"{name}+": f"{own}+" for name, own in _KL.items() if own != "k2"}
+_ESTIMATORS = {
+    **{name: name for name in ("grpo", "gae", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")},
+    **{f"{name}_vectorized": name for name in ("grpo", "rloo")},
+}
+_LOSSES = {name: name for name in ("vanilla", "gspo", "cispo", "sapo")}
+_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
+_BACKENDS = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
+_BUILT_IN_SCORERS = "verl's scorers by data_source; give --reward, or a file that imports default_compute_score"
+
+
+def convert_verl_config(given: Given) -> Conversion:
+    """Return the conversion of a config of verl's PPO trainer."""
+    conversion = Conversion(
+        library="verl",
+        command="train",
+        config=TrainConfig(),
+        keys=VERL,
+        given=flattened(given.values),
+        explicit=given.explicit,
+    )
+    data(conversion)
+    updates = batches(conversion)
+    model(conversion)
+    layout(conversion)
+    rollout(conversion)
+    algorithm(conversion)
+    policy_loss(conversion)
+    optimizer(conversion, f"{ACTOR}.optim", "actor.optim", updates)
+    critic(conversion)
+    reward(conversion)
+    run(conversion)
+    return conversion
+
+
+def data(c: Conversion) -> None:
+    """Convert the data's settings."""
+    for side in ("train", "val"):
+        name = f"data.{side}_files"
+        if files := c.get(name):
+            c.put(name, [_expanded(file) for file in ([files] if isinstance(files, str) else files)], name)
+    c.copy(
+        "data.prompt_key", "data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.seed"
+    )
+    if "data.image_key" in c.explicit:
+        c.copy("data.image_key")
+    else:
+        c.notes["data.image_key"] = "verl's default; set data.image_key where prompts have images"
+
+
+def batches(c: Conversion) -> int:
+    """Convert the sizes of batches and micro-batches; return the updates of a step."""
+    prompts, mini, epochs = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs"
+    c.copy(mini, epochs)
+    longest = int(number_of(c, "data.max_prompt_length") + number_of(c, "data.max_response_length"))
+    ranks = int(number_of(c, f"{ACTOR}.ulysses_sequence_parallel_size"))
+    names = [f"{ACTOR}.{name}" for name in ("ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")]
+    tokens = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    if c.get(f"{ACTOR}.use_dynamic_bsz") or not c.has(*names):
+        size, of = int(number_of(c, tokens)) * ranks, (tokens, f"{ACTOR}.use_dynamic_bsz")
+    else:
+        name = names[0] if c.has(names[0]) else names[1]
+        gpus = 1 if name == names[0] else _world(c)
+        size, of = max(1, int(number_of(c, name)) // gpus) * longest, (name, f"{ACTOR}.use_dynamic_bsz")
+        c.notes[name] = f"as many tokens as its samples have at most, {longest} each"
+    c.put("actor.ppo_max_token_len", max(size, longest), *of)
+    return math.ceil(number_of(c, prompts) / number_of(c, mini)) * int(number_of(c, epochs))
+
+
+def model(c: Conversion) -> None:
+    """Convert the model's settings."""
+    path = f"{MODEL}.path"
+    if c.has(path):
+        c.put("model", _expanded(c.get(path)), path)
+    c.copy(f"{MODEL}.lora_adapter_path", f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.enable_activation_offload")
+    section = f"{MODEL}.lora." if c.get(f"{MODEL}.lora.rank") else f"{MODEL}.lora_"
+    if c.get(f"{section}rank"):
+        c.copy(f"{section}rank", f"{section}alpha")
+        targets = c.get(f"{MODEL}.target_modules")
+        c.put("actor.target_modules", [targets] if isinstance(targets, str) else targets, f"{MODEL}.target_modules")
+
+
+def layout(c: Conversion) -> None:
+    """Convert the training backend and its ranks."""
+    strategy = f"{ACTOR}.strategy"
+    engine = c.get("model_engine")
+    if engine == "megatron":
+        c.put("trainer.backend", "megatron", "model_engine")
+    else:
+        c.put("trainer.backend", c.one_of(strategy, _BACKENDS, "torch"), strategy)
+    c.put("trainer.num_processes", _world(c), "trainer.nnodes", "trainer.n_gpus_per_node")
+    if _world(c) > 1:
+        c.put("runtime", "ray", "trainer.nnodes", "trainer.n_gpus_per_node")
+    if c.settings["trainer.backend"] == "megatron":
+        sizes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model")
+        c.copy(*(f"{ACTOR}.megatron.{own}_parallel_size" for own in sizes))
+        is_split = number_of(c, f"{ACTOR}.megatron.tensor_model_parallel_size") > 1
+        parallel = f"{ACTOR}.megatron.sequence_parallel"
+        c.put("trainer.parallel.sequence_parallel", bool(c.get(parallel)) and is_split, parallel)
+        c.copy(f"{ACTOR}.megatron.override_transformer_config.recompute_granularity")
+        return
+    ranks = int(number_of(c, name := f"{ACTOR}.ulysses_sequence_parallel_size"))
+    if ranks > 1:
+        c.put("trainer.parallel.context_parallel_size", ranks, name)
+        c.put("trainer.parallel.ulysses_sequence_parallel_size", ranks, name)
+    shards = int(number_of(c, name := f"{ACTOR}.fsdp_config.fsdp_size"))
+    c.put("trainer.parallel.fsdp_size", shards if 0 < shards < _world(c) else 0, name)
+    offloads = f"{ACTOR}.fsdp_config.param_offload", f"{ACTOR}.fsdp_config.optimizer_offload"
+    c.put("actor.offload", "all" if c.get(offloads[0]) else "optimizer" if c.get(offloads[1]) else "none", *offloads)
+    dtype = f"{ACTOR}.fsdp_config.dtype"
+    if c.get(dtype) not in ("bfloat16", "bf16"):
+        c.put("dtype", c.one_of(dtype, {"float32": "float32", "fp32": "float32"}, "float32"), dtype)
+
+
+def rollout(c: Conversion) -> None:
+    """Convert the engine's settings."""
+    engine = c.one_of(f"{ROLLOUT}.name", {"vllm": "vllm", "hf": "hf", "???": "vllm"}, "vllm", _ENGINES)
+    c.put("rollout.engine", engine, f"{ROLLOUT}.name")
+    c.copy(f"{ROLLOUT}.n", f"{ROLLOUT}.temperature", f"{ROLLOUT}.max_num_seqs")
+    size, of = int(number_of(c, f"{ROLLOUT}.tensor_model_parallel_size")), f"{ROLLOUT}.tensor_model_parallel_size"
+    if engine == "vllm":
+        c.copy(f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.max_num_batched_tokens")
+        c.put("rollout.tensor_parallel_size", size, of)
+        if number_of(c, f"{ROLLOUT}.expert_parallel_size") > 1:
+            c.put("rollout.enable_expert_parallel", True, f"{ROLLOUT}.expert_parallel_size")
+    if _world(c) > 1:
+        engines = max(1, _world(c) // (size if engine == "vllm" else 1))
+        c.put("rollout.num_processes", engines, "trainer.nnodes", "trainer.n_gpus_per_node", of)
+        c.put("controllers", min(engines, int(number_of(c, "trainer.nnodes"))), "trainer.nnodes")
+        if c.get("trainer.v1.trainer_mode") != "separate_async":
+            c.put("rollout.colocated", True, "trainer.v1.trainer_mode")
+    mode = "trainer.v1.trainer_mode"
+    schedule = c.one_of(mode, {"sync": "sync", "separate_async": "async"}, "sync")
+    c.put("trainer.schedule", schedule, mode)
+    if schedule == "async":
+        c.copy("trainer.v1.sampler.max_off_policy_threshold")
+
+
+_ENGINES = "sglang needs rollout.server_python, an environment of its own, and there are no others"
+
+
+def algorithm(c: Conversion) -> None:
+    """Convert the way from scores to advantages."""
+    name = "algorithm.adv_estimator"
+    estimator = c.one_of(name, _ESTIMATORS, "grpo")
+    c.put(name, estimator, name)
+    c.copy("algorithm.norm_adv_by_std_in_grpo", "algorithm.gamma", "algorithm.lam")
+    in_reward = "algorithm.use_kl_in_reward"
+    if c.get(in_reward) and estimator in ("gae", "reinforce_plus_plus"):
+        c.put("algorithm.kl_ctrl.kl_coef", c.get("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_ctrl.kl_coef", in_reward)
+        kind = c.one_of("algorithm.kl_penalty", _KL, "k1")
+        c.put("algorithm.kl_ctrl.kl_penalty", kind, "algorithm.kl_penalty")
+        c.copy(*(f"algorithm.kl_ctrl.{own}" for own in ("type", "horizon", "target_kl")))
+    elif c.get(in_reward):
+        c.missing[in_reward] = f"not with {estimator}, which has no rewards of single tokens; see kl_loss_coef"
+    filters, waves = "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"
+    c.put("algorithm.filter_groups", bool(c.get(filters)), filters)
+    if c.get(filters):
+        c.put("algorithm.max_num_gen_batches", int(number_of(c, waves)) or NEVER, waves)
+    bypass = "algorithm.rollout_correction.bypass_mode"
+    c.put("algorithm.old_log_probs", "rollout" if c.get(bypass) else "trainer", bypass)
+    correction(c)
+
+
+def correction(c: Conversion) -> None:
+    """Convert the correction of a batch for the engine's own log-probs."""
+    own = "algorithm.rollout_correction"
+    for rule, threshold in (
+        ("rollout_is", f"{own}.rollout_is_threshold"),
+        ("rollout_rs", f"{own}.rollout_rs_threshold"),
+    ):
+        if not c.get(f"{own}.{rule}"):
+            continue
+        if c.get(f"{own}.bypass_mode"):
+            c.missing[f"{own}.{rule}"] = (
+                "with bypass_mode ratios are to the engine's log-probs, and nothing else corrects"
+            )
+            continue
+        if "," in str(c.get(f"{own}.{rule}")):
+            c.missing[f"{own}.{rule}"] = "one rule of rejection at a time"
+            continue
+        c.copy(f"{own}.{rule}")
+        # Two numbers in one text, 0.5_2.0, are a lower and an upper bound.
+        *lower, upper = str(c.get(threshold)).split("_")
+        c.put(threshold, float(upper), threshold)
+        if lower:
+            c.put(f"{threshold}_lower", float(lower[0]), threshold)
+    if f"{own}.rollout_is" in c.settings:
+        c.copy(f"{own}.rollout_is_batch_normalize")
+    c.copy(f"{own}.rollout_token_veto_threshold")
+
+
+def policy_loss(c: Conversion) -> None:
+    """Convert the policy's loss."""
+    kind = c.one_of(f"{ACTOR}.policy_loss.loss_mode", _LOSSES, "vanilla")
+    c.put("actor.loss.loss_mode", kind, f"{ACTOR}.policy_loss.loss_mode")
+    low = f"{ACTOR}.clip_ratio_low"
+    c.put("actor.loss.clip_ratio_low", min(1.0, number_of(c, low)), low)
+    c.copy(f"{ACTOR}.clip_ratio_high")
+    c.notes[f"{ACTOR}.clip_ratio"] = "verl, too, takes clip_ratio_low and clip_ratio_high, which have defaults"
+    if kind == "vanilla":
+        c.copy(f"{ACTOR}.clip_ratio_c")
+    if kind == "sapo":
+        c.copy(f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg")
+        c.put("actor.loss.loss_agg_mode", "seq-mean-token-mean", f"{ACTOR}.policy_loss.loss_mode")
+    else:
+        mode = f"{ACTOR}.loss_agg_mode"
+        c.put(
+            "actor.loss.loss_agg_mode",
+            c.one_of(mode, dict(zip(_AGGREGATIONS, _AGGREGATIONS, strict=True)), "token-mean"),
+            mode,
+        )
+    c.copy(f"{ACTOR}.loss_scale_factor")
+    bonus = f"{ACTOR}.entropy_coeff"
+    if number_of(c, bonus) < 0:
+        c.missing[bonus] = "a bonus has a weight of 0 or more"
+    else:
+        c.put("actor.loss.entropy_coeff", number_of(c, bonus), bonus)
+    uses, weight, estimate = (f"{ACTOR}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
+    c.put("actor.loss.kl_loss_coef", c.get(weight) if c.get(uses) else 0.0, weight, uses)
+    if not c.get(uses):
+        c.notes[weight] = "use_kl_loss is false"
+    else:
+        c.put("actor.loss.kl_loss_type", c.one_of(estimate, _KL_IN_LOSS, "k3"), estimate)
+    replay = f"{ACTOR}.router_replay.mode"
+    if c.has(replay):
+        c.put("actor.router_replay", c.one_of(replay, {"disabled": "disabled", "R2": "R2"}, "R2"), replay)
+
+
+def optimizer(c: Conversion, theirs: str, ours: str, updates: int) -> None:
+    """Convert an optimizer's settings; verl's schedule counts steps, gcore's the updates in them."""
+    for own in ("lr", "weight_decay", "betas"):
+        c.put(f"{ours}.{own}", c.get(f"{theirs}.{own}"), f"{theirs}.{own}")
+    old = f"{ACTOR}.grad_clip"
+    clip = (
+        old if theirs.startswith(ACTOR) and c.has(old) and not c.has(f"{theirs}.clip_grad") else f"{theirs}.clip_grad"
+    )
+    c.put(f"{ours}.grad_clip", c.get(clip), clip)
+    if not theirs.startswith(ACTOR):
+        return
+    names = ("AdamW", "adam", "adamw", "AdamW8bit")
+    chosen = c.one_of(f"{theirs}.optimizer", {n: "adamw_8bit" if n == "AdamW8bit" else "adamw" for n in names}, "adamw")
+    c.put(f"{ours}.name", chosen, f"{theirs}.optimizer")
+    steps, share = f"{theirs}.lr_warmup_steps", f"{theirs}.lr_warmup_steps_ratio"
+    total = c.get("trainer.total_training_steps")
+    if number_of(c, steps) > 0:
+        c.put(f"{ours}.lr_warmup_steps", int(number_of(c, steps)) * updates, steps)
+        c.notes[steps] = f"in updates, of which a step has {updates}"
+    elif c.get(share) and total:
+        c.put(f"{ours}.lr_warmup_steps", int(c.get(share) * total) * updates, share, "trainer.total_training_steps")
+    elif c.get(share):
+        c.missing[share] = "set actor.optim.lr_warmup_steps, in updates: the run's length follows from its data"
+    kinds = [f"{theirs}.{name}" for name in ("lr_decay_style", "warmup_style", "lr_scheduler_type")]
+    kind = next((name for name in kinds if c.has(name)), kinds[-1])
+    c.put(f"{ours}.lr_scheduler_type", c.one_of(kind, _SCHEDULES, "constant"), kind)
+    if c.get(f"{theirs}.min_lr"):
+        c.put(
+            f"{ours}.min_lr_ratio",
+            c.get(f"{theirs}.min_lr") / c.get(f"{theirs}.lr"),
+            f"{theirs}.min_lr",
+            f"{theirs}.lr",
+        )
+    else:
+        c.put(f"{ours}.min_lr_ratio", c.get(f"{theirs}.min_lr_ratio"), f"{theirs}.min_lr_ratio")
+
+
+def critic(c: Conversion) -> None:
+    """Convert the critic's settings, where there is one."""
+    if c.settings["algorithm.adv_estimator"] != "gae":
+        return
+    optimizer(c, "critic.optim", "critic.optim", 1)
+    c.copy("critic.cliprange_value", "critic.loss_agg_mode", "trainer.critic_warmup")
+    if c.has("critic.model.path"):
+        c.put("critic.model", _expanded(c.get("critic.model.path")), "critic.model.path")
+
+
+def reward(c: Conversion) -> None:
+    """Convert the reward function, or the reward model."""
+    sections = [own for own in ("reward.custom_reward_function", "custom_reward_function") if c.has(f"{own}.path")]
+    if sections:
+        path, name = f"{sections[0]}.path", f"{sections[0]}.name"
+        c.put("reward", f"{_expanded(c.get(path))}:{c.get(name)}", path, name)
+    for enable, path in (
+        ("reward.reward_model.enable", "reward.reward_model.model_path"),
+        ("reward_model.enable", "reward_model.model.path"),
+    ):
+        if c.get(enable) and c.has(path):
+            c.put("reward_model.kind", "classifier", enable)
+            c.copy(path)
+    if not {"reward", "reward_model.kind"} & c.settings.keys():
+        c.missing["custom_reward_function.path"] = _BUILT_IN_SCORERS
+    for own in ("reward.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
+        if c.get(f"{own}.enable"):
+            c.put("algorithm.overlong.buffer_len", c.get(f"{own}.len"), f"{own}.len", f"{own}.enable")
+            c.copy(f"{own}.penalty_factor")
+
+
+def run(c: Conversion) -> None:
+    """Convert the run's name, length, checkpoints and evaluations."""
+    c.put("name", folder_name(c.get("trainer.experiment_name")), "trainer.experiment_name")
+    loggers: Sequence[Any] = c.get("trainer.logger")
+    loggers = [loggers] if isinstance(loggers, str) else loggers
+    if "trainer.logger" in c.given:
+        if known := [own for own in loggers if own in TRACKERS]:
+            c.put("trainer.trackers", known, "trainer.logger")
+            c.put("trainer.project_name", str(c.get("trainer.project_name")), "trainer.project_name")
+        if others := [own for own in loggers if own not in ("console", "tensorboard", "file", *TRACKERS)]:
+            c.missing["trainer.logger"] = f"{', '.join(map(str, others))}; {WRITTEN}"
+    c.notes["trainer.project_name"] = "of the trackers that trainer.logger names"
+    c.notes.setdefault("trainer.logger", WRITTEN)
+    if c.has(steps := "trainer.total_training_steps"):
+        c.copy(steps)
+        c.notes["trainer.total_epochs"] = "trainer.total_training_steps is set"
+    elif "trainer.total_epochs" in c.known:
+        c.put("trainer.total_epochs", c.get("trainer.total_epochs"), "trainer.total_epochs")
+    else:
+        c.missing["trainer.total_epochs"] = "set trainer.total_training_steps: epochs x rows / data.train_batch_size"
+    for name, text in (
+        ("trainer.save_freq", "never in verl; here as often as by default"),
+        ("trainer.test_freq", "never in verl; here at the first and the last step"),
+    ):
+        if number_of(c, name) > 0:
+            c.copy(name)
+        elif name == "trainer.test_freq":
+            c.put(name, NEVER, name)
+            c.notes[name] = text
+        else:
+            c.notes[name] = text
+    resume = "trainer.resume_mode"
+    c.put("resume", c.one_of(resume, {"auto": "auto", "disable": "never"}, "auto"), resume)
+    c.copy("trainer.max_actor_ckpt_to_keep")
+    c.notes["trainer.device"] = "device auto finds it"
+    if c.get("trainer.device") == "cpu":
+        c.put("device", "cpu", "trainer.device")
+    elif c.get("trainer.device") == "npu":
+        c.missing["trainer.device"] = "NVIDIA GPUs and CPUs"
+
+
+def _expanded(path: object) -> str:
+    return str(Path(str(path)).expanduser()) if str(path).startswith("~") else str(path)
+
+
+def _world(c: Conversion) -> int:
+    return int(number_of(c, "trainer.nnodes") * number_of(c, "trainer.n_gpus_per_node"))

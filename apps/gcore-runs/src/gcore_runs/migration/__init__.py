@@ -1,0 +1,1 @@
+"""The settings of verl and TRL, and those that have their meaning here."""

@@ -1,0 +1,98 @@
+"""Several data sets as one, each with its share of the rows in training."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import TypeVar, overload
+
+import numpy as np
+
+from gcore_controller.rlhf.batch_producer import permutation
+
+RowT = TypeVar("RowT")
+
+_CYCLE = 1000
+"""Rows over which a mixture has its weights exactly, to a thousandth."""
+
+
+class Joined(Sequence[RowT]):
+    """Several data sets, one after the other; rows are read when they are indexed."""
+
+    def __init__(self, parts: Sequence[Sequence[RowT]]) -> None:
+        self.parts = tuple(parts)
+        self._ends = list(accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> RowT: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RowT]: ...
+    def __getitem__(self, index: int | slice) -> RowT | list[RowT]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        index %= len(self)
+        part = bisect_right(self._ends, index)
+        return self.parts[part][index - self.first_row(part)]
+
+    def first_row(self, part: int) -> int:
+        """Return the number of the first row of a part."""
+        return self._ends[part - 1] if part else 0
+
+
+class Mixture(Joined[RowT]):
+    """Several data sets of which each has a share of the rows in training.
+
+    `PromptLoader` asks it for its `order`: of every thousand prompt indices, each part has as many as its weight says,
+    shuffled, and takes them from epochs of its own. So small parts are repeated sooner than large ones, and the
+    position in all of them is one number.
+
+    Raises:
+        ValueError: the weights are not one positive number for each part, or one is below a thousandth of their sum.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[RowT]], weights: Sequence[float]) -> None:
+        super().__init__(parts)
+        if len(weights) != len(self.parts) or min(weights, default=0.0) <= 0:
+            raise ValueError(f"weights are {list(weights)}; expected {len(self.parts)} numbers above 0")
+        shares = np.array(weights) / sum(weights) * _CYCLE
+        counts = np.floor(shares).astype(int)
+        # The largest remainders get what is left.
+        counts[np.argsort(counts - shares, kind="stable")[: _CYCLE - counts.sum()]] += 1
+        if counts.min() < 1:
+            raise ValueError(f"weights are {list(weights)}; expected each to be at least a thousandth of their sum")
+        self.counts = tuple(counts.tolist())
+
+    def order(self, seed: int) -> "MixedOrder":
+        """Return the order of the rows by prompt index."""
+        firsts = [self.first_row(part) for part in range(len(self.parts))]
+        return MixedOrder([len(part) for part in self.parts], firsts, self.counts, seed=seed)
+
+
+class MixedOrder:
+    """From a prompt index to a row of a `Mixture`, as a function of the seed and the index alone."""
+
+    def __init__(self, sizes: Sequence[int], firsts: Sequence[int], counts: Sequence[int], *, seed: int) -> None:
+        self._sizes, self._firsts, self._counts, self._seed = sizes, firsts, counts, seed
+        self._cycle = lru_cache(maxsize=4)(self._make_cycle)
+
+    def __call__(self, prompt_index: int) -> int:
+        cycle, place = divmod(prompt_index, _CYCLE)
+        parts, numbers = self._cycle(cycle)
+        part = parts[place]
+        epoch, entry = divmod(cycle * self._counts[part] + numbers[place], self._sizes[part])
+        # Parts of one size would otherwise have one order.
+        return self._firsts[part] + int(permutation(self._sizes[part], self._seed + part * 2**32, epoch)[entry])
+
+    def _make_cycle(self, cycle: int) -> tuple[list[int], list[int]]:
+        """Return the part of each place of a cycle, and how many places before it have the same part."""
+        parts = np.repeat(np.arange(len(self._counts)), self._counts)
+        np.random.default_rng([self._seed, cycle, _CYCLE]).shuffle(parts)
+        numbers = np.empty_like(parts)
+        for part, count in enumerate(self._counts):
+            numbers[parts == part] = np.arange(count)
+        return parts.tolist(), numbers.tolist()

@@ -1,0 +1,379 @@
+"""Configs and launch scripts of verl, converted: units, meanings and defaults, and a verdict on every key."""
+
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Cli, metrics_of, write_rows
+
+from gcore_llm.migration.inputs import read_config
+from gcore_runs.migration.key import find_key
+from gcore_runs.migration.verl_keys import VERL
+
+from .conversions import HERE, N8, from_verl, missing, settings, verdicts
+
+SCRIPT = str(HERE / "grpo_gsm8k.sh")
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+
+
+def verl_yaml(engine: str = "") -> str:
+    """The file of all of verl's defaults that is part of its installed package."""
+    spec = find_spec("verl")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent / f"trainer/config/_generated_ppo_{engine}trainer.yaml")
+
+
+def test_a_script_of_their_examples() -> None:
+    conversion = from_verl("trainer.total_training_steps=105", config=SCRIPT)
+    found = settings(conversion)
+    assert found["data.train_files"] == [str(Path.home() / "data/gsm8k/train.parquet")]
+    expected = {
+        "model": "Qwen/Qwen2.5-3B-Instruct",
+        "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 1024,
+        "data.prompt_key": "messages",
+        "actor.ppo_mini_batch_size": 256,
+        "actor.ppo_max_token_len": 40 * 1536,
+        "actor.optim.lr": 3e-6,
+        "actor.optim.weight_decay": 0.01,
+        "actor.loss.kl_loss_coef": 0.001,
+        "actor.loss.kl_loss_type": "k3",
+        "actor.loss.clip_ratio_high": 0.2,
+        "actor.loss.clip_ratio_c": 3.0,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.filter_groups": False,
+        "algorithm.old_log_probs": "trainer",
+        "rollout.engine": "vllm",
+        "rollout.n": 5,
+        "rollout.tensor_parallel_size": 2,
+        "rollout.num_processes": 4,
+        "rollout.gpu_memory_utilization": 0.6,
+        "runtime": "ray",
+        "trainer.num_processes": 8,
+        "trainer.save_freq": 20,
+        "trainer.total_training_steps": 105,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert missing(conversion) == {
+        "data.shuffle",
+        f"{ROLLOUT}.engine_kwargs.sglang.attention_backend",
+        "custom_reward_function.path",
+    }
+    lines = verdicts(conversion)
+    assert set(conversion.given) <= lines.keys()
+    assert lines[f"{ACTOR}.optim.weight_decay"].value == "(not set)"
+
+
+def test_toml_is_what_a_run_takes() -> None:
+    conversion = from_verl("trainer.total_training_steps=105", config=SCRIPT)
+    text = conversion.toml("grpo_gsm8k.sh")
+    values = tomllib.loads(text)
+    assert values["actor"]["loss"]["kl_loss_type"] == "k3"
+    assert "# missing here: data.shuffle = False: prompts are always shuffled" in text
+    assert "weight_decay = 0.01  # actor_rollout_ref.actor.optim.weight_decay (default)" in text
+
+
+@pytest.mark.parametrize("engine", ["", "megatron_", "torchtitan_", "veomni_"])
+def test_every_key_of_the_installed_version_has_a_verdict(engine: str) -> None:
+    conversion = from_verl(N8, config=verl_yaml(engine))
+    conversion.result()
+    lines = verdicts(conversion)
+    assert set(conversion.given) <= lines.keys()
+    assert len(lines) > 500
+    assert all(line.text for line in lines.values())
+    # Of the defaults, only what a run has to be given is missing.
+    allowed = {"custom_reward_function.path", "trainer.total_epochs", f"{ACTOR}.strategy"}
+    assert missing(conversion) <= allowed
+    unknown = [name for name in conversion.given if find_key(VERL, name) is None and "_target_" not in name]
+    assert unknown == []
+
+
+def test_defaults_are_those_of_the_installed_version() -> None:
+    theirs = from_verl(N8, config=verl_yaml()).given
+    checked = 0
+    for name, key in VERL.items():
+        # An image column that no row has would be refused here.
+        if not (key.ours and theirs.get(name) is not None) or name == "data.image_key":
+            continue
+        value = theirs[name]
+        if name in (f"{ROLLOUT}.n", f"{ROLLOUT}.name") or name.endswith(("_files", ".path", ".grad_clip", ".device")):
+            continue
+        assert key.default == value, name
+        checked += 1
+    assert checked > 60
+
+
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    # Sizes: prompts, samples and tokens.
+    "micro-batches by samples": (
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", "data.max_prompt_length=100", "data.max_response_length=200"),
+        {"actor.ppo_max_token_len": 1200},
+    ),
+    "micro-batches of all GPUs": (
+        (f"{ACTOR}.ppo_micro_batch_size=64", "trainer.n_gpus_per_node=8"),
+        {"actor.ppo_max_token_len": 8 * 1024},
+    ),
+    "micro-batches by tokens, of a sequence's ranks": (
+        (
+            f"{ACTOR}.use_dynamic_bsz=True",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=8192",
+            f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        ),
+        {
+            "actor.ppo_max_token_len": 16_384,
+            "trainer.parallel.context_parallel_size": 2,
+            "trainer.parallel.ulysses_sequence_parallel_size": 2,
+        },
+    ),
+    "warm-up in steps of four updates": (
+        ("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=64", f"{ACTOR}.optim.lr_warmup_steps=10"),
+        {"actor.optim.lr_warmup_steps": 40},
+    ),
+    "warm-up as a share": (
+        (
+            *("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=128", "trainer.total_training_steps=200"),
+            *(f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", f"{ACTOR}.optim.lr_scheduler_type=cosine"),
+        ),
+        {"actor.optim.lr_warmup_steps": 40, "actor.optim.lr_scheduler_type": "cosine"},
+    ),
+    "least rate of Megatron": (
+        (
+            "model_engine=megatron",
+            f"{ACTOR}.optim.lr=1e-5",
+            f"{ACTOR}.optim.min_lr=1e-6",
+            f"{ACTOR}.optim.lr_decay_style=linear",
+        ),
+        {"actor.optim.min_lr_ratio": pytest.approx(0.1), "actor.optim.lr_scheduler_type": "linear"},
+    ),
+    "layout of Megatron": (
+        (
+            *("model_engine=megatron", "trainer.nnodes=2", f"{ACTOR}.megatron.tensor_model_parallel_size=4"),
+            *(f"{ACTOR}.megatron.pipeline_model_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size=4"),
+        ),
+        {
+            "trainer.backend": "megatron",
+            "trainer.num_processes": 16,
+            "trainer.parallel.tensor_model_parallel_size": 4,
+            "trainer.parallel.pipeline_model_parallel_size": 2,
+            "trainer.parallel.sequence_parallel": True,
+            "rollout.num_processes": 4,
+            "controllers": 2,
+        },
+    ),
+    # The loss.
+    "unused clip ratio": (
+        (f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.28"),
+        {"actor.loss.clip_ratio_low": 0.2, "actor.loss.clip_ratio_high": 0.28},
+    ),
+    "GSPO": (
+        (
+            f"{ACTOR}.policy_loss.loss_mode=gspo",
+            f"{ACTOR}.clip_ratio_low=3e-4",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+        ),
+        {
+            "actor.loss.loss_mode": "gspo",
+            "actor.loss.clip_ratio_low": 3e-4,
+            "actor.loss.loss_agg_mode": "seq-mean-token-mean",
+        },
+    ),
+    "CISPO without a lower bound": (
+        (f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10"),
+        {"actor.loss.loss_mode": "cispo", "actor.loss.clip_ratio_low": 1.0},
+    ),
+    "SAPO aggregates by sequence": (
+        (f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.tau_neg=1.2"),
+        {"actor.loss.loss_agg_mode": "seq-mean-token-mean", "actor.loss.tau_neg": 1.2},
+    ),
+    "Dr. GRPO": (
+        (
+            *(f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.norm_adv_by_std_in_grpo=False"),
+            "algorithm.adv_estimator=grpo",
+        ),
+        {"actor.loss.loss_agg_mode": "seq-mean-token-sum-norm", "algorithm.norm_adv_by_std_in_grpo": False},
+    ),
+    "unbiased KL in the loss": (
+        (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.01", f"{ACTOR}.kl_loss_type=low_var_kl+"),
+        {"actor.loss.kl_loss_coef": 0.01, "actor.loss.kl_loss_type": "k3+"},
+    ),
+    "no KL in the loss": ((f"{ACTOR}.kl_loss_coef=0.01",), {"actor.loss.kl_loss_coef": 0.0}),
+    "KL in the reward": (
+        (
+            *("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl"),
+            *("algorithm.kl_ctrl.kl_coef=0.02", "algorithm.kl_ctrl.type=adaptive"),
+        ),
+        {
+            "algorithm.kl_ctrl.kl_coef": 0.02,
+            "algorithm.kl_ctrl.kl_penalty": "k3",
+            "algorithm.kl_ctrl.type": "adaptive",
+        },
+    ),
+    "entropy": ((f"{ACTOR}.entropy_coeff=0.001",), {"actor.loss.entropy_coeff": 0.001}),
+    "old name of a bound": ((f"{ACTOR}.grad_clip=0.5",), {"actor.optim.grad_clip": 0.5}),
+    "a critic": (
+        ("critic.optim.lr=2e-5", "critic.model.path=/models/critic", "trainer.critic_warmup=3"),
+        {"critic.optim.lr": 2e-5, "critic.model": "/models/critic", "critic.warmup_steps": 3},
+    ),
+    # The batch.
+    "dynamic sampling": (
+        ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=10"),
+        {"algorithm.filter_groups": True, "algorithm.max_num_gen_batches": 10},
+    ),
+    "dynamic sampling without a bound": (
+        ("algorithm.filter_groups.enable=True",),
+        {"algorithm.max_num_gen_batches": 1_000_000},
+    ),
+    "overlong responses": (
+        (
+            *("+reward.reward_kwargs.overlong_buffer_cfg.enable=True", "reward.reward_manager.name=dapo"),
+            *(
+                "+reward.reward_kwargs.overlong_buffer_cfg.len=128",
+                "+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
+            ),
+        ),
+        {"algorithm.overlong.buffer_len": 128, "algorithm.overlong.penalty_factor": 0.5},
+    ),
+    "truncated importance sampling": (
+        (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=3.0"),
+        {"algorithm.rollout_correction.rollout_is": "token", "algorithm.rollout_correction.rollout_is_threshold": 3.0},
+    ),
+    "IcePop": (
+        (f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold='0.5_2.0'"),
+        {
+            "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+            "algorithm.rollout_correction.rollout_is_threshold_lower": 0.5,
+        },
+    ),
+    "ratios to the engine": ((f"{CORRECTION}.bypass_mode=True",), {"algorithm.old_log_probs": "rollout"}),
+    # The rest.
+    "a reward": (
+        ("custom_reward_function.path=r.py", "custom_reward_function.name=score"),
+        {"reward": "r.py:score"},
+    ),
+    "a reward in the later section": (
+        ("reward.custom_reward_function.path=r.py",),
+        {"reward": "r.py:compute_score"},
+    ),
+    "a reward model": (
+        ("reward_model.enable=True", "reward_model.model.path=/models/rm"),
+        {"reward_model.kind": "classifier", "reward_model.path": "/models/rm"},
+    ),
+    "adapters": (
+        ("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]"),
+        {"actor.lora_rank": 32, "actor.lora_alpha": 16, "actor.target_modules": ["q_proj", "v_proj"]},
+    ),
+    "offload": ((f"{ACTOR}.fsdp_config.optimizer_offload=True",), {"actor.offload": "optimizer"}),
+    "one GPU": (
+        ("trainer.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=1"),
+        {"trainer.num_processes": 1, "rollout.tensor_parallel_size": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_units_and_meanings(name: str) -> None:
+    overrides, expected = CASES[name]
+    found = settings(from_verl(N8, *overrides))
+    assert {setting: found.get(setting) for setting in expected} == expected
+
+
+MISSING = {
+    f"{ROLLOUT}.top_p": "0.9",
+    f"{ROLLOUT}.top_k": "50",
+    f"{ROLLOUT}.name": "sglang",
+    f"{ACTOR}.loss_agg_mode": "token-sum",
+    f"{ACTOR}.policy_loss.loss_mode": "geo_mean",
+    f"{ACTOR}.entropy_coeff": "-0.1",
+    f"{ACTOR}.quux": None,
+    "algorithm.adv_estimator": "opo",
+    f"{ROLLOUT}.multi_turn.enable": "True",
+    "distillation.enabled": "True",
+    "trainer.device": "npu",
+    "quux.frob": "1",
+}
+
+
+@pytest.mark.parametrize("name", [name for name, value in MISSING.items() if value])
+def test_what_is_missing_is_named(name: str) -> None:
+    conversion = from_verl(N8, f"{name}={MISSING[name]}")
+    conversion.result()
+    assert name in missing(conversion)
+
+
+def test_a_setting_that_the_command_refuses() -> None:
+    with pytest.raises(Exception, match=r"converted from verl: rollout\.n is 1; expected at least 2 for algorithm"):
+        from_verl("algorithm.adv_estimator=grpo").result()
+
+
+def test_references_in_yaml_follow_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("trainer: {project_name: a, experiment_name: '${trainer.project_name}-b', lost: '${no.such}'}\n")
+    given = read_config(str(file), ["trainer.project_name=c"])
+    assert given.values["trainer"] == {"project_name": "c", "experiment_name": "c-b", "lost": "${no.such}"}
+    assert given.explicit == {"trainer.project_name"}
+
+
+def test_the_command(cli: Cli) -> None:
+    out = cli.ok("from-verl", SCRIPT, "--out", "converted.toml", "trainer.total_epochs=2")
+    for part in (
+        "mapped (",
+        "no meaning (",
+        "missing (4)",
+        "next: gcore-llm train --config converted.toml",
+        "caution: ",
+    ):
+        assert part in out
+    table = (cli.cwd / "converted.md").read_text()
+    assert "| missing | `data.shuffle` | `False` | prompts are always shuffled |" in table
+    assert "trainer.total_epochs" in table
+    refused = {
+        (
+            "from-verl",
+            SCRIPT,
+            "--out",
+            "converted.toml",
+        ): "converted.toml is there already; expected another file, or --force",
+        ("from-verl", "nowhere.yaml"): "CONFIG is nowhere.yaml: No such file or directory",
+        ("from-verl", "converted.md"): "expected a file .yaml, .json or .sh",
+        ("from-verl",): "CONFIG is missing; expected gcore-llm from-verl CONFIG",
+    }
+    for args, message in refused.items():
+        assert message in cli.refused(*args)
+    # The same command line as verl's.
+    words = ("python3", "-m", "verl.trainer.main_ppo", N8, "trainer.total_training_steps=3")
+    assert "next: gcore-llm train --config verl.toml" in cli.ok("from-verl", *words)
+
+
+@pytest.mark.slow
+def test_a_script_of_their_examples_runs(cli: Cli, chat: Path) -> None:
+    """On a tiny model, rows of verl's form, and a reward function of verl's form."""
+    rows = [
+        {
+            "messages": [{"role": "user", "content": f"{i}+1="}],
+            "data_source": "sums",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"index": i},
+        }
+        for i in range(40)
+    ]
+    write_rows(cli.cwd / "rows.jsonl", rows)
+    (cli.cwd / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert data_source == 'sums' and extra_info['index'] + 1 == int(ground_truth)\n"
+        "    share = sum(ord(c) % 2 == 0 for c in solution_str) / max(len(solution_str), 1)\n"
+        "    return {'score': share, 'acc': float(solution_str == ground_truth)}\n"
+    )
+    tiny = [
+        *(f"actor_rollout_ref.model.path={chat}", "data.train_files=rows.jsonl", "data.val_files=null"),
+        *("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", "data.max_prompt_length=64"),
+        *("data.max_response_length=8", "trainer.n_gpus_per_node=1", f"{ROLLOUT}.name=hf", "trainer.logger=console"),
+        *("custom_reward_function.path=score.py", "trainer.total_training_steps=2", "trainer.experiment_name=ported"),
+    ]
+    cli.ok("from-verl", SCRIPT, *tiny, "--out", "run.toml")
+    cli.ok("train", "--config", "run.toml", "--device", "cpu", "--threads", "1")
+    (last,) = [row for row in metrics_of(cli.cwd / "runs/ported") if "critic/score/mean" in row][1:]
+    assert {"reward/acc/mean", "actor/kl_loss"} <= last.keys()

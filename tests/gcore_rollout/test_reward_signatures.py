@@ -1,0 +1,152 @@
+"""Reward functions with the parameters of verl and TRL: one file serves both libraries and gcore."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gcore_rollout import NoScoreError, RewardError, Scored, build_reward, evaluate, load_reward
+
+MESSAGES = [{"role": "user", "content": "2+2="}]
+ROW: dict[str, Any] = {
+    "prompt": MESSAGES,
+    "data_source": "sums",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 3},
+    "answer": "4",
+    "level": 2,
+}
+SOURCE = """
+import asyncio
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    right = solution_str == ground_truth
+    return {"score": float(right), "acc": right, "index": extra_info["index"], "pred": solution_str, "of": data_source}
+
+async def verl_async(solution_str, ground_truth, **kwargs):
+    await asyncio.sleep(0)
+    assert kwargs == {"data_source": "sums", "extra_info": {"index": 3}}
+    return float(solution_str == ground_truth)
+
+def verl_without_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"acc": 1.0}
+
+def trl(completions, prompts=None, **columns):
+    assert prompts == [[{"role": "user", "content": "2+2="}]] and "prompt" not in columns
+    return [float(c[0]["content"] == a) for c, a in zip(completions, columns["answer"], strict=True)]
+
+async def trl_async(prompts, completions, answer, log_metric=None):
+    await asyncio.sleep(0)
+    log_metric("length", len(completions[0][0]["content"]))
+    return [float(answer[0])]
+
+def trl_of_text(completions, level, **kwargs):
+    return [len(c) * l for c, l in zip(completions, level)]
+
+def trl_of_hard_ones(completions, level, **kwargs):
+    return [None if l < 5 else 1.0 for l in level]
+
+same = trl_of_hard_ones
+
+def trl_two(completions, **kwargs):
+    return [1.0, 2.0]
+
+def trl_state(completions, trainer_state, **kwargs):
+    return [0.0]
+
+def ours(prompt, completion, row):
+    return row["level"]
+
+def other(text, *, gold):
+    return 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "expected"),
+    [
+        ("verl", "4", Scored(score=1.0, parts={"acc": 1.0, "index": 3.0})),
+        ("verl", "5", Scored(score=0.0, parts={"acc": 0.0, "index": 3.0})),
+        ("verl_async", "4", Scored(score=1.0)),
+        ("trl", "4", Scored(score=1.0)),
+        ("trl", "5", Scored(score=0.0)),
+        ("trl_async", "55", Scored(score=4.0, parts={"length": 2.0})),
+        ("ours", "", Scored(score=2.0)),
+    ],
+)
+async def test_a_form_is_recognised_by_its_parameters(file: Path, name: str, completion: str, expected: Scored) -> None:
+    reward = load_reward(f"{file}:{name}")
+    assert await evaluate(reward, prompt="<user>2+2=", completion=completion, row=ROW) == expected
+
+
+async def test_the_prompt_is_of_the_column_that_the_run_names(file: Path) -> None:
+    """A prompt of text comes with completions of text, as in TRL's standard format."""
+    reward = load_reward(f"{file}:trl_of_text", prompt_key="question")
+    scored = await evaluate(reward, prompt="", completion="abc", row={"question": "2+2=", "level": 2})
+    assert scored.score == 6.0
+    with pytest.raises(RewardError, match="the row has no 'question' for a reward of TRL's form"):
+        await evaluate(reward, prompt="", completion="abc", row=ROW)
+
+
+async def test_none_adds_nothing_to_a_sum(file: Path) -> None:
+    both = build_reward(f"0.5 * {file}:trl + 2 * {file}:trl_of_hard_ones")
+    easy = await evaluate(both, prompt="", completion="4", row=ROW)
+    hard = await evaluate(both, prompt="", completion="4", row=ROW | {"level": 5})
+    assert easy == Scored(score=0.5, parts={"trl": 1.0})
+    assert hard == Scored(score=2.5, parts={"trl": 1.0, "trl_of_hard_ones": 1.0})
+    for alone in (f"{file}:trl_of_hard_ones", f"{file}:trl_of_hard_ones + 2 * {file}:same"):
+        with pytest.raises(NoScoreError, match="does not apply"):
+            await evaluate(build_reward(alone), prompt="", completion="4", row=ROW)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("other", r"reward is other\(text, \*, gold\); expected the parameters \(prompt, completion, row\), verl's "),
+        ("trl_state", "expected no trainer_state, which gcore does not pass"),
+    ],
+)
+def test_other_parameters_are_refused_in_a_line(file: Path, name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message) as error:
+        load_reward(f"{file}:{name}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        (
+            "verl",
+            {"prompt": "x"},
+            r"the row has neither reward_model\.ground_truth nor ground_truth: it has \['prompt'\]",
+        ),
+        ("verl_without_score", ROW, r"returned a dict with \['acc'\]; expected a number, or a dict with 'score'"),
+        ("trl_two", ROW, "returned 2 scores; expected one for each of 1 completions"),
+    ],
+)
+async def test_what_goes_wrong_in_a_call(file: Path, name: str, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        await evaluate(load_reward(f"{file}:{name}"), prompt="", completion="4", row=row)
+
+
+async def test_functions_of_the_libraries_themselves(tmp_path: Path) -> None:
+    """verl's scorer of GSM8K and TRL's rewards of format, as they are installed."""
+    file = tmp_path / "theirs.py"
+    file.write_text(
+        "from trl.rewards import think_format_reward\n"
+        "from verl.utils.reward_score.gsm8k import compute_score\n"
+        "def gsm8k(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return compute_score(solution_str, ground_truth)\n"
+    )
+    gsm8k, think = (load_reward(f"{file}:{name}") for name in ("gsm8k", "think_format_reward"))
+    assert (await evaluate(gsm8k, prompt="", completion="So #### 4", row=ROW)).score == 1.0
+    assert (await evaluate(gsm8k, prompt="", completion="So 4", row=ROW)).score == 0.0
+    assert (await evaluate(think, prompt="", completion="<think>2+2</think>4", row=ROW)).score == 1.0
+    assert (await evaluate(think, prompt="", completion="4", row=ROW)).score == 0.0
