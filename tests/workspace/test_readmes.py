@@ -22,6 +22,8 @@ READ_ON = (
     "docs/how-to/plan-a-run.md",
     "docs/how-to/several-processes.md",
     "docs/how-to/fine-tuning.md",
+    "docs/how-to/adapters.md",
+    "docs/how-to/distillation.md",
     "docs/how-to/simulate.md",
     "docs/how-to/watch-a-run.md",
 )

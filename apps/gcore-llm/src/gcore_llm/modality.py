@@ -54,7 +54,7 @@ from gcore_rollout import (
     sampled_part,
 )
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, model_folder, write_jsonl
-from gcore_trainer import Images, MicroBatch, Sample
+from gcore_trainer import Images, MicroBatch, Sample, with_distillation
 
 _logger = logging.getLogger(__name__)
 
@@ -112,6 +112,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         self._kl = kl_controller(job.config.algorithm.kl_ctrl)
         self._sampling, self._with_greedy = sampling_params(job.config), job.config.algorithm.estimator.needs_greedy
         self._has_critic, self._has_reference = has_critic(job.config), has_reference(job.config)
+        self._distillation = job.config.distillation
+        self._source_key = self._distillation.source_key if self._distillation.sources else ""
         self._keeps_cache = job.config.trainer.schedule == "async"
         self.saves_evaluated = job.config.trainer.export == "best"
 
@@ -136,6 +138,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,
+            source_key=self._source_key,
         )
         groups, unfinished = await generation.run(wave.prompts, unfinished=wave.unfinished, take=wave.take)
         return Generated(groups=groups, unfinished=unfinished)
@@ -177,7 +180,12 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             groups, scored, config.algorithm, kl=self._kl, max_response_length=length, group=ctx.group
         )
         metrics |= compared
-        metrics[self.HAS_SIGNAL] = float(_has_signal(batch.metrics | metrics))
+        if self._distillation.teachers:
+            taught = await self._taught(ctx, groups, samples)
+            samples, own = await with_distillation(samples, taught, ctx.group, coef=self._distillation.coef)
+            metrics |= own
+        is_taught = bool(self._distillation.teachers)
+        metrics[self.HAS_SIGNAL] = float(_has_signal(batch.metrics | metrics, is_taught=is_taught))
         updates: list[list[MicroBatch]] = []
         for update in range(num_updates):
             own = [place for place, group in enumerate(groups) if update_of[group.prompt_index] == update]
@@ -258,6 +266,22 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             samples[g][i] = replace(samples[g][i], **{name: values[place] for name, values in found.items()})
         return samples
 
+    async def _taught(
+        self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]
+    ) -> list[list[NDArray[np.floating] | None]]:
+        """Return the mean of the teachers' log-probs, [R] of each sample; None where a prompt has no teacher."""
+        found: list[list[NDArray[np.floating] | None]] = [[None] * len(own) for own in samples]
+        for role in self._distillation.roles:
+            shares = {g: self._distillation.shares(group.source).get(role, 0.0) for g, group in enumerate(groups)}
+            own = [g for g, share in shares.items() if share]
+            pairs = [[(own[g], i) for g, i in batch] for batch in self._split(ctx, [groups[g] for g in own])]
+            micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
+            scored = chain(*await ctx.roles.learner.score(role, micro_batches))
+            for (g, i), log_probs in zip(chain(*pairs), scored, strict=True):
+                before = found[g][i]
+                found[g][i] = shares[g] * log_probs if before is None else before + shares[g] * log_probs
+        return found
+
     async def _mismatch(
         self, ctx: Context[Roles], step: int, groups: list[Group], scored: list[list[Sample]] | None
     ) -> dict[str, float]:
@@ -316,11 +340,11 @@ def _samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
     ]
 
 
-def _has_signal(metrics: dict[str, float]) -> bool:
-    """Return whether a batch's scores differ, and lead to advantages other than 0 beyond rounding errors."""
+def _has_signal(metrics: dict[str, float], *, is_taught: bool) -> bool:
+    """Return whether advantages are not 0 beyond rounding errors, because scores differ or teachers have some."""
     advantages = [abs(metrics.get(f"critic/advantages/{name}", 0.0)) for name in ("min", "max")]
     low, high = metrics.get("critic/score/min", 0.0), metrics.get("critic/score/max", 1.0)
-    return low < high and max(advantages) > 1e-6
+    return (is_taught or low < high) and max(advantages) > 1e-6
 
 
 class RunRecorder(BaseRunRecorder[Job, Evaluation]):
