@@ -57,6 +57,9 @@ CHECKED_ELSEWHERE = {
     r"scripts/gpu/accept( --.*)?": "tests/scripts/test_accept.py::test_all_parts_run_on_a_cpu",
     r"\.ci/run": "tests/workspace/test_repository.py::test_the_ci_script_can_be_run",
     r"pip install '?gcore-\w+(\[[\w,-]+\])?'?": f"{WHEELS}::test_a_package_installs_alone_and_imports",
+    r"WANDB_MODE=offline uv run gcore-llm train .* --trainer.trackers wandb .*": (
+        f"{DIFFUSION}/test_screens.py::test_wandb_gets_metrics_and_images"
+    ),
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
     r"(uv run )?gcore-llm train --runtime ray .*": f"{LLM}/test_on_ray.py::test_controllers_everywhere_train_alike",
     r"(uv run )?gcore-llm simulate --.*": f"{LLM}/test_simulate.py::test_command_prints_its_table",
@@ -109,7 +112,7 @@ CHECKED_CLOSELY = {
 
 RUN_HERE = (
     r"(uv run )?"
-    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|gcore-diffusion (train|sample|report|logs)|"
+    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|trace|logs)|gcore-diffusion (train|sample|report|trace|logs)|"
     r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|rm -r run/|"
     r"tensorboard --help)\b.*"
 )

@@ -33,6 +33,7 @@ from gcore_runs import (
     report_command,
     run_command,
     run_training,
+    trace_command,
 )
 from gcore_trainer import OptimizerConfig
 
@@ -48,6 +49,7 @@ commands:
   sample RUN PROMPT   complete a prompt with a run's latest policy
   eval RUN            score a run's latest policy on its held-out prompts
   report RUN          write the run's report.html again
+  trace RUN           write the run's timeline for ui.perfetto.dev
   logs RUN            print what the run's processes logged, by time
   doctor              check this machine, or the nodes of a Ray cluster, before a run
   simulate            predict the time of a step of train, on up to 100,000 modelled devices
@@ -166,6 +168,7 @@ _COMMANDS: dict[str, Command] = {
     "sample": _sample,
     "eval": _eval,
     "report": partial(report_command, "gcore-llm", KINDS),
+    "trace": partial(trace_command, "gcore-llm"),
     "logs": partial(logs_command, "gcore-llm"),
     "doctor": partial(doctor_command, "gcore-llm"),
     "simulate": _simulate,

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from gcore_llm.learning.preparation import (
     prepare,
     probe,
     sample_flops,
+    samples_to_show,
     single_responses,
     speed,
     split_in_micro_batches,
@@ -50,7 +50,7 @@ from gcore_rollout import (
     sampled_metrics,
     sampled_part,
 )
-from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, write_jsonl
+from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, model_folder, write_jsonl
 from gcore_trainer import Images, MicroBatch, Sample
 
 _logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             own = [place for place, group in enumerate(groups) if update_of[group.prompt_index] == update]
             split = self._split(ctx, [groups[place] for place in own])
             updates.append([[samples[own[g]][i] for g, i in pairs] for pairs in split])
-        return Prepared(updates=updates * config.actor.ppo_epochs, metrics=metrics)
+        return Prepared(updates=updates * config.actor.ppo_epochs, metrics=metrics, of_groups=samples)
 
     async def update(self, ctx: Context[Roles], step: int, update: list[MicroBatch]) -> dict[str, float]:
         learner, config = ctx.roles.learner, self._config
@@ -204,6 +204,12 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         probed = await probe(policy, batch.groups, self._sampling, seed=self._seed(ctx, step))
         known = {(g, 0): values for g, values in enumerate(await self._log_probs(ctx, probed))}
         return await mismatch(probed, known, policy.weight_version, keeps_cache=False, group=ctx.group)
+
+    def samples(
+        self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group], prepared: Prepared[list[MicroBatch]] | None
+    ) -> Sequence[tuple[int, dict[str, Any]]]:
+        trained = list(zip(batch.groups, prepared.of_groups, strict=True)) if prepared else []
+        return samples_to_show(trained, batch.filtered, step, ctx.roles.tokenizer, self._config.loop.log_samples)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
         del step
@@ -352,7 +358,9 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         if config.runtime == "sim":
             return None
         try:
-            return run_forecast(config, Path(config.model) if config.model else self.run.model, self.run.placement)
+            return run_forecast(
+                config, model_folder(config.model) if config.model else self.run.model, self.run.placement
+            )
         except PlacementError as error:
             _logger.info("steps are not predicted: %s", error)
             return None

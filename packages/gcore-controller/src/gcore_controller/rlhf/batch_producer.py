@@ -336,7 +336,10 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             "sampler": sampler.state(lambda group: group.state()),
             "unfinished": [group.state() for group in self._unfinished],
         }
-        return TrainingBatch(groups=groups, num_groups=sampled.num_groups, metrics=metrics, state=state)
+        filtered = [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
+        return TrainingBatch(
+            groups=groups, num_groups=sampled.num_groups, metrics=metrics, state=state, filtered=filtered
+        )
 
     async def _sample_wave(self, count: int) -> list[GroupT]:
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
