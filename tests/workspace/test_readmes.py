@@ -19,6 +19,7 @@ READ_ON = (
     "apps/gcore-llm/README.md",
     "docs/start.md",
     "docs/how-to/own-model.md",
+    "docs/how-to/own-environment.md",
     "docs/how-to/plan-a-run.md",
     "docs/how-to/several-processes.md",
     "docs/how-to/fine-tuning.md",
@@ -26,6 +27,7 @@ READ_ON = (
     "docs/how-to/distillation.md",
     "docs/how-to/simulate.md",
     "docs/how-to/watch-a-run.md",
+    "docs/how-to/debug.md",
 )
 """Documents that use the runs and files of those before them. Their commands run in one folder, each once."""
 GROUPS = [[ROOT / name for name in READ_ON], *([d] for d in DOCUMENTS if relative(d) not in READ_ON)]
