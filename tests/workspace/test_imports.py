@@ -76,6 +76,7 @@ DISTRIBUTED_AS = {
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
     "PIL": "pillow",
+    "yaml": "pyyaml",
 }
 """Top-level modules whose distribution has another name."""
 

@@ -29,7 +29,7 @@ READ_ON = (
 GROUPS = [[ROOT / name for name in READ_ON], *([d] for d in DOCUMENTS if relative(d) not in READ_ON)]
 
 HERE = "tests/workspace/test_readmes.py"
-WHEELS = "tests/workspace/test_wheels.py"
+WHEELS, VERSIONS = "tests/workspace/test_wheels.py", "tests/workspace/test_versions.py"
 CUDA, DEPLOY = "tests/workspace/test_cuda_environment.py", "tests/apps/test_deploy.py"
 LLM, DIFFUSION, BENCH = (f"tests/apps/gcore_{app}" for app in ("llm", "diffusion", "bench"))
 
@@ -48,6 +48,8 @@ CHECKED_ELSEWHERE = {
     r"uv run basedpyright": ".ci/run",
     r"uv run pytest": ".ci/run",
     r"uv run pytest -m slow": ".ci/run",
+    r"uv run python scripts/release/bounds\.py": f"{WHEELS}::test_packages_ask_for_compatible_ones",
+    r"uv run python scripts/release/notes\.py": f"{VERSIONS}::test_the_command_prints_the_newest_entries",
     r"uv run mkdocs build --strict": "tests/workspace/test_site.py::test_every_page_is_there",
     r"uv run pytest tests/\w+": f"{HERE}::test_named_test_folders_exist",
     r"uv run pytest -m gpu tests/gpu": "tests/gpu/test_engine.py::test_engine_and_trainer_agree",

@@ -74,7 +74,9 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
         return cli.refused(*option_set(own_args, "--data.train-files", name))
 
     (cli.cwd / "folder.jsonl").mkdir()
-    assert "data file folder.jsonl is a folder; expected a .jsonl or .parquet file" in refused("folder.jsonl")
+    assert "data file folder.jsonl is a folder; expected a .jsonl, .parquet, .arrow or .csv file" in refused(
+        "folder.jsonl"
+    )
     assert "data file /proc/self/mem.jsonl does not exist" in refused("/proc/self/mem.jsonl")
     (cli.cwd / "memory.jsonl").symlink_to("/proc/self/mem")
     assert "data file memory.jsonl cannot be read: " in refused("memory.jsonl")

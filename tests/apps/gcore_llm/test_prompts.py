@@ -13,9 +13,10 @@ from transformers import BloomConfig, GPT2Config, Qwen3Config
 
 from gcore_llm import training
 from gcore_llm.config import AlgorithmConfig, DataConfig, RolloutConfig, TaskConfig, TrainConfig
+from gcore_llm.data.tasks import load_task
 from gcore_llm.finetune.tokens import Encoder
 from gcore_llm.learning.config import CriticConfig
-from gcore_llm.prompts import PromptSets, check_lengths, load_files, load_task, longest_sequence
+from gcore_llm.prompts import PromptSets, check_lengths, load_files, longest_sequence
 from gcore_llm.sampling import engine_factory
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_rollout import Completion, Prompt, Request
@@ -150,7 +151,7 @@ def test_prompts_that_the_model_does_not_take(model: str, tmp_path: Path, monkey
     if model:
         GPT2Config(n_positions=limit).save_pretrained(model)
     prompt = Prompt(text="", token_ids=(3,) * (limit - 40), row={})
-    prompts = PromptSets(train=[prompt], val=[], num_too_long=0)
+    prompts = PromptSets(train=[prompt], val=[], num_too_long=0, longest=len(prompt.token_ids))
     check_lengths(TrainConfig(model=model, data=DataConfig(max_response_length=40)), prompts)
     expected = (
         f"data.max_response_length is 41; expected at most 40: the longest prompt has {limit - 40} tokens and the "
@@ -162,7 +163,7 @@ def test_prompts_that_the_model_does_not_take(model: str, tmp_path: Path, monkey
 
 def test_prompts_that_the_critic_does_not_take(tmp_path: Path) -> None:
     GPT2Config(n_positions=32).save_pretrained(tmp_path)
-    prompts = PromptSets(train=[Prompt(text="", token_ids=(3,), row={})], val=[], num_too_long=0)
+    prompts = PromptSets(train=[Prompt(text="", token_ids=(3,), row={})], val=[], num_too_long=0, longest=1)
     config = TrainConfig(
         critic=CriticConfig(model=str(tmp_path)),
         algorithm=AlgorithmConfig(adv_estimator="gae"),

@@ -57,8 +57,8 @@ class DataConfig(BaseDataConfig):
     """Prompts: from your files; with the embedded model, its own."""
 
     train_files: tuple[str, ...] = ()
-    """JSONL or Parquet files of prompts, or text files with one in each line; the reward gets the other columns as they
-    are."""
+    """JSONL, Parquet, Arrow or CSV files of prompts, text files with one in each line, or splits on the Hugging Face
+    Hub, hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]; the reward gets the other columns as they are."""
     val_size: NonNegative = 32
     """How many prompts to hold out if there are no val-files; never more than a tenth of them."""
     prompt_key: str = "prompt"

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 from gcore_diffusion.config import DiffusionConfig
 from gcore_diffusion.demo.digits import PROMPTS
 from gcore_diffusion.sampling.prompts import load_prompts
-from gcore_runs import Kind, Result, Supervisor, UserError, check_safetensors, json_object, read_jsonl, resolve
+from gcore_runs import (
+    Kind,
+    Result,
+    Supervisor,
+    UserError,
+    check_safetensors,
+    json_object,
+    model_folder,
+    read_jsonl,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from gcore_runs import Display
@@ -62,13 +72,15 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         return train_simulated(config, display, KINDS)
     with Supervisor(config, app="gcore-diffusion", display=display) as supervisor:
         if config.model:
-            check_pipeline(Path(config.model))
+            check_pipeline(model_folder(config.model))
         prompts = load_prompts(config.data, PROMPTS, size=config.rollout.image_size)
+        config = config.over_rows(len(prompts.train))
+        supervisor.take_length(config)
         rewards = checked_rewards(config)
         run = supervisor.open_run()
         if supervisor.resume(config.trainer.total_training_steps) is not None:
             if config.model:
-                model = Path(config.model)
+                model = model_folder(config.model)
             else:
                 from gcore_diffusion.demo.pretraining import pretrained_pipeline
 

@@ -61,7 +61,8 @@ class DataConfig(BaseDataConfig):
     """Prompts: from your files, or from a task."""
 
     train_files: tuple[str, ...] = ()
-    """JSONL or Parquet files of prompts; the reward gets their other columns as they are."""
+    """Sources of prompts: JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the
+    Hugging Face Hub, hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]; the reward gets the other columns."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
     image_key: str = ""
@@ -187,6 +188,12 @@ class TrainerConfig(RanksConfig, RLTrainerConfig):
 class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
+    model_settings: ClassVar[tuple[str, ...]] = (
+        "model",
+        "critic.model",
+        "reward_model.path",
+        "rollout.speculative.model",
+    )
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,
         "trainer.backend",
@@ -203,7 +210,7 @@ class TrainConfig(BaseRLConfig):
     )
 
     model: str = ""
-    """A local Hugging Face folder of a causal LM; empty: a tiny one is made and warmed up."""
+    """A causal LM: a Hugging Face folder, or NAMESPACE/NAME[@REVISION] on its Hub; empty: a tiny one is made."""
     reward: str = ""
     """PATH.py:function, a function of (prompt, completion, row); math-verify; or code, which runs the row's tests in a
     sandbox. Tasks bring their own verifier."""
@@ -284,9 +291,13 @@ class TrainConfig(BaseRLConfig):
         if self.runtime == "sim" or self.task.name:
             return
         if not self.model:
-            raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
+            raise UserError(
+                "model is not set; expected a Hugging Face folder, or a model's name on its Hub, with data.train_files"
+            )
         if not self.data.train_files:
-            raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
+            raise UserError(
+                "data.train_files is not set; expected one or more files, or data sets on the Hub, with model"
+            )
         if not (self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"):
             raise UserError(
                 f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "

@@ -6,6 +6,7 @@ from pathlib import Path
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.trainer_worker import has_critic, has_reference
 from gcore_placement import Forecast, Job, Lengths, ModelShape
+from gcore_runs import model_folder
 from gcore_runs.simulation.forecast import forecast_job, model_shape
 
 
@@ -39,7 +40,7 @@ def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], Mod
         judge=shape_of(Path(judged.path)) if judged else None,
         judge_lengths=Lengths.recorded([judged.judge.max_response_length]) if judged else None,
         reference=has_reference(config),
-        critic=shape_of(Path(config.critic.model or model)) if has_critic(config) else None,
+        critic=shape_of(model_folder(config.critic.model or str(model))) if has_critic(config) else None,
         compute_bytes=2 if config.dtype == "bfloat16" else 4,
         old_log_probs=config.algorithm.old_log_probs == "trainer",
     )

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,7 @@ from gcore_rollout import (
     sampled_metrics,
     sampled_part,
 )
-from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, write_jsonl
+from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, model_folder, write_jsonl
 from gcore_trainer import Images, MicroBatch, Sample
 
 _logger = logging.getLogger(__name__)
@@ -359,7 +358,9 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         if config.runtime == "sim":
             return None
         try:
-            return run_forecast(config, Path(config.model) if config.model else self.run.model, self.run.placement)
+            return run_forecast(
+                config, model_folder(config.model) if config.model else self.run.model, self.run.placement
+            )
         except PlacementError as error:
             _logger.info("steps are not predicted: %s", error)
             return None

@@ -1,23 +1,32 @@
-"""The prompts of a run, tokenized, filtered and split: of the user's files, or of a reasoning-gym task."""
+"""The prompts of a run, tokenized, filtered and split."""
 
-import difflib
-import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from gcore_llm.config import DataConfig, TaskConfig, TrainConfig
+from gcore_controller import Joined
+from gcore_llm.config import DataConfig, TrainConfig
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
-from gcore_rollout import Prompt, PromptImages, RolloutError, import_reasoning_gym, vision_processor
-from gcore_runs import UserError, columns, converted, hold_out, image_sources, max_sequence_length, one_line, read_rows
+from gcore_rollout import Prompt, PromptImages, RolloutError, vision_processor
+from gcore_runs import (
+    Rows,
+    UserError,
+    columns,
+    held_out_places,
+    image_sources,
+    max_sequence_length,
+    mixed,
+    model_folder,
+    open_rows,
+)
 
-_VAL_SEED = 1_000_003
+if TYPE_CHECKING:
+    from gcore_llm.data.large_prompts import LargePrompts
 
-_OURS = {"size": "task.num_train and task.num_val", "seed": "seed"}
-"""Settings of every task that gcore gives itself, and ours that say what."""
 _IMAGE_MARK = "<image>"
 """Marks the place of an image in a prompt that is plain text."""
 
@@ -37,17 +46,20 @@ class Problem:
 class PromptSets:
     """The prompts that a run trains on, and the held-out ones that evaluate it."""
 
-    train: list[Prompt]
-    val: list[Prompt]
+    train: Sequence[Prompt]
+    val: Sequence[Prompt]
     num_too_long: int
     """Number of prompts left out because they exceed data.max_prompt_length."""
+    longest: int
+    """Most tokens of a prompt; of a large data set, whose prompts are not all tokenized, at most so many."""
 
     @classmethod
     def within(cls, max_length: int, train: Sequence[Prompt], val: Sequence[Prompt]) -> "PromptSets":
         """Return the prompts of at most so many tokens."""
         kept_train, kept_val = ([p for p in prompts if len(p.token_ids) <= max_length] for prompts in (train, val))
         num_kept = len(kept_train) + len(kept_val)
-        return cls(train=kept_train, val=kept_val, num_too_long=len(train) + len(val) - num_kept)
+        longest = max((len(p.token_ids) for p in (*kept_train, *kept_val)), default=0)
+        return cls(train=kept_train, val=kept_val, num_too_long=len(train) + len(val) - num_kept, longest=longest)
 
 
 def uses_plain_text(value: object, tokenizer: Any, data: DataConfig) -> bool:
@@ -121,37 +133,104 @@ def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) 
     return [Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=p.row) for i, p in enumerate(given)]
 
 
-def load_files(data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
-    """Load the prompts of data.train-files and data.val-files; `UserError` if a row is wrong, or no prompt is left."""
-    files = (data.train_files, data.val_files)
-    train, val = ([prompt for path in paths for prompt in _load_file(path, data, tokenizer)] for paths in files)
-    sets = PromptSets.within(data.max_prompt_length, train, val)
-    if not data.val_files:
-        kept_train, kept_val = hold_out(sets.train, size=data.val_size, seed=seed)
-        sets = replace(sets, train=kept_train, val=kept_val)
-    if not sets.train:
-        shortest = min((len(p.token_ids) for p in train), default=0)
+@dataclass(frozen=True, kw_only=True)
+class LoadedPrompts:
+    """The prompts of one file that have at most data.max_prompt_length tokens."""
+
+    prompts: "list[Prompt] | LargePrompts"
+    num_too_long: int
+    """Number of the others."""
+    longest: int
+    """Tokens of the longest prompt that was kept."""
+    shortest: int
+    """Tokens of the shortest one of all."""
+
+    def without(self, places: Sequence[int]) -> Sequence[Prompt]:
+        """Return the prompts without those of these indices."""
+        if not isinstance(self.prompts, list):
+            return self.prompts.without(places)
+        return [prompt for place, prompt in enumerate(self.prompts) if place not in set(places)]
+
+
+def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None = None) -> PromptSets:
+    """Load the prompts of data.train-files and data.val-files.
+
+    Args:
+        seed: of the prompts that are held out where no files of them are given.
+        fits: tokens that a prompt may have as far as the models are concerned; None: any number. `PromptSets.longest`
+            is exact where it is above.
+
+    Raises:
+        UserError: a row is wrong, or no prompt is left.
+    """
+    fits = min(data.max_prompt_length, fits or data.max_prompt_length)
+    load = partial(_load_rows, data=data, tokenizer=tokenizer, fits=fits)
+    train = [[load(rows) for rows in open_rows(source, data.columns)] for source in data.train_files]
+    val = [
+        load(rows) for source in data.val_files for rows in open_rows(source, data.columns, setting="data.val_files")
+    ]
+    files = [file for source in train for file in source]
+    num_prompts = sum(len(file.prompts) for file in files)
+    if not num_prompts:
         raise UserError(
-            f"data.max_prompt_length is {data.max_prompt_length}: all {len(train)} prompts are longer, "
-            f"the shortest has {shortest} tokens"
+            f"data.max_prompt_length is {data.max_prompt_length}: all {sum(file.num_too_long for file in files)} "
+            f"prompts are longer, the shortest has {min(file.shortest for file in files)} tokens"
         )
-    return sets
+    size = 0 if data.val_files else data.val_size
+    places = iter(held_out_places([len(file.prompts) for file in files], size=size, seed=seed))
+    held_out: list[Prompt] = []
+    kept: list[Sequence[Prompt]] = []
+    for source in train:
+        parts: list[Sequence[Prompt]] = []
+        for file in source:
+            own = next(places)
+            held_out += [file.prompts[place] for place in own]
+            parts.append(file.without(own))
+        kept.append(_joined(parts))
+    return PromptSets(
+        train=mixed(kept, data) if data.weights else _joined(kept),
+        val=_joined([file.prompts for file in val]) if val else held_out,
+        num_too_long=sum(file.num_too_long for file in (*files, *val)),
+        longest=max(file.longest for file in (*files, *val)),
+    )
 
 
-def _load_file(path: str, data: DataConfig, tokenizer: Any) -> list[Prompt]:
-    rows, key = read_rows(path), data.prompt_key
-    for n, row in enumerate(rows, 1):
+def _joined(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
+    """Return the prompts of all parts, one part after the other."""
+    if all(isinstance(part, list) for part in parts):
+        return [prompt for part in parts for prompt in part]
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int) -> LoadedPrompts:
+    if data.image_key and not any(data.image_key in row for row in islice(rows, 1000)):
+        raise UserError(f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {columns(rows[0])}")
+    if rows.identity:
+        from gcore_llm.data.large_prompts import load_large
+
+        return load_large(rows, data, tokenizer, fits=fits)
+    prompts = file_prompts(rows, range(len(rows)), data, tokenizer)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    kept = [prompt for prompt in prompts if len(prompt.token_ids) <= data.max_prompt_length]
+    longest = max((len(prompt.token_ids) for prompt in kept), default=0)
+    num_too_long = len(prompts) - len(kept)
+    return LoadedPrompts(prompts=kept, num_too_long=num_too_long, longest=longest, shortest=min(lengths))
+
+
+def file_prompts(rows: Rows, numbers: Sequence[int], data: DataConfig, tokenizer: Any) -> list[Prompt]:
+    """Return the prompts of some rows of a file, by their numbers; `UserError` if one has none, or other images."""
+    name, key = rows.name, data.prompt_key
+    given = {number: rows[number] for number in numbers}
+    for n, row in given.items():
         if key not in row:
-            raise UserError(f"{path}: row {n} has no column {key!r} (data.prompt_key); it has {columns(row)}")
-    problems = (Problem(value=row[key], row=row, where=f"{path}: {key} of row {n}") for n, row in enumerate(rows, 1))
+            raise UserError(f"{name}: row {n + 1} has no column {key!r} (data.prompt_key); it has {columns(row)}")
+    problems = (Problem(value=row[key], row=row, where=f"{name}: {key} of row {n + 1}") for n, row in given.items())
     prompts = make_prompts(problems, tokenizer, data)
     if not data.image_key:
         return prompts
-    if not any(data.image_key in row for row in rows):
-        raise UserError(f"{path} has no column {data.image_key!r} (data.image_key); it has {columns(rows[0])}")
     return [
-        _with_images(prompt, data.image_key, tokenizer, Path(path).parent, f"{path}: {data.image_key} of row {n}")
-        for n, prompt in enumerate(prompts, 1)
+        _with_images(prompt, data.image_key, tokenizer, rows.folder, f"{name}: {data.image_key} of row {n + 1}")
+        for n, prompt in zip(given, prompts, strict=True)
     ]
 
 
@@ -171,159 +250,23 @@ def longest_sequence(model: Path | None) -> int | None:
     return MAX_POSITION_EMBEDDINGS if model is None else max_sequence_length(model)
 
 
-def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:
-    """Raise `UserError` if the longest prompt and response together are more than the policy or the critic takes."""
-    longest = max(len(prompt.token_ids) for prompt in (*prompts.train, *prompts.val))
+def model_limits(config: TrainConfig) -> dict[str, int]:
+    """Return how many tokens the policy and the critic take, by setting, where that is limited."""
     models = {"model": config.model}
     if config.algorithm.estimator.needs_critic and config.critic.model:
         models["critic.model"] = config.critic.model
-    for setting, model in models.items():
-        limit = longest_sequence(Path(model) if model else None)
-        if limit is not None and longest + config.data.max_response_length > limit:
+    limits = {name: longest_sequence(model_folder(model) if model else None) for name, model in models.items()}
+    return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def check_lengths(config: TrainConfig, prompts: PromptSets) -> None:
+    """Raise `UserError` if the longest prompt and response together are more than the policy or the critic takes."""
+    longest = prompts.longest
+    for setting, limit in model_limits(config).items():
+        if longest + config.data.max_response_length > limit:
+            model = attrgetter(setting)(config)
             raise UserError(
                 f"data.max_response_length is {config.data.max_response_length}; expected at most {limit - longest}: "
                 f"the longest prompt has {longest} tokens and the model takes at most {limit} together ({setting} is "
                 f"{model!r}, max_position_embeddings); a lower data.max_prompt_length leaves longer prompts out"
             )
-
-
-def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> PromptSets:
-    """Generate a task's problems and make prompts of them; raises as `make_problems`, or if all are too long."""
-    train, val = (make_prompts(problems, tokenizer, data) for problems in make_problems(task, seed=seed))
-    sets = PromptSets.within(data.max_prompt_length, train, val)
-    if not sets.train or not sets.val:
-        lengths = [len(p.token_ids) for p in (*train, *val)]
-        raise UserError(
-            f"data.max_prompt_length is {data.max_prompt_length}: the problems of {task.name} are longer, they have "
-            f"{min(lengths)} to {max(lengths)} tokens"
-        )
-    return sets
-
-
-def make_problems(task: TaskConfig, *, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Generate a task's training and held-out problems, none among both; raises as `make_settings`."""
-    held_out = {p.value: p for p in _problems(task, size=task.num_val, seed=_VAL_SEED)}
-    training = [p for p in _problems(task, size=task.num_train, seed=seed) if p.value not in held_out]
-    if not training:
-        raise UserError(
-            f"task.name is {task.name!r}: all of its training problems are held out, too; expected task.params that "
-            "give more different problems, or a lower task.num_val"
-        )
-    return training, list(held_out.values())
-
-
-def _problems(task: TaskConfig, *, size: int, seed: int) -> Iterator[Problem]:
-    dataset = make_dataset(task, size=size, seed=seed)
-    for index in range(size):
-        try:
-            entry = dataset[index]
-        except Exception as error:
-            # A generator raises whatever its settings lead it to.
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            raise UserError(f"task.name is {task.name!r}: its problem {index} cannot be made: {reason}") from error
-        # Without the sentence around a sum, which a tiny model would spend its time reading: 7+8-3=
-        question = f"{_terms(entry)}=" if task.name == "chain_sum" else entry["question"]
-        yield Problem(value=question, row={"entry": entry, "answer": entry["answer"]}, where=f"task {task.name}")
-
-
-def _terms(entry: Mapping[str, Any]) -> str:
-    return entry["metadata"]["expression"].replace(" ", "")
-
-
-def worked_sum(row: Mapping[str, Any]) -> str:
-    """``7+8-3`` worked out from the left: ``15-3=12``."""
-    terms: list[str] = re.findall(r"[+-]?\d+", _terms(row["entry"]))
-    sums = accumulate(map(int, terms))
-    next(sums)
-    return "=".join("".join([str(total), *terms[place:]]) for place, total in enumerate(sums, 2))
-
-
-WORKED_EXAMPLES: dict[str, Callable[[Mapping[str, Any]], str]] = {"chain_sum": worked_sum}
-"""How a row's answer is worked out, for tasks that a model can be warmed up on."""
-
-
-def require_worked_examples(task: str, *, instead: str) -> None:
-    """Raise a `UserError` if a task has no worked examples; it says what to do with such a task ``instead``."""
-    if task not in WORKED_EXAMPLES:
-        known = ", ".join(WORKED_EXAMPLES)
-        raise UserError(f"task.name is {task!r}; expected a task with worked examples ({known}), {instead}")
-
-
-def make_dataset(task: TaskConfig, *, size: int, seed: int) -> Any:
-    """Make ``size`` problems of the task, to be indexed; raises as `make_settings`."""
-    settings = make_settings(task, size=size, seed=seed)
-    with _refusals(task):
-        return import_reasoning_gym().factory.DATASETS[task.name][0](config=settings)
-
-
-def make_settings(task: TaskConfig, *, size: int, seed: int) -> Any:
-    """Make the task's own settings, of reasoning-gym's class for it; `UserError` if it refuses one of them."""
-    gym = import_reasoning_gym()
-    params = _params(task.name, task.params, "task.params", gym)
-    with _refusals(task):
-        settings = gym.factory.DATASETS[task.name][1](size=size, seed=seed, **params)
-        if hasattr(settings, "validate"):
-            settings.validate()
-        return settings
-
-
-@contextmanager
-def _refusals(task: TaskConfig) -> Generator[None]:
-    """Raise `UserError` instead of the assertions of a task, and of anything else that its settings lead it to."""
-    try:
-        yield
-    except Exception as error:
-        reason = one_line(error) or type(error).__name__
-        raise UserError(f"task.name is {task.name!r} with task.params {task.params}: {reason}") from error
-
-
-def _params(name: str, params: Mapping[str, Any], where: str, gym: Any) -> dict[str, Any]:
-    """``params`` with the types that the task declares: tuples for lists, enumerations for text, and so on."""
-    tasks = gym.factory.DATASETS
-    if name not in tasks:
-        raise UserError(f"task.name is {name!r}; expected a task of reasoning-gym, {_nearest(name, tasks)}")
-    kind = tasks[name][1]
-    hints = get_type_hints(kind)
-    known = {f.name: f for f in fields(kind) if f.name not in _OURS}
-    found: dict[str, Any] = {}
-    for key, value in params.items():
-        if key in _OURS:
-            raise UserError(f"{where}.{key} is {value!r}: {_OURS[key]} set it")
-        if key not in known:
-            raise UserError(f"{where}.{key} is not a setting of {name!r}; expected {_nearest(key, known)}")
-        make = known[key].default_factory
-        default = known[key].default if make is MISSING else make()
-        found[key] = _value(f"{where}.{key}", value, hints[key], default=default)
-    if name == "composite":
-        for i, spec in enumerate(found.get("datasets", [])):
-            spec.config = _params(spec.name, spec.config, f"{where}.datasets[{i}].config", gym)
-    return found
-
-
-def _value(field: str, value: Any, kind: Any, *, default: Any) -> Any:
-    """``value`` as the type ``kind`` that a task declares, or as that of its default, as some declare another."""
-    if value == "None" and type(None) in get_args(kind):
-        return None
-    if get_origin(kind) is tuple and len(get_args(kind)) == 1:
-        kind = tuple[get_args(kind)[0], ...]  # tuple[str] is written for any number of them
-    kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
-    is_sequence = any((get_origin(k) or k) in (list, tuple) for k in kinds)
-    if kind is str:
-        value = str(value)
-    elif isinstance(value, list) and get_args(kind)[:1] == (str,):
-        value = [str(v) for v in value]
-    elif isinstance(value, bool) and bool not in (kind, *get_args(kind)):
-        raise UserError(f"{field} is {value}; expected {getattr(kind, '__name__', kind)}")
-    elif is_sequence and not isinstance(value, list | tuple | type(default)):
-        value = [value]  # one value on the command line
-    try:
-        return converted(field, value, kind)
-    except UserError:
-        if type(value) is type(default) and get_origin(kind) is not Literal:
-            return value
-        raise
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3) or [k for k in known if name in k or k in name][:3]
-    return f"such as {', '.join(near)}" if near else f"one of {', '.join(sorted(known))}"

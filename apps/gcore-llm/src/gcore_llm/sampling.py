@@ -39,7 +39,7 @@ from gcore_rollout import (
     load_function,
     visible_gpus,
 )
-from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids
+from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
 from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation, device_options
 
 _SEED = 20_250_729
@@ -282,7 +282,7 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
 
     from gcore_rollout import SequenceClassifierReward
 
-    path = Path(config.reward_model.path)
+    path = model_folder(config.reward_model.path, setting="reward_model.path")
     check_model(path, setting="reward_model.path")
     tokenizer = build_tokenizer(path)
 
@@ -303,7 +303,8 @@ async def _judge(
     config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None, models: AsyncExitStack
 ) -> tuple[JudgeReward | PairwiseJudge, Engine]:
     """Start a generative reward model that scores responses one by one, or compares those of a group."""
-    judge, path = config.reward_model.judge, Path(config.reward_model.path)
+    judge = config.reward_model.judge
+    path = model_folder(config.reward_model.path, setting="reward_model.path")
     if judge.pairwise:
         parse = WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern)
         on_unparsable = "drop" if judge.unparsable_score is None else "tie"

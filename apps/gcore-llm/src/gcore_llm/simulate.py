@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from gcore_llm.config import DataConfig, TrainConfig, TrainerConfig
+from gcore_llm.data.tasks import load_task
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
-from gcore_llm.prompts import PromptSets, load_files, load_task
+from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer, merge
+from gcore_runs import Display, Result, RunFolder, UserError, build_tokenizer, merge, model_folder
 from gcore_runs.simulation.cluster import SimulatedCluster, Simulation, StepFigures
 from gcore_runs.simulation.command import parse_options, run_calibrate, run_simulation
 from gcore_runs.simulation.config import SimConfig, SimulateConfig
@@ -115,10 +115,10 @@ def make_prompts(config: TrainConfig) -> PromptSets:
     if not (task.name or data.train_files):
         train = drawn_prompts(config.sim, config.seed, data.max_prompt_length, at_least=data.train_batch_size)
     else:
-        tokenizer = build_tokenizer(Path(config.model)) if config.model else tiny_tokenizer()
+        tokenizer = build_tokenizer(model_folder(config.model)) if config.model else tiny_tokenizer()
         load = partial(load_task, task) if task.name else load_files
         train = coarse_prompts(load(data, tokenizer, seed=config.seed).train, config.sim.token_unit)
-    return PromptSets(train=train, val=[], num_too_long=0)
+    return PromptSets(train=train, val=[], num_too_long=0, longest=data.max_prompt_length)
 
 
 def read_run(path: str, max_steps: int) -> MeasuredRun:
@@ -135,7 +135,9 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
     }
     expected = "a run without a critic and greedy responses, of single turns that end in the step that started them"
     _refuse(unfit, f"{expected}, and with one epoch", f"{path}: ")
-    model = next((f for f in (folder.export, folder.model, Path(config.model)) if (f / "config.json").is_file()), None)
+    model = next(
+        (f for f in (folder.export, folder.model, model_folder(config.model)) if (f / "config.json").is_file()), None
+    )
     if model is None:
         raise UserError(f"{path}: model is {config.model!r}; expected a folder with config.json, or export/ in the run")
     settings = {name: attrgetter(setting)(config) for name, setting in _SETTINGS.items()}

@@ -9,19 +9,12 @@ from typing import TYPE_CHECKING, Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
+from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.learning.adapters import drop_other_export, with_adapter
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
-from gcore_llm.prompts import (
-    Problem,
-    PromptSets,
-    check_lengths,
-    load_files,
-    load_task,
-    make_prompts,
-    require_worked_examples,
-)
+from gcore_llm.prompts import Problem, PromptSets, check_lengths, load_files, make_prompts, model_limits
 from gcore_llm.report import KINDS
 from gcore_llm.sampling import (
     Evaluation,
@@ -45,6 +38,7 @@ from gcore_runs import (
     check_model,
     eos_token_ids,
     inline_backend,
+    model_folder,
     resolve,
 )
 from gcore_runs.engines import EngineConfig, Instrumentation, device_timers
@@ -79,6 +73,8 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         tokenizer = _checked_tokenizer(config)
         prompts = load_prompts(config, tokenizer)
         check_lengths(config, prompts)
+        config = config.over_rows(len(prompts.train))
+        supervisor.take_length(config)
         if config.device.startswith("cuda"):
             from gcore_llm.learning.device_plan import planned
 
@@ -101,7 +97,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                 supervisor.run_async(making)
             drop_other_export(run.export, config.actor)
             if supervisor.resume(config.trainer.total_training_steps) is not None:
-                model = Path(config.model) if config.model else run.model
+                model = model_folder(config.model) if config.model else run.model
                 if config.runtime == "ray":
                     starting = _start_on_ray(config, model, run, tokenizer, rewards, say)
                 else:
@@ -126,19 +122,20 @@ def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
     """Load the prompts that the config names, from a task or from files."""
     if config.task.name:
         return load_task(config.task, config.data, tokenizer, seed=config.seed)
-    return load_files(config.data, tokenizer, seed=config.data.shuffle_seed)
+    fits = min(model_limits(config).values(), default=config.data.max_length) - config.data.max_response_length
+    return load_files(config.data, tokenizer, seed=config.data.shuffle_seed, fits=fits)
 
 
 def _checked_tokenizer(config: TrainConfig) -> Any:
     """Check the models and engine that the config names, and return the policy's tokenizer."""
-    rollout, model = config.rollout, Path(config.model)
+    rollout, model = config.rollout, model_folder(config.model)
     if not config.model and rollout.is_on_servers:
         raise UserError(f"model is not set; expected a folder with rollout.engine {rollout.engine!r}")
     critic = config.critic.model if config.algorithm.estimator.needs_critic else ""
     folders = {"model": config.model, "critic.model": critic, "rollout.speculative.model": rollout.speculative.model}
     for setting, folder in folders.items():
         if folder:
-            check_model(Path(folder), setting=setting)
+            check_model(model_folder(folder, setting=setting), setting=setting)
     if rollout.weights_dir and not Path(rollout.weights_dir).is_dir():
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
     if config.runtime == "inline":
@@ -214,8 +211,9 @@ async def _start_on_ray(
     eos = eos_token_ids(tokenizer, model)
     if config.rollout.is_on_servers:
         await load_servers(config, model, eos_token_ids=eos)
-    judge, path = None, Path(config.reward_model.path)
+    judge = None
     if config.sizes.judges:
+        path = model_folder(config.reward_model.path, setting="reward_model.path")
         judge = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
     return await start_ray_backend(
         config,
@@ -275,7 +273,7 @@ async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
 
     run, config = RunFolder.opened(path, TrainConfig)
     torch.set_num_threads(config.threads)
-    model = Path(config.model) if config.model else run.model
+    model = model_folder(config.model) if config.model else run.model
     if not config.model and not model.is_dir():
         raise UserError(
             f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"

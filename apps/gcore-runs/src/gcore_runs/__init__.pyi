@@ -12,17 +12,21 @@ from .doctor.command import doctor_command as doctor_command
 from .errors import UserError as UserError, one_line as one_line, said as said
 from .host_memory import available_host_bytes as available_host_bytes, keep_free_memory as keep_free_memory
 from .inputs import (
+    Rows as Rows,
     build_tokenizer as build_tokenizer,
     check_model as check_model,
     check_safetensors as check_safetensors,
     columns as columns,
     count_parameters as count_parameters,
     eos_token_ids as eos_token_ids,
+    held_out_places as held_out_places,
     hold_out as hold_out,
     image_sources as image_sources,
     max_sequence_length as max_sequence_length,
+    mixed as mixed,
+    model_folder as model_folder,
+    open_rows as open_rows,
     read_lines as read_lines,
-    read_rows as read_rows,
 )
 from .logs import log_to as log_to, logged as logged, logs_of as logs_of
 from .loop.recorder import (
@@ -66,9 +70,11 @@ from .settings.bounds import (
     multiple_of as multiple_of,
     within as within,
 )
+from .settings.data_config import BaseDataConfig as BaseDataConfig
 from .settings.parsing import (
     as_option as as_option,
     converted as converted,
+    is_hub_model as is_hub_model,
     merge as merge,
     parse as parse,
     parse_arguments as parse_arguments,
@@ -83,7 +89,6 @@ from .settings.run_config import (
     AdapterSettings as AdapterSettings,
     BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
-    BaseDataConfig as BaseDataConfig,
     BaseRLConfig as BaseRLConfig,
     BaseRunConfig as BaseRunConfig,
     BaseTrainerConfig as BaseTrainerConfig,

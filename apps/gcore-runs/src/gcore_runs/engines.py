@@ -241,7 +241,9 @@ class SpeculativeConfig(Checked, section="rollout.speculative"):
             return None
         guess: dict[str, object] = {"num_speculative_tokens": self.num_speculative_tokens}
         if self.model:
-            return guess | {"method": "draft_model", "model": self.model}
+            from gcore_runs import model_folder
+
+            return guess | {"method": "draft_model", "model": str(model_folder(self.model))}
         bounds = {"prompt_lookup_max": self.prompt_lookup_max, "prompt_lookup_min": self.prompt_lookup_min}
         return guess | {"method": "ngram"} | bounds
 

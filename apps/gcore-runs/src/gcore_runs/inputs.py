@@ -2,60 +2,125 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from glob import glob
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from gcore_controller import Mixture
 from gcore_runs.errors import UserError, one_line
 from gcore_runs.run_folder import json_object
+from gcore_runs.settings.data_config import BaseDataConfig
+from gcore_runs.settings.parsing import is_hub_model
 
 RowT = TypeVar("RowT")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def read_rows(path: str) -> list[dict[str, Any]]:
-    """Read the rows of a JSONL or Parquet file; `UserError` if it is missing, unreadable, malformed or empty."""
+_SUFFIXES = (".jsonl", ".parquet", ".arrow", ".csv")
+_ACCEPTED = "a .jsonl, .parquet, .arrow or .csv file"
+_LARGE_BYTES = 2**23
+"""Files of more bytes than this are memory-mapped, and smaller ones held in memory."""
+
+
+class Rows(Sequence[Mapping[str, Any]]):
+    """The rows of a data file, or of a data set on the Hub: in memory, or read when they are indexed if it is large."""
+
+    def __init__(self, name: str, rows: Sequence[Mapping[str, Any]], *, folder: Path, identity: str = "") -> None:
+        self.name = name
+        """The file, or the name of the data set, for errors."""
+        self.rows = rows
+        self.folder = folder
+        """Paths in the rows are relative to it."""
+        self.identity = identity
+        """Distinguishes the present content of a large file from any other; empty: the rows are in memory."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.rows)
+
+
+def open_rows(
+    source: str, columns: Mapping[str, str] | None = None, *, setting: str = "data.train_files"
+) -> list[Rows]:
+    """Open a source of rows: each file that a pattern matches, or a data set on the Hub.
+
+    Args:
+        source: a ``.jsonl``, ``.parquet``, ``.arrow`` or ``.csv`` file, a pattern of such files with ``*``, or
+            ``hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]``. Together more than 8 MiB are memory-mapped.
+        columns: columns to add to each row, or to replace, by name: Jinja expressions of its columns, such as
+            ``answer.split('####')[-1].strip()``.
+        setting: named in errors of the Hub.
+
+    Raises:
+        UserError: it is missing, unreadable, malformed or empty; of large JSONL files, lines are read when needed.
+    """
+    if source.startswith("hf://"):
+        from gcore_runs.data.tables import open_dataset
+
+        found = [open_dataset(source, setting=setting, large_bytes=_LARGE_BYTES)]
+    else:
+        is_pattern = "*" in source and not Path(source).exists()
+        paths = sorted(glob(source, recursive=True)) if is_pattern else [source]  # noqa: PTH207 (it may be absolute)
+        if not paths:
+            raise UserError(f"data file {source} does not exist: no file matches the pattern")
+        files = [_checked_file(path) for path in paths]
+        is_large = sum(file.stat().st_size for file in files) > _LARGE_BYTES
+        found = [_rows_of(file, is_large=is_large) for file in files]
+    for rows in found:
+        if not len(rows):
+            raise UserError(f"data file {rows.name} has no rows")
+    if not columns:
+        return found
+    from gcore_runs.data.columns import MappedRows
+
+    return [MappedRows.of(rows, columns) for rows in found]
+
+
+def _checked_file(path: str) -> Path:
     file = Path(path)
     if file.is_dir():
-        raise UserError(f"data file {path} is a folder; expected a .jsonl or .parquet file")
+        raise UserError(f"data file {path} is a folder; expected {_ACCEPTED}")
     if not file.is_file():
         raise UserError(f"data file {path} does not exist")
+    if file.suffix not in _SUFFIXES:
+        raise UserError(f"data file {path} ends in {file.suffix!r}; expected {_ACCEPTED}")
+    return file
+
+
+def _rows_of(file: Path, *, is_large: bool) -> Rows:
     try:
-        rows = _rows_of(file)
+        if file.suffix != ".jsonl" or is_large:
+            from gcore_runs.data.tables import open_file
+
+            return open_file(file, is_large=is_large)
+        lines = read_lines(file)
     except OSError as error:
-        raise UserError(f"data file {path} cannot be read: {error.strerror or error}") from None
-    if not rows:
-        raise UserError(f"data file {path} has no rows")
-    return rows
+        raise UserError(f"data file {file} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"data file {file} is not UTF-8: {error}") from None
+    rows = [json_object(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+    return Rows(str(file), rows, folder=file.parent)
 
 
 def read_lines(path: Path) -> list[str]:
     r"""Return the lines of a UTF-8 file, which may have a byte order mark; only \n and \r\n end them."""
     # Unlike this, splitlines takes other characters for line ends, too, which texts and JSON strings may contain.
     return [line.removesuffix("\r") for line in path.read_bytes().decode("utf-8-sig").split("\n")]
-
-
-def _rows_of(path: Path) -> list[dict[str, Any]]:
-    match path.suffix:
-        case ".jsonl":
-            try:
-                lines = read_lines(path)
-            except UnicodeDecodeError as error:
-                raise UserError(f"data file {path} is not UTF-8: {error}") from None
-            return [json_object(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
-        case ".parquet":
-            import pyarrow.parquet
-
-            try:
-                return pyarrow.parquet.read_table(path).to_pylist()
-            except pyarrow.ArrowException as error:
-                raise UserError(f"data file {path} is not Parquet: {error}") from None
-        case _:
-            raise UserError(f"data file {path} ends in {path.suffix!r}; expected .jsonl or .parquet")
 
 
 def columns(row: Mapping[str, Any]) -> str:
@@ -87,11 +152,51 @@ def _image_source(value: object, folder: Path, where: str) -> bytes | Path:
     return path
 
 
-def hold_out(rows: Sequence[RowT], *, size: int, seed: int) -> tuple[list[RowT], list[RowT]]:
-    """Return the rows to train on, and ``size`` held-out ones drawn by ``seed`` (at most a tenth), in their order."""
-    order = np.random.default_rng(seed).permutation(len(rows))
-    held_out = set(order[: min(size, len(rows) // 10)].tolist())
-    return [r for i, r in enumerate(rows) if i not in held_out], [rows[i] for i in sorted(held_out)]
+def hold_out(parts: Sequence[list[RowT]], *, size: int, seed: int) -> tuple[list[list[RowT]], list[RowT]]:
+    """Return the rows of each part to train on, and ``size`` held-out ones of all (at most a tenth), in their order."""
+    places = held_out_places(list(map(len, parts)), size=size, seed=seed)
+    train = [[r for i, r in enumerate(part) if i not in own] for part, own in zip(parts, map(set, places), strict=True)]
+    return train, [part[i] for part, own in zip(parts, places, strict=True) for i in own]
+
+
+def held_out_places(sizes: Sequence[int], *, size: int, seed: int) -> list[list[int]]:
+    """Return the places within each part of the rows that `hold_out` holds out, ascending, for parts of these sizes."""
+    rng, num_rows = np.random.default_rng(seed), sum(sizes)
+    size = min(size, num_rows // 10)
+    # The first entries of a permutation, except where that would take much memory.
+    drawn = rng.permutation(num_rows)[:size] if num_rows <= 2**20 else rng.choice(num_rows, size, replace=False)
+    drawn, ends = np.sort(drawn), np.cumsum([0, *sizes])
+    return [(drawn[(first <= drawn) & (drawn < end)] - first).tolist() for first, end in pairwise(ends)]
+
+
+def mixed(parts: Sequence[Sequence[RowT]], data: BaseDataConfig) -> Mixture[RowT]:
+    """Return the rows of all data.train-files, each with its data.weights.
+
+    Raises:
+        UserError: these are not one number above a thousandth of their sum for each source, or one has no rows left.
+    """
+    weights = data.weights
+    if len(weights) != len(parts) or not 0 < sum(weights) <= 1000 * min(weights):
+        raise UserError(
+            f"data.weights is {weights}; expected {len(parts)} numbers, one for each of data.train_files, each at "
+            "least 0.001 of their sum"
+        )
+    for source, part in zip(data.train_files, parts, strict=True):
+        if not len(part):
+            raise UserError(f"data file {source} has no rows left to train on; expected some, as it is in data.weights")
+    return Mixture(parts, data.weights)
+
+
+def model_folder(name: str, *, setting: str = "model") -> Path:
+    """Return the folder of a model: the one of this path, or else what the Hub has under this name.
+
+    That is downloaded once. `UserError`, which names ``setting``, if the Hub has no such model, or cannot be reached.
+    """
+    if not is_hub_model(name):
+        return Path(name)
+    from gcore_runs.data.hub import download_model
+
+    return download_model(name, setting=setting)
 
 
 def check_model(path: Path, *, setting: str = "model") -> None:

@@ -19,7 +19,8 @@ from gcore_llm.config import (
     TrainerConfig,
     WarmupConfig,
 )
-from gcore_llm.prompts import PromptSets, load_task
+from gcore_llm.data.tasks import load_task
+from gcore_llm.prompts import PromptSets
 from gcore_runs import resolve
 from gcore_runs.run_folder import RunFolder, write_atomically
 from gcore_trainer import OptimizerConfig, PolicyLossConfig

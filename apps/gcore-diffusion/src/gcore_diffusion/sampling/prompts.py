@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from gcore_diffusion.config import DataConfig
 from gcore_rollout import RolloutError, decode_image
-from gcore_runs import UserError, columns, hold_out, image_sources, read_lines, read_rows
+from gcore_runs import UserError, columns, hold_out, image_sources, mixed, open_rows, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +48,30 @@ def load_prompts(config: DataConfig, own: Iterable[str] = (), *, size: tuple[int
     if not config.train_files:
         prompts = [Prompt(text=text, row={}) for text in own]
         return PromptSets(train=prompts, val=prompts)
-    train = [prompt for file in config.train_files for prompt in _read(file, config)]
+    train = [_read(file, config) for file in config.train_files]
     val = [prompt for file in config.val_files for prompt in _read(file, config)]
     if config.image_key and size is None:
-        sizes = {tuple(image.shape[:2] for image in prompt.pixels()) for prompt in (*train, *val)}
+        sizes = {tuple(image.shape[:2] for image in prompt.pixels()) for prompt in chain(*train, val)}
         if len(sizes) > 1:
             raise UserError("rollout.size is (0, 0); expected a size, because images of prompts have several")
     if not val:
         train, val = hold_out(train, size=config.val_size, seed=0)
-    return PromptSets(train=train, val=val)
+    return PromptSets(train=mixed(train, config) if config.weights else [*chain(*train)], val=val)
 
 
 def _read(path: str, config: DataConfig) -> list[Prompt]:
-    if Path(path).suffix in (".jsonl", ".parquet"):
-        rows, key = read_rows(path), config.image_key
-        if key and not any(key in row for row in rows):
-            raise UserError(f"data file {path} has no column {key!r} (data.image_key); it has {columns(rows[0])}")
-        return [_of_row(row, config, Path(path).parent, f"data file {path}, row {n}") for n, row in enumerate(rows, 1)]
+    if path.startswith("hf://") or Path(path).suffix in (".jsonl", ".parquet", ".arrow", ".csv"):
+        key, found = config.image_key, list[Prompt]()
+        for rows in open_rows(path, config.columns):
+            name = f"data file {rows.name}"
+            if key and not any(key in row for row in rows):
+                raise UserError(f"{name} has no column {key!r} (data.image_key); it has {columns(rows[0])}")
+            found += [_of_row(row, config, rows.folder, f"{name}, row {n}") for n, row in enumerate(rows, 1)]
+        return found
     if config.image_key:
-        raise UserError(f"data file {path} has no columns; expected .jsonl or .parquet with data.image_key")
+        raise UserError(
+            f"data file {path} has no columns; expected .jsonl, .parquet, .arrow or .csv with data.image_key"
+        )
     try:
         lines = read_lines(Path(path))
     except (OSError, UnicodeDecodeError) as error:

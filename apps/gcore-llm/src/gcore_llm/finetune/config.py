@@ -95,7 +95,7 @@ class FineTuneConfig(AdapterConfig, BaseRunConfig):
     name: str = ""
     """The run's folder is RUNS_DIR/NAME."""
     model: str = ""
-    """A local Hugging Face folder to start from; empty: a tiny one is made."""
+    """A Hugging Face folder to start from, or NAMESPACE/NAME[@REVISION] on its Hub; empty: a tiny one is made."""
     seed: NonNegative = 0
     """Seed of the embedded model."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from gcore_llm.data.tasks import WORKED_EXAMPLES, make_problems, require_worked_examples
 from gcore_llm.finetune.config import FineTuneConfig, RewardModelRunConfig
 from gcore_llm.finetune.tokens import Encoder, Messages, Tokens
-from gcore_llm.prompts import WORKED_EXAMPLES, Problem, are_messages, make_problems, require_worked_examples
+from gcore_llm.prompts import Problem, are_messages
 from gcore_placement import TransformerWorkload, micro_batches
-from gcore_runs import hold_out, read_rows
+from gcore_runs import BaseDataConfig, hold_out, open_rows
 from gcore_runs.errors import UserError
 from gcore_trainer import MicroBatch, Sample, scored_at_end
 
@@ -27,6 +28,8 @@ class ExampleSets:
     """Training and held-out examples of a run."""
 
     train: list[Example]
+    sizes: list[int]
+    """Number of training examples from each of data.train-files."""
     val: list[Example]
     notices: list[str]
     """Lines about rows that were left out."""
@@ -59,8 +62,10 @@ def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row
                 found.append(sides)
         return found
 
-    train, val = map(kept, rows or (_read(data.train_files), _read(data.val_files)))
-    if not train:
+    given = [rows[0]] if rows else [_read(source, data) for source in data.train_files]
+    train = list(map(kept, given))
+    val = kept(rows[1] if rows else [row for source in data.val_files for row in _read(source, data)])
+    if not any(train):
         raise UserError(
             f"no row is left to train on: {left_out[too_long]} are longer than data.max_length={data.max_length} tokens"
             + (f", in {left_out[equal]} chosen and rejected are equal" if left_out[equal] else "")
@@ -69,7 +74,12 @@ def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row
         train, val = hold_out(train, size=data.val_size, seed=data.shuffle_seed)
     notices = [f"left out {count} rows {reason}" for reason, count in left_out.items() if count]
     prepare = _scored if isinstance(config, RewardModelRunConfig) else _learned
-    return ExampleSets(train=[prepare(t) for t in train], val=[prepare(t) for t in val], notices=notices)
+    return ExampleSets(
+        train=[prepare(tokens) for part in train for tokens in part],
+        sizes=list(map(len, train)),
+        val=[prepare(tokens) for tokens in val],
+        notices=notices,
+    )
 
 
 def task_rows(config: FineTuneConfig) -> tuple[list[Row], list[Row]]:
@@ -92,8 +102,9 @@ def _miscounted(answer: str, rng: np.random.Generator) -> str:
     return re.sub(r"-?\d+$", lambda last: str(int(last[0]) + error), answer)
 
 
-def _read(paths: Sequence[str]) -> list[Row]:
-    return [(row, f"{path}: row {n}") for path in paths for n, row in enumerate(read_rows(path), 1)]
+def _read(source: str, data: BaseDataConfig) -> list[Row]:
+    files = open_rows(source, data.columns)
+    return [(row, f"{file.name}: row {n}") for file in files for n, row in enumerate(file, 1)]
 
 
 def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:

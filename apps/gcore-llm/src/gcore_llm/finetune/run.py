@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from gcore_llm.learning.adapters import drop_other_export, with_adapter
 from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Stop, Supervisor
+from gcore_runs import Stop, Supervisor, mixed, model_folder
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import MetricsWriter, Result, RunFolder, write_atomically
 from gcore_runs.settings.parsing import resolve
@@ -56,7 +57,7 @@ def fine_tune(config: FineTuneConfig, display: "Display | None" = None) -> Resul
         tokenizer, encoder = _tokenizer(config)
         rows = task_rows(config) if config.task.name else None
         sets = load_examples(config, encoder, rows)
-        model = Path(config.model) if config.model else None
+        model = model_folder(config.model) if config.model else None
         _check_fits(sets, model)
         run = supervisor.open_run(*sets.notices, f"{len(sets.train):,} training rows, {len(sets.val):,} held out")
         if rows and model is None and not run.model.is_dir():
@@ -71,10 +72,12 @@ def _tokenizer(config: FineTuneConfig) -> tuple[Any, Encoder]:
     from gcore_runs import build_tokenizer, check_model, eos_token_ids
 
     if not config.task.name and not config.data.train_files:
-        raise UserError("data.train_files is not set; expected one or more .jsonl or .parquet files with model")
+        raise UserError("data.train_files is not set; expected one or more files, or data sets on the Hub, with model")
     if not config.model and not config.task.name:
-        raise UserError("model is not set; expected a local Hugging Face folder with data.train_files")
-    model = Path(config.model) if config.model else None
+        raise UserError(
+            "model is not set; expected a Hugging Face folder, or a model's name on its Hub, with data.train_files"
+        )
+    model = model_folder(config.model) if config.model else None
     if model:
         check_model(model)
     tokenizer = build_tokenizer(model) if model else tiny_tokenizer()
@@ -126,7 +129,7 @@ class _Loop:
                 if isinstance(config, DPORunConfig):
                     train, val = self._with_reference(is_resumed=is_resumed)
                 self._val = self._micro_batches(val)
-                self._loader: PromptLoader[Example] = PromptLoader(train, seed=config.data.shuffle_seed)
+                self._loader: PromptLoader[Example] = PromptLoader(self._mixed(train), seed=config.data.shuffle_seed)
                 if is_resumed:
                     self._loader.load_state(self._learner.load()["loader"])
                 with self._supervisor.metrics_writer(last_step=first_step) as writer:
@@ -134,6 +137,13 @@ class _Loop:
             self._supervisor.export(self._export)
         finally:
             self._learner.close()
+
+    def _mixed(self, train: list[Example]) -> Sequence[Example]:
+        """Return the training examples, by data.weights if there are any."""
+        if not self._config.data.weights:
+            return train
+        rest = iter(train)
+        return mixed([list(islice(rest, size)) for size in self._sets.sizes], self._config.data)
 
     def _check_data(self, run: RunFolder) -> bool:
         """Return whether there is a checkpoint; raise `UserError` if it is of other training rows."""

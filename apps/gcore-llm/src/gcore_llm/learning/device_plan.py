@@ -21,7 +21,7 @@ from gcore_placement import (
     TrainingState,
     plan_one_device,
 )
-from gcore_runs import UserError, available_host_bytes, count_parameters
+from gcore_runs import UserError, available_host_bytes, count_parameters, model_folder
 from gcore_runs.simulation.forecast import model_shape
 from gcore_trainer import LARGE_MODEL, SHARE_OF_GRADIENTS
 
@@ -118,7 +118,7 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     Raises:
         UserError: the run does not fit into the GPU's memory.
     """
-    model = Path(config.model)
+    model = model_folder(config.model)
     if not config.model or not _shares_gpu(config):
         return config
     device = present_device(config.device)

@@ -16,7 +16,15 @@ from gcore_llm.learning.device_plan import (
 )
 from gcore_llm.recipes.shapes import shape_folder
 from gcore_placement import Device, DevicePlan, PlacementError
-from gcore_runs import UserError, available_host_bytes, check_model, count_parameters, print_table
+from gcore_runs import (
+    UserError,
+    available_host_bytes,
+    check_model,
+    count_parameters,
+    is_hub_model,
+    model_folder,
+    print_table,
+)
 
 _STAND_IN = "H100"
 """Device that a dry run plans for on a machine without a GPU."""
@@ -100,6 +108,8 @@ def _with_shapes(config: TrainConfig) -> TrainConfig:
 
     def found(setting: str, path: str) -> str:
         folder = shape_folder(path)
+        if is_hub_model(str(folder)):
+            folder = model_folder(str(folder), setting=setting)
         if count_parameters(folder):
             check_model(folder, setting=setting)
         elif not (folder / "config.json").is_file():

@@ -11,7 +11,7 @@ import gcore_trainer
 from gcore_controller import InProcessTrainerGroup, LocalTrainerGroup, SharedTrainerGroup
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.preparation import memory, sample_flops, workload_of
-from gcore_runs import BaseTrainerWorker, RanksConfig, UserError
+from gcore_runs import BaseTrainerWorker, RanksConfig, UserError, model_folder
 from gcore_runs.settings.run_config import BaseRunConfig
 from gcore_trainer import MicroBatch
 
@@ -57,7 +57,9 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
         self.trainers = {"actor": _build(config, "actor", model, parallel)}
         if has_critic(config):
             self.use("critic")
-            self.trainers["critic"] = _build(config, "critic", Path(config.critic.model or model), parallel)
+            self.trainers["critic"] = _build(
+                config, "critic", model_folder(config.critic.model or str(model)), parallel
+            )
         if config.actor.router_replay != "disabled" and not self.trainers["actor"].num_routers:
             raise UserError(
                 f"actor.router_replay is {config.actor.router_replay!r}; expected 'disabled', because the model in "

@@ -156,6 +156,10 @@ class Supervisor:
         finally:
             self.run_async(services.close())
 
+    def take_length(self, config: BaseRunConfig) -> None:
+        """Take over the number of steps of settings that were made after the data was read."""
+        self._config = replace(self._config, trainer=config.trainer)
+
     def open_run(self, *notices: str) -> RunFolder:
         """Open the run's folder (see `gcore_runs.run_folder.open_run`), log to it until the end, and show notices."""
         self.run = open_run(self._config)

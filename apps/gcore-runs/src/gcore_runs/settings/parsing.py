@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import os
+import re
 import tomllib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -24,6 +26,7 @@ _adapter = cache(TypeAdapter[Any])
 _HELP = ("-h", "--help")
 _MAX_INT = 2**63 - 1
 _MAX_THREADS = 4096
+_HUB_MODEL = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[^\s:]+)?")
 
 
 def parse(args: Sequence[str], *, prog: str, recipes: Mapping[str, Callable[[], ConfigT]], description: str) -> ConfigT:
@@ -285,7 +288,8 @@ def to_toml(config: BaseRunConfig) -> str:
 def resolve(config: ConfigT) -> ConfigT:
     """Return the settings with ``threads``, ``device`` and ``dtype`` of this machine in place of 0 and auto.
 
-    A run that is resumed keeps its data type, whatever auto was when it began.
+    Models and data on the Hugging Face Hub get the commit that they have now. A run that is resumed keeps its commits,
+    and its data type, whatever auto was when it began. `UserError` for a name that the Hub does not have.
     """
     import torch
 
@@ -304,18 +308,37 @@ def resolve(config: ConfigT) -> ConfigT:
         )
     changes: dict[str, Any] = {"threads": config.threads or len(os.sched_getaffinity(0)), "device": device}
     if getattr(config, "dtype", "") == "auto":
-        changes["dtype"] = _dtype_before(config) or ("bfloat16" if parsed.type == "cuda" else "float32")
-    return dataclasses.replace(config, **changes)
+        before = str(_resumed(config).get("dtype", "auto"))
+        changes["dtype"] = before if before != "auto" else "bfloat16" if parsed.type == "cuda" else "float32"
+    resolved = dataclasses.replace(config, **changes)
+    if _names_the_hub(config):
+        from gcore_runs.data.hub import pinned
+
+        return merge(resolved, pinned(config, _resumed(config)))
+    return resolved
 
 
-def _dtype_before(config: BaseRunConfig) -> str:
-    """Return the data type of the run that these settings resume; empty: there is none."""
+def is_hub_model(name: str) -> bool:
+    """Return whether a name is of a model on the Hub, ``NAMESPACE/NAME[@REVISION]``, and not of a folder there is."""
+    return _HUB_MODEL.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _names_the_hub(config: BaseRunConfig) -> bool:
+    """Return whether a model or data are on the Hugging Face Hub."""
+    data = getattr(config, "data", None)
+    sources = (*data.train_files, *data.val_files) if data else ()
+    return any(is_hub_model(attrgetter(name)(config)) for name in config.model_settings) or any(
+        source.startswith("hf://") for source in sources
+    )
+
+
+def _resumed(config: BaseRunConfig) -> dict[str, Any]:
+    """Return the settings of the run that these resume, as its file has them; none: there is no such run."""
     folder = Path(config.runs_dir) / config.name
     is_resumed = (folder / "model").is_dir() or any((folder / "checkpoints").glob("*"))
     if config.resume == "never" or not is_resumed or not (folder / "config.toml").is_file():
-        return ""
-    found = str(read_toml(folder / "config.toml").get("dtype", ""))
-    return found if found != "auto" else ""
+        return {}
+    return read_toml(folder / "config.toml")
 
 
 def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:

@@ -1,5 +1,6 @@
 """The settings that runs of several commands share, documented and bounded in their types; apps extend them."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -8,6 +9,7 @@ from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
 from gcore_runs.errors import UserError
 from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
+from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
 from gcore_trainer import ConfigError, LoRAConfig, MegatronConfig, ParallelConfig
 
@@ -16,22 +18,6 @@ _PORT = Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 fo
 
 
 TrackerName = Literal["wandb", "trackio", "mlflow", "swanlab"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseDataConfig(Checked, section="data"):
-    """Files of training and held-out rows."""
-
-    train_files: tuple[str, ...] = ()
-    """JSONL or Parquet files."""
-    val_files: tuple[str, ...] = ()
-    """Files of held-out rows; empty: data.val-size rows are taken out of the training files."""
-    val_size: NonNegative = 64
-    """How many rows to hold out if there are no val-files; never more than a tenth of them."""
-    train_batch_size: Count = 32
-    """Rows a step."""
-    shuffle_seed: NonNegative = 0
-    """Seed of the order of rows, and of which are held out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +51,9 @@ class BaseTrainerConfig(Checked, section="trainer"):
 class RLTrainerConfig(BaseTrainerConfig):
     """Training ranks, and the length of a run of reinforcement learning."""
 
+    total_epochs: Amount = 0.0
+    """Passes over the training rows, at data.train-batch-size rows a step, in place of total-training-steps; rows that
+    dynamic sampling draws beyond a step's count as well (sampling/epoch), but not here. 0: total-training-steps."""
     log_samples: NonNegative = 4
     """Samples of each step, chosen at random, that are written to samples.jsonl, and shown in the report and by
     trackers; 0: none."""
@@ -177,6 +166,9 @@ class BaseRunConfig(Checked):
     )
     """Settings, and beginnings of their names, that a resumed run may change."""
 
+    model_settings: ClassVar[tuple[str, ...]] = ("model",)
+    """Settings, by dotted name, that are a model's folder or its name on the Hugging Face Hub."""
+
     name: Annotated[str, _FOLDER_NAME] = "default"
     """The run's folder is RUNS_DIR/NAME."""
     runs_dir: str = "runs"
@@ -184,7 +176,8 @@ class BaseRunConfig(Checked):
     resume: Literal["auto", "never"] = "auto"
     """auto: continue the run of this name; never: start a new one in NAME-2, NAME-3, ..."""
     model: str = ""
-    """A local folder of the model to train; empty: a tiny one is made."""
+    """The model to train: a folder, or its name on the Hugging Face Hub, NAMESPACE/NAME[@REVISION]; empty: a tiny one
+    is made."""
     seed: NonNegative = 0
     """Seed of everything random but the order of the data."""
     threads: NonNegative = 0
@@ -299,6 +292,13 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @abstractmethod
     def judge(self) -> tuple[str, JudgeReplicas | None]:
         """Name of the judge's section, SECTION.judge, and its settings; None: the run starts no judge of its own."""
+
+    def over_rows(self, num_rows: int) -> Self:
+        """Return the settings with as many steps as trainer.total-epochs takes, if it is set, with these rows."""
+        if not self.trainer.total_epochs:
+            return self
+        steps = math.ceil(self.trainer.total_epochs * num_rows / self.data.train_batch_size)
+        return replace(self, trainer=replace(self.trainer, total_training_steps=steps))
 
     @property
     def loop(self) -> RLHFConfig:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from gcore_placement import SampledLengths, TransformerWorkload, blend, log_normal, step_lengths, uniform
 from gcore_rollout import Completion, Prompt, Request
 from gcore_runs.errors import UserError
+from gcore_runs.inputs import model_folder
 from gcore_runs.simulation.config import LengthConfig, SimConfig
 from gcore_runs.simulation.services import SimulatedModality, group_and_index, sample_name
 from gcore_trainer import Sample
@@ -64,10 +65,11 @@ def coarse_workload(model: str, unit: int, read: Callable[[Path], TransformerWor
     """
     if not model:
         return CoarseWorkload(**_BUILT_IN, token_unit=unit)
-    if not (Path(model) / "config.json").is_file():
+    folder = model_folder(model)
+    if not (folder / "config.json").is_file():
         raise UserError(f"model is {model!r}; expected a Hugging Face folder with config.json")
     try:
-        return CoarseWorkload(**vars(read(Path(model))), token_unit=unit)
+        return CoarseWorkload(**vars(read(folder)), token_unit=unit)
     except (ValueError, OSError) as error:
         raise UserError(f"model is {model!r}; expected a config.json that loads ({error})") from None
 

@@ -1,0 +1,1 @@
+"""Prompts of data sets that are too large for memory, and of tasks."""

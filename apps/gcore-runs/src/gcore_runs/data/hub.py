@@ -1,0 +1,199 @@
+"""Models and data sets of the Hugging Face Hub by name: downloaded once, and pinned to a commit."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from gcore_runs.data.cache import cache_folder
+from gcore_runs.errors import UserError, one_line
+from gcore_runs.run_folder import write_atomically
+from gcore_runs.settings.parsing import is_hub_model
+
+_SHA = re.compile("[0-9a-f]{40}")
+_DATASET = re.compile(
+    r"hf://(?P<repo>[^/@:\s]+/[^/@:\s]+)(@(?P<revision>[^/:\s]+))?(/(?P<subset>[^:\s]+))?(:(?P<split>[\w.-]+))?"
+)
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_OTHER_FORMS = ["original/*", "consolidated*", "onnx/*", "openvino*", "*.fp16.*", "*.non_ema.*"]
+"""Files of model repositories with weights that others of the repository have, too."""
+
+
+def download_model(name: str, *, setting: str, files: list[str] = _MODEL_FILES) -> Path:
+    """Return the folder of a model ``NAMESPACE/NAME[@REVISION]``, whose name is its commit; download what is missing.
+
+    Without a network it is what was downloaded before. `UserError`, which names ``setting``, if there is nothing.
+    """
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = name.partition("@")
+    try:
+        found = Path(
+            snapshot_download(repo, revision=revision or None, allow_patterns=files, ignore_patterns=_OTHER_FORMS)
+        )
+        if files is _MODEL_FILES and not any(found.rglob("*.safetensors")):
+            snapshot_download(repo, revision=found.name, allow_patterns="*.bin", ignore_patterns=_OTHER_FORMS)
+    except Exception as error:
+        # Those of the network have types of their own in every version.
+        raise UserError(
+            f"{setting} is {name!r}; expected an existing folder, or a model on the Hub: {_reason(error, revision)}"
+        ) from error
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetName:
+    """A split of a data set on the Hub, ``hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]``."""
+
+    repo: str
+    revision: str | None = None
+    subset: str | None = None
+    split: str | None = None
+
+    @classmethod
+    def parse(cls, source: str, *, setting: str) -> "DatasetName":
+        """Return the parts of a name; `UserError`, which names ``setting``, for another form."""
+        found = _DATASET.fullmatch(source)
+        if found is None:
+            raise UserError(
+                f"{setting} is {source!r}; expected hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT], such as "
+                "hf://openai/gsm8k/main:train"
+            )
+        return cls(**found.groupdict())
+
+    def __str__(self) -> str:
+        parts = (("@", self.revision), ("/", self.subset), (":", self.split))
+        return f"hf://{self.repo}" + "".join(f"{mark}{part}" for mark, part in parts if part)
+
+
+def dataset_files(name: DatasetName, *, setting: str) -> tuple[str, list[Path]]:
+    """Return the commit of a data set on the Hub, and the Arrow files of the split, downloaded unless they are cached.
+
+    `datasets` makes the files, in its own cache; they are found again without it and without a network. The split is
+    ``train`` if none is named. Raises as `download_model`.
+    """
+    is_pinned = name.revision is not None and _SHA.fullmatch(name.revision)
+    if is_pinned and (known := _known(name)):
+        return known
+    try:
+        found = _load(name if is_pinned else replace(name, revision=_newest_commit(name)))
+    except Exception as error:
+        if known := _known(name):
+            return known
+        # `datasets` raises errors of many types.
+        raise UserError(
+            f"{setting} is {str(name)!r}; expected a data set on the Hub: {_reason(error, name.revision)}"
+        ) from error
+    for key in {name, replace(name, revision=found[0])}:
+        _memo(key).parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"commit": found[0], "files": [str(file) for file in found[1]]})
+        write_atomically(_memo(key), lambda path, content=content: path.write_text(content))
+    return found
+
+
+def _newest_commit(name: DatasetName) -> str:
+    from huggingface_hub import HfApi
+
+    return str(HfApi().dataset_info(name.repo, revision=name.revision).sha)
+
+
+def _load(name: DatasetName) -> tuple[str, list[Path]]:
+    from datasets import load_dataset
+    from datasets.utils import disable_progress_bars
+
+    disable_progress_bars()
+    loaded = load_dataset(name.repo, name.subset, split=name.split or "train", revision=name.revision)
+    if not loaded.cache_files:
+        raise ValueError("it has no rows in files")
+    return str(name.revision), [Path(file["filename"]) for file in loaded.cache_files]
+
+
+def _memo(name: DatasetName) -> Path:
+    """Return the file that says which commit and files a name stood for when it was last looked up."""
+    return cache_folder() / "hub" / (re.sub(r"[^\w.-]+", "--", str(name).removeprefix("hf://")) + ".json")
+
+
+def _known(name: DatasetName) -> tuple[str, list[Path]] | None:
+    if not _memo(name).is_file():
+        return None
+    found = json.loads(_memo(name).read_text())
+    files = [Path(file) for file in found["files"]]
+    return (found["commit"], files) if all(file.is_file() for file in files) else None
+
+
+def _reason(error: Exception, revision: str | None) -> str:
+    """Return why something on the Hub cannot be had, in a line."""
+    from huggingface_hub import errors
+
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+
+    def has(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(cause, kinds) for cause in chain)
+
+    if has(errors.GatedRepoError):
+        return "its terms are to be accepted on its page first, by the account of `hf auth login`"
+    if has(errors.RevisionNotFoundError):
+        return f"it has no revision {revision!r}"
+    if has(errors.RepositoryNotFoundError):
+        return "there is none of this name, or it is private and needs `hf auth login`"
+    if has(errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
+        return "the Hub cannot be reached, and it was not downloaded before"
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def pinned(config: Any, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that name something on the Hub, by dotted name, with commits in place of what may move.
+
+    Args:
+        config: settings with ``model_settings`` and, in some, ``data``.
+        before: those of the run that is resumed, as its file has them: what they pin stays, unless ``config`` names
+            a revision itself.
+    """
+    changes: dict[str, Any] = {}
+    for setting in config.model_settings:
+        name = str(attrgetter(setting)(config))
+        if is_hub_model(name):
+            changes[setting] = _pinned_model(name, _value(before, setting), setting)
+    for setting in ("data.train_files", "data.val_files"):
+        sources = attrgetter(setting)(config) if hasattr(config, "data") else ()
+        if any(source.startswith("hf://") for source in sources):
+            earlier = _value(before, setting) or []
+            changes[setting] = tuple(_pinned_source(source, earlier, setting) for source in sources)
+    return {setting: value for setting, value in changes.items() if value != attrgetter(setting)(config)}
+
+
+def _pinned_model(name: str, before: Any, setting: str) -> str:
+    repo, _, revision = name.partition("@")
+    if _SHA.fullmatch(revision):
+        return name
+    if not revision and str(before).startswith(f"{repo}@"):
+        return before
+    return f"{repo}@{download_model(name, setting=setting).name}"
+
+
+def _pinned_source(source: str, before: Sequence[str], setting: str) -> str:
+    if not source.startswith("hf://"):
+        return source
+    name = DatasetName.parse(source, setting=setting)
+    if name.revision is None:
+        for earlier in before:
+            if earlier.startswith("hf://"):
+                pin = DatasetName.parse(earlier, setting=setting)
+                if replace(pin, revision=None) == name:
+                    return earlier
+    elif _SHA.fullmatch(name.revision):
+        return source
+    return str(replace(name, revision=dataset_files(name, setting=setting)[0]))
+
+
+def _value(values: Mapping[str, Any], setting: str) -> Any:
+    """Return a setting of nested tables; None if they do not have it."""
+    found: Any = values
+    for part in setting.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
