@@ -6,10 +6,10 @@ from functools import partial
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
-from gcore_controller import Joined
 from gcore_llm.config import DataConfig, TrainConfig
+from gcore_llm.data.loaded import LoadedPrompts
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import Prompt, PromptImages, RolloutError, vision_processor
 from gcore_runs import (
@@ -23,9 +23,6 @@ from gcore_runs import (
     model_folder,
     open_rows,
 )
-
-if TYPE_CHECKING:
-    from gcore_llm.data.large_prompts import LargePrompts
 
 _IMAGE_MARK = "<image>"
 """Marks the place of an image in a prompt that is plain text."""
@@ -133,25 +130,6 @@ def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) 
     return [Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=p.row) for i, p in enumerate(given)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedPrompts:
-    """The prompts of one file that have at most data.max_prompt_length tokens."""
-
-    prompts: "list[Prompt] | LargePrompts"
-    num_too_long: int
-    """Number of the others."""
-    longest: int
-    """Tokens of the longest prompt that was kept."""
-    shortest: int
-    """Tokens of the shortest one of all."""
-
-    def without(self, places: Sequence[int]) -> Sequence[Prompt]:
-        """Return the prompts without those of these indices."""
-        if not isinstance(self.prompts, list):
-            return self.prompts.without(places)
-        return [prompt for place, prompt in enumerate(self.prompts) if place not in set(places)]
-
-
 def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None = None) -> PromptSets:
     """Load the prompts of data.train-files and data.val-files.
 
@@ -185,7 +163,7 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None 
         for file in source:
             own = next(places)
             held_out += [file.prompts[place] for place in own]
-            parts.append(file.without(own))
+            parts.append(_without(file.prompts, set(own)))
         kept.append(_joined(parts))
     return PromptSets(
         train=mixed(kept, data) if data.weights else _joined(kept),
@@ -199,17 +177,33 @@ def _joined(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
     """Return the prompts of all parts, one part after the other."""
     if all(isinstance(part, list) for part in parts):
         return [prompt for part in parts for prompt in part]
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    if len(parts) == 1:
+        return parts[0]
+    from gcore_controller import Joined
+
+    return Joined(parts)
+
+
+def _without(prompts: Sequence[Prompt], places: set[int]) -> Sequence[Prompt]:
+    """Return the prompts without those at some places."""
+    if isinstance(prompts, list):
+        return [prompt for place, prompt in enumerate(prompts) if place not in places]
+    from gcore_llm.data.large_prompts import LargePrompts
+
+    assert isinstance(prompts, LargePrompts)
+    return prompts.without(sorted(places))
 
 
 def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int) -> LoadedPrompts:
-    if data.image_key and not any(data.image_key in row for row in islice(rows, 1000)):
-        raise UserError(f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {columns(rows[0])}")
+    if data.image_key and not any(data.image_key in row for row in islice(rows.rows, 1000)):
+        first = columns(rows.rows[0])
+        raise UserError(f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {first}")
+    make = partial(file_prompts, data=data, tokenizer=tokenizer)
     if rows.identity:
         from gcore_llm.data.large_prompts import load_large
 
-        return load_large(rows, data, tokenizer, fits=fits)
-    prompts = file_prompts(rows, range(len(rows)), data, tokenizer)
+        return load_large(rows, data, tokenizer, make=make, fits=fits)
+    prompts = make(rows, range(len(rows.rows)))
     lengths = [len(prompt.token_ids) for prompt in prompts]
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= data.max_prompt_length]
     longest = max((len(prompt.token_ids) for prompt in kept), default=0)
@@ -217,10 +211,10 @@ def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int) -> Lo
     return LoadedPrompts(prompts=kept, num_too_long=num_too_long, longest=longest, shortest=min(lengths))
 
 
-def file_prompts(rows: Rows, numbers: Sequence[int], data: DataConfig, tokenizer: Any) -> list[Prompt]:
+def file_prompts(rows: Rows, numbers: Sequence[int], *, data: DataConfig, tokenizer: Any) -> list[Prompt]:
     """Return the prompts of some rows of a file, by their numbers; `UserError` if one has none, or other images."""
     name, key = rows.name, data.prompt_key
-    given = {number: rows[number] for number in numbers}
+    given = {number: rows.rows[number] for number in numbers}
     for n, row in given.items():
         if key not in row:
             raise UserError(f"{name}: row {n + 1} has no column {key!r} (data.prompt_key); it has {columns(row)}")

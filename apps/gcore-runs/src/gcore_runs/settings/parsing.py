@@ -311,25 +311,20 @@ def resolve(config: ConfigT) -> ConfigT:
         before = str(_resumed(config).get("dtype", "auto"))
         changes["dtype"] = before if before != "auto" else "bfloat16" if parsed.type == "cuda" else "float32"
     resolved = dataclasses.replace(config, **changes)
-    if _names_the_hub(config):
+    models = {name: attrgetter(name)(config) for name in config.model_settings}
+    models = {name: model for name, model in models.items() if is_hub_model(model)}
+    data = getattr(config, "data", None)
+    sources = {f"data.{name}": getattr(data, name) for name in ("train_files", "val_files")} if data else {}
+    if models or any(source.startswith("hf://") for own in sources.values() for source in own):
         from gcore_runs.data.hub import pinned
 
-        return merge(resolved, pinned(config, _resumed(config)))
+        return merge(resolved, pinned(models, sources, _resumed(config)))
     return resolved
 
 
 def is_hub_model(name: str) -> bool:
     """Return whether a name is of a model on the Hub, ``NAMESPACE/NAME[@REVISION]``, and not of a folder there is."""
     return _HUB_MODEL.fullmatch(name) is not None and not Path(name).exists()
-
-
-def _names_the_hub(config: BaseRunConfig) -> bool:
-    """Return whether a model or data are on the Hugging Face Hub."""
-    data = getattr(config, "data", None)
-    sources = (*data.train_files, *data.val_files) if data else ()
-    return any(is_hub_model(attrgetter(name)(config)) for name in config.model_settings) or any(
-        source.startswith("hf://") for source in sources
-    )
 
 
 def _resumed(config: BaseRunConfig) -> dict[str, Any]:

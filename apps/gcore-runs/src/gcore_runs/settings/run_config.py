@@ -52,8 +52,7 @@ class RLTrainerConfig(BaseTrainerConfig):
     """Training ranks, and the length of a run of reinforcement learning."""
 
     total_epochs: Amount = 0.0
-    """Passes over the training rows, at data.train-batch-size rows a step, in place of total-training-steps; rows that
-    dynamic sampling draws beyond a step's count as well (sampling/epoch), but not here. 0: total-training-steps."""
+    """Passes over the training rows, which set total-training-steps: rows / data.train-batch-size a pass; 0: none."""
     log_samples: NonNegative = 4
     """Samples of each step, chosen at random, that are written to samples.jsonl, and shown in the report and by
     trackers; 0: none."""

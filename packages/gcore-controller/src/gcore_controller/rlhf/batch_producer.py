@@ -64,8 +64,7 @@ class ShardedSampler(data.Sampler[int]):
     def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}; expected at least 1")
-        self._num_rows = num_rows
-        self._seed = seed
+        self._num_rows, self._seed = num_rows, seed
         self._indices = partial(itertools.count, _first_index(start, rank, world_size), world_size)
 
     def row(self, prompt_index: int) -> int:
@@ -336,9 +335,9 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             "sampler": sampler.state(lambda group: group.state()),
             "unfinished": [group.state() for group in self._unfinished],
         }
-        filtered = [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
+        others = [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
         return TrainingBatch(
-            groups=groups, num_groups=sampled.num_groups, metrics=metrics, state=state, filtered=filtered
+            groups=groups, num_groups=sampled.num_groups, metrics=metrics, state=state, filtered=others
         )
 
     async def _sample_wave(self, count: int) -> list[GroupT]:
