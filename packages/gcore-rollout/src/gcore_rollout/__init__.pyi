@@ -145,6 +145,14 @@ from .rewards.kinds.composite import (
     ImageCompositeReward as ImageCompositeReward,
     reward_terms as reward_terms,
 )
+from .rewards.kinds.graders import (
+    AIMEReward as AIMEReward,
+    GSM8KReward as GSM8KReward,
+    MultipleChoiceReward as MultipleChoiceReward,
+    final_integer as final_integer,
+    final_letter as final_letter,
+    final_number as final_number,
+)
 from .rewards.kinds.http import HTTPImageReward as HTTPImageReward, HTTPReward as HTTPReward
 from .rewards.kinds.judge import (
     ImageJudgeReward as ImageJudgeReward,

@@ -94,6 +94,8 @@ class Response:
     """How an episode of several turns ended; None: there is one turn."""
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers that explain the score, by name."""
+    answer: str | None = None
+    """The answer that the reward found in the text; see `Scored.answer`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -152,27 +152,36 @@ def _reason(error: Exception, revision: str | None) -> str:
 
 
 def pinned(
-    models: Mapping[str, str], sources: Mapping[str, Sequence[str]], before: Mapping[str, Any]
+    models: Mapping[str, str | Sequence[str]],
+    sources: Mapping[str, Sequence[str]],
+    before: Mapping[str, Any],
+    is_hub_model: Callable[[str], bool],
 ) -> dict[str, Any]:
     """Return settings with commits in place of revisions that may move.
 
     Args:
-        models: names of models on the Hub, by setting.
+        models: folders and names of models, by setting.
         sources: sources of rows, by setting.
         before: the settings of the run that is resumed, as its file has them: what they pin stays, unless a revision
             is named now.
+        is_hub_model: distinguishes the names from folders.
     """
-    found: dict[str, Any] = {
-        setting: _pinned_model(name, _value(before, setting), setting) for setting, name in models.items()
-    }
+    found: dict[str, Any] = {}
+    for setting, names in models.items():
+        earlier = _value(before, setting)
+        if isinstance(names, str):
+            found[setting] = _pinned_model(names, earlier, setting, is_hub_model)
+        else:
+            own = {str(name).partition("@")[0]: name for name in earlier or ()}
+            found[setting] = tuple(_pinned_model(name, own.get(name), setting, is_hub_model) for name in names)
     for setting, own in sources.items():
         found[setting] = tuple(_pinned_source(source, _value(before, setting) or [], setting) for source in own)
     return found
 
 
-def _pinned_model(name: str, before: Any, setting: str) -> str:
+def _pinned_model(name: str, before: Any, setting: str, is_hub_model: Callable[[str], bool]) -> str:
     repo, _, revision = name.partition("@")
-    if _SHA.fullmatch(revision):
+    if not is_hub_model(name) or _SHA.fullmatch(revision):
         return name
     if not revision and str(before).startswith(f"{repo}@"):
         return before
@@ -180,6 +189,10 @@ def _pinned_model(name: str, before: Any, setting: str) -> str:
 
 
 def _pinned_source(source: str, before: Sequence[str], setting: str) -> str:
+    label, mark, rest = source.partition("=hf://")
+    if mark and label.isidentifier():
+        earlier = [name.removeprefix(f"{label}=") for name in before if name.startswith(f"{label}=")]
+        return f"{label}={_pinned_source(f'hf://{rest}', earlier, setting)}"
     if not source.startswith("hf://"):
         return source
     name = DatasetName.parse(source, setting=setting)

@@ -312,13 +312,13 @@ def resolve(config: ConfigT) -> ConfigT:
         changes["dtype"] = before if before != "auto" else "bfloat16" if parsed.type == "cuda" else "float32"
     resolved = dataclasses.replace(config, **changes)
     models = {name: attrgetter(name)(config) for name in config.model_settings}
-    models = {name: model for name, model in models.items() if is_hub_model(model)}
+    names = [name for value in models.values() for name in ((value,) if isinstance(value, str) else value)]
     data = getattr(config, "data", None)
     sources = {f"data.{name}": getattr(data, name) for name in ("train_files", "val_files")} if data else {}
-    if models or any(source.startswith("hf://") for own in sources.values() for source in own):
+    if any(map(is_hub_model, names)) or any("hf://" in source for own in sources.values() for source in own):
         from gcore_runs.data.hub import pinned
 
-        return merge(resolved, pinned(models, sources, _resumed(config)))
+        return merge(resolved, pinned(models, sources, _resumed(config), is_hub_model))
     return resolved
 
 
