@@ -204,8 +204,7 @@ def test_images_of_an_object_store_are_read_when_they_are_needed() -> None:
     images = PromptImages(model="", sources=(source, b"own"))
     with pytest.raises(FileNotFoundError):
         images.encoded()
-    with fsspec.open(url, "wb") as file:
-        file.write(b"stored")
+    fsspec.filesystem("memory").pipe(url, b"stored")
     assert images.encoded() == (b"stored", b"own")
     assert PromptImages.from_state(images.state()) == images
 
