@@ -230,7 +230,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             _keep_until(run.training_samples, last_step)
         self._known = {(row["step"], name) for row in repeated for name in row}
         """Step and name of the values that trackers got before the run was resumed."""
-        self._known_step = max((step for step, _ in self._known), default=0)
+        self._known_step = max((step for step, _ in self._known), default=-1)
         self._board = TensorBoard(run.tensorboard, last_step=last_step) if tensorboard else None
         self._trackers = [*filter(None, [self._board]), *trackers]
 
