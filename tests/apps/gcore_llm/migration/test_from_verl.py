@@ -86,7 +86,7 @@ def test_every_key_of_the_installed_version_has_a_verdict(engine: str) -> None:
     assert len(lines) > 500
     assert all(line.text for line in lines.values())
     # Of the defaults, only what a run has to be given is missing.
-    allowed = {"custom_reward_function.path", "trainer.total_epochs", f"{ACTOR}.strategy"}
+    allowed = {"custom_reward_function.path", f"{ACTOR}.strategy"}
     assert missing(conversion) <= allowed
     unknown = [name for name in conversion.given if find_key(VERL, name) is None and "_target_" not in name]
     assert unknown == []
@@ -322,7 +322,7 @@ def test_the_command(cli: Cli) -> None:
     for part in (
         "mapped (",
         "no meaning (",
-        "missing (4)",
+        "missing (3)",
         "next: gcore-llm train --config converted.toml",
         "caution: ",
     ):

@@ -171,10 +171,8 @@ def sampled_batches(c: Conversion) -> int:
         c.put("trainer.total_training_steps", math.ceil(number_of(c, "max_steps") / updates), "max_steps")
         c.notes["max_steps"] = f"TRL counts updates, of which a step here has {updates}" if updates > 1 else ""
         c.notes["num_train_epochs"] = "max_steps is set"
-    elif "trainer.total_epochs" in c.known:
-        c.copy("num_train_epochs")
     else:
-        c.missing["num_train_epochs"] = "set trainer.total_training_steps: epochs x rows / data.train_batch_size"
+        c.copy("num_train_epochs")
     return updates
 
 

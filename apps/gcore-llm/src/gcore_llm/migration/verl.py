@@ -327,10 +327,8 @@ def run(c: Conversion) -> None:
     if c.has(steps := "trainer.total_training_steps"):
         c.copy(steps)
         c.notes["trainer.total_epochs"] = "trainer.total_training_steps is set"
-    elif "trainer.total_epochs" in c.known:
-        c.put("trainer.total_epochs", c.get("trainer.total_epochs"), "trainer.total_epochs")
     else:
-        c.missing["trainer.total_epochs"] = "set trainer.total_training_steps: epochs x rows / data.train_batch_size"
+        c.copy("trainer.total_epochs")
     for name, text in (
         ("trainer.save_freq", "never in verl; here as often as by default"),
         ("trainer.test_freq", "never in verl; here at the first and the last step"),
