@@ -19,11 +19,15 @@ READ_ON = (
     "apps/gcore-llm/README.md",
     "docs/start.md",
     "docs/how-to/own-model.md",
+    "docs/how-to/own-environment.md",
     "docs/how-to/plan-a-run.md",
     "docs/how-to/several-processes.md",
     "docs/how-to/fine-tuning.md",
+    "docs/how-to/adapters.md",
+    "docs/how-to/distillation.md",
     "docs/how-to/simulate.md",
     "docs/how-to/watch-a-run.md",
+    "docs/how-to/debug.md",
 )
 """Documents that use the runs and files of those before them. Their commands run in one folder, each once."""
 GROUPS = [[ROOT / name for name in READ_ON], *([d] for d in DOCUMENTS if relative(d) not in READ_ON)]
@@ -118,7 +122,8 @@ CHECKED_CLOSELY = {
 
 RUN_HERE = (
     r"(uv run )?"
-    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|trace|logs)|gcore-diffusion (train|sample|report|trace|logs)|"
+    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|trace|logs)|"
+    r"gcore-diffusion (train|sample|report|trace|logs)|"
     r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|rm -r run/|"
     r"tensorboard --help)\b.*"
 )

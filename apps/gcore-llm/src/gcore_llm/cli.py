@@ -47,7 +47,7 @@ commands:
   reward-model        train a reward model on pairs of answers
   dpo                 train on pairs of answers, without sampling
   sample RUN PROMPT   complete a prompt with a run's latest policy
-  eval RUN            score a run's latest policy on its held-out prompts
+  eval MODEL_OR_RUN   score a model, or a run's policy, on sets of prompts
   report RUN          write the run's report.html again
   trace RUN           write the run's timeline for ui.perfetto.dev
   logs RUN            print what the run's processes logged, by time
@@ -138,11 +138,12 @@ def _sample(args: Sequence[str]) -> None:
 
 
 def _eval(args: Sequence[str]) -> None:
-    parsed = parse_arguments(RunArgs, args, prog="gcore-llm eval", description="Score a run on its held-out prompts.")
-    from gcore_llm.training import evaluate_run
+    from gcore_llm.evaluation.args import EvalArgs
 
-    step, result = asyncio.run(evaluate_run(parsed.run))
-    print(f"step {step}: held-out score {result.greedy:.3f} greedy, {result.sampled:.3f} sampled")
+    parsed = parse_arguments(EvalArgs, args, prog="gcore-llm eval")
+    from gcore_llm.evaluation.command import run_eval
+
+    run_eval(parsed)
 
 
 def _simulate(args: Sequence[str]) -> None:

@@ -53,6 +53,7 @@ from .run_folder import (
     write_atomically as write_atomically,
     write_jsonl as write_jsonl,
 )
+from .settings.adapters import AdapterSettings as AdapterSettings
 from .settings.bounds import (
     EXISTING_FOLDER as EXISTING_FOLDER,
     Amount as Amount,
@@ -86,7 +87,6 @@ from .settings.parsing import (
     validated as validated,
 )
 from .settings.run_config import (
-    AdapterSettings as AdapterSettings,
     BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseRLConfig as BaseRLConfig,

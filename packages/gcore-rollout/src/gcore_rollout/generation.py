@@ -31,6 +31,8 @@ class Group:
     """Score of the greedy response, where the algorithm compares with it."""
     images: PromptImages | None = None
     """Images of the prompt."""
+    source: str = ""
+    """The prompt's row in the column `Generation.source_key`; empty: there is none."""
 
     @property
     def oldest_version(self) -> int:
@@ -163,6 +165,11 @@ class Generation:
     """Also score the responses of a group against each other, if there is a comparison."""
     quota: int | None = None
     """Number of generated groups after which the others are cut short; None: all are finished."""
+    finished: Callable[[Group], object] | None = None
+    """Called with each group, before any comparison, as soon as all its responses are scored."""
+
+    source_key: str = ""
+    """Column of a row that names its source, for the groups; empty: none does."""
 
     def __post_init__(self) -> None:
         self._pending: dict[int, _PendingGroup] = {}
@@ -204,7 +211,7 @@ class Generation:
             first = errors.exceptions[0]
             raise first from first.__cause__
         scored = [p for p in self._pending.values() if not p.num_failed]
-        complete = [(p.group(), p.prompt) for p in scored if not p.partial]
+        complete = [(p.group(self.source_key), p.prompt) for p in scored if not p.partial]
         groups = [group for group, _ in complete]
         if self.compares and self.roles.comparison is not None:
             with self.timer.stage("reward"):
@@ -291,7 +298,14 @@ class Generation:
     async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
         text = self.roles.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         if scored := await self._scored(group, text):
-            group.add(None if completion.request_id.endswith("/greedy") else completion.index, completion, scored)
+            self._add(
+                group, None if completion.request_id.endswith("/greedy") else completion.index, completion, scored
+            )
+
+    def _add(self, group: "_PendingGroup", index: int | None, made: Completion | Episode, scored: Scored) -> None:
+        group.add(index, made, scored)
+        if self.finished is not None and len(group.responses) == self.n:
+            self.finished(group.group())
 
     async def _play(self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
@@ -315,14 +329,15 @@ class Generation:
             return
         finally:
             self._end_of_response()
+        answer: str | None = None
         score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
         if environment.limits.max_revisions:  # the run's reward has scored the turns
             environment.failures.succeeded()
         elif scored := await self._scored(group, episode.turns[-1]):
-            score, parts = score + scored.score, {**scored.parts, **parts}
+            score, parts, answer = score + scored.score, {**scored.parts, **parts}, scored.answer
         else:
             return
-        group.add(index, episode, Scored(score=score, parts=parts))
+        self._add(group, index, episode, Scored(score=score, parts=parts, answer=answer))
 
 
 def _new(prompts: Iterable[tuple[int, Prompt]]) -> list[tuple[UnfinishedGroup, Prompt]]:
@@ -350,7 +365,7 @@ class _PendingGroup:
         if index is None:
             self.greedy_score = scored.score
             return
-        fields: dict[str, Any] = {"score": scored.score, "parts": scored.parts}
+        fields: dict[str, Any] = {"score": scored.score, "parts": scored.parts, "answer": scored.answer}
         if isinstance(made, Episode):
             if self._prompt_ids is not None and not np.array_equal(made.prompt_ids, self._prompt_ids):
                 raise RequestError(
@@ -365,7 +380,7 @@ class _PendingGroup:
         arrays = {"token_ids": made.token_ids, "log_probs": made.log_probs, "weight_versions": made.weight_versions}
         self.responses[index] = Response(**arrays, **fields)
 
-    def group(self) -> Group:
+    def group(self, source_key: str) -> Group:
         own_ids = np.array(self.prompt.token_ids, np.int64) if self._prompt_ids is None else self._prompt_ids
         return Group(
             prompt_index=self.prompt_index,
@@ -373,6 +388,7 @@ class _PendingGroup:
             responses=[self.responses[i] for i in sorted(self.responses)],
             greedy_score=self.greedy_score,
             images=self.prompt.images,
+            source=str(self.prompt.row.get(source_key, "")) if source_key else "",
         )
 
     def unfinished(self) -> UnfinishedGroup:

@@ -14,6 +14,7 @@ from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, JPEGCo
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
 from gcore_rollout.rewards.kinds.composite import CompositeReward, reward_terms
+from gcore_rollout.rewards.kinds.graders import AIMEReward, GSM8KReward, MultipleChoiceReward
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
 from gcore_rollout.rewards.reward import Failed, FailureLog, RewardFunction, Scored
 from gcore_rollout.rewards.runner import OnError, RewardRunner
@@ -154,6 +155,9 @@ def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFuncti
 
 _REWARDS: dict[str, Callable[[], RewardFunction]] = {
     "math-verify": MathVerifyReward,
+    "gsm8k": GSM8KReward,
+    "aime": AIMEReward,
+    "multiple-choice": MultipleChoiceReward,
     "code": lambda: CodeReward(Sandbox()),
 }
 _IMAGE_REWARDS = {
