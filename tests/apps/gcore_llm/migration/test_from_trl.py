@@ -168,6 +168,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         ("dataset_name=openai/gsm8k", "dataset_config=main", "model_name_or_path=a/b", "model_revision=v1"),
         {"data.train_files": ["hf://openai/gsm8k/main:train"], "model": "a/b@v1"},
     ),
+    "a mixture": (
+        "sft",
+        ("datasets=[{path: a/b, split: test}, {path: c/d, name: main}]",),
+        {"data.train_files": ["hf://a/b:test", "hf://c/d/main:train"]},
+    ),
+    "the best policy": ("grpo", ("load_best_model_at_end=True",), {"trainer.export": "best"}),
     "adapters of DPO": ("dpo", ("use_peft=True", "lora_r=8"), {"lora_rank": 8, "lora_alpha": 32}),
     "RLOO": (
         "rloo",
