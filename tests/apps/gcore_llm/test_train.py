@@ -311,6 +311,7 @@ def test_router_replay_needs_routers(cli: Cli, own_args: list[str], tiny: Path) 
         ["--algorithm.adv-estimator", "gae", "--algorithm.lam", "0.9", "--actor.ppo-epochs", "2"],
         ["--algorithm.adv-estimator", "gae", "--critic.warmup-steps", "1", "--controllers", "2"],
         ["--actor.lora-rank", "4", "--actor.loss.kl-loss-coef", "0.1"],
+        ["--actor.optim.name", "muon", "--actor.optim.muon-lr", "2e-3", "--actor.optim.weight-decay", "0.1"],
         ["--algorithm.overlong.buffer-len", "4", "--algorithm.overlong.filter", "True"],
         ["--actor.enable-gradient-checkpointing", "True", "--actor.optim.lr-scheduler-type", "cosine"],
     ],
