@@ -21,7 +21,7 @@ from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
 from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
-from gcore_runs.trackers.base import Images, Rows, Tracker, as_text
+from gcore_runs.trackers.base import Images, Rows, Tracker, as_text, images_of
 
 _ID = "run-id"
 _JOINED_BELOW_S = 1e-3
@@ -244,7 +244,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             _keep_until(run.training_samples, last_step)
         self._known = {(row["step"], name) for row in repeated for name in row}
         """Step and name of the values that trackers got before the run was resumed."""
-        self._known_step = max((step for step, _ in self._known), default=0)
+        self._known_step = max((step for step, _ in self._known), default=-1)
         self._board = TensorBoard(run.tensorboard, last_step=last_step) if tensorboard else None
         self._trackers = [*filter(None, [self._board]), *trackers]
 
@@ -268,6 +268,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             append_json(self._samples, {"step": step, **sample})
         for tracker in self._trackers if samples and step > self._known_step else ():
             tracker.write_samples(step, samples)
+            if images := images_of(samples):
+                tracker.write_images(step, images)
 
     def __exit__(self, *error: object) -> None:
         if self._board is not None:

@@ -1,5 +1,6 @@
 """The interface of a tracker."""
 
+import base64
 import io
 import json
 import logging
@@ -51,6 +52,17 @@ class Tracker(AbstractContextManager[Any], ABC):
     def write_samples(self, step: int, samples: Rows) -> None:
         """Show samples of training of a step, where the tracker can."""
         del step, samples
+
+
+def images_of(samples: Rows) -> Images:
+    """Return the images that samples have, as encoded files in base64."""
+    encoded = {f"samples/{place}": sample["image"] for place, sample in enumerate(samples) if "image" in sample}
+    if not encoded:
+        return {}
+    from PIL import Image
+
+    opened = {name: Image.open(io.BytesIO(base64.b64decode(content))) for name, content in encoded.items()}
+    return {name: np.asarray(image.convert("RGB")) for name, image in opened.items()}
 
 
 def as_table(samples: Rows) -> tuple[list[str], list[list[str | float | None]]]:
