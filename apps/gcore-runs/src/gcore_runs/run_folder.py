@@ -21,25 +21,11 @@ from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
 from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
-from gcore_runs.trackers.base import Images, Rows, Tracker, as_text, images_of
+from gcore_runs.trackers.base import Images, Rows, Tracker, images_of
 
 _ID = "run-id"
 _JOINED_BELOW_S = 1e-3
 _DIGITS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """A finished run, with its first and its last evaluation on held-out data."""
-
-    run: Path
-    """The run's folder."""
-    before: dict[str, float]
-    """Metrics of the first evaluation; empty: nothing was held out."""
-    after: dict[str, float]
-    """Metrics of the last one, or of the one whose policy is exported."""
-    has_signal: bool = True
-    """Whether any step had a learning signal."""
 
 
 class RunFolder:
@@ -225,7 +211,8 @@ class TensorBoard(Tracker):
 
     def write_samples(self, step: int, samples: Rows) -> None:
         for place, sample in enumerate(samples):
-            self._board.add_text(f"samples/{place}", f"<pre>{escape(as_text(sample))}</pre>", step)
+            text = "\n".join(f"{name}: {value}" for name, value in sample.items() if name != "image")
+            self._board.add_text(f"samples/{place}", f"<pre>{escape(text)}</pre>", step)
 
     def __exit__(self, *error: object) -> None:
         self._board.close()
@@ -268,8 +255,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             append_json(self._samples, {"step": step, **sample})
         for tracker in self._trackers if samples and step > self._known_step else ():
             tracker.write_samples(step, samples)
-            if images := images_of(samples):
-                tracker.write_images(step, images)
+            if "image" in samples[0]:
+                tracker.write_images(step, images_of(samples))
 
     def __exit__(self, *error: object) -> None:
         if self._board is not None:
