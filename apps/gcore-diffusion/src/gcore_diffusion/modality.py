@@ -182,7 +182,7 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
     ) -> Sequence[tuple[int, dict[str, Any]]]:
         del ctx
         trained = list(zip(batch.groups, prepared.of_groups, strict=True)) if prepared else []
-        return samples_to_show(trained, batch.filtered, step, self._config.loop.log_samples)
+        return samples_to_show(trained, batch.filtered, step, self._config.trainer.log_samples)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
         """See `Modality.evaluate`; the average of the weights is evaluated, if there is one."""

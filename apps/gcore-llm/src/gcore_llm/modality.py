@@ -26,6 +26,7 @@ from gcore_llm.evaluation.evaluate import Evaluation, evaluate, val_sets
 from gcore_llm.learning.preparation import (
     choose,
     group_costs,
+    has_signal,
     kl_controller,
     mismatch,
     prepare,
@@ -185,7 +186,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             samples, own = await with_distillation(samples, taught, ctx.group, coef=self._distillation.coef)
             metrics |= own
         is_taught = bool(self._distillation.teachers)
-        metrics[self.HAS_SIGNAL] = float(_has_signal(batch.metrics | metrics, is_taught=is_taught))
+        metrics[self.HAS_SIGNAL] = float(has_signal(batch.metrics | metrics, is_taught=is_taught))
         updates: list[list[MicroBatch]] = []
         for update in range(num_updates):
             own = [place for place, group in enumerate(groups) if update_of[group.prompt_index] == update]
@@ -226,7 +227,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group], prepared: Prepared[list[MicroBatch]] | None
     ) -> Sequence[tuple[int, dict[str, Any]]]:
         trained = list(zip(batch.groups, prepared.of_groups, strict=True)) if prepared else []
-        return samples_to_show(trained, batch.filtered, step, ctx.roles.tokenizer, self._config.loop.log_samples)
+        return samples_to_show(trained, batch.filtered, step, ctx.roles.tokenizer, self._config.trainer.log_samples)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
         del step
@@ -338,13 +339,6 @@ def _samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
         )
         for r in group.responses
     ]
-
-
-def _has_signal(metrics: dict[str, float], *, is_taught: bool) -> bool:
-    """Return whether advantages are not 0 beyond rounding errors, because scores differ or teachers have some."""
-    advantages = [abs(metrics.get(f"critic/advantages/{name}", 0.0)) for name in ("min", "max")]
-    low, high = metrics.get("critic/score/min", 0.0), metrics.get("critic/score/max", 1.0)
-    return (is_taught or low < high) and max(advantages) > 1e-6
 
 
 class RunRecorder(BaseRunRecorder[Job, Evaluation]):

@@ -39,12 +39,15 @@ from .loop.recorder import (
     Stop as Stop,
     shown as shown,
 )
-from .loop.supervisor import Supervisor as Supervisor, inline_backend as inline_backend
+from .loop.supervisor import (
+    Result as Result,
+    Supervisor as Supervisor,
+    inline_backend as inline_backend,
+)
 from .report.page import render_report as render_report
 from .report.run import Kind as Kind, Signal as Signal
 from .run_folder import (
     MetricsWriter as MetricsWriter,
-    Result as Result,
     RunFolder as RunFolder,
     append_json as append_json,
     json_object as json_object,

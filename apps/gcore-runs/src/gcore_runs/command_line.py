@@ -17,8 +17,8 @@ from gcore_runs.settings.parsing import parse_arguments
 
 if TYPE_CHECKING:
     from gcore_runs.loop.recorder import Display
+    from gcore_runs.loop.supervisor import Result
     from gcore_runs.report.run import Kind
-    from gcore_runs.run_folder import Result
 
 ConfigT = TypeVar("ConfigT")
 

@@ -27,20 +27,6 @@ _JOINED_BELOW_S = 1e-3
 _DIGITS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """A finished run, with its first and its last evaluation on held-out data."""
-
-    run: Path
-    """The run's folder."""
-    before: dict[str, float]
-    """Metrics of the first evaluation; empty: nothing was held out."""
-    after: dict[str, float]
-    """Metrics of the last one, or of the one whose policy is exported."""
-    has_signal: bool = True
-    """Whether any step had a learning signal."""
-
-
 class RunFolder:
     """Paths of one run."""
 
@@ -241,8 +227,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             append_json(self._samples, {"step": step, **sample})
         for tracker in self._trackers if samples and step > self._known_step else ():
             tracker.write_samples(step, samples)
-            if images := images_of(samples):
-                tracker.write_images(step, images)
+            if "image" in samples[0]:
+                tracker.write_images(step, images_of(samples))
 
     def __exit__(self, *error: object) -> None:
         if self._board is not None:

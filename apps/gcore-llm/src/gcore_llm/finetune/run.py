@@ -24,9 +24,9 @@ from gcore_llm.learning.adapters import drop_other_export, with_adapter
 from gcore_llm.prompts import longest_sequence
 from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_runs import Stop, Supervisor, mixed, model_folder
+from gcore_runs import Result, Stop, Supervisor, mixed, model_folder
 from gcore_runs.errors import UserError
-from gcore_runs.run_folder import MetricsWriter, Result, RunFolder, write_atomically
+from gcore_runs.run_folder import MetricsWriter, RunFolder, write_atomically
 from gcore_runs.settings.parsing import resolve
 from gcore_trainer import MicroBatch, TokenScores, check_extras
 

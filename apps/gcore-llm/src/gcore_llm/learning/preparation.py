@@ -254,6 +254,13 @@ async def probe(policy: Engine, groups: Sequence[Group], sampling: SamplingParam
     return found
 
 
+def has_signal(metrics: dict[str, float], *, is_taught: bool) -> bool:
+    """Return whether advantages are not 0 beyond rounding errors, because scores differ or teachers have some."""
+    advantages = [abs(metrics.get(f"critic/advantages/{name}", 0.0)) for name in ("min", "max")]
+    low, high = metrics.get("critic/score/min", 0.0), metrics.get("critic/score/max", 1.0)
+    return (is_taught or low < high) and max(advantages) > 1e-6
+
+
 def samples_to_show(
     trained: Sequence[tuple[Group, Sequence[Sample]]],
     filtered: Sequence[Group],

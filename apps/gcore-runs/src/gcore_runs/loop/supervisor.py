@@ -6,7 +6,7 @@ import shutil
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
@@ -35,7 +35,6 @@ from gcore_runs.report.page import render_report
 from gcore_runs.report.run import Kind
 from gcore_runs.run_folder import (
     MetricsWriter,
-    Result,
     RunFolder,
     RunWarnings,
     SpanWriter,
@@ -64,6 +63,20 @@ class Closable(Protocol):
 ClosableT = TypeVar("ClosableT", bound=Closable)
 ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A finished run, with its first and its last evaluation on held-out data."""
+
+    run: Path
+    """The run's folder."""
+    before: dict[str, float]
+    """Metrics of the first evaluation; empty: nothing was held out."""
+    after: dict[str, float]
+    """Metrics of the last one, or of the one whose policy is exported."""
+    has_signal: bool = True
+    """Whether any step had a learning signal."""
 
 
 class Supervisor:

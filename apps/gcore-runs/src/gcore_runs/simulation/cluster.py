@@ -24,8 +24,7 @@ from gcore_controller import (
 from gcore_placement import RunningLedger
 from gcore_rollout import RequestT, SampleT, TimedEngine
 from gcore_runs.loop.recorder import BaseRunRecorder, RunJob
-from gcore_runs.loop.supervisor import Supervisor
-from gcore_runs.run_folder import Result
+from gcore_runs.loop.supervisor import Result, Supervisor
 from gcore_runs.settings.run_config import BaseRLConfig
 from gcore_runs.simulation.config import BaseSimConfig, SimulateConfig
 from gcore_runs.simulation.engine import ModelledEngine
