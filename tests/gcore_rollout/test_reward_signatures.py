@@ -138,6 +138,7 @@ async def test_what_goes_wrong_in_a_call(file: Path, name: str, row: dict[str, A
         await evaluate(load_reward(f"{file}:{name}"), prompt="", completion="4", row=row)
 
 
+@pytest.mark.slow
 async def test_functions_of_the_libraries_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """verl's scorer of GSM8K and TRL's rewards of format, as they are installed."""
     # What the import of verl does to them is undone.

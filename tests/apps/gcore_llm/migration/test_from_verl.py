@@ -314,6 +314,12 @@ def test_what_is_missing_is_named(name: str) -> None:
     assert name in missing(conversion)
 
 
+def test_a_value_of_several_lines_stays_a_comment() -> None:
+    conversion = from_verl(N8, 'quux="a\\nmodel = 3"')
+    assert tomllib.loads(conversion.toml("x")).get("model") is None
+    assert "quux" in missing(conversion)
+
+
 def test_a_setting_that_the_command_refuses() -> None:
     with pytest.raises(Exception, match=r"converted from verl: rollout\.n is 1; expected at least 2 for algorithm"):
         from_verl("algorithm.adv_estimator=grpo").result()

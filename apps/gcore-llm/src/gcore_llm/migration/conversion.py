@@ -18,13 +18,16 @@ TRACKERS = get_args(TrackerName)
 WRITTEN = "metrics.jsonl and TensorBoard are always written"
 
 
+Verdict = Literal["mapped", "no meaning", "missing"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """The result of a conversion for one key."""
 
     key: str
     value: Any
-    verdict: Literal["mapped", "no meaning", "missing"]
+    verdict: Verdict
     text: str
     """The settings here with their values, or why there is none."""
 
@@ -106,45 +109,42 @@ class Conversion:
 
     def lines(self) -> list[Line]:
         """Return a line for every key that was given, in their order, and for every default that is written."""
-        found = [self._line(name, value) for name, value in self.given.items()]
+        written = self.written()
+        found: list[Line] = []
+        for name, value in self.given.items():
+            verdict, text = self._verdict(name, value, written)
+            found.append(Line(key=name, value=value, verdict=verdict, text=text))
         found += [
             Line(key=name, value="(not set)", verdict="missing", text=text)
             for name, text in self.missing.items()
             if name not in self.given
         ]
-        for setting, value in self.written().items():
+        for setting, value in written.items():
             unset = [name for name in self.sources[setting] if name not in self.given]
             if unset and len(unset) == len(self.sources[setting]):
                 text = f"{setting} = {_shown(value)}, where gcore has another default"
                 found.append(Line(key=unset[0], value="(not set)", verdict="mapped", text=text))
         return found
 
-    def _line(self, name: str, value: Any) -> Line:
-        key, written = find_key(self.keys, name), self.written()
+    def _verdict(self, name: str, value: Any, written: Mapping[str, Any]) -> tuple[Verdict, str]:
+        key, is_class = find_key(self.keys, name), name.rpartition(".")[2] == "_target_"
         ours = [setting for setting in written if name in self.sources[setting]]
         if name in self.missing:
-            return Line(key=name, value=value, verdict="missing", text=self.missing[name])
+            return "missing", self.missing[name]
         if ours:
             text = ", ".join(f"{setting} = {_shown(written[setting])}" for setting in ours)
-            return Line(key=name, value=value, verdict="mapped", text=_joined(text, self.notes.get(name, "")))
+            return "mapped", "; ".join(filter(None, (text, self.notes.get(name))))
         if self.notes.get(name):
-            return Line(key=name, value=value, verdict="no meaning", text=self.notes[name])
+            return "no meaning", self.notes[name]
+        if is_class or (key is None and value is None):
+            return "no meaning", "not set, or a name of a class"
         if key is None:
-            if name.rpartition(".")[2] == "_target_" or value is None:
-                return Line(key=name, value=value, verdict="no meaning", text="not set, or a name of a class")
-            return Line(key=name, value=value, verdict="missing", text=f"no key of {self.library} that is known here")
+            return "missing", f"no key of {self.library} that is known here"
         if key.ours:
-            return Line(
-                key=name,
-                value=value,
-                verdict="no meaning",
-                text=f"without effect with these settings; see {key.ours[0]}",
-            )
-        if key.off is None or value in key.off or name.rpartition(".")[2] == "_target_":
-            return Line(
-                key=name, value=value, verdict="no meaning", text=key.why if key.off is None else "off, as here"
-            )
-        return Line(key=name, value=value, verdict="missing", text=key.why)
+            return "no meaning", f"without effect with these settings; see {key.ours[0]}"
+        if key.off is None:
+            return "no meaning", key.why
+        return ("no meaning", "off, as here") if value in key.off else ("missing", key.why)
 
     def toml(self, origin: str) -> str:
         """Return the settings as a TOML file, each line with the keys that it follows from, after what is missing."""
@@ -167,16 +167,12 @@ class Conversion:
         return "\n".join(["\n".join(head), *("\n".join(filter(None, lines)) + "\n" for lines in body)])
 
 
-def _joined(text: str, note: str) -> str:
-    return f"{text}; {note}" if note else text
-
-
 def _plain(value: Any) -> Any:
     return [_plain(own) for own in value] if isinstance(value, tuple | list) else value
 
 
 def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
