@@ -11,6 +11,7 @@ from gcore_rollout import (
     MissingExtraError,
     ReasoningGymReward,
     RewardError,
+    Scored,
     import_reasoning_gym,
     load_reward,
     score,
@@ -116,20 +117,20 @@ def test_reasoning_gym_full_marks_only(sums: Any) -> None:
     for entry in sums:
         row = {"entry": entry}
         answer = entry["answer"]
-        assert reward("", answer, row) == 1.0
-        assert reward("", f" {answer}\n", row) == 1.0
-        assert reward("", f"{answer}0", row) == 0.0
-        assert reward("", f"it is {answer}, I think", row) == 0.0, "the library itself gives part of the marks"
-        assert reward("", "", row) == 0.0
+        assert reward("", answer, row).score == 1.0
+        assert reward("", f" {answer}\n", row).score == 1.0
+        assert reward("", f"{answer}0", row).score == 0.0
+        assert reward("", f"it is {answer}, I think", row).score == 0.0, "the library itself gives part of the marks"
+        assert reward("", "", row).score == 0.0
 
 
 def test_reasoning_gym_reads_what_follows_the_last_mark(sums: Any) -> None:
     reward = ReasoningGymReward(answer_after="=")
     row = {"entry": sums[0]}
     answer = sums[0]["answer"]
-    assert reward("", f"1+2=3={answer}", row) == 1.0
-    assert reward("", f"{answer}=9999", row) == 0.0
-    assert reward("", answer, row) == 1.0, "without the mark the whole completion is the answer"
+    assert reward("", f"1+2=3={answer}", row).score == 1.0
+    assert reward("", f"{answer}=9999", row).score == 0.0
+    assert reward("", answer, row).score == 1.0, "without the mark the whole completion is the answer"
 
 
 def test_reasoning_gym_needs_its_own_entry() -> None:
@@ -149,11 +150,11 @@ def test_reasoning_gym_needs_its_own_entry() -> None:
     ],
 )
 def test_math_verify(completion: str, answer: object, expected: float) -> None:
-    assert MathVerifyReward()("", completion, {"answer": answer}) == expected
+    assert MathVerifyReward()("", completion, {"answer": answer}).score == expected
 
 
 def test_math_verify_answer_column() -> None:
-    assert MathVerifyReward(answer_key="gold")("", "4", {"gold": "4"}) == 1.0
+    assert MathVerifyReward(answer_key="gold")("", "4", {"gold": "4"}) == Scored(score=1.0, answer="4")
     with pytest.raises(
         RewardError, match=r"the row has no 'gold' for math-verify to compare with: it has \['answer'\]"
     ):

@@ -19,6 +19,7 @@ READ_ON = (
     "apps/gcore-llm/README.md",
     "docs/start.md",
     "docs/how-to/own-model.md",
+    "docs/how-to/own-environment.md",
     "docs/how-to/plan-a-run.md",
     "docs/how-to/several-processes.md",
     "docs/how-to/fine-tuning.md",
@@ -26,6 +27,7 @@ READ_ON = (
     "docs/how-to/distillation.md",
     "docs/how-to/simulate.md",
     "docs/how-to/watch-a-run.md",
+    "docs/how-to/debug.md",
 )
 """Documents that use the runs and files of those before them. Their commands run in one folder, each once."""
 GROUPS = [[ROOT / name for name in READ_ON], *([d] for d in DOCUMENTS if relative(d) not in READ_ON)]
@@ -45,6 +47,12 @@ CHECKED_ELSEWHERE = {
     r"gcore-placement plan --model /shared/.*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
     r"gcore-llm (doctor --ray|train --config run.toml).*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
     r"(uv run )?gcore-llm doctor": "tests/apps/gcore_runs/test_doctor.py::test_the_command_checks_this_machine",
+    r"gcore-llm (from-verl|train --config) run_qwen2-7b.*": (
+        f"{LLM}/migration/test_from_verl.py::test_a_script_of_their_examples_runs"
+    ),
+    r"gcore-llm (from-trl|train --config) grpo.*": (
+        f"{LLM}/migration/test_from_trl.py::test_a_config_of_their_examples_runs"
+    ),
     r"uv run ruff check": ".ci/run",
     r"uv run ruff format --check": ".ci/run",
     r"uv run basedpyright": ".ci/run",
@@ -114,7 +122,8 @@ CHECKED_CLOSELY = {
 
 RUN_HERE = (
     r"(uv run )?"
-    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|trace|logs)|gcore-diffusion (train|sample|report|trace|logs)|"
+    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|trace|logs)|"
+    r"gcore-diffusion (train|sample|report|trace|logs)|"
     r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|rm -r run/|"
     r"tensorboard --help)\b.*"
 )

@@ -33,7 +33,7 @@ def test_a_run_with_adapters_can_be_looked_at(shared_cli: Cli, trained: Path) ->
     """Its checkpoint holds adapters only; `eval` merges them with the model that they belong to."""
     last = val_rows(trained)[-1]
     expected = f"{last['val/greedy/score/mean']:.3f} greedy, {last['val/sampled/score/mean']:.3f} sampled"
-    assert shared_cli.ok("eval", "runs/default") == f"step 2: held-out score {expected}\n"
+    assert f"step 2: held-out score {expected}\n" in shared_cli.ok("eval", "runs/default")
 
 
 def test_adapters_leave_as_a_folder_of_peft_and_merged_when_asked(

@@ -192,7 +192,7 @@ def test_reward(cli: Cli, own_args: list[str], source: str, expected: str) -> No
         ("nowhere.py:reward", "no such file nowhere.py"),
         ("nowhere.py", "expected PATH.py:function"),
         ("accuracy", "expected PATH.py:function"),
-        ("", "reward is not set: PATH.py:function, math-verify or code is needed"),
+        ("", "reward is not set: PATH.py:function, math-verify, gsm8k, aime, multiple-choice, code is needed"),
     ],
 )
 def test_reward_spec(cli: Cli, own_args: list[str], spec: str, expected: str) -> None:
@@ -332,7 +332,7 @@ def test_run_folder_in_use(cli: Cli, own_args: list[str]) -> None:
     assert (finished.code, finished.err) == (0, "")
 
 
-@pytest.mark.parametrize("command", [["sample", "nowhere", "3+4="], ["eval", "nowhere"], ["report", "nowhere"]])
+@pytest.mark.parametrize("command", [["sample", "nowhere", "3+4="], ["report", "nowhere"]])
 def test_a_folder_that_is_not_a_run(cli: Cli, command: list[str]) -> None:
     expected = "nowhere is not a run's folder: it has no config.toml; the command train makes one under runs/"
     assert expected in cli.refused(*command)
@@ -367,7 +367,7 @@ def test_wrong_arguments_of_sample_and_eval(cli: Cli, own_args: list[str]) -> No
         assert expected in cli.refused("sample", "runs/default", "1+1=", *options)
     assert "PROMPT is empty" in cli.refused("sample", "runs/default", "")
     assert "PROMPT is missing; expected gcore-llm sample RUN PROMPT" in cli.refused("sample", "runs/default")
-    assert "RUN is missing; expected gcore-llm eval RUN" in cli.refused("eval")
+    assert "MODEL is missing; expected gcore-llm eval MODEL" in cli.refused("eval")
     assert "unknown option --steps; known here: --follow, --lines, --rank, --role" in cli.refused(
         "logs", "x", "--steps"
     )

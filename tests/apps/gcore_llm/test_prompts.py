@@ -59,11 +59,12 @@ class Asked:
 def asked_by_sample(tokenizer: Any, config: TrainConfig, prompt: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     engine = Asked()
 
-    async def latest(path: Path) -> Any:
-        del path
-        return config, tokenizer, engine
+    async def policy(*_: object) -> Any:
+        return engine, 0
 
-    monkeypatch.setattr(training, "_latest_policy", latest)
+    monkeypatch.setattr(training, "opened_run", lambda path: (path, config))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(training, "build_tokenizer", lambda _: tokenizer)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(training, "finished_policy", policy)
     options: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_tokens": 1, "seed": 0}
     assert asyncio.run(training.sample_run(Path(), prompt, **options)) == []
     return list(engine.requests[0].prompt_token_ids)

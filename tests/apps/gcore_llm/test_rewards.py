@@ -94,7 +94,7 @@ def test_a_judge_that_compares(cli: Cli, own_args: list[str], tiny: Path, has_fu
         for row in rows:
             assert row["val/greedy/score/mean"] + row["val/sampled/score/mean"] == pytest.approx(2.0)
     scores = [f"{rows[-1][f'val/{kind}/score/mean']:.3f} {kind}" for kind in ("greedy", "sampled")]
-    assert cli.ok("eval", "runs/default") == f"step 2: held-out score {', '.join(scores)}\n"
+    assert f"step 2: held-out score {', '.join(scores)}\n" in cli.ok("eval", "runs/default")
 
 
 @pytest.mark.slow

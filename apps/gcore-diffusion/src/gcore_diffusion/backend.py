@@ -1,12 +1,11 @@
 """Services of a run, in this process or on a Ray cluster; its recording and export, and images of a finished run."""
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -51,11 +50,9 @@ from gcore_runs import (
     RunFolder,
     UserError,
     inline_backend,
-    json_object,
     logs_of,
     read_jsonl,
     shown,
-    write_atomically,
 )
 from gcore_runs.engines import Instrumentation, device_timers
 from gcore_trainer import pipeline_component
@@ -182,10 +179,6 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         self._is_doubted = doubts is not None
         if doubts:
             self.warnings.warn(step, doubts, key="trained reward alone")
-        elif self.job.config.trainer.export == "best" and (score := self.score(metrics)) is not None:
-            best = best_step(self.job.config, self.run) if earlier else None
-            if best is None or score > best["score"]:
-                write_atomically(self.run.best, partial(self._keep, {"step": step, "score": score}))
         folder, n = self.run.samples / f"step-{step:06}", self.job.config.rollout.eval_n
         write_grid(folder.with_suffix(".png"), evaluation.images, evaluation.prompts, per_prompt=n)
         write_sheets(folder, evaluation, per_prompt=n)
@@ -199,18 +192,6 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     def score(self, metrics: Mapping[str, float]) -> float | None:
         return None if self._is_doubted else metrics.get(HELD_OUT, metrics[TRAINED])
 
-    def _keep(self, step: dict[str, float], path: Path) -> None:
-        """Fill a folder with the trained parts of the pipeline, and with the ``step`` that they are of."""
-        self.learner.save_pretrained(path / "trained")
-        (path / "step.json").write_text(json.dumps(step))
-
-
-def best_step(config: DiffusionConfig, run: RunFolder) -> dict[str, Any] | None:
-    """Return the step and the score of the policy that is to be exported; None: it is the last one."""
-    file = run.best / "step.json"
-    is_best = config.trainer.export == "best" and file.is_file()
-    return json_object(file.read_text(), str(file)) if is_best else None
-
 
 def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = None, *, component: str = "") -> None:
     """Write the pipeline's folder with the trained denoiser in it, or the one in the folder ``best``.
@@ -222,7 +203,7 @@ def export(learner: TrainerGroup, model: Path, path: Path, best: Path | None = N
     if best is None:
         learner.save_pretrained(path)
     else:
-        shutil.copytree(best / "trained", path, dirs_exist_ok=True)
+        shutil.copytree(best, path, dirs_exist_ok=True)
 
 
 async def sample_run(

@@ -1,6 +1,5 @@
 """`gcore-diffusion train`: from settings to a finished run and its report."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from gcore_runs import (
     check_safetensors,
     json_object,
     model_folder,
-    read_jsonl,
     resolve,
 )
 
@@ -62,7 +60,7 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
         UserError: wrong settings or data, found before anything is trained.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    from gcore_diffusion.backend import RunRecorder, best_step, checked_rewards, export, start
+    from gcore_diffusion.backend import RunRecorder, checked_rewards, export, start
     from gcore_diffusion.modality import Job
 
     config = resolve(config)
@@ -91,17 +89,9 @@ def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:
             del rewards
             with supervisor.started(starting) as services:
                 supervisor.train(services, Job(config=config, prompts=prompts), RunRecorder)
-                if best := best_step(config, run):
-                    supervisor.display.say(f"exporting the policy of step {best['step']}, the best on held-out prompts")
-                component = config.actor.component
-                supervisor.export(
-                    lambda path: export(services.learner, model, path, run.best if best else None, component=component)
-                )
-        result = supervisor.finish(KINDS)
-        if best := best_step(config, run):
-            rows = [row for row in read_jsonl(run.metrics) if row["step"] == best["step"] and "val/score/mean" in row]
-            return replace(result, after=(rows or [result.after])[-1])
-        return result
+                best, component = supervisor.best_policy(), config.actor.component
+                supervisor.export(lambda path: export(services.learner, model, path, best, component=component))
+        return supervisor.finish(KINDS)
 
 
 def check_pipeline(model: Path) -> None:

@@ -47,7 +47,7 @@ commands:
   reward-model        train a reward model on pairs of answers
   dpo                 train on pairs of answers, without sampling
   sample RUN PROMPT   complete a prompt with a run's latest policy
-  eval RUN            score a run's latest policy on its held-out prompts
+  eval MODEL_OR_RUN   score a model, or a run's policy, on sets of prompts
   report RUN          write the run's report.html again
   trace RUN           write the run's timeline for ui.perfetto.dev
   logs RUN            print what the run's processes logged, by time
@@ -55,6 +55,7 @@ commands:
   simulate            predict the time of a step of train, on up to 100,000 modelled devices
   from-verl CONFIG    write settings of train for a config or launch script of verl
   from-trl CONFIG     write settings for a config of TRL
+  compare-with verl|trl SETTINGS  compute advantages, loss and gradient of one batch here and there
 
 gcore-llm COMMAND --help documents every option.
 """
@@ -103,7 +104,9 @@ class SampleArgs(RunArgs, Checked):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; see `run_command`."""
-    run_command("gcore-llm", _COMMANDS, argv, usage=_USAGE, not_resumed=("simulate", "from-verl", "from-trl"))
+    run_command(
+        "gcore-llm", _COMMANDS, argv, usage=_USAGE, not_resumed=("simulate", "from-verl", "from-trl", "compare-with")
+    )
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
@@ -135,11 +138,12 @@ def _sample(args: Sequence[str]) -> None:
 
 
 def _eval(args: Sequence[str]) -> None:
-    parsed = parse_arguments(RunArgs, args, prog="gcore-llm eval", description="Score a run on its held-out prompts.")
-    from gcore_llm.training import evaluate_run
+    from gcore_llm.evaluation.args import EvalArgs
 
-    step, result = asyncio.run(evaluate_run(parsed.run))
-    print(f"step {step}: held-out score {result.greedy:.3f} greedy, {result.sampled:.3f} sampled")
+    parsed = parse_arguments(EvalArgs, args, prog="gcore-llm eval")
+    from gcore_llm.evaluation.command import run_eval
+
+    run_eval(parsed)
 
 
 def _simulate(args: Sequence[str]) -> None:
@@ -152,6 +156,12 @@ def _from_verl(args: Sequence[str]) -> None:
     from gcore_llm.migration.command import from_verl
 
     from_verl(args)
+
+
+def _compare_with(args: Sequence[str]) -> None:
+    from gcore_llm.migration.comparison import compare_with
+
+    compare_with(args, parse_train)
 
 
 def _from_trl(args: Sequence[str]) -> None:
@@ -174,4 +184,5 @@ _COMMANDS: dict[str, Command] = {
     "simulate": _simulate,
     "from-verl": _from_verl,
     "from-trl": _from_trl,
+    "compare-with": _compare_with,
 }

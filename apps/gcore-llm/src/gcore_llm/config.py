@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
+from gcore_llm.data.config import TaskConfig as TaskConfig
+from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.learning.config import ActorConfig, CriticConfig
 from gcore_llm.learning.distillation import DistillationConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
@@ -38,37 +40,21 @@ from gcore_trainer import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig(Checked, section="task"):
-    """A reasoning-gym task, generated instead of read from files."""
-
-    name: str = ""
-    """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
-    params: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
-    number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
-    num_train: Count = 10_000
-    """Training problems to generate; those that are also held out are left out."""
-    num_val: Count = 256
-    """Held-out problems to generate."""
-
-    def check_only_source(self, train_files: tuple[str, ...], *, of: str) -> None:
-        """Raise `UserError` if there are files, too."""
-        if train_files and self.name:
-            raise UserError(f"task.name is {self.name!r} and data.train_files is set; expected one source of {of}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataConfig(BaseDataConfig):
     """Prompts: from your files, or from a task."""
 
     train_files: tuple[str, ...] = ()
     """Sources of prompts: JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the
     Hugging Face Hub, hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]; the reward gets the other columns."""
+    val_files: tuple[str, ...] = ()
+    """Sources of held-out prompts, NAME=SOURCE for a set whose scores are apart, or published sets by name (gsm8k,
+    math500, aime24, aime25, gpqa_diamond, mmlu_pro, humaneval); empty: data.val-size of the training prompts."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of chat messages."""
     image_key: str = ""
     """Column of a prompt's images, for a vision-language model: one, or a list, each a path (relative to the data file)
-    or the bytes of an image file; they stand where text has <image>, or a message a part of type image. Empty: none."""
+    or URL (of fsspec), or the bytes of an image file; they stand where text has <image>, or a message a part of type
+    image. Empty: none."""
     apply_chat_template: Literal["auto", "never"] = "auto"
     """auto: text becomes a user message wherever the tokenizer has a chat template."""
     train_batch_size: Count = 32
@@ -123,6 +109,7 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
     max_staleness: Count = 8
     """Responses with a token by weights of more than this many steps before are generated again from scratch."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
+    val_kwargs: ValConfig = field(default_factory=ValConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,6 +190,7 @@ class TrainConfig(BaseRLConfig):
         "reward_model.judge.urls",
         "reward_calls.max_failed_share",
         "rollout.colocated",
+        "rollout.val_kwargs",
         "actor.export_merged",
         "dry_run",
     )
@@ -210,8 +198,9 @@ class TrainConfig(BaseRLConfig):
     model: str = ""
     """A causal LM: a Hugging Face folder, or NAMESPACE/NAME[@REVISION] on its Hub; empty: a tiny one is made."""
     reward: str = ""
-    """PATH.py:function, a function of (prompt, completion, row); math-verify; or code, which runs the row's tests in a
-    sandbox. Tasks bring their own verifier."""
+    """PATH.py:function, a function of (prompt, completion, row); math-verify, gsm8k, aime or multiple-choice, which
+    compare with the row's column answer; or code, which runs the row's tests in a sandbox. Tasks bring their own
+    verifier."""
     answer_after: str = ""
     """A task's answer is what follows the last occurrence of this; empty: the whole completion."""
     dry_run: bool = False
@@ -272,6 +261,7 @@ class TrainConfig(BaseRLConfig):
             (turns, simulated, "whose roles have devices of their own"),
         ):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
+        rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
         self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, self.runtime)
         self._check_memory_settings()
         gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
@@ -301,9 +291,14 @@ class TrainConfig(BaseRLConfig):
         is_rewarded = self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"
         if not is_rewarded and self.algorithm.adv_estimator != "distillation":
             raise UserError(
-                f"reward is not set: PATH.py:function, {' or '.join(reward_names())} is needed with data.train_files, "
+                f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
                 "or a reward_model, or an environment that rewards, or algorithm.adv_estimator distillation"
             )
+
+    @property
+    def set_rewards(self) -> dict[str, str]:
+        """The rewards that held-out sets have in place of the run's, by the set's name."""
+        return self.rollout.val_kwargs.rewards(self.data.val_files)
 
     @property
     def can_take_turns(self) -> bool:

@@ -22,6 +22,7 @@ from gcore_controller import (
     Wave,
 )
 from gcore_llm.config import AlgorithmConfig, TrainConfig
+from gcore_llm.evaluation.evaluate import Evaluation, evaluate, val_sets
 from gcore_llm.learning.preparation import (
     choose,
     group_costs,
@@ -38,12 +39,14 @@ from gcore_llm.learning.preparation import (
 )
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
 from gcore_llm.prompts import PromptSets
-from gcore_llm.sampling import Evaluation, evaluate, sampling_params
+from gcore_llm.sampling import sampling_params
 from gcore_placement import Forecast, PlacementError, TransformerWorkload, balance
 from gcore_rollout import (
+    FailureLog,
     Generation,
     Group,
     Prompt,
+    RewardRunner,
     RolloutRoles,
     SampledPart,
     UnfinishedGroup,
@@ -72,6 +75,11 @@ class SamplingRoles(RolloutRoles):
 
     devices: DeviceTimers = field(default_factory=DeviceTimers)
     """Times the work of the policy's engines and of the training ranks."""
+    graders: Mapping[str, RewardRunner] = field(default_factory=dict[str, RewardRunner])
+    """The rewards that held-out sets have in place of the run's, by the set's name."""
+
+    def failure_logs(self) -> list[FailureLog]:
+        return [*super().failure_logs(), *(runner.failures for runner in self.graders.values())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +115,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         self._distillation = job.config.distillation
         self._source_key = self._distillation.source_key if self._distillation.sources else ""
         self._keeps_cache = job.config.trainer.schedule == "async"
+        self.saves_evaluated = job.config.trainer.export == "best"
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -221,9 +230,11 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
         del step
-        if not self._job.prompts.val:
+        if not (sets := val_sets(self._job.prompts, self._config, ctx.roles.graders)):
             return None
-        return await evaluate(ctx.roles, self._job.prompts.val, self._config, group=ctx.group, timer=ctx.timer)
+        start_s = ctx.clock()
+        evaluation = await evaluate(ctx.roles, sets, group=ctx.group, timer=ctx.timer)
+        return replace(evaluation, seconds=ctx.clock() - start_s)
 
     def state(self) -> State:
         """Return the state of the KL penalty."""
@@ -351,8 +362,9 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     _has_warned = False
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        greedy, sampled = evaluation.greedy, evaluation.sampled
-        self.display.say(f"step {step}: held-out score {greedy:.3f} greedy, {sampled:.3f} sampled")
+        self.display.say(f"step {step}: held-out score {evaluation}")
+        for line in evaluation.lines():
+            self.display.say(f"step {step}: {line}")
         name = "before" if step == 0 else "after"
         write_jsonl(self.run.samples / f"{name}.jsonl", evaluation.samples)
         return evaluation.metrics()

@@ -1,7 +1,7 @@
 """The prompts of a run, tokenized, filtered and split."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from gcore_controller import Joined
 from gcore_llm.config import DataConfig, TrainConfig
+from gcore_llm.evaluation.sets import val_sources
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import Prompt, PromptImages, RolloutError, vision_processor
 from gcore_runs import (
@@ -52,6 +53,13 @@ class PromptSets:
     """Number of prompts left out because they exceed data.max_prompt_length."""
     longest: int
     """Most tokens of a prompt; of a large data set, whose prompts are not all tokenized, at most so many."""
+    named: Mapping[str, Sequence[Prompt]] = field(default_factory=dict[str, Sequence[Prompt]])
+    """Held-out sets with names, in addition to ``val``."""
+
+    @property
+    def num_held_out(self) -> int:
+        """Number of held-out prompts in all sets."""
+        return sum(map(len, (self.val, *self.named.values())))
 
     @classmethod
     def within(cls, max_length: int, train: Sequence[Prompt], val: Sequence[Prompt]) -> "PromptSets":
@@ -166,9 +174,7 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None 
     fits = min(data.max_prompt_length, fits or data.max_prompt_length)
     load = partial(_load_rows, data=data, tokenizer=tokenizer, fits=fits)
     train = [[load(rows) for rows in open_rows(source, data.columns)] for source in data.train_files]
-    val = [
-        load(rows) for source in data.val_files for rows in open_rows(source, data.columns, setting="data.val_files")
-    ]
+    val = load_val_files(data, tokenizer, fits=fits)
     files = [file for source in train for file in source]
     num_prompts = sum(len(file.prompts) for file in files)
     if not num_prompts:
@@ -187,11 +193,46 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None 
             held_out += [file.prompts[place] for place in own]
             parts.append(file.without(own))
         kept.append(_joined(parts))
-    return PromptSets(
+    sets = val_prompts(val, data)
+    return replace(
+        sets,
         train=mixed(kept, data) if data.weights else _joined(kept),
-        val=_joined([file.prompts for file in val]) if val else held_out,
-        num_too_long=sum(file.num_too_long for file in (*files, *val)),
-        longest=max(file.longest for file in (*files, *val)),
+        val=sets.val if val else held_out,
+        num_too_long=sets.num_too_long + sum(file.num_too_long for file in files),
+        longest=max(sets.longest, *(file.longest for file in files)),
+    )
+
+
+def load_val_files(
+    data: DataConfig, tokenizer: Any, *, fits: int, setting: str = "data.val_files"
+) -> dict[str, list[LoadedPrompts]]:
+    """Load the files of data.val-files by the names of their sets; see `load_files`."""
+    found: dict[str, list[LoadedPrompts]] = {}
+    for name, source, published in val_sources(data.val_files, setting=setting):
+        for rows in open_rows(source, {} if published else data.columns, setting=setting):
+            if published is None:
+                loaded = _load_rows(rows, data=data, tokenizer=tokenizer, fits=fits)
+            else:
+                places = [f"{rows.name}: row {n}" for n in range(1, len(rows) + 1)]
+                pairs = [published.problem(row, where) for row, where in zip(rows, places, strict=True)]
+                problems = (Problem(value=text, row=row, where=w) for (text, row), w in zip(pairs, places, strict=True))
+                loaded = _loaded(make_prompts(problems, tokenizer, data), data)
+            found.setdefault(name, []).append(loaded)
+    return found
+
+
+def val_prompts(files: Mapping[str, Sequence[LoadedPrompts]], data: DataConfig) -> PromptSets:
+    """Return held-out prompts alone, of files by the names of their sets; `UserError` if a set with a name has none."""
+    named = {name: _joined([file.prompts for file in own]) for name, own in files.items()}
+    if empty := [name for name, own in named.items() if name and not own]:
+        raise UserError(f"data.max_prompt_length is {data.max_prompt_length}: all prompts of {empty[0]} are longer")
+    everything = [file for own in files.values() for file in own]
+    return PromptSets(
+        train=[],
+        val=named.pop("", []),
+        num_too_long=sum(file.num_too_long for file in everything),
+        longest=max((file.longest for file in everything), default=0),
+        named=named,
     )
 
 
@@ -209,7 +250,11 @@ def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int) -> Lo
         from gcore_llm.data.large_prompts import load_large
 
         return load_large(rows, data, tokenizer, fits=fits)
-    prompts = file_prompts(rows, range(len(rows)), data, tokenizer)
+    return _loaded(file_prompts(rows, range(len(rows)), data, tokenizer), data)
+
+
+def _loaded(prompts: Sequence[Prompt], data: DataConfig) -> LoadedPrompts:
+    """Return those of some prompts in memory that are short enough."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= data.max_prompt_length]
     longest = max((len(prompt.token_ids) for prompt in kept), default=0)
@@ -240,7 +285,7 @@ def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, w
     images = PromptImages(model=model, sources=sources) if sources else None
     try:
         token_ids = vision_processor(model).expand(prompt.token_ids, images.encoded() if images else ())
-    except RolloutError as error:
+    except (RolloutError, OSError, ImportError) as error:
         raise UserError(f"{where}: {error}") from None
     return replace(prompt, token_ids=token_ids, images=images)
 

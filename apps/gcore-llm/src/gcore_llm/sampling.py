@@ -1,15 +1,14 @@
-"""Engines of a policy or a judge, the rewards of a run, and held-out evaluation by them."""
+"""Engines of a policy or a judge, and the rewards of a run."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from gcore_ckpt import load
-from gcore_controller import Collectives, InlineCollectives, InlineGroup, StageTimer
 from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.prompts import longest_sequence
 from gcore_rollout import (
@@ -18,7 +17,6 @@ from gcore_rollout import (
     Engine,
     EngineReplicas,
     Failed,
-    Generation,
     Group,
     HTTPReward,
     JudgeReward,
@@ -29,7 +27,6 @@ from gcore_rollout import (
     RewardFunction,
     RewardRunner,
     RolloutError,
-    RolloutRoles,
     SamplingParams,
     WinnerPattern,
     build_reward,
@@ -41,9 +38,6 @@ from gcore_rollout import (
 )
 from gcore_runs import UserError, build_tokenizer, check_model, eos_token_ids, model_folder
 from gcore_runs.engines import NO_INSTRUMENTATION, EngineConfig, Instrumentation, device_options
-
-_SEED = 20_250_729
-_NUM_SHOWN = 16
 
 
 async def start_policy(
@@ -217,6 +211,8 @@ class Rewards:
     """Frees the models."""
     judges: Sequence[Engine] = ()
     """The engine of a judge that was started here."""
+    graders: Mapping[str, RewardRunner] = field(default_factory=dict[str, RewardRunner])
+    """The rewards that held-out sets have in place of the run's, by the set's name."""
 
     @classmethod
     async def start(
@@ -227,10 +223,11 @@ class Rewards:
         ``judge`` is the engine of a judge's model, to be closed with the rewards; None: it is started here.
         """
         settings, calls, comparison = config.reward_model, config.reward_calls.runner, None
+        graders = {name: RewardRunner(build_reward(spec), calls) for name, spec in config.set_rewards.items()}
         async with AsyncExitStack() as models:
             if settings.kind == "none":
                 runner = RewardRunner(reward_function(config), calls)
-                return cls(runner=runner, comparison=None, models=models.pop_all())
+                return cls(runner=runner, comparison=None, models=models.pop_all(), graders=graders)
             rewards: dict[str, RewardFunction] = {}
             judges: list[Engine] = []
             # First what cannot leave a model behind if it fails.
@@ -255,12 +252,17 @@ class Rewards:
             weights = {name: settings.weight if name == "model" else 1.0 for name in rewards}
             reward = CompositeReward(rewards, weights=weights) if rewards else no_reward
             return cls(
-                runner=RewardRunner(reward, calls), comparison=comparison, models=models.pop_all(), judges=judges
+                runner=RewardRunner(reward, calls),
+                comparison=comparison,
+                models=models.pop_all(),
+                judges=judges,
+                graders=graders,
             )
 
     async def close(self) -> None:
         """Free the models. Idempotent."""
-        self.runner.close()
+        for runner in (self.runner, *self.graders.values()):
+            runner.close()
         await self.models.aclose()
 
 
@@ -329,63 +331,6 @@ async def _judge(
     return make(model=model, template=template), engine
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Mean scores on the held-out prompts, and some answers."""
-
-    greedy: float
-    sampled: float
-    samples: list[dict[str, object]]
-
-    def metrics(self) -> dict[str, float]:
-        """Return the scores by their names in metrics.jsonl."""
-        return {"val/greedy/score/mean": self.greedy, "val/sampled/score/mean": self.sampled}
-
-
 def sampling_params(config: TrainConfig) -> SamplingParams:
     """Return how a run samples responses."""
     return SamplingParams(max_tokens=config.data.max_response_length, temperature=config.rollout.temperature)
-
-
-async def evaluate(
-    roles: RolloutRoles,
-    prompts: Sequence[Prompt],
-    config: TrainConfig,
-    *,
-    group: Collectives | None = None,
-    timer: StageTimer | None = None,
-) -> Evaluation:
-    """Answer every held-out prompt greedily and by sampling once; the result is the same on every controller.
-
-    Answers without a score do not count. With a comparison, the two answers to a prompt are compared with each other.
-    Without a group there is one controller.
-    """
-    group, timer = group or InlineCollectives(InlineGroup(1), 0), timer or StageTimer()
-    mine = list(enumerate(prompts))[group.rank :: group.world_size]
-    both: list[list[Group]] = []
-    sampled = sampling_params(config)
-    for sampling in (replace(sampled, temperature=0.0), sampled):
-        generation = Generation(roles=roles, sampling=sampling, n=1, seed=_SEED, timer=timer)
-        both.append((await generation.run(mine))[0])
-    if roles.comparison is not None:
-        # Prompts without both answers are left out.
-        others = {g.prompt_index: g.responses for g in both[1]}
-        pairs = [
-            replace(g, responses=g.responses + others[g.prompt_index]) for g in both[0] if g.prompt_index in others
-        ]
-        with timer.stage("reward"):
-            scored = await roles.comparison.run([(p, prompts[p.prompt_index]) for p in pairs], roles.tokenizer)
-        both = [[replace(pair, responses=[pair.responses[i]]) for pair in scored] for i in range(2)]
-    means: list[float] = []
-    for groups in both:
-        count = await group.all_reduce(len(groups))
-        means.append(await group.all_reduce(sum(g.scores[0] for g in groups)) / max(count, 1))
-    shown: list[tuple[int, dict[str, object]]] = []
-    for index, response in ((g.prompt_index, g.responses[0]) for g in both[0] if g.prompt_index < _NUM_SHOWN):
-        text = roles.tokenizer.decode(response.token_ids, skip_special_tokens=True)
-        row: dict[str, object] = {"prompt": prompts[index].text, "completion": text, "score": response.score}
-        answer = prompts[index].row.get("answer")
-        shown.append((index, row if answer is None else row | {"answer": str(answer)}))
-    everyones = [entry for part in await group.all_gather(shown) for entry in part]
-    samples = [row for _, row in sorted(everyones, key=lambda entry: entry[0])]
-    return Evaluation(greedy=means[0], sampled=means[1], samples=samples)

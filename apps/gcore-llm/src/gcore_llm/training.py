@@ -1,6 +1,7 @@
 """From settings to a finished run, in this process or on Ray; and samples and scores of its latest policy."""
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,17 +19,15 @@ from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
 from gcore_llm.prompts import Problem, PromptSets, check_lengths, load_files, make_prompts, model_limits
 from gcore_llm.report import KINDS
 from gcore_llm.sampling import (
-    Evaluation,
     Rewards,
     check_engine,
     connect_engine,
     engine_factory,
-    evaluate,
     load_servers,
     start_policy,
 )
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import Engine, Failed, Request, RolloutRoles, SamplingParams
+from gcore_rollout import Engine, Failed, Request, SamplingParams
 from gcore_runs import (
     Display,
     Result,
@@ -85,8 +84,8 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         with supervisor.started(Rewards.start(config, instrumentation=instrumentation)) as rewards:
             say(f"trying the reward on an empty response, for at most {config.reward_calls.timeout_s:g} s")
             supervisor.run_async(_try_rewards(rewards, prompts, say))
-            scoring = _scoring(config, tokenizer, rewards)
-            notices = [f"{len(prompts.train):,} training prompts, {len(prompts.val):,} held out"]
+            scoring = scoring_roles(config, tokenizer, rewards)
+            notices = [f"{len(prompts.train):,} training prompts, {prompts.num_held_out:,} held out"]
             if prompts.num_too_long:
                 longest = config.data.max_prompt_length
                 notices.insert(0, f"left out {prompts.num_too_long} prompts longer than {longest} tokens")
@@ -110,9 +109,13 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
                     workload = workload_of(model)
                     job = Job(config=config, prompts=prompts, workload=workload, is_policy_behind=starts_adapted)
                     supervisor.train(backend, job, RunRecorder)
+                    best = supervisor.best_policy()
 
                     def export(path: Path) -> None:
-                        backend.learner.save_pretrained(path)
+                        if best is None:
+                            backend.learner.save_pretrained(path)
+                        else:
+                            shutil.copytree(best, path)
                         tokenizer.save_pretrained(path)
 
                     supervisor.export(export)
@@ -163,14 +166,17 @@ async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str
         say(f"warning: the trial gave no score: {scored.error}")
     if rewards.comparison is not None:
         await rewards.comparison.try_on(first)
+    for name, grader in rewards.graders.items():
+        for prompt in prompts.named[name][:1]:
+            await grader.try_on(prompt=prompt.text, completion="", row=prompt.row)
 
 
-def _scoring(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
-    """Return the fields of `RolloutRoles` that score, with the environment that the config names."""
+def scoring_roles(config: TrainConfig, tokenizer: Any, rewards: Rewards) -> dict[str, Any]:
+    """Return the fields of `SamplingRoles` that score, with the environment that the config names."""
     prompt_key, on_error = config.data.prompt_key, config.reward_calls.on_error
     build = config.rollout.multi_turn.build
     environment = build(tokenizer, rewards.runner, prompt_key=prompt_key, on_error=on_error)
-    own = {"reward": rewards.runner, "comparison": rewards.comparison}
+    own = {"reward": rewards.runner, "comparison": rewards.comparison, "graders": rewards.graders}
     return own | {"tokenizer": tokenizer, "environment": environment}
 
 
@@ -259,7 +265,7 @@ async def _run_controller(
     try:
         roles = Roles(
             policy=own.policy,
-            **_scoring(config, tokenizer, rewards),
+            **scoring_roles(config, tokenizer, rewards),
             policy_slots=own.num_engines * config.rollout.max_num_seqs,
             learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of, sharing=own.sharing),
             devices=own.devices,
@@ -270,37 +276,59 @@ async def _run_controller(
         await rewards.close()
 
 
-async def _latest_policy(path: Path) -> tuple[TrainConfig, Any, Engine, int]:
-    """Return a run's config and tokenizer, an engine with the weights of its last checkpoint, and that one's step."""
-    import torch
-
+def opened_run(path: Path) -> tuple[RunFolder, TrainConfig]:
+    """Return a run's folder, and its settings with the folder of its model; `UserError` if it has none yet."""
     run, config = RunFolder.opened(path, TrainConfig)
-    torch.set_num_threads(config.threads)
-    model = model_folder(config.model) if config.model else run.model
-    if not config.model and not model.is_dir():
+    if not config.model and not run.model.is_dir():
         raise UserError(
             f"{path} has no model yet: gcore-llm train is still warming it up, or was stopped before it had"
         )
+    return run, config if config.model else replace(config, model=str(run.model))
+
+
+async def finished_policy(
+    run: RunFolder | None, config: TrainConfig, tokenizer: Any, *, best: bool = False
+) -> tuple[Engine, int]:
+    """Start an engine with the weights of a run's last checkpoint, or with its best ones; return it, and their step.
+
+    Without a run, and without any checkpoint, they are those that training starts from. `UserError` if a run has kept
+    none as its best ones.
+    """
+    import torch
+
+    torch.set_num_threads(config.threads)
+    model = model_folder(config.model)
     check_model(model)
-    tokenizer = build_tokenizer(model)
+    best_step = run.best_step() if run is not None and best else None
+    if run is not None and best and best_step is None:
+        raise UserError(f"checkpoint is 'best'; expected 'latest': {run.path} has kept none (trainer.export is 'last')")
     if config.rollout.is_on_servers:
         # The run may be in the middle of a step on them.
         config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
-    checkpointer, lora = Checkpointer(run.checkpoints), config.actor.lora
-    step, trained = 0, {} if lora is None else read_adapters(lora)
-    if checkpointer.steps():
+    checkpointer = None if run is None else Checkpointer(run.checkpoints)
+    lora, step = config.actor.lora, best_step or 0
+    trained: Mapping[str, Any] = {} if lora is None else read_adapters(lora)
+    if run is not None and best_step is not None:
+        kept = run.best / "trained"
+        if lora is not None and (kept / "adapter_config.json").is_file():
+            trained = read_adapters(replace(lora, path=str(kept)))
+        else:
+            trained, lora = load(kept), None
+    elif checkpointer is not None and checkpointer.steps():
         saved = checkpointer.load(only=["step", "trainer.model"])
         step, trained = saved["step"], saved["trainer"]["model"]
     if trained:
         weights = trained.items() if lora is None else merge_lora(load(model).items(), trained, lora)
         await engine.update_weights(weights, version=max(step, 1))
-    return config, tokenizer, engine, step
+    return engine, step
 
 
 async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_tokens: int, seed: int) -> list[str]:
     """Complete a prompt ``n`` times."""
-    config, tokenizer, engine, _ = await _latest_policy(run)
+    folder, config = opened_run(run)
+    tokenizer = build_tokenizer(model_folder(config.model))
+    engine, _ = await finished_policy(folder, config, tokenizer)
     [ready] = make_prompts([Problem(value=prompt, row={}, where="PROMPT")], tokenizer, config.data)
     request = Request(
         request_id="sample",
@@ -313,16 +341,3 @@ async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_
     await engine.close()
     completions.sort(key=lambda c: c.index)
     return [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
-
-
-async def evaluate_run(run: Path) -> tuple[int, Evaluation]:
-    """Return the step of a run's last checkpoint, and its scores on held-out prompts; `UserError` if it has none."""
-    config, tokenizer, engine, step = await _latest_policy(run)
-    prompts = load_prompts(config, tokenizer)
-    if not prompts.val:
-        raise UserError(f"{run} has no held-out prompts: it was trained with data.val_size=0 and no data.val_files")
-    rewards = await Rewards.start(config)
-    result = await evaluate(RolloutRoles(policy=engine, **_scoring(config, tokenizer, rewards)), prompts.val, config)
-    await rewards.close()
-    await engine.close()
-    return step, result

@@ -137,12 +137,21 @@ from .responses import (
     PromptImages as PromptImages,
     Response as Response,
     UnfinishedGroup as UnfinishedGroup,
+    read_image as read_image,
     vision_processor as vision_processor,
 )
 from .rewards.kinds.composite import (
     CompositeReward as CompositeReward,
     ImageCompositeReward as ImageCompositeReward,
     reward_terms as reward_terms,
+)
+from .rewards.kinds.graders import (
+    AIMEReward as AIMEReward,
+    GSM8KReward as GSM8KReward,
+    MultipleChoiceReward as MultipleChoiceReward,
+    final_integer as final_integer,
+    final_letter as final_letter,
+    final_number as final_number,
 )
 from .rewards.kinds.http import HTTPImageReward as HTTPImageReward, HTTPReward as HTTPReward
 from .rewards.kinds.judge import (

@@ -165,6 +165,8 @@ class Generation:
     """Also score the responses of a group against each other, if there is a comparison."""
     quota: int | None = None
     """Number of generated groups after which the others are cut short; None: all are finished."""
+    finished: Callable[[Group], object] | None = None
+    """Called with each group, before any comparison, as soon as all its responses are scored."""
 
     source_key: str = ""
     """Column of a row that names its source, for the groups; empty: none does."""
@@ -296,7 +298,14 @@ class Generation:
     async def _score(self, group: "_PendingGroup", completion: Completion) -> None:
         text = self.roles.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
         if scored := await self._scored(group, text):
-            group.add(None if completion.request_id.endswith("/greedy") else completion.index, completion, scored)
+            self._add(
+                group, None if completion.request_id.endswith("/greedy") else completion.index, completion, scored
+            )
+
+    def _add(self, group: "_PendingGroup", index: int | None, made: Completion | Episode, scored: Scored) -> None:
+        group.add(index, made, scored)
+        if self.finished is not None and len(group.responses) == self.n:
+            self.finished(group.group())
 
     async def _play(self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""
@@ -320,14 +329,15 @@ class Generation:
             return
         finally:
             self._end_of_response()
+        answer: str | None = None
         score, parts = episode.score, {"turns": float(len(episode.turns)), "environment": episode.score}
         if environment.limits.max_revisions:  # the run's reward has scored the turns
             environment.failures.succeeded()
         elif scored := await self._scored(group, episode.turns[-1]):
-            score, parts = score + scored.score, {**scored.parts, **parts}
+            score, parts, answer = score + scored.score, {**scored.parts, **parts}, scored.answer
         else:
             return
-        group.add(index, episode, Scored(score=score, parts=parts))
+        self._add(group, index, episode, Scored(score=score, parts=parts, answer=answer))
 
 
 def _new(prompts: Iterable[tuple[int, Prompt]]) -> list[tuple[UnfinishedGroup, Prompt]]:
@@ -355,7 +365,7 @@ class _PendingGroup:
         if index is None:
             self.greedy_score = scored.score
             return
-        fields: dict[str, Any] = {"score": scored.score, "parts": scored.parts}
+        fields: dict[str, Any] = {"score": scored.score, "parts": scored.parts, "answer": scored.answer}
         if isinstance(made, Episode):
             if self._prompt_ids is not None and not np.array_equal(made.prompt_ids, self._prompt_ids):
                 raise RequestError(

@@ -4,12 +4,12 @@ import difflib
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from gcore_llm.config import DataConfig, TaskConfig
-from gcore_llm.prompts import Problem, PromptSets, make_prompts
+from gcore_llm.prompts import Problem, PromptSets, load_val_files, make_prompts, val_prompts
 from gcore_rollout import import_reasoning_gym
 from gcore_runs import UserError, converted, one_line
 
@@ -23,6 +23,10 @@ def load_task(task: TaskConfig, data: DataConfig, tokenizer: Any, *, seed: int) 
     """Generate a task's problems and make prompts of them; raises as `make_problems`, or if all are too long."""
     train, val = (make_prompts(problems, tokenizer, data) for problems in make_problems(task, seed=seed))
     sets = PromptSets.within(data.max_prompt_length, train, val)
+    if data.val_files:
+        further = val_prompts(load_val_files(data, tokenizer, fits=data.max_prompt_length), data)
+        longest, num_too_long = max(sets.longest, further.longest), sets.num_too_long + further.num_too_long
+        sets = replace(further, train=sets.train, val=sets.val, longest=longest, num_too_long=num_too_long)
     if not sets.train or not sets.val:
         lengths = [len(p.token_ids) for p in (*train, *val)]
         raise UserError(

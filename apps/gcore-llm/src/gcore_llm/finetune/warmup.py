@@ -34,7 +34,8 @@ async def make_warm_model(
     display: Display,
 ) -> None:
     """Make ``run.model``: the embedded model, trained until it samples enough right answers to held-out prompts."""
-    from gcore_llm.sampling import evaluate, start_policy
+    from gcore_llm.evaluation.evaluate import ValSet, evaluate
+    from gcore_llm.sampling import sampling_params, start_policy
     from gcore_rollout import RolloutRoles
     from gcore_runs.engines import Instrumentation
 
@@ -44,14 +45,16 @@ async def make_warm_model(
     eos = eos_token_ids(tokenizer, initial)
     policy = await start_policy(config, initial, eos_token_ids=eos, instrumentation=Instrumentation(logs=run.logs))
     roles = RolloutRoles(policy=policy, reward=reward, tokenizer=tokenizer)
+    held_out = [ValSet(prompts=prompts.val, sampling=sampling_params(config), n=1)]
 
     async def check(trainer: "TorchTrainer", step: int, loss: float) -> bool:
         await policy.update_weights(trainer.export_weights(), version=step)
-        result = await evaluate(roles, prompts.val, config)
+        result = await evaluate(roles, held_out)
+        accuracy = result.sampled or 0.0
         append_json(run.warmup, {"step": step, "sft/loss": loss, **result.metrics()})
-        cells = [("loss", f"{loss:.3f}"), ("held-out accuracy", f"{result.sampled:.3f}")]
+        cells = [("loss", f"{loss:.3f}"), ("held-out accuracy", f"{accuracy:.3f}")]
         display.progressed(step, cells, unit="warm-up")
-        return result.sampled >= warmup.target_accuracy
+        return accuracy >= warmup.target_accuracy
 
     options: dict[str, Any] = {"temperature": config.rollout.temperature, "max_length": config.data.max_length}
     try:

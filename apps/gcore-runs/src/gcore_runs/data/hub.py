@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,11 @@ def dataset_files(name: DatasetName, *, setting: str) -> tuple[str, list[Path]]:
     is_pinned = name.revision is not None and _SHA.fullmatch(name.revision)
     if is_pinned and (known := _known(name)):
         return known
+    if find_spec("datasets") is None:
+        raise UserError(
+            f"{setting} is {str(name)!r}; expected `datasets` to be installed for data of the Hub: "
+            "pip install 'gcore-runs[hub]'"
+        )
     try:
         found = _load(name if is_pinned else replace(name, revision=_newest_commit(name)))
     except Exception as error:
@@ -164,7 +170,7 @@ def pinned(config: Any, before: Mapping[str, Any]) -> dict[str, Any]:
             changes[setting] = _pinned_model(str(value), earlier, setting)
     for setting in ("data.train_files", "data.val_files"):
         sources = attrgetter(setting)(config) if hasattr(config, "data") else ()
-        if any(source.startswith("hf://") for source in sources):
+        if any("hf://" in source for source in sources):
             earlier = _value(before, setting) or []
             changes[setting] = tuple(_pinned_source(source, earlier, setting) for source in sources)
     return {setting: value for setting, value in changes.items() if value != attrgetter(setting)(config)}
@@ -180,6 +186,10 @@ def _pinned_model(name: str, before: Any, setting: str) -> str:
 
 
 def _pinned_source(source: str, before: Sequence[str], setting: str) -> str:
+    label, mark, rest = source.partition("=hf://")
+    if mark and label.isidentifier():
+        earlier = [name.removeprefix(f"{label}=") for name in before if name.startswith(f"{label}=")]
+        return f"{label}={_pinned_source(f'hf://{rest}', earlier, setting)}"
     if not source.startswith("hf://"):
         return source
     name = DatasetName.parse(source, setting=setting)

@@ -37,7 +37,7 @@ from gcore_controller import (
 )
 from gcore_placement import Ledger
 from gcore_rollout import Failure
-from gcore_runs.loop.early_stopping import SINCE_BEST, compared, is_due
+from gcore_runs.loop.best import BEST, SINCE_BEST, compared, is_best, is_due
 from gcore_runs.loop.learning_signal import SIGNAL, reason
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans
 from gcore_runs.settings.run_config import BaseRLConfig
@@ -289,7 +289,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
 
     @abstractmethod
     def score(self, metrics: Mapping[str, float]) -> float | None:
-        """Return the number by which the evaluation last shown is compared with others; None: it is in doubt."""
+        """Return what the evaluation last shown is compared by without trainer.best_metric; None: it is in doubt."""
 
     def step_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Return further metrics of a step, after warnings about it."""
@@ -301,12 +301,13 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
             case Updating():
                 self.stop.hold_back()
             case Evaluated(step=step, evaluation=evaluation):
-                metrics = dict(self.show_evaluation(step, evaluation))
+                metrics, trainer = dict(self.show_evaluation(step, evaluation)), self.job.config.trainer
                 self.display.latest |= metrics
-                if patience := self.job.config.trainer.early_stopping_patience:
-                    metrics |= compared(self.run.metrics, self.score(metrics))
+                metrics |= compared(self.run.metrics, metrics, self.score(metrics), trainer)
+                if trainer.export == "best" and is_best(metrics):
+                    self.run.keep_best(step, metrics[BEST], self.learner.save_pretrained)
                 self.writer.write(step, metrics)
-                if patience and is_due(metrics, patience) and step < self.job.total_steps:
+                if is_due(metrics, trainer.early_stopping_patience) and step < self.job.total_steps:
                     self._end_early(step, metrics)
             case Stepped():
                 self._record_step(event)
@@ -321,9 +322,8 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
                 pass
 
     def _end_early(self, step: int, metrics: Mapping[str, float]) -> None:
-        since = f"{metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
-        reason = f"no improvement in {since}: the run ends early (trainer.early_stopping_patience)"
-        self.display.say(f"step {step}: {reason}")
+        found = f"no improvement in {metrics[SINCE_BEST]:.0f} evaluation{'s' * (metrics[SINCE_BEST] > 1)}"
+        self.display.say(f"step {step}: {found}: the run ends early (trainer.early_stopping_patience)")
         self.stop.end_early()
 
     def _is_save_due(self, step: int) -> bool:

@@ -28,7 +28,7 @@ from gcore_rollout import EngineDiedError, EngineStartError, RolloutError
 from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
-from gcore_runs.loop.early_stopping import has_ended
+from gcore_runs.loop.best import has_ended
 from gcore_runs.loop.learning_signal import check_signal
 from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, interrupted_by
 from gcore_runs.report.page import render_report
@@ -45,7 +45,7 @@ from gcore_runs.run_folder import (
     write_atomically,
 )
 from gcore_runs.settings.parsing import read_toml
-from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig, RLTrainerConfig
 from gcore_runs.trackers.base import TrackedRun, Tracker
 from gcore_trainer import TrainerError
 
@@ -305,6 +305,13 @@ class Supervisor:
         is_recorded = step > 0 and any(row["step"] == step for row in self._evaluations())
         return is_recorded or not self.is_evaluation_due(step, total)
 
+    def best_policy(self) -> Path | None:
+        """Return the folder of the trained parts that are exported in place of the last ones; None: there is none."""
+        if (step := self._best_step()) is None:
+            return None
+        self.display.say(f"exporting the policy of step {step}, the best on held-out prompts")
+        return self.run.best / "trained"
+
     def export(self, write: Callable[[Path], object]) -> None:
         """Let ``write`` fill the export's folder, and put it in place in one step."""
         write_atomically(self.run.export, write)
@@ -320,8 +327,14 @@ class Supervisor:
                 f"the run is complete, with its export at {run.export}, but its report cannot be written: "
                 f"{said(error)}; the command report {run.path} writes it"
             ) from error
-        evaluations = self._evaluations() or [{}]
-        return Result(run=run.path, before=evaluations[0], after=evaluations[-1], has_signal=has_signal)
+        evaluations, best = self._evaluations() or [{}], self._best_step()
+        after = next((row for row in evaluations if best is not None and row["step"] == best), evaluations[-1])
+        return Result(run=run.path, before=evaluations[0], after=after, has_signal=has_signal)
+
+    def _best_step(self) -> int | None:
+        """Return the step whose policy is exported in place of the last one; None: there is none."""
+        trainer = self._config.trainer
+        return self.run.best_step() if isinstance(trainer, RLTrainerConfig) and trainer.export == "best" else None
 
     def _has_ended_early(self, last_step: int) -> bool:
         config = self._config

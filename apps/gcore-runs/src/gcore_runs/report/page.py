@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gcore_runs.report.gallery import read_gallery
+from gcore_runs.report.held_out import set_panels, set_rows
 from gcore_runs.report.panels import (
     MAX_POINTS,
     amount,
@@ -65,6 +66,8 @@ def _render(run: Run) -> str:
         tiles=tiles(run),
         reward=reward_panel(run),
         reward_seen=reward_seen(run),
+        sets=set_panels(run),
+        set_rows=set_rows(run),
         warmup=signal_panel(run.warmup, "Warm-up loss", "sft/loss", "cross-entropy, nats per token"),
         warmup_seen=warmup_seen(run),
         stages=stage_panel(run),

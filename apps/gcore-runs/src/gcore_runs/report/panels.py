@@ -199,7 +199,8 @@ def stage_panel(run: Run) -> Panel | None:
     for index, row in enumerate(rows):
         for key, value in row.items():
             stage = key.removeprefix("timing_s/")
-            if stage not in (key, "step") and (seconds := number(value)) is not None:
+            # An evaluation is after the step.
+            if stage not in (key, "step", "val") and (seconds := number(value)) is not None:
                 times[stage if stage in STAGES else "other"][index] += seconds
     stages = {stage: seconds for stage, seconds in times.items() if any(seconds)}
     if not stages:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from gcore_runs.errors import UserError
-from gcore_runs.loop.early_stopping import is_due
+from gcore_runs.loop.best import is_due
 from gcore_runs.run_folder import RunFolder, StepSpans, json_object
 
 Row: TypeAlias = dict[str, Any]

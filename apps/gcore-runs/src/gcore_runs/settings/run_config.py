@@ -56,10 +56,16 @@ class RLTrainerConfig(BaseTrainerConfig):
     """Passes over the training rows, at data.train-batch-size rows a step, in place of total-training-steps; rows that
     dynamic sampling draws beyond a step's count as well (sampling/epoch), but not here. 0: total-training-steps."""
     log_samples: NonNegative = 4
-    """Samples of each step, chosen at random, that are written to samples.jsonl, and shown in the report and by
-    trackers; 0: none."""
+    """Random samples of each step that samples.jsonl, the report and the trackers show; 0: none."""
     early_stopping_patience: NonNegative = 0
     """Evaluations in a row without improvement after which the run ends early; 0: it never does."""
+    export: Literal["last", "best"] = "last"
+    """Step whose policy is exported. best: that of the best evaluation; it is saved at once."""
+    best_metric: str = ""
+    """Metric of evaluations that says which is best, such as val/aime24/avg@8; empty: the mean of greedy scores, or of
+    a reward not trained on."""
+    best_mode: Literal["max", "min"] = "max"
+    """max: its highest value is best; min: its lowest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +97,8 @@ class RanksConfig(BaseTrainerConfig):
             raise UserError(f"trainer.megatron.{error}") from None
         for own in fields(plain) if self.backend != "megatron" and self.megatron != plain else ():
             value, default = (getattr(config, own.name) for config in (self.megatron, plain))
-            self.require(
-                f"megatron.{own.name}",
-                value == default,
-                f"{str(default).lower()} with trainer.backend {self.backend!r}",
-            )
+            expected = f"{str(default).lower()} with trainer.backend {self.backend!r}"
+            self.require(f"megatron.{own.name}", value == default, expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +287,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
             filter_groups=self.algorithm.filter_groups,
             max_num_gen_batches=self.algorithm.max_num_gen_batches,
             shuffle_seed=self.data.shuffle_seed,
-            # Simulated samples have no content.
             log_samples=0 if self.runtime == "sim" else self.trainer.log_samples,
         )
 

@@ -194,7 +194,7 @@ class Prepared(Generic[UpdateT]):
     updates: Sequence[UpdateT]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     of_groups: Sequence[Any] = ()
-    """What was computed for each group of the batch, for `Modality.samples`."""
+    """Values that belong to each group of the batch, for `Modality.samples`."""
 
 
 class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):

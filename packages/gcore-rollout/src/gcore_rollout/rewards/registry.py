@@ -14,10 +14,10 @@ from gcore_rollout.images.reward import FrameReward, ImageRewardFunction, JPEGCo
 from gcore_rollout.multi_turn.chat import ChatEncoder
 from gcore_rollout.multi_turn.environment import Environment, RevisionEnvironment
 from gcore_rollout.rewards.kinds.composite import CompositeReward, reward_terms
+from gcore_rollout.rewards.kinds.graders import AIMEReward, GSM8KReward, MultipleChoiceReward
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
 from gcore_rollout.rewards.reward import Failed, FailureLog, RewardFunction, Scored
 from gcore_rollout.rewards.runner import OnError, RewardRunner
-from gcore_rollout.rewards.signatures import with_known_parameters
 from gcore_rollout.sandbox.sandbox import Sandbox
 
 KindT = TypeVar("KindT")
@@ -155,6 +155,9 @@ def _image_reward(name: str, settings: ImageRewardSettings) -> ImageRewardFuncti
 
 _REWARDS: dict[str, Callable[[], RewardFunction]] = {
     "math-verify": MathVerifyReward,
+    "gsm8k": GSM8KReward,
+    "aime": AIMEReward,
+    "multiple-choice": MultipleChoiceReward,
     "code": lambda: CodeReward(Sandbox()),
 }
 _IMAGE_REWARDS = {
@@ -249,7 +252,13 @@ def load_reward(spec: str, *, prompt_key: str = "prompt") -> RewardFunction:
     Its parameters are those of a `RewardFunction`, of verl or of TRL; see `with_known_parameters`. ``prompt_key`` is
     the column of a row that has the prompt.
     """
-    return with_known_parameters(load_function(spec, setting="reward"), setting="reward", prompt_key=prompt_key)
+    function = load_function(spec, setting="reward")
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_varnames[: code.co_argcount] == ("prompt", "completion", "row"):
+        return function
+    from gcore_rollout.rewards.signatures import with_known_parameters
+
+    return with_known_parameters(function, setting="reward", prompt_key=prompt_key)
 
 
 def load_function(spec: str, *, setting: str) -> Callable[..., Any]:

@@ -33,6 +33,8 @@ class Scored:
     """Numbers that explain the score, by name, for metrics such as ``reward/format/mean``. They are not added to it."""
     feedback: str = ""
     """The reason in words, such as a judge's: a next turn can give it to the policy."""
+    answer: str | None = None
+    """The answer that was found in the completion, in one spelling for equal answers: evaluations vote by it."""
 
     def as_parts(self, name: str) -> dict[str, float]:
         """Return score and parts as the parts of another score: ``judge`` and ``judge/parsed``."""

@@ -78,7 +78,7 @@ def checked(value: object) -> Scored:
     if not isinstance(value, Scored):
         return Scored(score=_finite("returned", value))
     parts = {name: _finite(f"returned a part {name!r} of", part) for name, part in value.parts.items()}
-    return Scored(score=_finite("returned a score of", value.score), parts=parts, feedback=value.feedback)
+    return replace(value, score=_finite("returned a score of", value.score), parts=parts)
 
 
 def _finite(what: str, value: Any) -> float:

@@ -117,4 +117,5 @@ def _sum(scored: Mapping[str, Scored], weights: Mapping[str, float]) -> Scored:
         score=math.fsum(weights[name] * one.score for name, one in scored.items()),
         parts={part: value for name, one in scored.items() for part, value in one.as_parts(name).items()},
         feedback="\n\n".join(one.feedback for one in scored.values() if one.feedback),
+        answer=next((one.answer for one in scored.values() if one.answer is not None), None),
     )

@@ -43,7 +43,7 @@ class ReasoningGymReward:
         self._gym = import_reasoning_gym()
         self._verifiers: dict[str, Callable[[str, Mapping[str, Any]], float]] = {}
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         """Score one completion of a row whose ``entry`` is the task's own, as reasoning_gym made it."""
         del prompt
         try:
@@ -54,7 +54,7 @@ class ReasoningGymReward:
         if name not in self._verifiers:
             self._verifiers[name] = self._gym.get_score_answer_fn(name)
         answer = completion.rpartition(self._answer_after)[2] if self._answer_after else completion
-        return float(self._verifiers[name](answer.strip(), entry) >= 1.0)
+        return Scored(score=float(self._verifiers[name](answer.strip(), entry) >= 1.0), answer=answer.strip())
 
 
 class MathVerifyReward:
@@ -71,12 +71,13 @@ class MathVerifyReward:
         self._library = math_verify
         self._answer_key = answer_key
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
         del prompt
         expected = column(row, self._answer_key, "math-verify to compare with")
         # Its own time-outs use SIGALRM, which works in the main thread alone and would break the event loop's timers.
         gold, answer = (self._library.parse(text, parsing_timeout=0) for text in (f"${expected}$", completion))
-        return float(self._library.verify(gold, answer, timeout_seconds=0))
+        is_right = self._library.verify(gold, answer, timeout_seconds=0)
+        return Scored(score=float(is_right), answer=str(answer[0]) if answer else None)
 
 
 def last_code_block(completion: str) -> str | None:
@@ -97,6 +98,10 @@ class CodeReward:
       exit with status 0. White space at the ends of lines and of the text is not compared. The outputs stay outside
       the sandbox, so nothing passes but printing them.
 
+    A row without the column may be one of HumanEval, with ``test``, ``entry_point`` and ``prompt``, the start of the
+    program, or one of MBPP, with ``test_list`` and ``test_imports`` or ``test_setup_code``. For HumanEval the block is
+    the function, without the imports of the prompt, or what follows the prompt.
+
     Parts: ``passed``, the fraction of tests that passed (of the tests run, where the first failure ends it),
     ``has_code`` and ``timed_out``.
     """
@@ -116,6 +121,7 @@ class CodeReward:
         program = last_code_block(completion)
         if program is None:
             return Scored(score=0.0, parts={"passed": 0.0, "has_code": 0.0, "timed_out": 0.0})
+        program = _from_the_start(program, row)
         if isinstance(tests[0], str):
             result = await self.sandbox.run(program, tests=tests)
             passed, results = list(result.passed), [result]
@@ -149,6 +155,8 @@ class CodeReward:
 
     def _tests(self, row: Mapping[str, Any]) -> list[Any]:
         """Return the row's tests, of one kind and at least one."""
+        if self.tests_key not in row and (known := _published_tests(row)):
+            return known
         value = column(row, self.tests_key, "its program to pass")
         tests: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else []
         if tests and (all(isinstance(test, str) for test in tests) or all(_is_case(test) for test in tests)):
@@ -157,6 +165,27 @@ class CodeReward:
             f"the row's {self.tests_key!r} is {value!r:.200}; expected Python statements (a string or several), "
             'or one or more {"input": str, "output": str}'
         )
+
+
+def _published_tests(row: Mapping[str, Any]) -> list[Any]:
+    """Return the tests of a row in the format of HumanEval or MBPP; none: it is in another one."""
+    if isinstance(row.get("test"), str) and isinstance(row.get("entry_point"), str):
+        return [f"{row['test']}\n\ncheck({row['entry_point']})"]
+    setup = row.get("test_imports", row.get("test_setup_code")) or ""
+    before = setup if isinstance(setup, str) else "\n".join(setup)
+    return [f"{before}\n{test}".lstrip() for test in row.get("test_list") or []]
+
+
+def _from_the_start(program: str, row: Mapping[str, Any]) -> str:
+    """Return a program with what HumanEval's prompt has before the function, or with all of it before its rest."""
+    name, start = row.get("entry_point"), row.get("prompt")
+    if not isinstance(name, str) or not isinstance(start, str):
+        return program
+    head = re.compile(rf"^(async )?def {re.escape(name)}\b", re.MULTILINE)
+    if not head.search(program):
+        return f"{start}{program}"
+    found = head.search(start)
+    return f"{start[: found.start()]}{program}" if found else program
 
 
 def _is_case(test: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Evaluation: sets of prompts, estimators of their scores, and the command that does nothing else."""

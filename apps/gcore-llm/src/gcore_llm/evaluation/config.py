@@ -1,0 +1,60 @@
+"""Settings of evaluation on held-out prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Self
+
+from gcore_llm.evaluation.sets import val_sources
+from gcore_runs import Amount, Bound, Checked, NonNegative, UserError, converted
+
+_OWN: dict[str, Any] = {"n": int, "temperature": float, "reward": str}
+"""Settings that a set may have of its own, and their types."""
+_FINITE = Bound(lambda score: abs(score) < float("inf"), "a finite number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValConfig(Checked, section="rollout.val_kwargs"):
+    """Responses to held-out prompts: one greedily, and some by sampling."""
+
+    n: NonNegative = 1
+    """Sampled responses to each held-out prompt, next to the greedy one; from 2 on there are pass@k and maj@k, too."""
+    temperature: Amount = 0.0
+    """Temperature of the sampled ones; 0: rollout.temperature."""
+    right_from: Annotated[float, _FINITE] = 1.0
+    """Lowest score of a response that pass@k counts as right."""
+    sets: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Other values of n and temperature for single sets of data.val-files, and their reward in place of the run's, by
+    the set's name: --rollout.val-kwargs.sets.NAME '{n = 32, reward = "aime"}'."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.sets:
+            self.of_set(name)
+
+    def of_set(self, name: str) -> Self:
+        """Return these settings with what the set of this name has of its own; `UserError` if that is wrong."""
+        where, own = f"rollout.val_kwargs.sets.{name}", self.sets.get(name, {})
+        if not isinstance(own, Mapping):
+            raise UserError(f"{where} is {own!r}; expected a table of {', '.join(_OWN)}")
+        if unknown := own.keys() - _OWN.keys():
+            raise UserError(f"{where} has {', '.join(sorted(map(str, unknown)))}; expected {', '.join(_OWN)}")
+        values = {key: converted(f"{where}.{key}", value, _OWN[key]) for key, value in own.items() if key != "reward"}
+        try:
+            return replace(self, **values, sets={})
+        except UserError as error:
+            raise UserError(str(error).replace("rollout.val_kwargs", where)) from None
+
+    def rewards(self, val_files: Sequence[str]) -> dict[str, str]:
+        """Return the rewards that sets of data.val_files have in place of the run's, by the set's name."""
+        sources = val_sources(val_files, setting="data.val_files")
+        known = {source.name: source.published.reward for source in sources if source.published}
+        return known | {name: str(own["reward"]) for name, own in self.sets.items() if "reward" in own}
+
+    def check(self, val_files: Sequence[str], *, is_pairwise: bool) -> None:
+        """Raise `UserError` for a set that data.val_files does not name, or more than two responses to be compared."""
+        names = [source.name for source in val_sources(val_files, setting="data.val_files") if source.name]
+        if unknown := sorted(self.sets.keys() - set(names)):
+            known = ", ".join(names) or "none has a name"
+            raise UserError(f"rollout.val_kwargs.sets has {unknown[0]!r}; expected a set of data.val_files: {known}")
+        for name in ("", *names) if is_pairwise else ():
+            self.of_set(name).require("n", self.of_set(name).n == 1, "1 with reward_model.judge.pairwise")

@@ -1,0 +1,121 @@
+"""Estimators of a model's quality from n responses to each prompt, and their standard errors."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def pass_at_k(num: int, num_right: int, k: int) -> float:
+    """Return the probability that one of k responses is right, unbiased, from ``num`` responses, some of them right.
+
+    It is ``1 - C(n - c, k) / C(n, k)`` of Chen et al., "Evaluating Large Language Models Trained on Code"
+    (arXiv 2107.03374, equation 1): the share of the subsets of k responses that hold a right one. The quotient is of
+    exact integers, rounded once. `ValueError` unless ``1 <= k <= num`` and ``0 <= num_right <= num``.
+    """
+    if not 1 <= k <= num or not 0 <= num_right <= num:
+        raise ValueError(f"k is {k} and num_right is {num_right}; expected 1 to num={num}, and 0 to num={num}")
+    subsets = math.comb(num, k)
+    return (subsets - math.comb(num - num_right, k)) / subsets
+
+
+def maj_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> float:
+    """Return the score of the answer that most of k responses give, on average over all subsets of k of them.
+
+    Answers that are most frequent together count in equal parts, which is their mean if one of them is drawn. A
+    response without an answer (None) has no vote, and a subset without any vote has the score 0. The score of an answer
+    is the mean of its responses' scores. `ValueError` unless ``1 <= k <= len(answers)``.
+
+    For each number m of votes of the winners, the polynomial in x whose coefficient of x**j counts the ways to take j
+    responses is multiplied up over the answers, next to the same one weighted by the winners' scores.
+    """
+    if not 1 <= k <= len(answers):
+        raise ValueError(f"k is {k}; expected 1 to {len(answers)}, the number of responses")
+    of_answer: dict[str, list[float]] = defaultdict(list)
+    for answer, score in zip(answers, scores, strict=True):
+        if answer is not None:
+            of_answer[answer].append(score)
+    voted = [(len(own), math.fsum(own) / len(own)) for own in of_answer.values()]
+    num_silent = len(answers) - sum(count for count, _ in voted)
+    most = max((count for count, _ in voted), default=0)
+    if k == len(answers):
+        winners = [score for count, score in voted if count == most]
+        return math.fsum(winners) / len(winners) if winners else 0.0
+    found = 0.0
+    for m in range(1, min(most, k) + 1):
+        # [winners, responses taken]; what is above k responses, or k // m winners, is not needed.
+        ways = np.zeros((k // m + 1, k + 1))
+        ways[0] = [math.comb(num_silent, taken) for taken in range(k + 1)]
+        summed = np.zeros_like(ways)
+        for count, score in voted:
+            new_ways, new_summed = np.zeros_like(ways), np.zeros_like(ways)
+            for votes in range(min(m, count + 1)):
+                weight = math.comb(count, votes)
+                new_ways[:, votes:] += weight * ways[:, : k + 1 - votes]
+                new_summed[:, votes:] += weight * summed[:, : k + 1 - votes]
+            if count >= m:
+                weight = math.comb(count, m)
+                new_ways[1:, m:] += weight * ways[:-1, : k + 1 - m]
+                new_summed[1:, m:] += weight * (summed[:-1, : k + 1 - m] + score * ways[:-1, : k + 1 - m])
+            ways, summed = new_ways, new_summed
+        found += float((summed[1:, k] / np.arange(1, len(summed))).sum())
+    return found / math.comb(len(answers), k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over prompts, with its standard error."""
+
+    mean: float
+    stderr: float | None
+    """Standard error of the mean: the sample's standard deviation over the square root of the number of prompts, whose
+    responses may depend on each other (Miller, arXiv 2411.00640). None with one prompt."""
+    num: int
+    """Prompts."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Estimate":
+        """Return the estimate from one number of each prompt, at least one."""
+        num, mean = len(values), math.fsum(values) / len(values)
+        if num < 2:
+            return cls(mean=mean, stderr=None, num=num)
+        variance = math.fsum((value - mean) ** 2 for value in values) / (num - 1)
+        return cls(mean=mean, stderr=math.sqrt(variance / num), num=num)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if self.stderr is None else f" ± {self.stderr:.3f}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """The scored responses to one prompt."""
+
+    scores: tuple[float, ...]
+    answers: tuple[str | None, ...]
+    """The answers that the reward found; see `gcore_rollout.Scored`."""
+
+
+def group_sizes(n: int) -> list[int]:
+    """Return the numbers k of responses that are reported with n: the powers of two from 2 on, and n."""
+    return sorted({*(2**power for power in range(1, n.bit_length()) if 2**power <= n), *([n] if n > 1 else [])})
+
+
+def estimates(answered: Sequence[Answered], *, right_from: float) -> dict[str, Estimate]:
+    """Return ``avg@n``, and with two responses a prompt or more ``pass@k`` and ``maj@k``, over prompts of the same n.
+
+    ``maj@k`` is only there if the reward found an answer in any response. A response is right from the score
+    ``right_from`` on. No prompts have no estimates.
+    """
+    if not answered:
+        return {}
+    n = len(answered[0].scores)
+    found = {f"avg@{n}": Estimate.of([math.fsum(one.scores) / n for one in answered])}
+    rights = [sum(score >= right_from for score in one.scores) for one in answered]
+    has_answers = any(answer is not None for one in answered for answer in one.answers)
+    for k in group_sizes(n):
+        found[f"pass@{k}"] = Estimate.of([pass_at_k(n, num_right, k) for num_right in rights])
+        if has_answers:
+            found[f"maj@{k}"] = Estimate.of([maj_at_k(one.answers, one.scores, k) for one in answered])
+    return found

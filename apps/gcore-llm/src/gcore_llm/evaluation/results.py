@@ -1,0 +1,74 @@
+"""The folder of an evaluation: its settings, every response, and the estimates; an interrupted one is continued."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gcore_llm.evaluation.estimators import Answered
+from gcore_llm.evaluation.evaluate import Evaluation, Task, ValSet
+from gcore_rollout import Group
+from gcore_runs import UserError, append_json, json_object, read_jsonl, write_atomically, write_jsonl
+
+
+class Results:
+    """Keeps responses as they are scored, and the estimates at the end.
+
+    Args:
+        folder: made if there is none.
+        identity: what determines the results. `UserError` if the folder has those of another.
+        sets: the prompts.
+        tokenizer: decodes the responses.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], sets: Sequence[ValSet], tokenizer: Any) -> None:
+        self.folder, self._sets, self._tokenizer = folder, sets, tokenizer
+        self._responses = folder / "responses.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = folder / "settings.json"
+        if settings.is_file():
+            before = json_object(settings.read_text(), str(settings))
+            if before != identity:
+                changed = [name for name in {**before, **identity} if before.get(name) != identity.get(name)]
+                raise UserError(f"out is {folder}; expected another folder: its results are of another {changed[0]}")
+        write_atomically(settings, lambda path: path.write_text(json.dumps(identity, indent=1)))
+        names = [own.name for own in sets]
+        rows = [row for row in read_jsonl(self._responses) if row["set"] in names]
+        # A process that was killed may have left half a line.
+        write_jsonl(self._responses, rows)
+        self.done = {
+            Task(names.index(row["set"]), row["way"], row["prompt"]): Answered(
+                scores=tuple(response["score"] for response in row["responses"]),
+                answers=tuple(response["answer"] for response in row["responses"]),
+            )
+            for row in rows
+        }
+        """What was answered before."""
+
+    def add(self, task: Task, group: Group) -> None:
+        """Append the responses to a prompt."""
+        own = self._sets[task.set]
+        prompt = own.prompts[task.prompt]
+        responses = [
+            {
+                "text": self._tokenizer.decode(response.token_ids, skip_special_tokens=True),
+                "score": response.score,
+                "answer": response.answer,
+                "num_tokens": int(response.token_ids.size),
+                "truncated": response.truncated,
+            }
+            for response in group.responses
+        ]
+        row = {"set": own.name, "way": task.way, "prompt": task.prompt, "text": prompt.text, "responses": responses}
+        append_json(self._responses, row)
+
+    def write(self, evaluation: Evaluation) -> None:
+        """Write the estimates of each set, and of its data sources, and the metrics by their names in a run."""
+        content = {
+            "sets": {
+                name: {key: asdict(estimate) for key, estimate in own.items()} for name, own in evaluation.by_set()
+            },
+            "metrics": evaluation.metrics(),
+        }
+        write_atomically(self.folder / "results.json", lambda path: path.write_text(json.dumps(content, indent=1)))

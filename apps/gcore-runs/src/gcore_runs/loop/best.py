@@ -1,0 +1,61 @@
+"""The best evaluation so far, whose policy may be kept, and the end of a run that no longer gets better.
+
+metrics.jsonl alone says which one it is, so a resumed run decides as an uninterrupted one.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from gcore_runs.errors import UserError
+from gcore_runs.run_folder import read_jsonl
+from gcore_runs.settings.run_config import RLTrainerConfig
+
+BEST, SINCE_BEST = "val/best", "val/evaluations_since_best"
+"""Metrics of evaluations: the best score until then, and the evaluations after the one that had it."""
+
+
+def compared(
+    metrics_file: Path, metrics: Mapping[str, float], score: float | None, trainer: RLTrainerConfig
+) -> dict[str, float]:
+    """Return `BEST` and `SINCE_BEST` of an evaluation, from those of the ones before.
+
+    They are not there if no setting depends on which evaluation is best.
+
+    Args:
+        metrics_file: metrics.jsonl.
+        metrics: those of the evaluation.
+        score: what it is compared by unless trainer.best_metric names one of its metrics; None: it is no best.
+        trainer: the settings.
+
+    Raises:
+        UserError: there is no such metric. Without a majority vote, because no response had an answer, it is no best.
+    """
+    if not trainer.early_stopping_patience and trainer.export != "best":
+        return {}
+    if (name := trainer.best_metric) and score is not None:
+        if name not in metrics and "maj@" not in name:
+            known = ", ".join(sorted(metric for metric in metrics if metric.startswith("val/")))
+            raise UserError(f"trainer.best_metric is {name!r}; expected a metric of evaluations: {known}")
+        score = metrics.get(name)
+    earlier = [row for row in read_jsonl(metrics_file) if SINCE_BEST in row]
+    best, num_since = (earlier[-1].get(BEST), earlier[-1][SINCE_BEST]) if earlier else (None, -1)
+    sign = -1 if trainer.best_mode == "min" else 1
+    if score is not None and (best is None or sign * score > sign * best):
+        return {BEST: score, SINCE_BEST: 0.0}
+    return {SINCE_BEST: num_since + 1.0, **({} if best is None else {BEST: best})}
+
+
+def is_best(metrics: Mapping[str, float]) -> bool:
+    """Return whether the evaluation that has these metrics is the best so far."""
+    return metrics.get(SINCE_BEST) == 0 and BEST in metrics
+
+
+def is_due(metrics: Mapping[str, float], patience: int) -> bool:
+    """Return whether a run ends with the evaluation that has these metrics; ``patience`` 0: never."""
+    return 0 < patience <= metrics.get(SINCE_BEST, 0)
+
+
+def has_ended(metrics_file: Path, patience: int, *, last_step: int) -> bool:
+    """Return whether a run that has reached ``last_step`` ended there."""
+    rows = [row for row in read_jsonl(metrics_file) if row["step"] == last_step]
+    return any(is_due(row, patience) for row in rows)

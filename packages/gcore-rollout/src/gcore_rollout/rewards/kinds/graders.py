@@ -1,0 +1,191 @@
+"""Graders of short answers: a number (GSM8K), an integer (AIME), or the letter of a choice (MMLU, GPQA)."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from gcore_rollout.errors import RewardError
+from gcore_rollout.rewards.reward import Scored, column
+
+_LETTERS = "ABCDEFGHIJ"
+"""Letters of choices whose number the row does not say."""
+_MARK = "####"
+"""GSM8K's own answers end in this and a number."""
+_NUMBER = re.compile(
+    r"(?<![\w.)])(?P<sign>-?\$?-?)"  # a minus after a digit or a parenthesis subtracts
+    r"(?:(?:(?P<whole>\d+)\s+)?(?P<over>\d+)\s?/\s?(?P<under>0*[1-9]\d*)(?![\d.,]\d)"
+    r"|(?P<decimal>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.\d+|\d+))"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}")
+_BOXES = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_STYLES = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathsf|mbox)\s*\{([^{}]*)\}")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°")
+_INTEGER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.0+)?(?=(?:\s+[A-Za-z ]+)?\.?$)")
+_STATED = re.compile(
+    r"(?i:\b(?:answer|choice|option)\b)(?i:\s*(?:is|:|=)\s*:?)(?i:\s*(?:choice|option)\b)?"
+    r"[\s*$_{\[]*(?:\((?P<inner>[A-Za-z])\)|(?P<letter>[A-Z])(?![\w'\u2019]))"
+)
+_ALONE = re.compile(r"^[^\w\n]*([A-Z])[^\w\n]*$", re.MULTILINE)
+_FIRST = re.compile(r"\(?([A-Z])[).:]\s")
+_ENCLOSED = re.compile(r"\(([A-Z])\)")
+_BOXED_LETTER = re.compile(r"[\s*$({\[]*([A-Za-z])(?![A-Za-z])")
+_AFTER_A_LETTER = {"and", "as", "because", "by", "due", "for", "from", "given", "since", "with"}
+
+
+def boxed(text: str) -> list[str]:
+    r"""Return the contents of every ``\boxed{...}`` that is closed and not empty, in their order."""
+    found: list[str] = []
+    for start in _BOXES.finditer(text):
+        depth = 1
+        for place in range(start.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if not depth:
+                found += [text[start.end() : place].strip()]
+                break
+    return [content for content in found if content]
+
+
+def numbers(text: str) -> list[Fraction]:
+    r"""Return the numbers in a text, in their order: ``-3``, ``$1,234.50``, ``3/4``, ``1 1/2`` and ``\frac{3}{4}``.
+
+    Units are left out, and a percent sign is one: ``50%`` is 50.
+    """
+    plain = text.replace("\u2212", "-").replace("{,}", ",").replace("\\!", "").replace("\\$", "$")
+    plain = _FRACTION.sub(r"\1/\2", re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", plain))
+    return [_value(match) for match in _NUMBER.finditer(plain)]
+
+
+def _value(match: re.Match[str]) -> Fraction:
+    if match["over"]:
+        value = int(match["whole"] or 0) + Fraction(int(match["over"]), int(match["under"]))
+    else:
+        value = Fraction(match["decimal"].replace(",", ""))
+    return -value if "-" in match["sign"] else value
+
+
+def final_number(text: str) -> Fraction | None:
+    r"""Return the number that a text gives as its answer; None: it has none.
+
+    It is the first number after the last ``####``; without one, the last number in the last ``\boxed{...}`` that has
+    any; without one, the last number of the text.
+    """
+    _, mark, after = text.rpartition(_MARK)
+    if mark and (found := numbers(after)):
+        return found[0]
+    for part in (*reversed(boxed(text)), text):
+        if found := numbers(part):
+            return found[-1]
+    return None
+
+
+def final_integer(text: str) -> int | None:
+    r"""Return the integer that a text gives as its answer; None: it has none, or something else.
+
+    It is what the last ``\boxed{...}`` has, after an equals sign if there is one, and with units left out; without a
+    box, the text's last number.
+    """
+    boxes = boxed(text)
+    if not boxes:
+        number = final_number(text)
+        return int(number) if number is not None and number.denominator == 1 else None
+    content = _DEGREES.sub("", _STYLES.sub(r" \1", boxes[-1])).rpartition("=")[2]
+    for space in ("\\,", "\\!", "\\;", "\\ ", "$", "{,}"):
+        content = content.replace(space, "," if space == "{,}" else "")
+    match = _INTEGER.match(content.replace("\u2212", "-").strip())
+    return int(match[0].replace(",", "").partition(".")[0]) if match else None
+
+
+def final_letter(text: str, letters: Sequence[str] = _LETTERS) -> str | None:
+    r"""Return the choice that a text gives as its answer; None: it gives none.
+
+    It is the letter in the last ``\boxed{...}`` that has one; without one, the letter of the last statement such as
+    "the answer is (C)" or "Answer: C"; then a letter that has a line of its own, the last one; then the last one in
+    parentheses in the last line; then the letter that a text of one line begins with, "C. Paris". Words such as "A"
+    and "I" in prose are not letters of choices.
+    """
+    allowed = {letter.upper() for letter in letters}
+    for letter in _letters(text):
+        if letter.upper() in allowed:
+            return letter.upper()
+    return None
+
+
+def _letters(text: str) -> Iterator[str]:
+    """Yield the letters that may be the answer, the likeliest first."""
+    for content in reversed(boxed(text)):
+        if match := _BOXED_LETTER.match(_STYLES.sub(r"\1", content)):
+            yield match[1]
+    for match in reversed(list(_STATED.finditer(text))):
+        if match["inner"] or not _is_word(match["letter"], text[match.end() :]):
+            yield match["inner"] or match["letter"]
+    yield from reversed(_ALONE.findall(text))
+    whole = text.strip()
+    yield from reversed(_ENCLOSED.findall(whole.rpartition("\n")[2]))
+    if "\n" not in whole and (match := _FIRST.match(whole)):
+        yield match[1]
+
+
+def _is_word(letter: str, after: str) -> bool:
+    """Return whether "A" or "I" is a word of the sentence, rather than a choice."""
+    following = re.match(r"\s+([a-z]+)", after)
+    return letter in "AI" and following is not None and following[1] not in _AFTER_A_LETTER
+
+
+class GSM8KReward:
+    """1 if the completion's final number equals that of the row's column ``answer_key``, else 0; see `final_number`."""
+
+    def __init__(self, *, answer_key: str = "answer") -> None:
+        self._answer_key = answer_key
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
+        del prompt
+        expected = column(row, self._answer_key, "gsm8k to compare with")
+        wanted = final_number(str(expected))
+        if wanted is None:
+            raise RewardError(f"the row's {self._answer_key!r} is {expected!r:.200}; expected a text with a number")
+        return _scored(final_number(completion), wanted)
+
+
+class AIMEReward:
+    """1 if the completion's final integer equals the row's column ``answer_key``, else 0; see `final_integer`."""
+
+    def __init__(self, *, answer_key: str = "answer") -> None:
+        self._answer_key = answer_key
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
+        del prompt
+        expected = column(row, self._answer_key, "aime to compare with")
+        wanted = final_integer(str(expected))
+        if wanted is None:
+            raise RewardError(f"the row's {self._answer_key!r} is {expected!r:.200}; expected an integer")
+        return _scored(final_integer(completion), wanted)
+
+
+class MultipleChoiceReward:
+    """1 if the completion's letter is that of the row's column ``answer_key``, else 0; see `final_letter`.
+
+    The column has a letter, or the number of the right choice, from 0. Letters beyond the choices in the row's column
+    ``options`` or ``choices`` are no answers; without these columns they are A to J.
+    """
+
+    def __init__(self, *, answer_key: str = "answer") -> None:
+        self._answer_key = answer_key
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
+        del prompt
+        options = row.get("options", row.get("choices"))
+        letters = _LETTERS
+        if isinstance(options, Sequence) and options and not isinstance(options, str):
+            letters = [chr(ord("A") + place) for place in range(len(options))]
+        expected = column(row, self._answer_key, "multiple-choice to compare with")
+        text = str(expected).strip().strip("().").upper()
+        wanted = letters[int(text)] if text.isdecimal() and int(text) < len(letters) else text
+        if wanted not in letters:
+            few = f"one of {', '.join(letters)}, or a number below {len(letters)}"
+            raise RewardError(f"the row's {self._answer_key!r} is {expected!r:.200}; expected {few}")
+        return _scored(final_letter(completion, letters), wanted)
+
+
+def _scored(answer: Fraction | int | str | None, wanted: Fraction | int | str) -> Scored:
+    return Scored(score=float(answer == wanted), answer=None if answer is None else str(answer))
