@@ -83,6 +83,7 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-diffusion train --runtime ray .*": (
         f"{DIFFUSION}/test_diffusion.py::test_a_cluster_trains_alike_despite_kills"
     ),
+    r"uv run gcore-bench data": f"{BENCH}/test_bench_data.py::test_a_quick_run",
     r"(uv run )?gcore-bench diffusion( --.*)?": f"{BENCH}/test_bench_diffusion.py::test_bench_measures_and_simulates",
     r"uv run python tests/ranks/pipeline_conformance\.py": (
         "tests/gcore_rollout/test_pipeline_families.py::test_the_command_prints_the_table"

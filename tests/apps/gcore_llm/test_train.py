@@ -83,7 +83,7 @@ def check_samples_of_training(run: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     rows = read_rows(run / "samples.jsonl")
     assert [row["step"] for row in rows] == [step for step in (1, 2, 3, 4) for _ in range(4)]
-    places = {(row["prompt_index"], row["response_index"]) for row in rows}
+    places = {(row["prompt_index"], row["index"]) for row in rows}
     assert len(places) == len(rows)
     assert {row["is_filtered"] for row in rows} == {True, False}
     for row in rows:

@@ -36,7 +36,8 @@ for settings in json.load(sys.stdin):
         config = resolve(merge(TrainConfig(device="cpu", name="named"), settings))
         found = {"model": config.model, "files": config.data.train_files}
         found["folder"] = sorted(file.name for file in model_folder(config.model).iterdir())
-        found["rows"] = [dict(row) for source in config.data.train_files for rows in open_rows(source) for row in rows]
+        files = [file for source in config.data.train_files for file in open_rows(source)]
+        found["rows"] = [dict(row) for file in files for row in file.rows]
     except UserError as error:
         found = {"error": str(error)}
     print(json.dumps(found))
