@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from gcore_runs.settings.bounds import Checked, Count, NonNegative
+from gcore_runs.settings.bounds import Checked, Count, NonNegative, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +12,7 @@ class BaseDataConfig(Checked, section="data"):
     train_files: tuple[str, ...] = ()
     """JSONL, Parquet, Arrow or CSV files, patterns such as 'part-*.parquet', or splits on the Hugging Face Hub,
     hf://NAMESPACE/NAME[@REVISION][/SUBSET][:SPLIT]."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[Positive, ...] = ()
     """How often each of train-files is drawn from, relative to the others; empty: in proportion to its rows."""
     columns: dict[str, str] = field(default_factory=dict[str, str])
     """Columns to compute from those of a row: --data.columns.NAME and a Jinja expression of them, such as
