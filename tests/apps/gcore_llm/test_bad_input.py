@@ -173,7 +173,7 @@ def test_model(cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path
         ("def reward(p, c, r): return float('nan')", "returned nan; expected a finite number"),
         ("def reward(p, c, r): return 'good'", "returned 'good'; expected one number"),
         ("def reward(p, c, r): return r['gold']", "KeyError: 'gold'"),
-        ("def reward(p, c): return 1.0", "TypeError"),
+        ("def reward(p, c): return 1.0", "reward is reward(p, c); expected the parameters (prompt, completion, row), verl"),
         ("async def reward(p, c, r): raise OSError('no judge')", "OSError: no judge"),
         ("import quux", "does not import: ModuleNotFoundError: No module named 'quux'"),
         ("def reward(p, c, r) return 1", "does not import: SyntaxError"),
@@ -246,7 +246,8 @@ def test_data_files(cli: Cli, own_args: list[str]) -> None:
     assert "data.max_prompt_length is 3: all 2 prompts are longer, the shortest has 4 tokens" in bad_data(
         cli, own_args, '{"prompt": "aaaa"}\n{"prompt": "aaaaa"}\n', "--data.max-prompt-length", "3"
     )
-    assert "bad.csv ends in '.csv'; expected .jsonl or .parquet" in bad_data(cli, own_args, "", name="bad.csv")
+    assert "bad.csv is not CSV: Empty CSV file" in bad_data(cli, own_args, "", name="bad.csv")
+    assert "bad.txt ends in '.txt'; expected " in bad_data(cli, own_args, "", name="bad.txt")
     assert "bad.parquet is not Parquet" in bad_data(cli, own_args, "prompt", name="bad.parquet")
     (cli.cwd / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     assert "latin.jsonl is not UTF-8" in cli.refused(*option_set(own_args, "--data.train-files", "latin.jsonl"))

@@ -114,7 +114,6 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         self._sampling, self._with_greedy = sampling_params(job.config), job.config.algorithm.estimator.needs_greedy
         self._has_critic, self._has_reference = has_critic(job.config), has_reference(job.config)
         self._distillation = job.config.distillation
-        self._source_key = self._distillation.source_key if self._distillation.sources else ""
         self._keeps_cache = job.config.trainer.schedule == "async"
         self.saves_evaluated = job.config.trainer.export == "best"
 
@@ -139,7 +138,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,
-            source_key=self._source_key,
+            source_key=self._distillation.read_column,
         )
         groups, unfinished = await generation.run(wave.prompts, unfinished=wave.unfinished, take=wave.take)
         return Generated(groups=groups, unfinished=unfinished)
@@ -181,11 +180,10 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             groups, scored, config.algorithm, kl=self._kl, max_response_length=length, group=ctx.group
         )
         metrics |= compared
-        if self._distillation.teachers:
+        if is_taught := bool(self._distillation.teachers):
             taught = await self._taught(ctx, groups, samples)
             samples, own = await with_distillation(samples, taught, ctx.group, coef=self._distillation.coef)
             metrics |= own
-        is_taught = bool(self._distillation.teachers)
         metrics[self.HAS_SIGNAL] = float(has_signal(batch.metrics | metrics, is_taught=is_taught))
         updates: list[list[MicroBatch]] = []
         for update in range(num_updates):

@@ -46,6 +46,11 @@ class DistillationConfig(Checked, section="distillation"):
         self.require("teachers", not self.teachers or runtime != "sim", "none with runtime 'sim'")
 
     @property
+    def read_column(self) -> str:
+        """The column that is read of a row; empty: none is."""
+        return self.source_key if self.sources else ""
+
+    @property
     def roles(self) -> dict[str, str]:
         """The teachers by the names of their roles."""
         return {f"teacher-{number}": folder for number, folder in enumerate(self.teachers)}
