@@ -215,8 +215,9 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
         del step
-        if not (sets := val_sets(self._job.prompts, self._config, ctx.roles.graders)):
+        if not self._job.prompts.num_held_out:
             return None
+        sets = val_sets(self._job.prompts, self._config, ctx.roles.graders)
         start_s = ctx.clock()
         evaluation = await evaluate(ctx.roles, sets, group=ctx.group, timer=ctx.timer)
         return replace(evaluation, seconds=ctx.clock() - start_s)

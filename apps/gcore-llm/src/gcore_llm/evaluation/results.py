@@ -44,7 +44,7 @@ class Results:
             )
             for row in rows
         }
-        """What was answered before."""
+        """Scores of the prompts that were answered before."""
 
     def add(self, task: Task, group: Group) -> None:
         """Append the responses to a prompt."""
