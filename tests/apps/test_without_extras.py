@@ -7,7 +7,19 @@ from pathlib import Path
 
 import pytest
 
-EXTRAS = ("ray", "vllm", "megatron", "bitsandbytes", "sglang", "triton", "mlflow", "swanlab", "trackio", "wandb")
+EXTRAS = (
+    "datasets",
+    "ray",
+    "vllm",
+    "megatron",
+    "bitsandbytes",
+    "sglang",
+    "triton",
+    "mlflow",
+    "swanlab",
+    "trackio",
+    "wandb",
+)
 PROGRAM = f"""
 import sys
 from importlib import import_module

@@ -13,12 +13,14 @@ from gcore_controller import (
     Evaluated,
     Event,
     Generated,
+    Prepared,
     Reached,
     RLHFConfig,
     RLHFLoop,
     RunStart,
     State,
     Stepped,
+    TrainingBatch,
     Updating,
     Wave,
     run_inline,
@@ -36,6 +38,7 @@ class Notebook:
     """A recorder that keeps everything."""
 
     metrics: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    samples: list[list[dict[str, Any]]] = field(default_factory=list[list[dict[str, Any]]])
     states: list[list[State]] = field(default_factory=list[list[State]])
     weights: list[Any] = field(default_factory=list[Any])
     evaluations: dict[int, float] = field(default_factory=dict[int, float])
@@ -49,7 +52,8 @@ class Notebook:
                 self.evaluations[step] = evaluation
             case Updating():
                 self.num_updating += 1
-            case Stepped(step=step, metrics=metrics, spans=spans):
+            case Stepped(step=step, metrics=metrics, spans=spans, samples=samples):
+                self.samples.append(samples)
                 assert step == self.num_updating + self.first_step
                 assert all(spans)
                 self.metrics.append({name: value for name, value in metrics.items() if not name.startswith(CLOCKS)})
@@ -96,6 +100,31 @@ def test_the_same_training_with_any_number_of_controllers(world_size: int) -> No
         assert row["sampling/groups"] == 6
         assert row["sampling/oldest_version"] == version
         assert row["training/has_signal"] == 1
+
+
+class ShownTones(Tones):
+    """Shows takes, trained on and filtered, in an order that depends on the step and the prompt."""
+
+    def samples(
+        self, ctx: Any, step: int, batch: TrainingBatch[Take], prepared: Prepared[Any] | None
+    ) -> list[tuple[int, dict[str, Any]]]:
+        del ctx
+        assert (prepared is None) == (batch.num_groups == 0)
+        assert not any(take.has_signal for take in batch.filtered)
+        return [
+            (hash((step, take.prompt_index)), {"prompt_index": take.prompt_index, "is_filtered": is_filtered})
+            for takes, is_filtered in ((batch.groups, False), (batch.filtered, True))
+            for take in takes
+        ]
+
+
+def test_the_same_samples_are_shown_by_any_number_of_controllers() -> None:
+    config = replace(CONFIG, log_samples=3)
+    alone, together = (run(config, world_size=size, modality=ShownTones).samples for size in (1, 4))
+    assert together == alone
+    assert all(len(rows) == 3 for rows in alone)
+    assert {row["is_filtered"] for rows in alone for row in rows} == {True, False}
+    assert not any(run(CONFIG, modality=ShownTones).samples)
 
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])

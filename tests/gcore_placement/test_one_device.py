@@ -125,6 +125,18 @@ def test_offload() -> None:
     assert_allclose([every.host[n] for n in ("optimizer states", "models")], [16 * 2 * count, 2 * 3 * count], rtol=1e-6)
 
 
+def test_teachers_are_frozen_models_next_to_the_reference() -> None:
+    small, large = ModelShape.from_config(QWEN_HALF_B), ModelShape.from_config(QWEN_7B)
+    plan = plan_of(QWEN_HALF_B, reference=True, teachers=[large, small])
+    assert_allclose(plan.roles["teachers"]["weights"], 2 * (large.num_parameters + small.num_parameters))
+    assert_allclose(plan.roles["reference"]["weights"], 2 * small.num_parameters)
+    without = plan_of(QWEN_HALF_B, reference=True)
+    assert "teachers" not in without.roles
+    assert_allclose(plan.peaks["prepare"] - without.peaks["prepare"], plan.roles["teachers"]["weights"])
+    passes = job_of(QWEN_HALF_B, reference=True, teachers=[large, small]).num_forward_passes
+    assert_allclose(passes, 2 + large.workload.flops_per_token / small.workload.flops_per_token)
+
+
 def test_moments_in_8_bits() -> None:
     """2 + 8 / 256 bytes a parameter in place of 8, also on the host; a change that is proposed where it is enough."""
     count = ModelShape.from_config(QWEN_HALF_B).num_parameters

@@ -1,5 +1,7 @@
 """Reward functions with the parameters of verl and TRL: one file serves both libraries and gcore."""
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +138,12 @@ async def test_what_goes_wrong_in_a_call(file: Path, name: str, row: dict[str, A
         await evaluate(load_reward(f"{file}:{name}"), prompt="", completion="4", row=row)
 
 
-async def test_functions_of_the_libraries_themselves(tmp_path: Path) -> None:
+async def test_functions_of_the_libraries_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """verl's scorer of GSM8K and TRL's rewards of format, as they are installed."""
+    # What the import of verl does to them is undone.
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(logging.root, "handlers", logging.root.handlers[:])
+    monkeypatch.setattr(logging.root, "level", logging.root.level)
     file = tmp_path / "theirs.py"
     file.write_text(
         "from trl.rewards import think_format_reward\n"

@@ -19,17 +19,21 @@ READ_ON = (
     "apps/gcore-llm/README.md",
     "docs/start.md",
     "docs/how-to/own-model.md",
+    "docs/how-to/own-environment.md",
     "docs/how-to/plan-a-run.md",
     "docs/how-to/several-processes.md",
     "docs/how-to/fine-tuning.md",
+    "docs/how-to/adapters.md",
+    "docs/how-to/distillation.md",
     "docs/how-to/simulate.md",
     "docs/how-to/watch-a-run.md",
+    "docs/how-to/debug.md",
 )
 """Documents that use the runs and files of those before them. Their commands run in one folder, each once."""
 GROUPS = [[ROOT / name for name in READ_ON], *([d] for d in DOCUMENTS if relative(d) not in READ_ON)]
 
 HERE = "tests/workspace/test_readmes.py"
-WHEELS = "tests/workspace/test_wheels.py"
+WHEELS, VERSIONS = "tests/workspace/test_wheels.py", "tests/workspace/test_versions.py"
 CUDA, DEPLOY = "tests/workspace/test_cuda_environment.py", "tests/apps/test_deploy.py"
 LLM, DIFFUSION, BENCH = (f"tests/apps/gcore_{app}" for app in ("llm", "diffusion", "bench"))
 
@@ -43,11 +47,19 @@ CHECKED_ELSEWHERE = {
     r"gcore-placement plan --model /shared/.*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
     r"gcore-llm (doctor --ray|train --config run.toml).*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
     r"(uv run )?gcore-llm doctor": "tests/apps/gcore_runs/test_doctor.py::test_the_command_checks_this_machine",
+    r"gcore-llm (from-verl|train --config) run_qwen2-7b.*": (
+        f"{LLM}/migration/test_from_verl.py::test_a_script_of_their_examples_runs"
+    ),
+    r"gcore-llm (from-trl|train --config) grpo.*": (
+        f"{LLM}/migration/test_from_trl.py::test_a_config_of_their_examples_runs"
+    ),
     r"uv run ruff check": ".ci/run",
     r"uv run ruff format --check": ".ci/run",
     r"uv run basedpyright": ".ci/run",
     r"uv run pytest": ".ci/run",
     r"uv run pytest -m slow": ".ci/run",
+    r"uv run python scripts/release/bounds\.py": f"{WHEELS}::test_packages_ask_for_compatible_ones",
+    r"uv run python scripts/release/notes\.py": f"{VERSIONS}::test_the_command_prints_the_newest_entries",
     r"uv run mkdocs build --strict": "tests/workspace/test_site.py::test_every_page_is_there",
     r"uv run pytest tests/\w+": f"{HERE}::test_named_test_folders_exist",
     r"uv run pytest -m gpu tests/gpu": "tests/gpu/test_engine.py::test_engine_and_trainer_agree",
@@ -55,6 +67,9 @@ CHECKED_ELSEWHERE = {
     r"scripts/gpu/accept( --.*)?": "tests/scripts/test_accept.py::test_all_parts_run_on_a_cpu",
     r"\.ci/run": "tests/workspace/test_repository.py::test_the_ci_script_can_be_run",
     r"pip install '?gcore-\w+(\[[\w,-]+\])?'?": f"{WHEELS}::test_a_package_installs_alone_and_imports",
+    r"WANDB_MODE=offline uv run gcore-llm train .* --trainer.trackers wandb .*": (
+        f"{DIFFUSION}/test_screens.py::test_wandb_gets_metrics_and_images"
+    ),
     r"(uv run )?gcore-llm train --model PATH .*": f"{HERE}::test_shell_commands_run",
     r"(uv run )?gcore-llm train --runtime ray .*": f"{LLM}/test_on_ray.py::test_controllers_everywhere_train_alike",
     r"(uv run )?gcore-llm simulate --.*": f"{LLM}/test_simulate.py::test_command_prints_its_table",
@@ -107,7 +122,8 @@ CHECKED_CLOSELY = {
 
 RUN_HERE = (
     r"(uv run )?"
-    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|logs)|gcore-diffusion (train|sample|report|logs)|"
+    r"(gcore-llm (train|sft|reward-model|dpo|sample|eval|report|trace|logs)|"
+    r"gcore-diffusion (train|sample|report|trace|logs)|"
     r"gcore-ckpt|gcore-placement (plan|simulate|ledger)|torchrun|python|cat|head|ls|mkdir|rm -r run/|"
     r"tensorboard --help)\b.*"
 )

@@ -9,7 +9,7 @@ from house import DISTRIBUTIONS, ROOT, relative
 PAGE = ROOT / "docs/on-a-cluster.md"
 
 LISTENS = re.compile(
-    r"\bcreate_server\(|\bstart_server\(|\bstart_http_server\(|\.bind\(|\bHTTPServer\(|\bListener\(|\bTCPStore\("
+    r"\bcreate_server\(|\bstart_server\(|\bstart_http_server\(|(?<!signature)\.bind\(|\bHTTPServer\(|\bListener\(|\bTCPStore\("
 )
 PORTS = {
     "packages/gcore-controller/src/gcore_controller/runtimes/ray/trainer_group.py": "rendezvous (torch's TCPStore)",

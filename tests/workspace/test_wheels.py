@@ -1,16 +1,19 @@
-"""Every package is built, installed alone outside the repository, and imported without its heavy dependencies."""
+"""Packages and apps are built and checked, installed outside of the repository, and run there."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import numpy as np
 import pytest
-from house import PACKAGES, Distribution
+from bounds import PROJECTS, bounded
+from house import DISTRIBUTIONS, PACKAGES, ROOT, Distribution, fenced_blocks
 from safetensors.numpy import save_file
 
 pytestmark = pytest.mark.slow
@@ -50,35 +53,94 @@ def uv() -> str:
     return found
 
 
-def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     # PYTHONPATH could bring the sources back in, VIRTUAL_ENV the workspace's own environment.
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | variables
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 
-def must_run(*command: str | Path, folder: Path) -> str:
-    result = run(*command, folder=folder)
+def must_run(*command: str | Path, folder: Path, **variables: str) -> str:
+    result = run(*command, folder=folder, **variables)
     assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     return result.stdout
 
 
 @pytest.fixture(scope="session")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A wheel of each package, by distribution."""
-    folder = tmp_path_factory.mktemp("wheels")
-    for package in PACKAGES:
-        must_run(uv(), "build", "--quiet", "--wheel", "--out-dir", folder, package.folder, folder=folder)
-    return {p.name: next(folder.glob(f"{p.module}-{p.project['version']}-*.whl")) for p in PACKAGES}
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source archive of every package and app, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("index")
+    must_run(uv(), "build", "--quiet", "--all-packages", "--out-dir", folder, folder=ROOT)
+    return folder
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=by_name)
+@pytest.fixture(scope="session")
+def wheels(index: Path) -> dict[str, Path]:
+    """A wheel of each, by distribution."""
+    return {d.name: next(index.glob(f"{d.module}-{d.project['version']}-*.whl")) for d in DISTRIBUTIONS}
+
+
+@pytest.mark.parametrize("package", DISTRIBUTIONS, ids=by_name)
 def test_a_wheel_holds_the_package_and_nothing_else(package: Distribution, wheels: dict[str, Path]) -> None:
-    names = zipfile.ZipFile(wheels[package.name]).namelist()
+    wheel = zipfile.ZipFile(wheels[package.name])
+    names = wheel.namelist()
     assert f"{package.module}/py.typed" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {package.module}
     assert not [name for name in names if "test" in name or "__pycache__" in name]
+    [license_file] = [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+    assert wheel.read(license_file) == (ROOT / "LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("package", DISTRIBUTIONS, ids=by_name)
+def test_a_source_archive_holds_what_a_wheel_is_built_from(package: Distribution, index: Path) -> None:
+    base = f"{package.module}-{package.project['version']}"
+    with tarfile.open(index / f"{base}.tar.gz") as archive:
+        names = archive.getnames()
+    files = {f"{base}/{path.relative_to(package.folder).as_posix()}" for path in package.files()}
+    others = {f"{base}/{name}" for name in ("LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "PKG-INFO")}
+    assert (files | others) - {*names} == set()
+
+
+def test_an_index_would_accept_them(index: Path) -> None:
+    """Their metadata is valid, and so are the descriptions that are made from the READMEs."""
+    files = [path for path in index.iterdir() if path.suffix in (".whl", ".gz")]
+    assert len(files) == 2 * len(DISTRIBUTIONS)
+    must_run(sys.executable, "-m", "twine", "check", "--strict", *files, folder=index)
+
+
+@pytest.fixture(scope="module")
+def environment(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment with gcore-ckpt and gcore-llm out of the index, and all else in the versions of the tests."""
+    folder = tmp_path_factory.mktemp("environment")
+    others = {d.name: d.version for d in distributions() if not d.name.startswith("gcore-")}
+    (folder / "others.txt").write_text("".join(f"{name}=={version}\n" for name, version in others.items()))
+    must_run(uv(), "venv", "--quiet", "--python", sys.executable, "venv", folder=folder)
+    install = (uv(), "pip", "install", "--quiet", "--python", folder / "venv", "--constraint", "others.txt")
+    must_run(*install, "gcore-ckpt", "gcore-llm", folder=folder, UV_FIND_LINKS=str(index))
+    return folder / "venv/bin"
+
+
+def test_a_package_from_the_index_runs_its_example(environment: Path, tmp_path: Path) -> None:
+    text = (ROOT / "packages/gcore-ckpt/README.md").read_text()
+    (example,) = (content for label, content, _ in fenced_blocks(text) if label == "python")
+    assert must_run(environment / "python", "-c", example, folder=tmp_path).endswith("resumed at 30\n")
+    assert "30" in must_run(environment / "gcore-ckpt", "ls", "checkpoints", folder=tmp_path)
+
+
+def test_the_app_from_the_index_makes_a_first_run(environment: Path, tmp_path: Path) -> None:
+    """One step without a warm-up, in which there may be nothing to learn from: exit code 3."""
+    short = "--warmup.max-steps 0 --trainer.total-training-steps 1 --data.train-batch-size 1 --rollout.n 2"
+    task = "--data.max-response-length 2 --task.num-train 16 --task.num-val 4"
+    done = run(environment / "gcore-llm", "train", *short.split(), *task.split(), folder=tmp_path)
+    assert done.returncode in (0, 3), done.stderr
+    assert (tmp_path / "runs/default/report.html").is_file()
+    assert (tmp_path / "runs/default/export/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("path", PROJECTS, ids=lambda path: path.parent.name)
+def test_packages_ask_for_compatible_ones(path: Path) -> None:
+    assert bounded(path.read_text()) == path.read_text(), "run: uv run python scripts/release/bounds.py"
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=by_name)

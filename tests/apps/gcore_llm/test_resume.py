@@ -39,7 +39,7 @@ def steps_done(run: Path) -> int:
 
 def outcome(run: Path) -> dict[str, Any]:
     """All that a run gives, apart from what a clock gave."""
-    files = ("warmup.jsonl", "samples/before.jsonl", "samples/after.jsonl")
+    files = ("warmup.jsonl", "samples.jsonl", "samples/before.jsonl", "samples/after.jsonl")
     weights = ("model/model.safetensors", "export/model.safetensors", "export/tokenizer.json")
     return {
         "metrics": metrics_of(run),
@@ -106,6 +106,9 @@ def test_kill_at_any_moment(cli: Cli, whole: Callable[[int], Whole]) -> None:
         print(f"kill {kill} after {delay_s:.2f} s of {expected.seconds:.2f} s: {phase(run)}")
         cli.ok(*args)
         assert outcome(run) == expected.outcome
+    # The samples shown of a step do not depend on how many controllers made it.
+    alone, together = (whole(controllers).outcome["samples.jsonl"][:4] for controllers in (1, 2))
+    assert alone == together
 
 
 def is_killed(command: Command, delay_s: float) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Cli, metrics_of, option_set, read_rows, step_rows, val_rows
+from trace_events import checked_events, slices_of, threads_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gcore_ckpt import Checkpointer
@@ -61,7 +62,7 @@ def trained(shared_cli: Cli, own_args: list[str]) -> Path:
 def test_embedded_run_folder(embedded: Path) -> None:
     assert {p.name for p in embedded.iterdir()} == {
         *("config.toml", "metrics.jsonl", "warmup.jsonl", "tensorboard", "checkpoints", "export", "model"),
-        *("report.html", "samples", "spans.jsonl", "placement.json", "logs", ".lock"),
+        *("report.html", "samples", "samples.jsonl", "spans.jsonl", "placement.json", "logs", ".lock"),
     }
     assert RunFolder(embedded).load_config(TrainConfig) == resolve(parse_train([*EMBEDDED[1:], "--name", "embedded"]))
     assert [row["step"] for row in read_rows(embedded / "warmup.jsonl")] == [20, 40]
@@ -74,6 +75,47 @@ def test_embedded_run_folder(embedded: Path) -> None:
         assert len(samples) == 16
         assert all(sample.keys() == {"prompt", "completion", "score", "answer"} for sample in samples)
     assert "<html" in (embedded / "report.html").read_text()
+    check_samples_of_training(embedded)
+
+
+def check_samples_of_training(run: Path) -> None:
+    """Four a step, of all that was sampled, some of which was filtered; the text is what the tokens stand for."""
+    tokenizer = AutoTokenizer.from_pretrained(run / "export")
+    rows = read_rows(run / "samples.jsonl")
+    assert [row["step"] for row in rows] == [step for step in (1, 2, 3, 4) for _ in range(4)]
+    places = {(row["prompt_index"], row["response_index"]) for row in rows}
+    assert len(places) == len(rows)
+    assert {row["is_filtered"] for row in rows} == {True, False}
+    for row in rows:
+        assert (row["advantage"] is None) == row["is_filtered"]
+        assert row["weight_version"] == row["oldest_version"] == row["step"] - 1
+        assert len(tokenizer(row["prompt"])["input_ids"]) == row["prompt_tokens"]
+        assert row["stop"] == ("stop" if row["response"].endswith("<eos>") else "length")
+        assert row["response_tokens"] <= 8
+    assert any(row["advantage"] for row in rows)
+
+
+def test_timeline_for_perfetto_adds_up_to_the_recorded_times(embedded: Path, shared_cli: Cli) -> None:
+    assert shared_cli.ok("trace", embedded) == f"{embedded}/trace.json\n"
+    events = checked_events(embedded / "trace.json")
+    assert list(threads_of(events)) == ["steps", "controller 0", "engine 0", "trainer 0"]
+    slices = slices_of(events, "controller 0")
+    steps = {name: (start, start + length) for name, start, length in slices if name.startswith("step ")}
+    assert list(steps) == ["step 1", "step 2", "step 3", "step 4"]
+    for row in step_rows(embedded):
+        start, end = steps[f"step {row['step']:.0f}"]
+        # The gaps between stages are part of the step; spans are rounded to tenths of milliseconds.
+        assert (end - start) / 1e6 == pytest.approx(row["timing_s/step"], abs=0.25)
+        inside = [(name, length) for name, at, length in slices if start <= at and at + length <= end]
+        stages = {name.removeprefix("timing_s/"): value for name, value in row.items() if name.startswith("timing_s/")}
+        for stage, seconds in stages.items():
+            if stage != "step":
+                found = [length for name, length in inside if name == stage]
+                assert sum(found) / 1e6 == pytest.approx(seconds, abs=2e-4 * (1 + len(found)))
+    between = [start for name, start, _ in slices if name == "checkpoint"]
+    # After steps 3 and 4; the last one is after the last span.
+    assert len(between) == 1
+    assert steps["step 3"][1] <= between[0] < steps["step 4"][0]
 
 
 def test_embedded_tokenizer_is_what_transformers_loads(embedded: Path) -> None:

@@ -374,6 +374,58 @@ def test_data_cannot_become_markup(run_dir: Path) -> None:
     assert sum(tag == "script" for tag, _ in page.tags) == 3
 
 
+def sample_row(step: int, *, prompt: str = "1+2=", **more: object) -> dict[str, object]:
+    return {
+        "step": step,
+        "prompt": prompt,
+        "response": "3",
+        "score": 1.0,
+        "parts": {"format": 0.25},
+        "stop": "stop",
+    } | {
+        **{"advantage": 0.5, "weight_version": step - 1, "oldest_version": step - 3, "is_filtered": False},
+        **{"prompt_tokens": 4, "response_tokens": 1},
+        **more,
+    }
+
+
+def viewed(path: Path) -> list[tuple[int, list[dict[str, Any]]]]:
+    """The samples of training in a page, by step."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text.split('id="training-samples">')[1].split("</script>")[0])
+
+
+def test_samples_of_training_can_be_looked_at_by_step(run_dir: Path) -> None:
+    hostile = sample_row(2, prompt=HOSTILE, score=0, advantage=float("nan"), is_filtered=True, oldest_version=1)
+    write_lines(run_dir / "samples.jsonl", [sample_row(1), sample_row(1, response="c" * 3000), hostile])
+    path = render_report(run_dir, KINDS)
+    assert "<script>alert" not in path.read_text(encoding="utf-8")
+    assert "3 random samples of 2 steps, filtered ones included." in Page(path).text
+    (first, [right, long]), (second, [wrong]) = viewed(path)
+    assert (first, second) == (1, 2)
+    assert right == {
+        **{"prompt": "1+2=", "response": "3", "filtered": False, "verdict": "right"},
+        "facts": [
+            *(["score", "1"], ["format", "0.25"], ["advantage", "+0.5"], ["weights of step", "-2-0"]),
+            *(["tokens", "4 + 1"], ["ended by", "stop"]),
+        ],
+    }
+    assert long["response"].endswith("1,000 more characters")
+    assert (wrong["prompt"], wrong["verdict"], wrong["filtered"]) == (HOSTILE, "wrong", True)
+    assert ["weights of step", "1"] in wrong["facts"]
+    assert "advantage" not in dict(wrong["facts"])
+
+
+def test_samples_of_a_long_run_are_those_of_some_steps(run_dir: Path) -> None:
+    rows = [sample_row(step, prompt="p" * 2000, response="r" * 2000) for step in range(1, 2001)]
+    write_lines(run_dir / "samples.jsonl", rows)
+    path = render_report(run_dir, KINDS)
+    assert path.stat().st_size < 10_000_000
+    steps = [step for step, _ in viewed(path)]
+    assert (steps[0], steps[-1]) == (1, 2000)
+    assert f"2,000 steps, filtered ones included; {len(steps):,} of the steps are shown" in Page(path).text
+
+
 def test_page_needs_no_network(run_dir: Path) -> None:
     path = render_report(run_dir, KINDS)
     page = Page(path)

@@ -16,6 +16,7 @@ _BENCHES = {
     "rollout": "generation, new weights and sandboxed programs under gcore-rollout, bare vLLM and transformers",
     "controller": "large payloads under gcore-controller and verl's single driver, and its load in simulated clusters",
     "diffusion": "Flow-GRPO steps under gcore-diffusion and a plain loop on diffusers; samplers and a judge, simulated",
+    "data": "starts on a million prompts, and the order of 100 million rows, against verl's way and RandomSampler",
     "placement": "sequences distributed over ranks, against verl; predictions against measured runs; live runs",
 }
 """A line of help for each command NAME, a folder whose ``options`` has a `NameOptions`, and whose ``bench`` a `run`."""

@@ -26,6 +26,7 @@ from gcore_runs import (
     report_command,
     run_command,
     run_training,
+    trace_command,
 )
 
 _USAGE = """usage: gcore-diffusion COMMAND [options]
@@ -36,6 +37,7 @@ commands:
   train               train on a reward; with no options, a tiny model of coloured digits in minutes
   sample RUN PROMPT   make images with a run's latest policy
   report RUN          write the run's report.html again
+  trace RUN           write the run's timeline for ui.perfetto.dev
   logs RUN            print what the run's processes logged, by time
   doctor              check this machine, or the nodes of a Ray cluster, before a run
 
@@ -110,6 +112,7 @@ _COMMANDS: dict[str, Command] = {
     "train": _train,
     "sample": _sample,
     "report": _report,
+    "trace": partial(trace_command, "gcore-diffusion"),
     "logs": partial(logs_command, "gcore-diffusion"),
     "doctor": partial(doctor_command, "gcore-diffusion"),
 }

@@ -33,6 +33,7 @@ from gcore_runs import (
     report_command,
     run_command,
     run_training,
+    trace_command,
 )
 from gcore_trainer import OptimizerConfig
 
@@ -48,11 +49,13 @@ commands:
   sample RUN PROMPT   complete a prompt with a run's latest policy
   eval MODEL_OR_RUN   score a model, or a run's policy, on sets of prompts
   report RUN          write the run's report.html again
+  trace RUN           write the run's timeline for ui.perfetto.dev
   logs RUN            print what the run's processes logged, by time
   doctor              check this machine, or the nodes of a Ray cluster, before a run
   simulate            predict the time of a step of train, on up to 100,000 modelled devices
   from-verl CONFIG    write settings of train for a config or launch script of verl
   from-trl CONFIG     write settings for a config of TRL
+  compare-with verl|trl SETTINGS  compute advantages, loss and gradient of one batch here and there
 
 gcore-llm COMMAND --help documents every option.
 """
@@ -101,7 +104,9 @@ class SampleArgs(RunArgs, Checked):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; see `run_command`."""
-    run_command("gcore-llm", _COMMANDS, argv, usage=_USAGE, not_resumed=("simulate", "from-verl", "from-trl"))
+    run_command(
+        "gcore-llm", _COMMANDS, argv, usage=_USAGE, not_resumed=("simulate", "from-verl", "from-trl", "compare-with")
+    )
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
@@ -153,6 +158,12 @@ def _from_verl(args: Sequence[str]) -> None:
     from_verl(args)
 
 
+def _compare_with(args: Sequence[str]) -> None:
+    from gcore_llm.migration.comparison import compare_with
+
+    compare_with(args, parse_train)
+
+
 def _from_trl(args: Sequence[str]) -> None:
     from gcore_llm.migration.command import from_trl
 
@@ -167,9 +178,11 @@ _COMMANDS: dict[str, Command] = {
     "sample": _sample,
     "eval": _eval,
     "report": partial(report_command, "gcore-llm", KINDS),
+    "trace": partial(trace_command, "gcore-llm"),
     "logs": partial(logs_command, "gcore-llm"),
     "doctor": partial(doctor_command, "gcore-llm"),
     "simulate": _simulate,
     "from-verl": _from_verl,
     "from-trl": _from_trl,
+    "compare-with": _compare_with,
 }

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from gcore_controller import RLHFConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.learning.config import ActorConfig, CriticConfig, WarmupConfig as WarmupConfig
+from gcore_llm.learning.distillation import DistillationConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
@@ -70,7 +71,8 @@ class DataConfig(BaseDataConfig):
     """Column of the prompt: text, or a list of chat messages."""
     image_key: str = ""
     """Column of a prompt's images, for a vision-language model: one, or a list, each a path (relative to the data file)
-    or the bytes of an image file; they stand where text has <image>, or a message a part of type image. Empty: none."""
+    or URL (of fsspec), or the bytes of an image file; they stand where text has <image>, or a message a part of type
+    image. Empty: none."""
     apply_chat_template: Literal["auto", "never"] = "auto"
     """auto: text becomes a user message wherever the tokenizer has a chat template."""
     train_batch_size: Count = 32
@@ -126,8 +128,8 @@ class AlgorithmConfig(BaseAlgorithmConfig):
 
     adv_estimator: str = "grpo"
     """How scores become advantages: against the group (grpo, dr_grpo, rloo, reinforce_plus_plus_baseline), against a
-    greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic (gae), or by your own
-    function (PATH.py:function)."""
+    greedy response (remax), against the whole batch (reinforce_plus_plus), against a critic (gae), not at all, so that
+    only distillation.teachers are learned from (distillation), or by your own function (PATH.py:function)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation, in grpo."""
     gamma: Fraction = 1.0
@@ -177,10 +179,7 @@ class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
     model_settings: ClassVar[tuple[str, ...]] = (
-        "model",
-        "critic.model",
-        "reward_model.path",
-        "rollout.speculative.model",
+        *("model", "critic.model", "reward_model.path", "rollout.speculative.model", "distillation.teachers"),
     )
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,
@@ -224,6 +223,7 @@ class TrainConfig(BaseRLConfig):
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     reward_calls: RewardCallsConfig = field(default_factory=RewardCallsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -265,6 +265,7 @@ class TrainConfig(BaseRLConfig):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
         if self.data.val_files or rollout.val_kwargs != ValConfig():
             rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
+        self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, self.runtime)
         self._check_memory_settings()
         gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
         self.require("trainer.megatron.overlap_param_gather", not gathers_late, "false with actor.lora_rank")
@@ -290,10 +291,11 @@ class TrainConfig(BaseRLConfig):
             raise UserError(
                 "data.train_files is not set; expected one or more files, or data sets on the Hub, with model"
             )
-        if not (self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"):
+        is_rewarded = self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"
+        if not is_rewarded and self.algorithm.adv_estimator != "distillation":
             raise UserError(
                 f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
-                "or a reward_model, or an environment that rewards"
+                "or a reward_model, or an environment that rewards, or algorithm.adv_estimator distillation"
             )
 
     @property

@@ -40,6 +40,7 @@ def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], Mod
         judge=shape_of(Path(judged.path)) if judged else None,
         judge_lengths=Lengths.recorded([judged.judge.max_response_length]) if judged else None,
         reference=has_reference(config),
+        teachers=[shape_of(model_folder(name)) for name in config.distillation.teachers],
         critic=shape_of(model_folder(config.critic.model or str(model))) if has_critic(config) else None,
         compute_bytes=2 if config.dtype == "bfloat16" else 4,
         old_log_probs=config.algorithm.old_log_probs == "trainer",

@@ -31,6 +31,7 @@ from gcore_llm.learning.preparation import (
     prepare,
     probe,
     sample_flops,
+    samples_to_show,
     single_responses,
     speed,
     split_in_micro_batches,
@@ -53,7 +54,7 @@ from gcore_rollout import (
     sampled_part,
 )
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, model_folder, write_jsonl
-from gcore_trainer import Images, MicroBatch, Sample
+from gcore_trainer import Images, MicroBatch, Sample, with_distillation
 
 _logger = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         self._kl = kl_controller(job.config.algorithm.kl_ctrl)
         self._sampling, self._with_greedy = sampling_params(job.config), job.config.algorithm.estimator.needs_greedy
         self._has_critic, self._has_reference = has_critic(job.config), has_reference(job.config)
+        self._distillation = job.config.distillation
+        self._source_key = self._distillation.source_key if self._distillation.sources else ""
         self._keeps_cache = job.config.trainer.schedule == "async"
         self.saves_evaluated = job.config.trainer.export == "best"
 
@@ -135,6 +138,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,
+            source_key=self._source_key,
         )
         groups, unfinished = await generation.run(wave.prompts, unfinished=wave.unfinished, take=wave.take)
         return Generated(groups=groups, unfinished=unfinished)
@@ -176,13 +180,18 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             groups, scored, config.algorithm, kl=self._kl, max_response_length=length, group=ctx.group
         )
         metrics |= compared
-        metrics[self.HAS_SIGNAL] = float(_has_signal(batch.metrics | metrics))
+        if self._distillation.teachers:
+            taught = await self._taught(ctx, groups, samples)
+            samples, own = await with_distillation(samples, taught, ctx.group, coef=self._distillation.coef)
+            metrics |= own
+        is_taught = bool(self._distillation.teachers)
+        metrics[self.HAS_SIGNAL] = float(_has_signal(batch.metrics | metrics, is_taught=is_taught))
         updates: list[list[MicroBatch]] = []
         for update in range(num_updates):
             own = [place for place, group in enumerate(groups) if update_of[group.prompt_index] == update]
             split = self._split(ctx, [groups[place] for place in own])
             updates.append([[samples[own[g]][i] for g, i in pairs] for pairs in split])
-        return Prepared(updates=updates * config.actor.ppo_epochs, metrics=metrics)
+        return Prepared(updates=updates * config.actor.ppo_epochs, metrics=metrics, of_groups=samples)
 
     async def update(self, ctx: Context[Roles], step: int, update: list[MicroBatch]) -> dict[str, float]:
         learner, config = ctx.roles.learner, self._config
@@ -213,14 +222,18 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         known = {(g, 0): values for g, values in enumerate(await self._log_probs(ctx, probed))}
         return await mismatch(probed, known, policy.weight_version, keeps_cache=False, group=ctx.group)
 
+    def samples(
+        self, ctx: Context[Roles], step: int, batch: TrainingBatch[Group], prepared: Prepared[list[MicroBatch]] | None
+    ) -> Sequence[tuple[int, dict[str, Any]]]:
+        trained = list(zip(batch.groups, prepared.of_groups, strict=True)) if prepared else []
+        return samples_to_show(trained, batch.filtered, step, ctx.roles.tokenizer, self._config.loop.log_samples)
+
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
         del step
         if not self._job.prompts.num_held_out:
             return None
         sets = val_sets(self._job.prompts, self._config, ctx.roles.graders)
-        start_s = ctx.clock()
-        evaluation = await evaluate(ctx.roles, sets, group=ctx.group, timer=ctx.timer)
-        return replace(evaluation, seconds=ctx.clock() - start_s)
+        return await evaluate(ctx.roles, sets, group=ctx.group, timer=ctx.timer, clock=ctx.clock)
 
     def state(self) -> State:
         """Return the state of the KL penalty."""
@@ -251,6 +264,22 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         for place, (g, i) in enumerate(chain(*pairs)):
             samples[g][i] = replace(samples[g][i], **{name: values[place] for name, values in found.items()})
         return samples
+
+    async def _taught(
+        self, ctx: Context[Roles], groups: list[Group], samples: list[list[Sample]]
+    ) -> list[list[NDArray[np.floating] | None]]:
+        """Return the mean of the teachers' log-probs, [R] of each sample; None where a prompt has no teacher."""
+        found: list[list[NDArray[np.floating] | None]] = [[None] * len(own) for own in samples]
+        for role in self._distillation.roles:
+            shares = {g: self._distillation.shares(group.source).get(role, 0.0) for g, group in enumerate(groups)}
+            own = [g for g, share in shares.items() if share]
+            pairs = [[(own[g], i) for g, i in batch] for batch in self._split(ctx, [groups[g] for g in own])]
+            micro_batches = [[samples[g][i] for g, i in batch] for batch in pairs]
+            scored = chain(*await ctx.roles.learner.score(role, micro_batches))
+            for (g, i), log_probs in zip(chain(*pairs), scored, strict=True):
+                before = found[g][i]
+                found[g][i] = shares[g] * log_probs if before is None else before + shares[g] * log_probs
+        return found
 
     async def _mismatch(
         self, ctx: Context[Roles], step: int, groups: list[Group], scored: list[list[Sample]] | None
@@ -310,11 +339,11 @@ def _samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
     ]
 
 
-def _has_signal(metrics: dict[str, float]) -> bool:
-    """Return whether a batch's scores differ, and lead to advantages other than 0 beyond rounding errors."""
+def _has_signal(metrics: dict[str, float], *, is_taught: bool) -> bool:
+    """Return whether advantages are not 0 beyond rounding errors, because scores differ or teachers have some."""
     advantages = [abs(metrics.get(f"critic/advantages/{name}", 0.0)) for name in ("min", "max")]
     low, high = metrics.get("critic/score/min", 0.0), metrics.get("critic/score/max", 1.0)
-    return low < high and max(advantages) > 1e-6
+    return (is_taught or low < high) and max(advantages) > 1e-6
 
 
 class RunRecorder(BaseRunRecorder[Job, Evaluation]):
@@ -332,7 +361,6 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     _has_warned = False
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        self.display.say(f"step {step}: held-out score {evaluation}")
         for line in evaluation.lines():
             self.display.say(f"step {step}: {line}")
         name = "before" if step == 0 else "after"

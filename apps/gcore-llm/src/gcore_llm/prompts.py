@@ -285,7 +285,7 @@ def _with_images(prompt: Prompt, image_key: str, tokenizer: Any, folder: Path, w
     images = PromptImages(model=model, sources=sources) if sources else None
     try:
         token_ids = vision_processor(model).expand(prompt.token_ids, images.encoded() if images else ())
-    except RolloutError as error:
+    except (RolloutError, OSError, ImportError) as error:
         raise UserError(f"{where}: {error}") from None
     return replace(prompt, token_ids=token_ids, images=images)
 

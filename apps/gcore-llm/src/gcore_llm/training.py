@@ -12,6 +12,7 @@ from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.learning.adapters import drop_other_export, with_adapter
+from gcore_llm.learning.distillation import check_teachers
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
@@ -147,13 +148,15 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
         for settings in filter(None, (rollout, config.judge[1])):
             settings.check_server_python()
     check_engine(rollout, model, setting="rollout", max_length=config.data.max_length)
+    tokenizer = build_tokenizer(model) if config.model else tiny_tokenizer()
+    check_teachers(config.distillation.teachers, tokenizer, max_length=config.data.max_length)
     if config.model:
-        return build_tokenizer(model)
+        return tokenizer
     require_worked_examples(
         config.task.name,
         instead="on which the embedded model is warmed up, or a model of your own for any task: --model FOLDER",
     )
-    return tiny_tokenizer()
+    return tokenizer
 
 
 async def _try_rewards(rewards: Rewards, prompts: PromptSets, say: Callable[[str], None]) -> None:

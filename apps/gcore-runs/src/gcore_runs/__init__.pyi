@@ -6,6 +6,7 @@ from .command_line import (
     report_command as report_command,
     run_command as run_command,
     run_training as run_training,
+    trace_command as trace_command,
 )
 from .doctor.command import doctor_command as doctor_command
 from .errors import UserError as UserError, one_line as one_line, said as said
@@ -53,6 +54,7 @@ from .run_folder import (
     write_atomically as write_atomically,
     write_jsonl as write_jsonl,
 )
+from .settings.adapters import AdapterSettings as AdapterSettings
 from .settings.bounds import (
     EXISTING_FOLDER as EXISTING_FOLDER,
     Amount as Amount,
@@ -86,7 +88,6 @@ from .settings.parsing import (
     validated as validated,
 )
 from .settings.run_config import (
-    AdapterSettings as AdapterSettings,
     BaseActorConfig as BaseActorConfig,
     BaseAlgorithmConfig as BaseAlgorithmConfig,
     BaseRLConfig as BaseRLConfig,

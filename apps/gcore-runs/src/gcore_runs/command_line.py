@@ -158,6 +158,23 @@ def report_command(app: str, kinds: "Mapping[str, Kind]", args: Sequence[str]) -
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceArgs(RunArgs, Checked):
+    """Write a run's timeline as trace.json, which ui.perfetto.dev opens."""
+
+    last: NonNegative = 0
+    """How many steps, the last ones; 0: all of them."""
+
+
+def trace_command(app: str, args: Sequence[str]) -> None:
+    """Write a run's `trace.json`, and print its path; see `gcore_runs.report.trace.write_trace`."""
+    parsed = parse_arguments(TraceArgs, args, prog=f"{app} trace")
+    from gcore_runs.report.trace import write_trace
+    from gcore_runs.run_folder import RunFolder
+
+    print(write_trace(RunFolder.existing(parsed.run), last=parsed.last))
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogsArgs(RunArgs, Checked):
     """Show what a run's processes logged, merged by time."""
 

@@ -24,7 +24,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 _SUFFIXES = (".jsonl", ".parquet", ".arrow", ".csv")
 _ACCEPTED = "a .jsonl, .parquet, .arrow or .csv file"
-_LARGE_BYTES = 2**23
+LARGE_BYTES = 2**23
 """Files of more bytes than this are memory-mapped, and smaller ones held in memory."""
 
 
@@ -72,23 +72,23 @@ def open_rows(
     if source.startswith("hf://"):
         from gcore_runs.data.tables import open_dataset
 
-        found = [open_dataset(source, setting=setting, large_bytes=_LARGE_BYTES)]
+        found = [open_dataset(source, setting=setting, large_bytes=LARGE_BYTES)]
     else:
         is_pattern = "*" in source and not Path(source).exists()
         paths = sorted(glob(source, recursive=True)) if is_pattern else [source]  # noqa: PTH207 (it may be absolute)
         if not paths:
             raise UserError(f"data file {source} does not exist: no file matches the pattern")
         files = [_checked_file(path) for path in paths]
-        is_large = sum(file.stat().st_size for file in files) > _LARGE_BYTES
+        is_large = sum(file.stat().st_size for file in files) > LARGE_BYTES
         found = [_rows_of(file, is_large=is_large) for file in files]
     for rows in found:
         if not len(rows):
             raise UserError(f"data file {rows.name} has no rows")
     if not columns:
         return found
-    from gcore_runs.data.columns import MappedRows
+    from gcore_runs.data.columns import with_columns
 
-    return [MappedRows.of(rows, columns) for rows in found]
+    return [with_columns(rows, columns) for rows in found]
 
 
 def _checked_file(path: str) -> Path:
@@ -128,24 +128,27 @@ def columns(row: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, row)) or "none"
 
 
-def image_sources(row: Mapping[str, Any], key: str, folder: Path, where: str) -> tuple[bytes | Path, ...]:
-    """Return the encoded images in a row's column, or their paths.
+def image_sources(row: Mapping[str, Any], key: str, folder: Path, where: str) -> tuple[bytes | Path | str, ...]:
+    """Return the encoded images in a row's column, or their paths or URLs.
 
-    There may be none, one, or a list, each a path relative to ``folder``, the bytes of an image file, or a mapping with
-    either. `UserError`, which names ``where``, for something else and for files that do not exist.
+    There may be none, one, or a list, each a path relative to ``folder``, a URL of an object store, the bytes of an
+    image file, or a mapping with one of these. `UserError`, which names ``where``, for something else and for files
+    that do not exist.
     """
     found = row.get(key)
     values: Sequence[object] = found if isinstance(found, list) else [] if found is None else [found]
     return tuple(_image_source(value, folder, where) for value in values)
 
 
-def _image_source(value: object, folder: Path, where: str) -> bytes | Path:
+def _image_source(value: object, folder: Path, where: str) -> bytes | Path | str:
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("image")
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
         raise UserError(f"{where} is {value!r:.80}; expected a path, or the bytes of an image file")
+    if "://" in value:
+        return value
     path = folder / value
     if not path.is_file():
         raise UserError(f"{where} is {value!r}; expected an existing file")

@@ -226,7 +226,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     def __init__(self, run: RunFolder, *, last_step: int, tensorboard: bool, trackers: Sequence[Tracker] = ()) -> None:
         self._path, self._samples = run.metrics, run.training_samples
         _, repeated = _keep_until(run.metrics, last_step)
-        _keep_until(run.training_samples, last_step)
+        if run.training_samples.exists():
+            _keep_until(run.training_samples, last_step)
         self._known = {(row["step"], name) for row in repeated for name in row}
         """Step and name of the values that trackers got before the run was resumed."""
         self._known_step = max((step for step, _ in self._known), default=0)

@@ -4,11 +4,11 @@ Laws are the costs of many choices at once: their arrays are [num_laws].
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from gcore_placement.quantities import Amount, Checked, Floats, Positive, check_amounts
+from gcore_placement.quantities import Amount, Checked, Floats, Positive
 
 Number = TypeVar("Number", float, Floats)
 Costs = TypeVar("Costs")
@@ -88,8 +88,8 @@ class TrainingCosts(Checked):
     per_pair_s: Amount = 0.0
     """Device-seconds of a query token and a key token that it attends to."""
     forward_share: Amount = 1 / 3
-    num_forward_passes: Annotated[int, check_amounts] = 0
-    """Passes that only score, before the training: old log-probs, reference, values."""
+    num_forward_passes: Amount = 0
+    """Passes that only score, before the training: old log-probs, reference, values, teachers."""
     sync_s: Amount = 0.0
     """Seconds in which the new weights reach all policy engines."""
 
@@ -102,7 +102,7 @@ class TrainingLaws:
     per_token_s: Floats
     per_pair_s: Floats
     forward_share: Floats
-    num_forward_passes: int
+    num_forward_passes: float
 
     def costs(self, index: int, *, sync_s: float, moving_s: float) -> TrainingCosts:
         """Return the costs of one layout; `moving_s`: seconds to bring its state from the host and back."""

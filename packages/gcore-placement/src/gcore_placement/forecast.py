@@ -1,7 +1,7 @@
 """A step of an RLHF job: its work, its predicted seconds by stage, and their correction by measurements."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +53,8 @@ class Job(Checked):
     """Lengths of judgements."""
     reference: bool = False
     """A frozen copy of the policy scores all responses (KL)."""
+    teachers: Sequence[ModelShape] = ()
+    """Frozen models that score all responses (on-policy distillation)."""
     critic: ModelShape | None = None
     """A value model that is trained as the policy is."""
     compute_bytes: Positive = 2
@@ -72,9 +74,11 @@ class Job(Checked):
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 
     @property
-    def num_forward_passes(self) -> int:
-        """Passes that only score, in preparation."""
-        return int(self.reference) + int(self.old_log_probs) + int(self.critic is not None)
+    def num_forward_passes(self) -> float:
+        """Passes that only score, in preparation; those of teachers count by their FLOPs, against the policy's."""
+        taught = sum(teacher.workload.flops_per_token for teacher in self.teachers)
+        own = int(self.reference) + int(self.old_log_probs) + int(self.critic is not None)
+        return own + taught / self.policy.workload.flops_per_token
 
     @property
     def longest_sequence(self) -> int:

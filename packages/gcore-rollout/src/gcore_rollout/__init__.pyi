@@ -137,6 +137,7 @@ from .responses import (
     PromptImages as PromptImages,
     Response as Response,
     UnfinishedGroup as UnfinishedGroup,
+    read_image as read_image,
     vision_processor as vision_processor,
 )
 from .rewards.kinds.composite import (

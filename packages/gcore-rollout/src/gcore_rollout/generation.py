@@ -31,6 +31,8 @@ class Group:
     """Score of the greedy response, where the algorithm compares with it."""
     images: PromptImages | None = None
     """Images of the prompt."""
+    source: str = ""
+    """The prompt's row in the column `Generation.source_key`; empty: there is none."""
 
     @property
     def oldest_version(self) -> int:
@@ -166,6 +168,9 @@ class Generation:
     finished: Callable[[Group], object] | None = None
     """Called with each group, before any comparison, as soon as all its responses are scored."""
 
+    source_key: str = ""
+    """Column of a row that names its source, for the groups; empty: none does."""
+
     def __post_init__(self) -> None:
         self._pending: dict[int, _PendingGroup] = {}
         self._scoring: list[asyncio.Task[None]] = []
@@ -206,7 +211,7 @@ class Generation:
             first = errors.exceptions[0]
             raise first from first.__cause__
         scored = [p for p in self._pending.values() if not p.num_failed]
-        complete = [(p.group(), p.prompt) for p in scored if not p.partial]
+        complete = [(p.group(self.source_key), p.prompt) for p in scored if not p.partial]
         groups = [group for group, _ in complete]
         if self.compares and self.roles.comparison is not None:
             with self.timer.stage("reward"):
@@ -375,7 +380,7 @@ class _PendingGroup:
         arrays = {"token_ids": made.token_ids, "log_probs": made.log_probs, "weight_versions": made.weight_versions}
         self.responses[index] = Response(**arrays, **fields)
 
-    def group(self) -> Group:
+    def group(self, source_key: str) -> Group:
         own_ids = np.array(self.prompt.token_ids, np.int64) if self._prompt_ids is None else self._prompt_ids
         return Group(
             prompt_index=self.prompt_index,
@@ -383,6 +388,7 @@ class _PendingGroup:
             responses=[self.responses[i] for i in sorted(self.responses)],
             greedy_score=self.greedy_score,
             images=self.prompt.images,
+            source=str(self.prompt.row.get(source_key, "")) if source_key else "",
         )
 
     def unfinished(self) -> UnfinishedGroup:

@@ -30,12 +30,12 @@ class PromptImages:
 
     model: str
     """Hugging Face folder of the model that the images are for."""
-    sources: tuple[bytes | Path, ...]
-    """Encoded image files, or their paths."""
+    sources: tuple[bytes | Path | str, ...]
+    """Encoded image files, their paths, or their URLs, such as ``s3://bucket/image.png``, which fsspec reads."""
 
     def encoded(self) -> tuple[bytes, ...]:
         """Return the encoded image files, for a request."""
-        return tuple(s if isinstance(s, bytes) else s.read_bytes() for s in self.sources)
+        return tuple(map(read_image, self.sources))
 
     def pixels(self) -> "Pixels":
         """Return the images as the model takes them."""
@@ -49,8 +49,23 @@ class PromptImages:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "PromptImages":
         """Return the images that `state` gave this state for."""
-        sources = (Path(s) if isinstance(s, str) else np.asarray(s).tobytes() for s in state["sources"])
-        return cls(model=state["model"], sources=tuple(sources))
+        return cls(model=state["model"], sources=tuple(map(_source_from_state, state["sources"])))
+
+
+def read_image(source: bytes | Path | str) -> bytes:
+    """Return an encoded image file, from its path or its URL; `OSError` if it cannot be read."""
+    if isinstance(source, str):
+        import fsspec
+
+        with fsspec.open(source, "rb") as file:
+            return file.read()
+    return source if isinstance(source, bytes) else source.read_bytes()
+
+
+def _source_from_state(source: Any) -> bytes | Path | str:
+    if isinstance(source, str):
+        return source if "://" in source else Path(source)
+    return np.asarray(source).tobytes()
 
 
 @dataclass(frozen=True, kw_only=True)

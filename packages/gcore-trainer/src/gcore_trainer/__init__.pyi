@@ -1,3 +1,7 @@
+from .advantages.distillation import (
+    distillation_advantages as distillation_advantages,
+    with_distillation as with_distillation,
+)
 from .advantages.estimator import (
     AdaptiveKLController as AdaptiveKLController,
     AdvantageEstimator as AdvantageEstimator,

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from gcore_llm.config import TrainConfig
 from gcore_llm.migration.conversion import Conversion, Line
 from gcore_llm.migration.inputs import read_config
 from gcore_llm.migration.trl import convert_trl_config
@@ -19,6 +20,12 @@ def from_verl(*overrides: str, config: str = "") -> Conversion:
 
 def from_trl(method: str, *overrides: str, config: str = "") -> Conversion:
     return convert_trl_config(read_config(config, overrides), method)
+
+
+def train_config(conversion: Conversion) -> TrainConfig:
+    found = conversion.result()
+    assert isinstance(found, TrainConfig)
+    return found
 
 
 def verdicts(conversion: Conversion) -> dict[str, Line]:

@@ -54,7 +54,8 @@ def test_a_config_of_their_examples() -> None:
 @pytest.mark.parametrize("method", CLASSES)
 def test_defaults_are_those_of_the_installed_version_and_every_key_has_a_verdict(method: str) -> None:
     config: Any = getattr(import_module("trl"), CLASSES[method])
-    theirs = {f.name: f.default_factory() if f.default is MISSING else f.default for f in fields(config)}
+    theirs: dict[str, Any] = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    theirs |= {f.name: f.default_factory() for f in fields(config) if f.default_factory is not MISSING}
     for name, key in TRL.items():
         default = DEFAULTS[method].get(name, key.default)
         if key.ours and theirs.get(name) is not None:
@@ -162,6 +163,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         ("use_peft=True", "lora_target_modules=[q_proj]"),
         {"actor.lora_rank": 16, "actor.target_modules": ["q_proj"]},
     ),
+    "data on the Hub": (
+        "grpo",
+        ("dataset_name=openai/gsm8k", "dataset_config=main", "model_name_or_path=a/b", "model_revision=v1"),
+        {"data.train_files": ["hf://openai/gsm8k/main:train"], "model": "a/b@v1"},
+    ),
+    "adapters of DPO": ("dpo", ("use_peft=True", "lora_r=8"), {"lora_rank": 8, "lora_alpha": 32}),
     "RLOO": (
         "rloo",
         ("beta=0.0", "max_steps=10"),

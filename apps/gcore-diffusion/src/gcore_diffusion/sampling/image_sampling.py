@@ -104,7 +104,7 @@ class Group:
             for saved in (with_arrays(sample, known) for sample in state["samples"])
         ]
         means = state["ref_means"]
-        images = (Path(image) if isinstance(image, str) else image for image in state["images"])
+        images = (Path(image) if isinstance(image, str) and "://" not in image else image for image in state["images"])
         return cls(
             prompt_index=state["ticket"],
             prompt=Prompt(text=state["text"], row=state["row"], images=tuple(images)),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_diffusion.config import DataConfig
-from gcore_rollout import RolloutError, decode_image
+from gcore_rollout import RolloutError, decode_image, read_image
 from gcore_runs import UserError, columns, hold_out, image_sources, mixed, open_rows, read_lines
 
 
@@ -20,12 +20,12 @@ class Prompt:
 
     text: str
     row: Mapping[str, Any]
-    images: tuple[bytes | Path, ...] = ()
-    """Image files that belong to the text, encoded, or their paths."""
+    images: tuple[bytes | Path | str, ...] = ()
+    """Image files that belong to the text, encoded, or their paths or URLs."""
 
     def pixels(self) -> tuple[NDArray[np.uint8], ...]:
         """Read the images [H, W, 3]; `RequestError` if one is no image."""
-        return tuple(decode_image(i if isinstance(i, bytes) else i.read_bytes()) for i in self.images)
+        return tuple(decode_image(read_image(i)) for i in self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,6 @@ def _with_images(prompt: Prompt, key: str, folder: Path, where: str) -> Prompt:
     made = replace(prompt, images=images, row={**prompt.row, key: paths if isinstance(own, list) else paths[0]})
     try:
         made.pixels()
-    except RolloutError as error:
+    except (RolloutError, OSError, ImportError) as error:
         raise UserError(f"{where}: {key} is {own!r:.80}: {error}") from None
     return made

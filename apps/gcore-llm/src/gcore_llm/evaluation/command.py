@@ -40,7 +40,7 @@ def run_eval(args: EvalArgs) -> None:
     with Display() as display:
         folder, step, evaluation = asyncio.run(_evaluated(args, display))
     where = "" if step is None else f"step {step}: "
-    display.console.print(f"{where}held-out score {evaluation}", soft_wrap=True)
+    display.console.print(f"{where}{evaluation.lines()[0]}", soft_wrap=True)
     rows = [_row(name or "held out", own) for name, own in evaluation.by_set() if own]
     print_table("mean ± standard error", ["set", "prompts", "n", "greedy", "avg@n", "pass@n", "maj@n"], [rows])
     display.console.print(f"results:  {folder / 'results.json'}", soft_wrap=True)

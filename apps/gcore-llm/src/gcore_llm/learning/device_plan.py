@@ -28,7 +28,7 @@ from gcore_trainer import LARGE_MODEL, SHARE_OF_GRADIENTS
 _GB = 1e9
 _LARGE_DEVICE_BYTES = 70 * 2**30
 _ASLEEP: Mapping[str, tuple[str, ...]] = {
-    "generate": ("trainer", "critic", "reference"),
+    "generate": ("trainer", "critic", "reference", "teachers"),
     "prepare": ("policy engine", "judge"),
     "train": ("policy engine", "judge"),
     "sync": ("judge",),

@@ -1,12 +1,15 @@
 """From scored groups to what the policy and the critic learn from, in micro-batches; and the metrics of that work."""
 
+import heapq
 import math
+import re
 import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +41,7 @@ _READ = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values")
 """Arrays of a sample that advantages and corrections are made of."""
 _SHARE = 0.02
 _PROBE_TOKENS = 32
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
 
 def kl_controller(config: KLControlConfig) -> FixedKLController:
@@ -248,6 +252,55 @@ async def probe(policy: Engine, groups: Sequence[Group], sampling: SamplingParam
         )
         found.append(replace(group, responses=[response], greedy_score=None))
     return found
+
+
+def samples_to_show(
+    trained: Sequence[tuple[Group, Sequence[Sample]]],
+    filtered: Sequence[Group],
+    step: int,
+    tokenizer: Any,
+    count: int,
+) -> list[tuple[int, dict[str, Any]]]:
+    """Return ``count`` of a controller's responses as rows of JSON, each with its number; see `Modality.samples`.
+
+    The numbers are random, and depend on nothing but the step and the response's place in the run: those with the
+    lowest are the same for any number of controllers.
+    """
+    whole = [*((group, own) for group, own in trained), *((group, None) for group in filtered)]
+    places = [
+        (hash((step, group.prompt_index, i)), i, group, samples[i] if samples else None)
+        for group, samples in whole
+        for i in range(len(group.responses))
+    ]
+    lowest = heapq.nsmallest(count, places, key=lambda place: place[0])
+    return [(number, _sample_to_show(group, i, sample, tokenizer)) for number, i, group, sample in lowest]
+
+
+def _sample_to_show(group: Group, index: int, sample: Sample | None, tokenizer: Any) -> dict[str, Any]:
+    response = group.responses[index]
+    versions = response.weight_versions if response.mask is None else response.weight_versions[response.mask]
+    advantages = sample.advantages[sample.mask] if sample and sample.advantages is not None else np.zeros(0)
+    return {
+        "prompt_index": group.prompt_index,
+        "response_index": index,
+        "is_filtered": sample is None,
+        "score": float(response.score),
+        "parts": {name: float(value) for name, value in response.parts.items()},
+        "advantage": round(float(advantages.mean()), 6) if advantages.size else None,
+        "weight_version": int(versions.max()),
+        "oldest_version": int(versions.min()),
+        "prompt_tokens": group.prompt_ids.size,
+        "response_tokens": response.token_ids.size,
+        "stop": response.end or ("length" if response.truncated else "stop"),
+        "prompt": _decoded(tokenizer, group.prompt_ids),
+        "response": _decoded(tokenizer, response.token_ids),
+    }
+
+
+def _decoded(tokenizer: Any, token_ids: NDArray[np.int64]) -> str:
+    """Return the text with its special tokens; one that is repeated, as for an image, stands once, with its count."""
+    text: str = tokenizer.decode(token_ids)
+    return _REPEATED.sub(lambda m: f"{m[1]}\N{MULTIPLICATION SIGN}{len(m[0]) // len(m[1])}", text)
 
 
 def warning(step: int, metrics: Mapping[str, float], bound: float) -> str | None:

@@ -1,4 +1,4 @@
-"""The models in training on one rank: the policy, and the critic and reference where the algorithm has them."""
+"""The models in training on one rank: the policy; critic, reference and teachers where the algorithm has them."""
 
 import os
 from collections.abc import Sequence
@@ -67,7 +67,12 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
             )
         if has_reference(config):
             self.use("reference")
-            self._frozen["reference"] = _build_reference(config, model, parallel)
+            # The initial policy has the adapters that it starts from.
+            lora = config.actor.lora if config.actor.lora_adapter_path else None
+            self._frozen["reference"] = _build_frozen(config, model, parallel, lora)
+        for role, teacher in config.distillation.roles.items():
+            self.use(role)
+            self._frozen[role] = _build_frozen(config, model_folder(teacher), parallel)
 
     @property
     def models(self) -> dict[str, Any]:
@@ -76,7 +81,7 @@ class LLMTrainerWorker(BaseTrainerWorker[MicroBatch]):
     def score(self, role: str, micro_batches: Sequence[MicroBatch], *, with_routing: bool) -> list[list[Any]]:
         """Return log-probabilities or the critic's values, [R] of each sample; ``with_routing`` pairs with experts."""
         self.use(role)
-        if role == "reference":
+        if role in self._frozen:
             return self._frozen[role].scores(micro_batches)
         trainer = self.trainers[role]
         if role == "critic":
@@ -202,12 +207,13 @@ def _build(
     )
 
 
-def _build_reference(
-    config: TrainConfig, model: Path, parallel: "gcore_trainer.TorchParallel | None"
+def _build_frozen(
+    config: TrainConfig,
+    model: Path,
+    parallel: "gcore_trainer.TorchParallel | None",
+    lora: "gcore_trainer.LoRAConfig | None" = None,
 ) -> "gcore_trainer.FrozenModel":
     options = _model_options(config, parallel)
-    # The initial policy has the adapters that it starts from.
-    lora = config.actor.lora if config.actor.lora_adapter_path else None
     packed = gcore_trainer.PackedModel.from_pretrained(
         model, temperature=config.rollout.temperature, lora=lora, **options
     )

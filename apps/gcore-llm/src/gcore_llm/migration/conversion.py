@@ -20,7 +20,7 @@ WRITTEN = "metrics.jsonl and TensorBoard are always written"
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What becomes of one key."""
+    """The result of a conversion for one key."""
 
     key: str
     value: Any

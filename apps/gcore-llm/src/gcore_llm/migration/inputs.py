@@ -24,7 +24,7 @@ class Given:
     explicit: frozenset[str] = frozenset()
     """Dotted names of the overrides."""
     cautions: tuple[str, ...] = field(default=())
-    """What was not read, in sentences."""
+    """Parts that were not read, in sentences."""
 
 
 def is_override(word: str) -> bool:

@@ -70,7 +70,11 @@ def run(c: Conversion) -> None:
     """Convert the model, the data, the run's name and where it computes."""
     c.copy("model_name_or_path", "seed", "data_seed", "num_processes", "gradient_checkpointing")
     if c.has("dataset_name"):
-        c.put("data.train_files", [str(c.get("dataset_name"))], "dataset_name")
+        data(c)
+    if c.has("model_name_or_path") and c.get("model_revision") != "main":
+        c.put(
+            "model", f"{c.get('model_name_or_path')}@{c.get('model_revision')}", "model_name_or_path", "model_revision"
+        )
     if c.has("output_dir"):
         folder = Path(str(c.get("output_dir")))
         c.put("name", folder_name(folder.name), "output_dir")
@@ -94,18 +98,41 @@ def run(c: Conversion) -> None:
     elif c.get("bf16") or c.get("dtype") == "bfloat16":
         c.put("dtype", "bfloat16", "bf16" if c.get("bf16") else "dtype")
     if c.get("use_peft"):
-        if c.command != "train":
-            c.missing["use_peft"] = "adapters are trained by train alone"
-            return
-        c.copy("lora_r", "lora_alpha")
-        c.sources["actor.lora_rank"] = ("lora_r", "use_peft")
-        if c.has("lora_target_modules"):
-            targets = c.get("lora_target_modules")
-            c.put("actor.target_modules", [targets] if isinstance(targets, str) else targets, "lora_target_modules")
-        if "lora_dropout" not in c.given:
-            c.missing["lora_dropout"] = "0.05 in TRL; adapters have no dropout here"
+        adapters(c)
     if c.command == "train":
         c.copy("activation_offloading", "torch_compile")
+
+
+def data(c: Conversion) -> None:
+    """Convert the data set: a file, a folder, or a name on the Hub with a configuration and a split."""
+    name = str(c.get("dataset_name"))
+    if Path(name).suffix or Path(name).exists():
+        c.put("data.train_files", [name], "dataset_name")
+        return
+    own = f"hf://{name}" + (f"/{c.get('dataset_config')}" if c.has("dataset_config") else "")
+    c.put(
+        "data.train_files",
+        [f"{own}:{c.get('dataset_train_split')}"],
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+    )
+    if c.get("eval_strategy") != "no":
+        c.put("data.val_files", [f"{own}:{c.get('dataset_test_split')}"], "dataset_test_split", "eval_strategy")
+
+
+def adapters(c: Conversion) -> None:
+    """Convert the adapters."""
+    c.copy("lora_r", "lora_alpha", "use_rslora")
+    for setting in ("actor.lora_rank", "lora_rank"):
+        if setting in c.settings:
+            c.sources[setting] = ("lora_r", "use_peft")
+    if c.has(name := "lora_target_modules"):
+        targets = c.get(name)
+        setting = next(own for own in TRL[name].ours if own in c.known)
+        c.put(setting, [targets] if isinstance(targets, str) else targets, name)
+    if "lora_dropout" not in c.given:
+        c.missing["lora_dropout"] = "0.05 in TRL; adapters have no dropout here"
 
 
 def sampled_batches(c: Conversion) -> int:

@@ -88,7 +88,7 @@ def model(c: Conversion) -> None:
     path = f"{MODEL}.path"
     if c.has(path):
         c.put("model", _expanded(c.get(path)), path)
-    c.copy(f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.enable_activation_offload")
+    c.copy(f"{MODEL}.lora_adapter_path", f"{MODEL}.enable_gradient_checkpointing", f"{MODEL}.enable_activation_offload")
     section = f"{MODEL}.lora." if c.get(f"{MODEL}.lora.rank") else f"{MODEL}.lora_"
     if c.get(f"{section}rank"):
         c.copy(f"{section}rank", f"{section}alpha")
@@ -345,8 +345,11 @@ def run(c: Conversion) -> None:
     resume = "trainer.resume_mode"
     c.put("resume", c.one_of(resume, {"auto": "auto", "disable": "never"}, "auto"), resume)
     c.copy("trainer.max_actor_ckpt_to_keep")
-    if (device := c.one_of("trainer.device", {"cuda": "auto", "cpu": "cpu"}, "auto")) == "cpu":
-        c.put("device", device, "trainer.device")
+    c.notes["trainer.device"] = "device auto finds it"
+    if c.get("trainer.device") == "cpu":
+        c.put("device", "cpu", "trainer.device")
+    elif c.get("trainer.device") == "npu":
+        c.missing["trainer.device"] = "NVIDIA GPUs and CPUs"
 
 
 def _expanded(path: object) -> str:

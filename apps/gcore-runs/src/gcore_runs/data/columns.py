@@ -11,6 +11,20 @@ from gcore_runs.errors import UserError, one_line
 from gcore_runs.inputs import Rows
 
 
+def with_columns(rows: Rows, columns: Mapping[str, str]) -> Rows:
+    """Return the rows with further columns; of rows in memory they are computed at once.
+
+    Raises:
+        UserError: an expression is malformed, or fails on a row.
+    """
+    mapped = MappedRows(rows, columns)
+    if not rows.identity:
+        return Rows(rows.name, list(mapped), folder=rows.folder)
+    # The first row has the errors that all have.
+    mapped[0]
+    return mapped
+
+
 class MappedRows(Rows):
     """Rows with further columns; each is computed when its row is read.
 
@@ -18,23 +32,10 @@ class MappedRows(Rows):
     neither files nor modules. An expression sees the columns as they are in the data, not those that others make.
     """
 
-    columns: Mapping[str, str]
-
-    @classmethod
-    def of(cls, rows: Rows, columns: Mapping[str, str]) -> "MappedRows":
-        """Return the rows with these columns; of rows in memory they are computed at once.
-
-        Raises:
-            UserError: an expression is malformed, or fails on a row.
-        """
-        found = cls(rows.name, rows.rows, folder=rows.folder, identity=rows.identity)
-        found.columns = columns
-        if found.identity:
-            found.identity += repr(sorted(columns.items()))
-            found[0]
-        else:
-            found.rows, found.columns = list(found), {}
-        return found
+    def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
+        identity = rows.identity and rows.identity + repr(sorted(columns.items()))
+        super().__init__(rows.name, rows.rows, folder=rows.folder, identity=identity)
+        self.columns = columns
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -77,6 +78,6 @@ class MappedRows(Rows):
 def texts(rows: Rows, key: str) -> Iterator[Any]:
     """Yield the values of one column, without reading the others where that is possible; None where it is missing."""
     read: Callable[[str], Iterator[Any]] | None = getattr(rows.rows, "values", None)
-    if read is None or (isinstance(rows, MappedRows) and rows.columns):
+    if read is None or isinstance(rows, MappedRows):
         return (row.get(key) for row in rows)
     return read(key)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,11 @@ def dataset_files(name: DatasetName, *, setting: str) -> tuple[str, list[Path]]:
     is_pinned = name.revision is not None and _SHA.fullmatch(name.revision)
     if is_pinned and (known := _known(name)):
         return known
+    if find_spec("datasets") is None:
+        raise UserError(
+            f"{setting} is {str(name)!r}; expected `datasets` to be installed for data of the Hub: "
+            "pip install 'gcore-runs[hub]'"
+        )
     try:
         found = _load(name if is_pinned else replace(name, revision=_newest_commit(name)))
     except Exception as error:
@@ -156,9 +162,12 @@ def pinned(config: Any, before: Mapping[str, Any]) -> dict[str, Any]:
     """
     changes: dict[str, Any] = {}
     for setting in config.model_settings:
-        name = str(attrgetter(setting)(config))
-        if is_hub_model(name):
-            changes[setting] = _pinned_model(name, _value(before, setting), setting)
+        value, earlier = attrgetter(setting)(config), _value(before, setting)
+        if isinstance(value, tuple):
+            found = {str(name).partition("@")[0]: name for name in earlier or ()}
+            changes[setting] = tuple(_pinned_model(name, found.get(name), setting) for name in value)
+        else:
+            changes[setting] = _pinned_model(str(value), earlier, setting)
     for setting in ("data.train_files", "data.val_files"):
         sources = attrgetter(setting)(config) if hasattr(config, "data") else ()
         if any("hf://" in source for source in sources):
@@ -169,7 +178,7 @@ def pinned(config: Any, before: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pinned_model(name: str, before: Any, setting: str) -> str:
     repo, _, revision = name.partition("@")
-    if _SHA.fullmatch(revision):
+    if not is_hub_model(name) or _SHA.fullmatch(revision):
         return name
     if not revision and str(before).startswith(f"{repo}@"):
         return before

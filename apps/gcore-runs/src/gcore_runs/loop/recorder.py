@@ -38,7 +38,8 @@ from gcore_controller import (
 from gcore_placement import Ledger
 from gcore_rollout import Failure
 from gcore_runs.loop.best import BEST, SINCE_BEST, compared, is_best, is_due, keep_best
-from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans, read_jsonl
+from gcore_runs.loop.learning_signal import SIGNAL, reason
+from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans
 from gcore_runs.settings.run_config import BaseRLConfig
 
 STAGES = ("gen", "reward", "prepare", "train", "sync")
@@ -48,7 +49,6 @@ _logger = logging.getLogger(__name__)
 
 _PLAIN_EVERY_S = 10.0
 _LARGE = 1e9  # numbers below this are written out on the screen
-_SIGNAL = Modality.HAS_SIGNAL
 _PATIENCE = 5
 """Number of consecutive steps without a learning signal that is reported."""
 
@@ -336,13 +336,14 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         metrics = event.metrics | {f"ledger/{name}": share for name, share in Ledger.of([intervals]).shares().items()}
         metrics |= self.step_metrics(step, metrics)
         self.writer.write(step, metrics)
+        self.writer.write_samples(step, event.samples)
         self._spans.write(step, spans, devices)
         _logger.info("step %d: %.2f s", step, metrics["timing_s/step"])
         self.display.progressed(step, shown_cells(self.cells, {**self.display.latest, **metrics}))
-        self._num_idle = 0 if metrics.get(_SIGNAL, 1.0) else self._num_idle + 1
+        self._num_idle = 0 if metrics.get(SIGNAL, 1.0) else self._num_idle + 1
         if self._num_idle and self._num_idle % _PATIENCE == 0:
-            message = f"the last {_PATIENCE} steps had nothing to learn from: {_reason(metrics)}"
-            self.warnings.warn(step, message, key=_SIGNAL)
+            message = f"the last {_PATIENCE} steps had nothing to learn from: {reason(metrics)}"
+            self.warnings.warn(step, message, key=SIGNAL)
         if not all(math.isfinite(v) for v in metrics.values()):
             self.display.say(f"step {step}: the gradient is not finite, the update was skipped")
 
@@ -377,24 +378,3 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
         self.learner.save(step, {"step": step, "controllers": controllers})
         self._spans.waited(Span(stage="checkpoint", start_s=start_s, end_s=time.time()))
         self._saved_step = step
-
-
-def check_signal(run: RunFolder, display: Display) -> bool:
-    """Return whether any step of a run had a learning signal, or none recorded any, and warn otherwise."""
-    rows: list[dict[str, Any]] = [row for row in read_jsonl(run.metrics) if _SIGNAL in row]
-    if not rows or any(row[_SIGNAL] for row in rows):
-        return True
-    message = f"the run trained nothing: no step had anything to learn from: {_reason(rows[-1])}"
-    RunWarnings(run, display.say).warn(rows[-1]["step"], message, key="no signal in the run")
-    return False
-
-
-def _reason(metrics: Mapping[str, float]) -> str:
-    low, high = (metrics.get(f"critic/score/{name}") for name in ("min", "max"))
-    if low is None or high is None:
-        return "no response got a score; look at the reward and at its errors in logs/"
-    found = f"every response scored {low:.3g}"
-    if low != high:
-        was_kept = metrics.get("sampling/groups", 1.0)
-        found = f"in every group all responses scored alike{'' if was_kept else ', so none was kept'}"
-    return f"{found}; look at the reward, at samples/ and at how hard the prompts are"

@@ -29,13 +29,15 @@ from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
 from gcore_runs.loop.best import best_step, has_ended
-from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, check_signal, interrupted_by
+from gcore_runs.loop.learning_signal import check_signal
+from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, interrupted_by
 from gcore_runs.report.page import render_report
 from gcore_runs.report.run import Kind
 from gcore_runs.run_folder import (
     MetricsWriter,
     Result,
     RunFolder,
+    RunWarnings,
     SpanWriter,
     open_run,
     read_jsonl,
@@ -317,7 +319,7 @@ class Supervisor:
     def finish(self, kinds: Mapping[str, Kind]) -> Result:
         """Warn if nothing was learned, and return the run's result; `UserError` if its report cannot be written."""
         run = self.run
-        has_signal = check_signal(run, self.display)
+        has_signal = check_signal(run, RunWarnings(run, self.display.say))
         try:
             render_report(run.path, kinds)
         except OSError as error:

@@ -1,6 +1,5 @@
 """The page that shows a run: `report.html`, one file that opens from disk, without a network; see `page.html.j2`."""
 
-import json
 import os
 import re
 import statistics
@@ -26,11 +25,11 @@ from gcore_runs.report.panels import (
     timeline,
 )
 from gcore_runs.report.run import Kind, Row, Run, Signal, number, series
+from gcore_runs.report.samples import clipped, training_samples, verdict
 
 MAX_PARTS = 24
 """Most parts of rewards that have a chart."""
 MAX_SAMPLES = 32
-MAX_TEXT_CHARS = 2000
 _PART = re.compile(r"reward/(.+)/mean")
 
 
@@ -82,6 +81,7 @@ def _render(run: Run) -> str:
         samples_left_out=max(0, len(samples) - MAX_SAMPLES),
         samples_seen=samples_seen(samples),
         gallery=gallery,
+        viewer=training_samples(run),
         drawn=datetime.now(UTC),
         plotly_js=get_plotlyjs(),
     )
@@ -176,18 +176,20 @@ def paired_samples(run: Run) -> list[Row]:
         either = pair[0] or pair[1] or {}
         answer = either.get("answer")
         before, after = (_completion(row, verified=verified) if row else None for row in pair)
-        shown = {"prompt": _clipped(either.get("prompt")), "answer": None if answer is None else _clipped(answer)}
+        shown = {"prompt": clipped(either.get("prompt")), "answer": None if answer is None else clipped(answer)}
         samples.append(shown | {"before": before, "after": after})
     return samples
 
 
 def _completion(row: Row, *, verified: bool) -> Row:
     """Return a completion with its verdict, if ``verified``: scores are in [-1, 1], 1 is right and 0 or less wrong."""
-    score, verdict = number(row.get("score")), "scored"
-    if verified and score is not None:
-        verdict = "right" if score >= 1 else "wrong" if score <= 0 else "partly"
+    score = number(row.get("score"))
     shown = "not scored" if score is None else amount(score)
-    return {"text": _clipped(row.get("completion", "")), "score": shown, "verdict": verdict}
+    return {
+        "text": clipped(row.get("completion", "")),
+        "score": shown,
+        "verdict": verdict(score, verified=verified),
+    }
 
 
 def samples_seen(samples: Sequence[Row]) -> str:
@@ -197,9 +199,3 @@ def samples_seen(samples: Sequence[Row]) -> str:
         for when, found in verdicts.items()
         if found and "scored" not in found
     )
-
-
-def _clipped(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    left_out = len(text) - MAX_TEXT_CHARS
-    return text if left_out <= 0 else f"{text[:MAX_TEXT_CHARS]} … {left_out:,} more characters"

@@ -261,8 +261,8 @@ class Timeline(NamedTuple):
 def timeline(steps: Sequence[StepSpans]) -> Timeline | None:
     """Return the stages of every controller and device in the last steps that can be drawn; None: none is recorded."""
     controllers = [_controller(rank) for rank in range(max((len(step.controllers) for step in steps), default=0))]
-    devices = sorted({name for step in steps for name in step.devices}, key=_kind_and_number)
-    kinds = [list(names) for _, names in groupby(devices, key=lambda name: _kind_and_number(name)[0])]
+    devices = sorted({name for step in steps for name in step.devices}, key=kind_and_number)
+    kinds = [list(names) for _, names in groupby(devices, key=lambda name: kind_and_number(name)[0])]
     drawn = [name for names in (controllers, *kinds) for name in names[:: max(1, -(-len(names) // MAX_ROWS))]]
     if not drawn:
         return None
@@ -308,7 +308,7 @@ def _controller(rank: int) -> str:
     return f"controller {rank}"
 
 
-def _kind_and_number(name: str) -> tuple[str, int]:
+def kind_and_number(name: str) -> tuple[str, int]:
     kind, _, number = name.rpartition(" ")
     return (kind, int(number)) if number.isdecimal() else (name, 0)
 

@@ -79,6 +79,7 @@ class Run:
         self.before = _read_rows(folder.samples / "before.jsonl", "prompt", notes)
         self.after = _read_rows(folder.samples / "after.jsonl", "prompt", notes)
         self.samples = folder.samples
+        self.training_samples = _read_rows(folder.training_samples, "step", notes)
         self.best_step = _read_best_step(folder.best / "step.json", notes)
         self.pictures = _read_pictures(folder.samples, self.best_step, notes) if self.kind.has_pictures else []
         self.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if self.metrics else None

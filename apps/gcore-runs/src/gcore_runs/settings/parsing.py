@@ -327,9 +327,9 @@ def _names_the_hub(config: BaseRunConfig) -> bool:
     """Return whether a model or data are on the Hugging Face Hub."""
     data = getattr(config, "data", None)
     sources = (*data.train_files, *data.val_files) if data else ()
-    return any(is_hub_model(attrgetter(name)(config)) for name in config.model_settings) or any(
-        source.startswith("hf://") for source in sources
-    )
+    values = [attrgetter(setting)(config) for setting in config.model_settings]
+    models = [name for value in values for name in (value if isinstance(value, tuple) else (value,))]
+    return any(map(is_hub_model, models)) or any(source.startswith("hf://") for source in sources)
 
 
 def _resumed(config: BaseRunConfig) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
 from gcore_runs.errors import UserError
+from gcore_runs.settings.adapters import AdapterSettings
 from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
 from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
-from gcore_trainer import ConfigError, LoRAConfig, MegatronConfig, ParallelConfig
+from gcore_trainer import ConfigError, MegatronConfig, ParallelConfig
 
 _FOLDER_NAME = Bound(lambda name: name and "/" not in name and not name.startswith("."), "a plain folder name")
 _PORT = Bound(lambda port: 0 <= port <= 65_535, "a port from 1 to 65535, or 0 for none")
@@ -54,6 +55,8 @@ class RLTrainerConfig(BaseTrainerConfig):
     total_epochs: Amount = 0.0
     """Passes over the training rows, at data.train-batch-size rows a step, in place of total-training-steps; rows that
     dynamic sampling draws beyond a step's count as well (sampling/epoch), but not here. 0: total-training-steps."""
+    log_samples: NonNegative = 4
+    """Random samples of each step that samples.jsonl, the report and the trackers show; 0: none."""
     early_stopping_patience: NonNegative = 0
     """Evaluations in a row without improvement after which the run ends early; 0: it never does."""
     export: Literal["last", "best"] = "last"
@@ -96,33 +99,6 @@ class RanksConfig(BaseTrainerConfig):
             value, default = (getattr(config, own.name) for config in (self.megatron, plain))
             expected = f"{str(default).lower()} with trainer.backend {self.backend!r}"
             self.require(f"megatron.{own.name}", value == default, expected)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterSettings(Checked):
-    """Adapters that are trained in place of all parameters."""
-
-    lora_rank: NonNegative = 0
-    """Train adapters of this rank, and nothing else; 0: all parameters."""
-    lora_alpha: Count = 32
-    """An adapter's output is scaled by lora-alpha / lora-rank."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Layers that get an adapter, such as q_proj or to_q; all-linear: all but the head."""
-    use_rslora: bool = False
-    """Scale an adapter's output by lora-alpha / sqrt(lora-rank) instead (rsLoRA, arXiv 2312.03732), so that a higher
-    rank does not make it smaller."""
-
-    @property
-    def lora(self) -> LoRAConfig | None:
-        """The adapters; None without any."""
-        if not self.lora_rank:
-            return None
-        return LoRAConfig(
-            rank=self.lora_rank,
-            alpha=self.lora_alpha,
-            target_modules=self.target_modules,
-            use_rslora=self.use_rslora,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +232,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
         "controllers",
         "rollout.num_processes",
         "trainer.early_stopping_patience",
+        "trainer.log_samples",
     )
 
     runtime: Literal["inline", "ray", "sim"] = "inline"
@@ -310,6 +287,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
             filter_groups=self.algorithm.filter_groups,
             max_num_gen_batches=self.algorithm.max_num_gen_batches,
             shuffle_seed=self.data.shuffle_seed,
+            log_samples=0 if self.runtime == "sim" else self.trainer.log_samples,
         )
 
     @property

@@ -331,12 +331,12 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         with self.ctx.timer.stage("prepare"):
             costs = modality.costs(sampled.groups)
             groups = await exchange(sampled.groups, costs, balance=modality.balance, group=self.ctx.group)
-        state = {
-            "loader": self._loader.state(),
-            "sampler": sampler.state(lambda group: group.state()),
-            "unfinished": [group.state() for group in self._unfinished],
-        }
-        return TrainingBatch(groups=groups, num_groups=sampled.num_groups, metrics=metrics, state=state)
+        left = [group.state() for group in self._unfinished]
+        state = {"loader": self._loader.state(), "sampler": sampler.state(lambda g: g.state()), "unfinished": left}
+        filtered = [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
+        return TrainingBatch(
+            groups=groups, num_groups=sampled.num_groups, metrics=metrics, state=state, filtered=filtered
+        )
 
     async def _sample_wave(self, count: int) -> list[GroupT]:
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gcore_controller.context import Span
@@ -35,6 +35,8 @@ class Stepped:
     """Where the time of each controller went, by rank."""
     devices: dict[str, list[Span]]
     """Where the time of each device went, by name."""
+    samples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """A few of the step's samples; see `Modality.samples`."""
 
 
 @dataclass(frozen=True, kw_only=True)

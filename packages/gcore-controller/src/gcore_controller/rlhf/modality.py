@@ -37,6 +37,8 @@ class RLHFConfig:
     shuffle_seed: int = 0
     num_workers: int = 0
     """Threads that read prompts ahead."""
+    log_samples: int = 0
+    """Samples of each step that are recorded, of all controllers together; see `Modality.samples`."""
     max_failed_share: float = 1.0
     """Largest fraction of failed reward calls that a run tolerates."""
 
@@ -179,6 +181,8 @@ class TrainingBatch(Generic[GroupT]):
     metrics: dict[str, float]
     state: State
     """State of the batch producer after this batch."""
+    filtered: Sequence[GroupT] = ()
+    """This controller's groups that were sampled for the batch and dropped, because they carry no signal."""
     spans: Sequence[Span] = ()
     """Where the time of sampling went, if it ran concurrently with training."""
 
@@ -189,6 +193,8 @@ class Prepared(Generic[UpdateT]):
 
     updates: Sequence[UpdateT]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    of_groups: Sequence[Any] = ()
+    """Values that belong to each group of the batch, for `Modality.samples`."""
 
 
 class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
@@ -277,6 +283,17 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         """Return metrics that need the engines with the weights that they have just received."""
         del ctx, step, batch
         return {}
+
+    def samples(
+        self, ctx: Context[RolesT], step: int, batch: TrainingBatch[GroupT], prepared: Prepared[UpdateT] | None
+    ) -> Sequence[tuple[int, dict[str, Any]]]:
+        """Return samples of this controller to be recorded, as rows of JSON, each with a number.
+
+        Of all controllers' rows, those with the `RLHFConfig.log_samples` lowest numbers are recorded. ``prepared`` is
+        None if the batch has no group to train on.
+        """
+        del ctx, step, batch, prepared
+        return ()
 
     async def evaluate(self, ctx: Context[RolesT], step: int) -> EvaluationT | None:
         """Evaluate the policy on held-out prompts; None, on every controller: there are none."""

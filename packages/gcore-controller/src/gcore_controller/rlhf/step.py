@@ -84,7 +84,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         # Sample and score, now or ahead of time.
         await self._turn("sampling")
         batch = await self._batches.next()
-        metrics = {**batch.metrics, modality.HAS_SIGNAL: 0.0}
+        metrics, prepared = {**batch.metrics, modality.HAS_SIGNAL: 0.0}, None
         if ctx.rank == 0:
             await self.recorder(Updating())
         if batch.num_groups:
@@ -101,7 +101,9 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             metrics |= prepared.metrics | modality.update_metrics(trained) | synced
         # With or without an update, the models are saved awake.
         await self._turn("sync")
-        await self._record(step, metrics, batch, step_s=ctx.clock() - start_s)
+        step_s = ctx.clock() - start_s
+        samples = modality.samples(ctx, step, batch, prepared) if self.config.log_samples else ()
+        await self._record(step, metrics, batch, samples, step_s=step_s)
 
     async def evaluate(self, step: int) -> None:
         """Evaluate the policy on held-out prompts, if there are any."""
@@ -129,7 +131,13 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         self.ctx.roles.devices.drain()
 
     async def _record(
-        self, step: int, metrics: dict[str, float], batch: TrainingBatch[GroupT], *, step_s: float
+        self,
+        step: int,
+        metrics: dict[str, float],
+        batch: TrainingBatch[GroupT],
+        samples: Sequence[tuple[int, dict[str, Any]]],
+        *,
+        step_s: float,
     ) -> None:
         """Gather all controllers' parts of the record of a step; rank 0 passes them to the recorder."""
         ctx, devices = self.ctx, self.ctx.roles.devices
@@ -147,6 +155,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             devices=ahead | devices.drain(),
             load=(self._cpu_s - before_s) / step_s if ctx.roles.owns_process else None,
             rewards=self._failures.drain(),
+            samples=samples,
         )
         parts = await ctx.group.all_gather(own)
         failures, failed = self._failures.merge([part.rewards for part in parts])
@@ -169,7 +178,9 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
                 await self.recorder(RewardsFailed(step=step, failures=failures))
             merged = merge_spans(part.devices for part in parts)
             all_spans, states = [part.spans for part in parts], [part.state for part in parts]
-            await self.recorder(Stepped(step=step, metrics=metrics, spans=all_spans, devices=merged))
+            numbered = sorted((row for part in parts for row in part.samples), key=lambda row: row[0])
+            shown = [row for _, row in numbered[: self.config.log_samples]]
+            await self.recorder(Stepped(step=step, metrics=metrics, spans=all_spans, devices=merged, samples=shown))
             is_last = step == self.config.total_steps
             await self.recorder(Reached(step=step, controllers=states, is_last=is_last))
         self._failures.check()
@@ -186,6 +197,7 @@ class _Part:
     num_lent: int
     load: float | None
     rewards: RewardCalls
+    samples: Sequence[tuple[int, dict[str, Any]]]
 
 
 class _ScheduledBatches(Generic[GroupT]):

@@ -240,7 +240,7 @@ def training_memory(
       (table 2);
     - logits a chunk at a time, and the head's gradient in float32, which FSDP's gathered gradients are already; with
       recomputation all of one layer's activations where these are more, as logits are gone by then;
-    - the reference's weights, as the policy's are held, in the compute precision.
+    - the weights of the reference and of teachers, as the policy's are held, in the compute precision.
 
     A micro-batch has N tokens in a mean step, or, with ``fills_budget``, at most in any step.
     """
@@ -293,12 +293,15 @@ def training_memory(
     reference = np.zeros(len(layouts))
     if job.reference:
         reference = compute_bytes * held_parameters(job.policy, layouts) / of_shard
+    teachers = sum(
+        (compute_bytes * held_parameters(m, layouts) / of_shard for m in job.teachers), np.zeros(len(layouts))
+    )
     if state.offload != "none":
         optimizer = np.zeros(len(layouts))
     # The model at work has its weights and gradients on the device, those of the others are on the host.
     in_memory = np.max if state.offload == "all" else np.sum
     if state.offload == "all":
-        reference = np.zeros(len(layouts))
+        reference, teachers = np.zeros(len(layouts)), np.zeros(len(layouts))
     # One model computes at a time.
     return {
         "weights": in_memory(weights, axis=0),
@@ -310,12 +313,13 @@ def training_memory(
         "logits": logits,
         "recomputed layer": np.maximum(layer_bytes - logits, 0.0),
         "reference": reference,
+        "teachers": teachers,
     }
 
 
 def resident_state(parts: Bytes) -> Floats:
     """Return the part of `training_memory` that stays between steps unless it is moved to the host."""
-    return parts["weights"] + parts["gradients"] + parts["optimizer"] + parts["reference"]
+    return parts["weights"] + parts["gradients"] + parts["optimizer"] + parts["reference"] + parts["teachers"]
 
 
 def total(parts: Bytes) -> Floats:

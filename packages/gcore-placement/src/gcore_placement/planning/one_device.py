@@ -21,13 +21,14 @@ from gcore_placement.planning.options import EngineRoofline
 from gcore_placement.quantities import Amount, Checked, Positive
 
 Resident = Literal["trainer", "policy engine", "judge"]
-"""A role that is on a device; the trainer has its critic and reference with it."""
+"""A role that is on a device; the trainer has its critic, reference and teachers with it."""
 PlanStage = Literal["generate", "prepare", "train", "sync"]
 """A stage of a step, by what has to be in memory: generate, the engines; prepare, models that score; train; sync, the
 trainer's state and the weights of the engine that takes them over."""
 
 ALL_RESIDENTS: tuple[Resident, ...] = ("trainer", "policy engine", "judge")
 _STATE = ("weights", "gradients", "optimizer")
+_FROZEN = ("reference", "teachers")
 _LORA_RANK = 16
 
 
@@ -73,7 +74,7 @@ class DevicePlan:
     usable_bytes: float
     """Bytes that may be planned with."""
     roles: Mapping[str, Mapping[str, float]]
-    """Bytes of each item of each role: trainer, reference, critic, policy engine, judge, and others that were given."""
+    """Bytes of each item of each role: trainer, reference, teachers, critic, policy engine, judge, and given others."""
     peaks: Mapping[PlanStage, float]
     """Bytes at the fullest moment of each stage."""
     host: Mapping[str, float]
@@ -188,7 +189,7 @@ class _Planner:
     def _planned(self, *, takes_turns: bool) -> DevicePlan:
         job, usable = self.job, self.device.memory_bytes * self.efficiency.free_memory
         parts, own = (self._training_parts(each, self.state) for each in (job, replace(job, critic=None)))
-        resident = sum(parts[name] for name in (*_STATE, "reference"))
+        resident = sum(parts[name] for name in (*_STATE, *_FROZEN))
         others = sum(self.others.values())
         train = sum(parts.values())
         # A pass that only scores keeps one layer's activations at a time.
@@ -213,11 +214,12 @@ class _Planner:
         }
         roles = {"policy engine": policy} if policy else {}
         if "trainer" in self.residents:
-            roles["trainer"] = {name: own[name] for name in own if name != "reference"}
+            roles["trainer"] = {name: own[name] for name in own if name not in _FROZEN}
             if job.critic is not None:
                 roles["critic"] = {name: parts[name] - own[name] for name in _STATE}
-            if job.reference:
-                roles["reference"] = {"weights": parts["reference"]}
+            for name, is_there in zip(_FROZEN, (job.reference, job.teachers), strict=True):
+                if is_there:
+                    roles[name] = {"weights": parts[name]}
         if judge:
             roles["judge"] = judge
         return DevicePlan(
@@ -236,14 +238,14 @@ class _Planner:
         """Return the bytes in the host's memory: what is offloaded, and what sleeps; gradients are not kept."""
         job, offload, layout = self.job, self.state.offload, self.layout
         whole = self._training_parts(job, replace(self.state, offload="none", activation_offload=False))
-        has_others = job.critic is not None or job.reference
+        has_others = job.critic is not None or job.reference or job.teachers
         states, models = whole["optimizer"] if takes_turns else 0.0, 0.0
         sleeps = takes_turns or (self.engine.judge_takes_turns and len([each for each in engines if each]) > 1)
         if offload != "none" and "trainer" in self.residents:
             # Master weights and a gradient in float32, and two moments.
             states = (2 + self.state.moment_bytes / MASTER_BYTES) * whole["gradients"]
         if takes_turns or (offload == "all" and has_others):
-            models = whole["weights"] + whole["reference"]
+            models = whole["weights"] + sum(whole[name] for name in _FROZEN)
         offloaded = whole["activations"] - self._training_parts(job, self.state)["activations"]
         # Master weights and two moments in float32, of which each rank has a share.
         num_shares = 1 if layout.backend == "torch" else layout.data_parallel_size * layout.context_parallel_size
@@ -350,7 +352,7 @@ def _with_optimizer_offload(planner: _Planner) -> _Planner:
 
 
 def _with_offload(planner: _Planner) -> _Planner:
-    if planner.job.critic is None and not planner.job.reference:
+    if planner.job.critic is None and not planner.job.reference and not planner.job.teachers:
         # A model alone is always at work.
         return planner
     return replace(planner, state=replace(planner.state, offload="all"))

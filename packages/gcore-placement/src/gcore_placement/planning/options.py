@@ -234,7 +234,8 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
 
     Products, experts and attention take their FLOPs over their shares of the peak, a third more where they are
     recomputed, as the head always is (its logits are made a chunk at a time, and again for the backward pass), and
-    1 + (PP - 1) / m times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
+    1 + (PP - 1) / m times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473,
+    section 2.2.1).
     Reading and writing logits takes long where a vocabulary is large and a model small. Added to each token, and not
     hidden by any of this:
 

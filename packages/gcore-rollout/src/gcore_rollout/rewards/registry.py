@@ -18,7 +18,6 @@ from gcore_rollout.rewards.kinds.graders import AIMEReward, GSM8KReward, Multipl
 from gcore_rollout.rewards.kinds.verifiers import CodeReward, MathVerifyReward
 from gcore_rollout.rewards.reward import Failed, FailureLog, RewardFunction, Scored
 from gcore_rollout.rewards.runner import OnError, RewardRunner
-from gcore_rollout.rewards.signatures import with_known_parameters
 from gcore_rollout.sandbox.sandbox import Sandbox
 
 KindT = TypeVar("KindT")
@@ -253,7 +252,13 @@ def load_reward(spec: str, *, prompt_key: str = "prompt") -> RewardFunction:
     Its parameters are those of a `RewardFunction`, of verl or of TRL; see `with_known_parameters`. ``prompt_key`` is
     the column of a row that has the prompt.
     """
-    return with_known_parameters(load_function(spec, setting="reward"), setting="reward", prompt_key=prompt_key)
+    function = load_function(spec, setting="reward")
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_varnames[: code.co_argcount] == ("prompt", "completion", "row"):
+        return function
+    from gcore_rollout.rewards.signatures import with_known_parameters
+
+    return with_known_parameters(function, setting="reward", prompt_key=prompt_key)
 
 
 def load_function(spec: str, *, setting: str) -> Callable[..., Any]:

@@ -270,7 +270,7 @@ async def with_advantages(
         if returns is not None:
             changed = [replace(s, returns=r.astype(np.float32)) for s, r in zip(changed, returns, strict=True)]
         found.append(changed)
-    metrics = await _statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
+    metrics = await statistics("critic/rewards", [np.array([r.sum()]) for own in rewards for r in own], group)
     if estimator.whiten:
         everyone = [s for own in found for s in own]
         moments = whitening_moments([s.advantages for s in everyone], [s.mask for s in everyone])
@@ -278,7 +278,7 @@ async def with_advantages(
         found = [[replace(s, advantages=whiten(s.advantages, s.mask, batch)) for s in own] for own in found]
     for field in ("values", "returns", "advantages") if estimator.needs_critic else ("advantages",):
         counted = [getattr(s, field)[s.mask] for own in found for s in own]
-        metrics |= await _statistics(f"critic/{field}", counted, group)
+        metrics |= await statistics(f"critic/{field}", counted, group)
     return found, metrics
 
 
@@ -308,7 +308,8 @@ async def rollout_mismatch(differences: Sequence[NDArray[np.floating]], group: C
     }
 
 
-async def _statistics(name: str, values: Sequence[NDArray[Any]], group: Collectives) -> dict[str, float]:
+async def statistics(name: str, values: Sequence[NDArray[Any]], group: Collectives) -> dict[str, float]:
+    """Return mean, maximum and minimum of the numbers of all processes, as metrics; none without any number."""
     own = np.concatenate([*values, np.zeros(0)])
     part = (own.size, float(own.sum()), float(own.max()), float(own.min())) if own.size else None
     parts = [p for p in await group.all_gather(part) if p is not None]

@@ -1,0 +1,237 @@
+"""Advantages, loss and gradient of one batch, computed by the installed verl or TRL for the settings of a run."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.migration.fixed_batch import NUM_PROMPTS, FixedBatch, Result, computed_here
+from gcore_runs import Checked, NonNegative, UserError, parse_arguments
+from gcore_runs.command_line import print_table
+
+_EQUAL = 1e-5
+"""Largest difference, relative to the largest entry, of what is called equal: ours is float32 in part."""
+_LOSS_TYPES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareArgs(Checked):
+    """Compute advantages, loss and gradient of one made-up batch here and in an installed library."""
+
+    library: tyro.conf.Positional[Literal["verl", "trl"]]
+    """verl or trl, which has to be installed."""
+    config: tyro.conf.Positional[str]
+    """Settings of gcore-llm train, such as from-verl and from-trl write."""
+    seed: NonNegative = 0
+    """Seed of the batch."""
+
+
+def compare_with(args: Sequence[str], parse: Callable[[Sequence[str]], TrainConfig]) -> None:
+    """Print a table of both results and their largest differences; ``parse`` reads options of train."""
+    parsed = parse_arguments(CompareArgs, args, prog="gcore-llm compare-with")
+    if find_spec(parsed.library) is None:
+        raise UserError(f"{parsed.library} is not installed: pip install {parsed.library}")
+    config = parse(["--config", parsed.config])
+    batch = FixedBatch.of(config, seed=parsed.seed)
+    ours = computed_here(config, batch)
+    theirs = computed_by_verl(config, batch) if parsed.library == "verl" else computed_by_trl(config, batch)
+    rows = [
+        (name, f"{np.abs(here).max():.6g}", f"{np.abs(there).max():.6g}", f"{gap:.1e}", _verdict(gap))
+        for name, here, there, gap in differences(ours, theirs)
+    ]
+    columns = ("of one batch", "largest here", f"largest in {parsed.library}", "largest difference", "")
+    print_table(f"{len(batch.lengths)} responses, {sum(batch.lengths)} tokens", columns, [rows])
+
+
+def _verdict(gap: float) -> str:
+    return "equal" if gap <= _EQUAL else "differs"
+
+
+def differences(ours: Result, theirs: Result) -> list[tuple[str, Any, Any, float]]:
+    """Return advantages, loss and gradient, each of both, with the largest difference relative to the largest entry."""
+    found: list[tuple[str, Any, Any, float]] = []
+    for name in ("advantages", "loss", "gradient"):
+        here, there = np.asarray(getattr(ours, name)), np.asarray(getattr(theirs, name))
+        scale = max(float(np.abs(there).max()), 1e-12)
+        found.append((name, here, there, float(np.abs(here - there).max()) / scale))
+    return found
+
+
+def computed_by_verl(config: TrainConfig, batch: FixedBatch) -> Result:
+    """Return what verl's own functions make of the batch, called as its trainer calls them."""
+    algos: Any = import_module("verl.trainer.ppo.core_algos")
+    own, loss, mask = config.algorithm, config.actor.loss, batch.mask
+    old, rollout, reference = (batch.padded(array) for array in (batch.old, batch.rollout, batch.reference))
+    rewards = torch.zeros_like(mask)
+    rewards[range(len(batch.lengths)), [length - 1 for length in batch.lengths]] = torch.from_numpy(batch.scores)
+    if own.kl_ctrl.kl_coef:
+        rewards = rewards - own.kl_ctrl.kl_coef * algos.kl_penalty(old, reference, own.kl_ctrl.kl_penalty) * mask
+    advantages = _verl_advantages(algos, config, batch, rewards)
+    weights = None
+    if own.rollout_correction.is_active:
+        weights, mask = _verl_correction(config, old, rollout, mask)
+    current = batch.padded(batch.current).requires_grad_()
+    mode, count = loss.loss_agg_mode, len(batch.lengths)
+    scale = {"loss_scale_factor": loss.max_response_length or config.data.max_response_length}
+    actor: Any = import_module("verl.workers.config.actor").ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        clip_ratio_low=loss.clip_ratio_low,
+        clip_ratio_high=loss.clip_ratio_high,
+        clip_ratio_c=loss.clip_ratio_c or 1e6,
+        tau_pos=loss.tau_pos,
+        tau_neg=loss.tau_neg,
+    )
+    actor.global_batch_info.update(global_batch_size=count, **scale)
+    policy = algos.get_policy_loss_fn(loss.loss_mode)
+    total, _ = policy(old, current, advantages, mask, mode, actor, weights)
+    divergence = algos.kl_penalty(current, reference, loss.kl_loss_type)
+    for weight, term in ((loss.kl_loss_coef, divergence), (-loss.entropy_coeff, batch.padded(batch.entropies))):
+        total = total + weight * algos.agg_loss(term, mask, mode, global_batch_size=count, **scale)
+    (gradient,) = torch.autograd.grad(total, current)
+    return Result(advantages=batch.flat(advantages), loss=total.item(), gradient=batch.flat(gradient))
+
+
+def _verl_advantages(algos: Any, config: TrainConfig, batch: FixedBatch, rewards: torch.Tensor) -> torch.Tensor:
+    own, name = config.algorithm, config.algorithm.adv_estimator
+    given: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": batch.mask}
+    if name == "gae":
+        values = batch.padded(batch.values)
+        return algos.compute_gae_advantage_return(rewards, values, batch.mask, own.gamma, own.lam)[0]
+    if name == "remax":
+        given["reward_baselines"] = torch.from_numpy(np.repeat(batch.greedy_scores, batch.n))
+    elif name != "reinforce_plus_plus":
+        given["index"] = np.repeat(np.arange(NUM_PROMPTS), batch.n)
+    if name in ("grpo", "dr_grpo"):
+        given["norm_adv_by_std_in_grpo"] = own.norm_adv_by_std_in_grpo and name == "grpo"
+        name = "grpo"
+    if name == "reinforce_plus_plus":
+        given["config"] = SimpleNamespace(gamma=own.gamma)
+    if name not in algos.ADV_ESTIMATOR_REGISTRY:
+        raise UserError(f"algorithm.adv_estimator is {name!r}; expected an estimator that verl has, too")
+    return algos.get_adv_estimator_fn(name)(**given)[0]
+
+
+def _verl_correction(
+    config: TrainConfig, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    own = config.algorithm.rollout_correction
+
+    def bounds(upper: float | None, lower: float | None) -> Any:
+        return upper if lower is None else f"{lower}_{upper}"
+
+    correct: Any = import_module("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_and_rejection_mask
+    weights, kept, _ = correct(
+        old,
+        rollout,
+        mask,
+        rollout_is=own.rollout_is,
+        rollout_is_threshold=bounds(own.rollout_is_threshold, own.rollout_is_threshold_lower),
+        rollout_is_batch_normalize=own.rollout_is_batch_normalize,
+        rollout_rs=own.rollout_rs,
+        rollout_rs_threshold=bounds(own.rollout_rs_threshold, own.rollout_rs_threshold_lower),
+    )
+    return None if weights is None else weights.batch["rollout_is_weights"], kept
+
+
+def computed_by_trl(config: TrainConfig, batch: FixedBatch) -> Result:
+    """Return what TRL's `GRPOTrainer` makes of the batch: a real one on a tiny model, given the log-probabilities."""
+    options = _trl_options(config)
+    trl = _trl_without_vllm()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from gcore_llm.tiny_model import make_tiny_model
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        del prompts, trainer
+        completions = [[2] * length for length in batch.lengths]
+        return {"prompt_ids": [[2]] * len(completions), "completion_ids": completions, "logprobs": None}
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(Path(folder) / "model", seed=0)
+        trainer: Any = trl.GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(Path(folder) / "model"),
+            args=trl.GRPOConfig(
+                output_dir=folder,
+                per_device_train_batch_size=len(batch.lengths),
+                gradient_accumulation_steps=1,
+                num_generations=batch.n,
+                max_completion_length=config.data.max_response_length,
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                report_to=[],
+                use_bias_correction_kl=False,
+                **options,
+            ),
+            reward_funcs=lambda **_: batch.scores.tolist(),
+            rollout_func=rollout,
+            train_dataset=trl.Dataset.from_dict({"prompt": ["1"] * len(batch.lengths)}),
+            processing_class=AutoTokenizer.from_pretrained(Path(folder) / "model"),
+        )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs: dict[str, Any] = trainer._generate_and_score_completions([{"prompt": "1"}] * len(batch.lengths))
+    current = batch.padded(batch.current).requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (current, batch.padded(batch.entropies), None)
+    inputs["old_per_token_logps"] = batch.padded(batch.old)
+    inputs["ref_per_token_logps"] = batch.padded(batch.reference)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    (gradient,) = torch.autograd.grad(loss, current)
+    advantages = np.repeat(inputs["advantages"].double().numpy(), batch.lengths)
+    return Result(advantages=advantages, loss=loss.item(), gradient=batch.flat(gradient))
+
+
+def _trl_without_vllm() -> Any:
+    """Import TRL's GRPO trainer without vLLM, which it would import for many seconds, and warn about."""
+    utils: Any = import_module("trl.import_utils")
+    before, utils.is_vllm_available = utils.is_vllm_available, lambda *_, **__: False
+    try:
+        return import_module("trl.trainer.grpo_trainer")
+    finally:
+        utils.is_vllm_available = before
+
+
+def _trl_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options of `GRPOConfig` that mean these settings; `UserError` if there are none."""
+    own, loss = config.algorithm, config.actor.loss
+    unfit = {
+        f"algorithm.adv_estimator is {own.adv_estimator!r}": own.adv_estimator not in ("grpo", "dr_grpo"),
+        f"actor.loss.loss_agg_mode is {loss.loss_agg_mode!r}": loss.loss_agg_mode not in _LOSS_TYPES,
+        f"actor.loss.kl_loss_type is {loss.kl_loss_type!r}": loss.kl_loss_coef > 0 and loss.kl_loss_type != "k3",
+        "algorithm.rollout_correction corrects": own.rollout_correction.is_active,
+    }
+    if found := [name for name, is_unfit in unfit.items() if is_unfit]:
+        raise UserError(f"{found[0]}; expected grpo, an aggregation of GRPO, DAPO or Dr. GRPO, k3 and no correction")
+    is_normed = own.norm_adv_by_std_in_grpo and own.adv_estimator == "grpo"
+    options: dict[str, Any] = {
+        "scale_rewards": "group" if is_normed else "none",
+        "loss_type": _LOSS_TYPES[loss.loss_agg_mode],
+        "beta": loss.kl_loss_coef,
+        "entropy_coef": loss.entropy_coeff,
+        "epsilon": loss.clip_ratio_low,
+        "epsilon_high": loss.clip_ratio_high,
+    }
+    match loss.loss_mode:
+        case "vanilla":
+            options["delta"] = loss.clip_ratio_c
+        case "gspo":
+            options["importance_sampling_level"] = "sequence"
+        case "cispo":
+            options |= {"loss_type": "cispo", "epsilon_high": 1.0 + loss.clip_ratio_high}
+        case "sapo":
+            temperatures = {"sapo_temperature_pos": loss.tau_pos, "sapo_temperature_neg": loss.tau_neg}
+            options |= {"loss_type": "sapo", **temperatures}
+        case _:
+            raise UserError(f"actor.loss.loss_mode is {loss.loss_mode!r}; expected vanilla, gspo, cispo or sapo")
+    return options

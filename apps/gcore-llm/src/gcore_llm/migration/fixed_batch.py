@@ -1,0 +1,158 @@
+"""One batch of made-up responses, and its advantages, loss and gradient as a run of gcore computes them.
+
+Shapes: B responses, R padded response tokens, N response tokens end to end without padding.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gcore_controller import run_inline
+from gcore_llm.config import OverlongConfig, TrainConfig
+from gcore_llm.learning.preparation import kl_controller, prepare
+from gcore_rollout import Group, Response
+from gcore_trainer import BatchTotals, PolicyObjective, Sample, TokenScores
+
+NUM_PROMPTS = 4
+_MOST_RESPONSES, _MOST_TOKENS = 8, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Advantages, loss and gradient of the batch."""
+
+    advantages: NDArray[np.float64]
+    """[N]"""
+    loss: float
+    gradient: NDArray[np.float64]
+    """[N], of the loss to the policy's log-probabilities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedBatch:
+    """Responses of different lengths with scores, and log-probabilities of engine, old policy, policy and reference."""
+
+    n: int
+    """Responses to each of the prompts."""
+    lengths: list[int]
+    scores: NDArray[np.float64]
+    """[B]"""
+    greedy_scores: NDArray[np.float64]
+    """[NUM_PROMPTS]"""
+    rollout: NDArray[np.float32]
+    """[N], as the other arrays."""
+    old: NDArray[np.float32]
+    current: NDArray[np.float32]
+    reference: NDArray[np.float32]
+    values: NDArray[np.float32]
+    entropies: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, seed: int) -> "FixedBatch":
+        """Draw a batch with as many responses to a prompt as a run has, but at most eight."""
+        rng = np.random.default_rng(seed)
+        n = min(config.rollout.n, _MOST_RESPONSES)
+        longest = min(config.data.max_response_length, _MOST_TOKENS)
+        lengths: list[int] = rng.integers(1, longest + 1, NUM_PROMPTS * n).tolist()
+
+        def near(array: NDArray[np.floating], scale: float) -> NDArray[np.float32]:
+            return (array + rng.normal(0.0, scale, array.size)).astype(np.float32)
+
+        old = -np.abs(rng.normal(1.0, 1.0, sum(lengths))).astype(np.float32)
+        rollout = old if config.algorithm.old_log_probs == "rollout" else near(old, 0.05)
+        return cls(
+            n=n,
+            lengths=lengths,
+            scores=rng.normal(size=len(lengths)).round(1),
+            greedy_scores=rng.normal(size=NUM_PROMPTS).round(1),
+            rollout=rollout,
+            old=old,
+            current=near(old, 0.2),
+            reference=near(old, 0.3),
+            values=rng.normal(size=old.size).astype(np.float32),
+            entropies=np.abs(rng.normal(size=old.size)).astype(np.float32),
+        )
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Ends of all responses but the last, in arrays [N]."""
+        return np.cumsum(self.lengths)[:-1].tolist()
+
+    def padded(self, array: NDArray[Any], width: int = 0) -> torch.Tensor:
+        """[B, R] in float64 of an array [N], with zeros after it; ``width`` is at least R."""
+        rows = np.split(np.asarray(array, np.float64), self.ends)
+        longest = max(width, *self.lengths)
+        return torch.from_numpy(np.stack([np.pad(row, (0, longest - row.size)) for row in rows]))
+
+    def flat(self, padded: torch.Tensor) -> NDArray[np.float64]:
+        """[N] of an array [B, R]."""
+        rows = padded.detach().double().numpy()
+        return np.concatenate([row[:length] for row, length in zip(rows, self.lengths, strict=True)])
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """[B, R], 1 where there is a token."""
+        return self.padded(np.ones(sum(self.lengths)))
+
+
+def computed_here(config: TrainConfig, batch: FixedBatch) -> Result:
+    """Return what a run with these settings makes of the batch; the overlong penalty is left out of the scores."""
+    algorithm = replace(config.algorithm, overlong=OverlongConfig())
+    samples = asyncio.run(run_inline(_prepared(algorithm, batch), roles=None))[0]
+    longest = config.actor.loss.max_response_length or config.data.max_response_length
+    objective = PolicyObjective(replace(config.actor.loss, max_response_length=longest))
+    log_probs = torch.from_numpy(batch.current).double().requires_grad_()
+    scores = TokenScores(log_probs=log_probs, entropies=torch.from_numpy(batch.entropies).double())
+    loss, _ = objective.partial_loss(scores, samples, BatchTotals.of([sample.mask for sample in samples]))
+    loss.backward()
+    assert log_probs.grad is not None
+    advantages = [np.asarray(sample.advantages, np.float64) for sample in samples]
+    return Result(advantages=np.concatenate(advantages), loss=loss.item(), gradient=log_probs.grad.numpy())
+
+
+def _prepared(algorithm: Any, batch: FixedBatch) -> Any:
+    """Return a program of one controller that returns the batch's samples with their advantages."""
+    arrays = {
+        "old_log_probs": batch.old,
+        "rollout_log_probs": batch.rollout,
+        "ref_log_probs": batch.reference,
+        "values": batch.values,
+    }
+    rows: dict[str, Any] = {name: np.split(array, batch.ends) for name, array in arrays.items()}
+    samples = [
+        Sample(
+            prompt_ids=np.array([place // batch.n]),
+            response_ids=np.arange(length),
+            **{name: own[place] for name, own in rows.items()},
+        )
+        for place, length in enumerate(batch.lengths)
+    ]
+    responses = [
+        Response(
+            token_ids=sample.response_ids,
+            log_probs=rollout,
+            weight_versions=np.zeros(rollout.size, np.int32),
+            truncated=False,
+            score=float(score),
+        )
+        for sample, rollout, score in zip(samples, rows["rollout_log_probs"], batch.scores, strict=True)
+    ]
+    by_prompt = [slice(place * batch.n, (place + 1) * batch.n) for place in range(NUM_PROMPTS)]
+    groups = [
+        Group(prompt_index=i, prompt_ids=np.array([i]), responses=responses[own], greedy_score=float(greedy))
+        for i, (own, greedy) in enumerate(zip(by_prompt, batch.greedy_scores, strict=True))
+    ]
+
+    async def program(context: Any) -> list[Sample]:
+        parts: Sequence[Sequence[Sample]] = [samples[own] for own in by_prompt]
+        kl = kl_controller(algorithm.kl_ctrl)
+        found, _ = await prepare(groups, parts, algorithm, kl=kl, max_response_length=_MOST_TOKENS, group=context.group)
+        return [sample for part in found for sample in part]
+
+    return program

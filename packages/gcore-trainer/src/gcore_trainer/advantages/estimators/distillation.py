@@ -1,0 +1,13 @@
+"""No advantages from scores: the policy learns from its teachers alone."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gcore_trainer.advantages.estimator import ScoredGroup, advantage_estimator
+from gcore_trainer.config import AdvantageConfig
+
+
+@advantage_estimator()
+def distillation(group: ScoredGroup, _config: AdvantageConfig) -> list[NDArray[np.floating]]:
+    """Return A_i = 0, to which `gcore_trainer.with_distillation` adds what the teachers say."""
+    return group.at_every_token(np.zeros(len(group.masks)))

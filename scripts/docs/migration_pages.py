@@ -1,0 +1,52 @@
+"""The tables of names in docs/coming-from-verl.md and coming-from-trl.md, from the tables of the conversions.
+
+``uv run python scripts/docs/migration_pages.py`` writes them; a test holds that they are up to date.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from gcore_llm.config import TrainConfig
+from gcore_llm.finetune.config import DPORunConfig, RewardModelRunConfig, SFTRunConfig
+from gcore_runs.migration.key import Key
+from gcore_runs.migration.trl_keys import TRL
+from gcore_runs.migration.verl_keys import VERL
+from gcore_runs.settings.parsing import setting_types
+
+FOLDER = Path(__file__).parents[2] / "docs"
+PAGES: Mapping[str, tuple[Mapping[str, Key], tuple[type, ...]]] = {
+    "coming-from-verl": (VERL, (TrainConfig,)),
+    "coming-from-trl": (TRL, (TrainConfig, SFTRunConfig, RewardModelRunConfig, DPORunConfig)),
+}
+"""Keys of each page, and the configs of the commands that they are converted to."""
+_PART = re.compile(r"(<!-- names:.*?-->\n).*?(<!-- end of names -->)", re.DOTALL)
+
+
+def page(name: str) -> str:
+    """Return the page with its table as the conversions have it."""
+    text, table = (FOLDER / f"{name}.md").read_text(), _table(*PAGES[name])
+    found, count = _PART.subn(lambda part: f"{part[1]}{table}\n{part[2]}", text)
+    assert count == 1, f"{name}.md has no place for the table"
+    return found
+
+
+def _table(keys: Mapping[str, Key], configs: tuple[type, ...]) -> str:
+    known = {setting for config in configs for setting in setting_types(config)}
+    rows = ["", "| theirs | here |", "|---|---|"]
+    for name, key in keys.items():
+        ours = [f"`{setting}`" for setting in key.ours if setting in known]
+        rows += [f"| `{name}` | {', '.join(ours)} |"] if ours else []
+    rows += ["", "Missing here, unless off:", "", "| theirs | what there is |", "|---|---|"]
+    rows += [f"| `{name}` | {key.why} |" for name, key in keys.items() if not key.ours and key.off is not None]
+    return "\n".join([*rows, ""])
+
+
+def main() -> None:
+    """Write the pages."""
+    for name in PAGES:
+        (FOLDER / f"{name}.md").write_text(page(name))
+
+
+if __name__ == "__main__":
+    main()

