@@ -11,6 +11,7 @@ from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import load_task, require_worked_examples
+from gcore_llm.evaluation.sets import with_sources
 from gcore_llm.learning.adapters import drop_other_export, with_adapter
 from gcore_llm.learning.distillation import check_teachers
 from gcore_llm.learning.preparation import sample_flops, workload_of
@@ -59,7 +60,8 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         UserError: wrong settings or data, found before anything is written.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    config = resolve(config)
+    data = replace(config.data, val_files=with_sources(config.data.val_files)) if config.data.val_files else config.data
+    config = resolve(replace(config, data=data))
     config = replace(config, actor=with_adapter(config.actor))
     if config.runtime == "sim":
         from gcore_llm.simulate import train_simulated

@@ -305,7 +305,7 @@ class Generation:
     def _add(self, group: "_PendingGroup", index: int | None, made: Completion | Episode, scored: Scored) -> None:
         group.add(index, made, scored)
         if self.finished is not None and len(group.responses) == self.n:
-            self.finished(group.group())
+            self.finished(group.group(self.source_key))
 
     async def _play(self, environment: EnvironmentRole, group: "_PendingGroup", index: int | None) -> None:
         """Run one episode and score its last turn; the greedy episode has no index."""

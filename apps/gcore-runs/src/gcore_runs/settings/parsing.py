@@ -329,7 +329,7 @@ def _names_the_hub(config: BaseRunConfig) -> bool:
     sources = (*data.train_files, *data.val_files) if data else ()
     values = [attrgetter(setting)(config) for setting in config.model_settings]
     models = [name for value in values for name in (value if isinstance(value, tuple) else (value,))]
-    return any(map(is_hub_model, models)) or any(source.startswith("hf://") for source in sources)
+    return any(map(is_hub_model, models)) or any("hf://" in source for source in sources)
 
 
 def _resumed(config: BaseRunConfig) -> dict[str, Any]:
