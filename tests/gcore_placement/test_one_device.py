@@ -157,6 +157,15 @@ def test_moments_in_8_bits() -> None:
     assert ("8-bit moments",) not in {remedy.names for remedy in megatron.remedies}
 
 
+def test_muon_has_one_moment_of_hidden_matrices() -> None:
+    shape = ModelShape.from_config(QWEN_7B)
+    hidden, outer = shape.num_parameters - shape.num_outer_parameters, shape.num_outer_parameters
+    parts = plan_of(QWEN_7B, state=TrainingState(moments="muon")).roles["trainer"]
+    assert_allclose(parts["optimizer"], 4 * (hidden + outer) + 4 * hidden + 8 * outer, rtol=1e-6)
+    state = TrainingState(moments="muon", adapter_parameters=1000)
+    assert_allclose(plan_of(QWEN_7B, state=state).roles["trainer"]["optimizer"], 8 * 1000)
+
+
 def test_activations_by_layer() -> None:
     """Half of the layers checkpointed is half-way between all and none; inputs on the host leave two of them."""
 

@@ -100,3 +100,10 @@ def test_every_module_that_asks_for_cuda_names_its_tests() -> None:
     assert len(found) > 30
     missing = [path.name for path in found if f"{path.parent.name}/{path.name}`" not in page]
     assert missing == []
+
+
+def test_pictures_are_small_and_shown() -> None:
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    pictures = sorted((ROOT / "docs").rglob("*.png"))
+    assert pictures
+    assert [path.name for path in pictures if path.stat().st_size > 150_000 or f"/{path.name})" not in text] == []

@@ -76,7 +76,6 @@ FOR_COMMANDS = ["argparse", "rich", "tomllib"]
 """Of these, what a package's `cli.py`, `cli_*.py` and `cli/` may import, and nothing else of it."""
 
 DISTRIBUTED_AS = {
-    "yaml": "pyyaml",
     "orbax": "orbax-checkpoint",
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",

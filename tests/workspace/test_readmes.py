@@ -47,6 +47,9 @@ CHECKED_ELSEWHERE = {
     r"gcore-placement plan --model /shared/.*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
     r"gcore-llm (doctor --ray|train --config run.toml).*": f"{DEPLOY}::test_commands_of_the_page_are_parsed",
     r"(uv run )?gcore-llm doctor": "tests/apps/gcore_runs/test_doctor.py::test_the_command_checks_this_machine",
+    r"gcore-llm train --model Qwen/Qwen2\.5-0\.5B-Instruct .*": (
+        "tests/apps/gcore_runs/test_hub.py::test_the_command_of_the_page_runs"
+    ),
     r"gcore-llm (from-verl|train --config) run_qwen2-7b.*": (
         f"{LLM}/migration/test_from_verl.py::test_a_script_of_their_examples_runs"
     ),
@@ -83,6 +86,7 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-diffusion train --runtime ray .*": (
         f"{DIFFUSION}/test_diffusion.py::test_a_cluster_trains_alike_despite_kills"
     ),
+    r"uv run gcore-bench data": f"{BENCH}/test_bench_data.py::test_a_quick_run",
     r"(uv run )?gcore-bench diffusion( --.*)?": f"{BENCH}/test_bench_diffusion.py::test_bench_measures_and_simulates",
     r"uv run python tests/ranks/pipeline_conformance\.py": (
         "tests/gcore_rollout/test_pipeline_families.py::test_the_command_prints_the_table"
@@ -94,6 +98,7 @@ CHECKED_ELSEWHERE = {
     r"(uv run )?gcore-bench trainer( --.*)?": f"{BENCH}/test_bench_trainer.py::test_bench_measures_the_trainer",
     r"(uv run )?gcore-bench rollout( --.*)?": f"{BENCH}/test_bench_rollout.py::test_bench_measures_rollouts",
     r"(uv run )?gcore-bench controller( --.*)?": f"{BENCH}/test_bench_controller.py::test_bench_measures_controllers",
+    r"(uv run )?gcore-bench data( --.*)?": f"{BENCH}/test_bench_data.py::test_a_quick_run",
     r"(uv run )?gcore-bench placement( --.*)?": f"{BENCH}/test_bench_placement.py::test_bench_measures_the_balancer",
 }
 """Commands that are not run here, and what runs them: the CI script, which holds the very words, or a test."""

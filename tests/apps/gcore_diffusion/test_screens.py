@@ -7,6 +7,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,12 +144,32 @@ def test_wandb_gets_metrics_and_images(cli: Cli, own_args: list[str], run: Path)
     for name in ("critic/score/mean", "val/score/mean", "actor/pg_loss"):
         expected = [(row["step"], row[name]) for row in read_rows(tracked_run / "metrics.jsonl") if name in row]
         assert [(row["step"], row[name]) for row in logged if name in row] == expected
+    check_samples_of_training(tracked_run, logged)
     pictures = [(row["step"], row["images/grid/path"]) for row in logged if "images/grid/path" in row]
     assert [step for step, _ in pictures] == [0, 1, 2]
     for step, path in pictures:
         (file,) = tracked_run.glob(f"wandb/offline-run-*/files/{path}")
         with Image.open(file) as shown, Image.open(png(tracked_run, step)) as written:
             assert np.array_equal(np.asarray(shown), np.asarray(written))
+
+
+def check_samples_of_training(run: Path, logged: list[dict[str, Any]]) -> None:
+    """Four images of each step, and the same table, and images, in the tracker."""
+    rows = read_rows(run / "samples.jsonl")
+    assert [row["step"] for row in rows] == [1, 1, 1, 1, 2, 2, 2, 2]
+    for row in rows:
+        with Image.open(io.BytesIO(base64.b64decode(row["image"]))) as shown:
+            assert shown.format == "WEBP"
+            assert 40 <= max(shown.size) <= 160
+        assert (row["advantage"] is None) == row["is_filtered"]
+        assert row["prompt"]
+    assert [(row["step"], row["samples/nrows"], row["samples/ncols"]) for row in logged if "samples/nrows" in row] == [
+        (1, 4, 7),
+        (2, 4, 7),
+    ]
+    assert [row["step"] for row in logged if "samples/3/path" in row] == [1, 2]
+    page = (run / "report.html").read_text()
+    assert page.count(rows[0]["image"]) == 1
 
 
 class Page(HTMLParser):

@@ -4,6 +4,7 @@ import csv
 import json
 import pickle
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import pytest
 from command_line import write_rows
 
 from gcore_controller import PromptLoader
+from gcore_llm import prompts
 from gcore_llm.config import DataConfig, TrainConfig, TrainerConfig
-from gcore_llm.data import large_prompts
 from gcore_llm.prompts import PromptSets, load_files
 from gcore_llm.tiny_model import tiny_tokenizer
-from gcore_rollout import PromptImages
-from gcore_runs import UserError, inputs, open_rows
+from gcore_rollout import Prompt, PromptImages
+from gcore_runs import Rows, UserError, inputs, open_rows
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -79,13 +80,13 @@ def test_most_prompts_are_not_tokenized_and_lengths_are_kept(monkeypatch: pytest
         Path("p.jsonl"), [{"prompt": f"{i}+1="} for i in range(2000)] + [{"prompt": "9" * 100}, {"prompt": "½=" * 9}]
     )
     tokenized: list[int] = []
-    whole = large_prompts.file_prompts
+    whole = prompts.file_prompts
 
-    def counted(*args: Any) -> Any:
-        tokenized.extend(args[1])
-        return whole(*args)
+    def counted(rows: Rows, numbers: Sequence[int], **own: Any) -> list[Prompt]:
+        tokenized.extend(numbers if rows.name != "probe" else ())
+        return whole(rows, numbers, **own)
 
-    monkeypatch.setattr(large_prompts, "file_prompts", counted)
+    monkeypatch.setattr(prompts, "file_prompts", counted)
     found = loaded(monkeypatch, 0, tokenizer, train_files=("p.jsonl",), max_prompt_length=50)
     assert {2000, 2001} <= set(tokenized)
     assert len(tokenized) == 2 + len(found.val)
@@ -133,8 +134,8 @@ def test_formats_and_patterns(large_bytes: int, monkeypatch: pytest.MonkeyPatch)
         writer.writerows(rows)
     for source in ("part-*.parquet", "rows.arrow", "stream.arrow", "rows.csv"):
         files = open_rows(source)
-        assert [row for file in files for row in file] == rows, source
-        assert files[-1][-1] == rows[-1]
+        assert [row for file in files for row in file.rows] == rows, source
+        assert files[-1].rows[-1] == rows[-1]
     assert [file.name for file in open_rows("part-*.parquet")] == ["part-0.parquet", "part-1.parquet"]
     with pytest.raises(UserError, match=r"data file no-\*.csv does not exist: no file matches the pattern"):
         open_rows("no-*.csv")
@@ -203,8 +204,7 @@ def test_images_of_an_object_store_are_read_when_they_are_needed() -> None:
     images = PromptImages(model="", sources=(source, b"own"))
     with pytest.raises(FileNotFoundError):
         images.encoded()
-    with fsspec.open(url, "wb") as file:
-        file.write(b"stored")
+    fsspec.filesystem("memory").pipe(url, b"stored")
     assert images.encoded() == (b"stored", b"own")
     assert PromptImages.from_state(images.state()) == images
 

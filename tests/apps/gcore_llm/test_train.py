@@ -83,7 +83,7 @@ def check_samples_of_training(run: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     rows = read_rows(run / "samples.jsonl")
     assert [row["step"] for row in rows] == [step for step in (1, 2, 3, 4) for _ in range(4)]
-    places = {(row["prompt_index"], row["response_index"]) for row in rows}
+    places = {(row["prompt_index"], row["index"]) for row in rows}
     assert len(places) == len(rows)
     assert {row["is_filtered"] for row in rows} == {True, False}
     for row in rows:
@@ -311,6 +311,7 @@ def test_router_replay_needs_routers(cli: Cli, own_args: list[str], tiny: Path) 
         ["--algorithm.adv-estimator", "gae", "--algorithm.lam", "0.9", "--actor.ppo-epochs", "2"],
         ["--algorithm.adv-estimator", "gae", "--critic.warmup-steps", "1", "--controllers", "2"],
         ["--actor.lora-rank", "4", "--actor.loss.kl-loss-coef", "0.1"],
+        ["--actor.optim.name", "muon", "--actor.optim.muon-lr", "2e-3", "--actor.optim.weight-decay", "0.1"],
         ["--algorithm.overlong.buffer-len", "4", "--algorithm.overlong.filter", "True"],
         ["--actor.enable-gradient-checkpointing", "True", "--actor.optim.lr-scheduler-type", "cosine"],
     ],

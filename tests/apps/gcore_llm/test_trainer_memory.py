@@ -100,6 +100,11 @@ def test_a_resumed_run_keeps_its_data_type(
     assert open_run(resolve(config)).path == run
 
 
+def test_muon_does_not_update_on_the_host() -> None:
+    with pytest.raises(UserError, match=r"actor.offload is 'optimizer'; expected 'none' with actor.optim.name 'muon'"):
+        ActorConfig(optim=OptimizerConfig(name="muon"), offload="optimizer")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -107,6 +112,7 @@ def test_a_resumed_run_keeps_its_data_type(
         ({"activation_offload": True}, "actor.activation_offload is true; expected false with"),
         ({"compile": True}, "actor.compile is true; expected false with trainer.backend 'megatron'"),
         ({"optim": OptimizerConfig(name="adamw_8bit")}, "actor.optim.name is 'adamw_8bit'; expected 'adamw' with"),
+        ({"optim": OptimizerConfig(name="muon")}, "actor.optim.name is 'muon'; expected 'adamw' with"),
         ({"checkpointed_layers": 0.5}, r"actor.checkpointed_layers is 0.5; expected 1.0 with"),
     ],
 )

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,8 @@ for settings in json.load(sys.stdin):
         config = resolve(merge(TrainConfig(device="cpu", name="named"), settings))
         found = {"model": config.model, "files": config.data.train_files}
         found["folder"] = sorted(file.name for file in model_folder(config.model).iterdir())
-        found["rows"] = [dict(row) for source in config.data.train_files for rows in open_rows(source) for row in rows]
+        files = [file for source in config.data.train_files for file in open_rows(source)]
+        found["rows"] = [dict(row) for file in files for row in file.rows]
     except UserError as error:
         found = {"error": str(error)}
     print(json.dumps(found))
@@ -157,6 +161,46 @@ def test_what_the_hub_does_not_have(hub: StandInHub, tmp_path: Path) -> None:
     [model, data] = resolved(hub, tmp_path, {"model": "org/tiny"}, of("hf://org/sums/main"), **away)
     for outcome in (model, data):
         assert outcome["error"].endswith("on the Hub: the Hub cannot be reached, and it was not downloaded before")
+
+
+def test_the_command_of_the_page_runs(hub: StandInHub, tmp_path: Path) -> None:
+    """It trains on what the Hub has, in epochs, and its run continues with that after both have moved."""
+    page = (Path(__file__).parents[3] / "docs/how-to/data.md").read_text()
+    command = shlex.split(re.findall(r"```console\n(.*?)```", page, flags=re.DOTALL)[0].replace("\\\n", " "))
+    rows = [{"question": f"{i}+1=", "answer": f"{i} and 1\n#### {i + 1}"} for i in range(3)]
+    for name in ("main/train", "main/test"):
+        file = tmp_path / f"sums/{name}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    (tmp_path / "sums/README.md").write_text(CARD.partition("- {config_name: hard")[0] + "---\n")
+    tiny = next(iter(hub.commits["models/org/tiny"].values()))
+    pinned = hub.push("models/Qwen/Qwen2.5-0.5B-Instruct", tiny), hub.push("datasets/openai/gsm8k", tmp_path / "sums")
+    assert command[0] == "gcore-llm"
+    small = ["--data.train-batch-size", "2", "--rollout.n", "2", "--data.max-response-length", "4"]
+    small += ["--algorithm.filter-groups", "False", "--threads", "1", "--device", "cpu", "--trainer.total-epochs"]
+
+    def run(epochs: str) -> dict[str, Any]:
+        program = [sys.executable, "-c", "from gcore_llm.cli import main; main()", *command[1:], *small, epochs]
+        environment = os.environ | hub.environment(tmp_path / "home")
+        done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        # Code 3: a random model is never right.
+        assert done.returncode == 3, done.stdout + done.stderr
+        return tomllib.loads((tmp_path / "runs/default/config.toml").read_text())
+
+    first = run("1")
+    assert first["model"] == f"Qwen/Qwen2.5-0.5B-Instruct@{pinned[0]}"
+    assert first["data"]["train_files"] == [f"hf://openai/gsm8k@{pinned[1]}/main:train"]
+    assert first["data"]["val_files"] == [f"hf://openai/gsm8k@{pinned[1]}/main:test"]
+    assert first["trainer"]["total_training_steps"] == 2, "three rows, two a step"
+    hub.push("models/Qwen/Qwen2.5-0.5B-Instruct", tmp_path)
+    hub.push("datasets/openai/gsm8k", tmp_path)
+    num_requests = len(hub.requests)
+    further = run("2")
+    assert hub.requests[num_requests:] == [], "neither for what is pinned, nor by a library on its own"
+    assert further["trainer"].pop("total_training_steps") == 3
+    assert further["trainer"].pop("total_epochs") == 2 * first["trainer"].pop("total_epochs")
+    del first["trainer"]["total_training_steps"]
+    assert further == first
 
 
 def test_folders_win_and_names_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

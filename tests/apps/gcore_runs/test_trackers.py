@@ -42,6 +42,8 @@ def write(folder: Path, tracker: str, first_step: int, last_step: int, *, end: t
         start_tracker(tracker, tracked, lambda line: pytest.fail(line)) as follower,
         MetricsWriter(run, last_step=first_step, tensorboard=True, trackers=[follower]) as writer,
     ):
+        if first_step == 0:
+            writer.write_images(0, {"images/grid": IMAGE})
         for step in range(first_step + 1, last_step + 1):
             writer.write(
                 step, {"critic/score/mean": step / 8, "val/a/pass@4": 0.5} | {f"m/{i}": 1.0 for i in range(120)}
@@ -169,7 +171,7 @@ def test_a_resumed_run_is_the_same_one_and_no_step_is_shown_twice(tracker: str, 
     for name in ("critic/score/mean", "val/a/pass@4", "m/0", "m/119"):
         assert seen[name] == [(row["step"], row[name]) for row in rows]
     assert seen["samples"] == [(step, 2) for step in (1, 2, 3, 4)]
-    assert seen["images/grid"] == [(step, 1) for step in (1, 2, 3, 4)]
+    assert seen["images/grid"] == [(step, 1) for step in (0, 1, 2, 3, 4)]
     samples = read_jsonl(run.training_samples)
     assert samples == [{"step": step, **SAMPLE} for step in (1, 2, 3, 4) for _ in range(2)]
     board = EventAccumulator(str(run.tensorboard))

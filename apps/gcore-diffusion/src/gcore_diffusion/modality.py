@@ -27,6 +27,7 @@ from gcore_diffusion.sampling.image_sampling import (
 )
 from gcore_diffusion.sampling.prompts import Prompt, PromptSets
 from gcore_diffusion.sampling.shared_arrays import share_conditions
+from gcore_diffusion.sampling.shown_samples import samples_to_show
 from gcore_rollout import ImageSample, Scored, part_means, part_stds
 from gcore_runs import RunJob
 from gcore_trainer import DiffusionMicroBatch, DiffusionSample, StepScores, grpo_advantages
@@ -147,7 +148,10 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
             updates = await _with_reference_pass(ctx, updates)
         if has_old_pass(config):
             updates, metrics[_MISMATCH] = await _with_old_pass(ctx, updates)
-        return Prepared(updates=updates, metrics=metrics)
+        # Pairs, and differentiable rewards, have none.
+        has_advantages = config.algorithm.name not in ("dpo", "reward_gradient")
+        of_groups = [[sample.advantage for sample in own] if has_advantages else None for own in prepared]
+        return Prepared(updates=updates, metrics=metrics, of_groups=of_groups)
 
     async def update(self, ctx: Context[Roles], step: int, update: list[DiffusionMicroBatch]) -> dict[str, float]:
         del step
@@ -168,6 +172,17 @@ class Images(Modality[Roles, Prompt, Group, list[DiffusionMicroBatch], Evaluatio
         del step
         self._version += 1
         await ctx.roles.learner.update_policy(ctx.roles.policy, version=self._version, averaged=averaged)
+
+    def samples(
+        self,
+        ctx: Context[Roles],
+        step: int,
+        batch: TrainingBatch[Group],
+        prepared: Prepared[list[DiffusionMicroBatch]] | None,
+    ) -> Sequence[tuple[int, dict[str, Any]]]:
+        del ctx
+        trained = list(zip(batch.groups, prepared.of_groups, strict=True)) if prepared else []
+        return samples_to_show(trained, batch.filtered, step, self._config.loop.log_samples)
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
         """See `Modality.evaluate`; the average of the weights is evaluated, if there is one."""

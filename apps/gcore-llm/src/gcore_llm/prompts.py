@@ -6,10 +6,10 @@ from functools import partial
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
-from gcore_controller import Joined
 from gcore_llm.config import DataConfig, TrainConfig
+from gcore_llm.data.loaded import LoadedPrompts
 from gcore_llm.evaluation.sets import val_sources
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import Prompt, PromptImages, RolloutError, vision_processor
@@ -24,9 +24,6 @@ from gcore_runs import (
     model_folder,
     open_rows,
 )
-
-if TYPE_CHECKING:
-    from gcore_llm.data.large_prompts import LargePrompts
 
 _IMAGE_MARK = "<image>"
 """Marks the place of an image in a prompt that is plain text."""
@@ -141,25 +138,6 @@ def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) 
     return [Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=p.row) for i, p in enumerate(given)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedPrompts:
-    """The prompts of one file that have at most data.max_prompt_length tokens."""
-
-    prompts: "list[Prompt] | LargePrompts"
-    num_too_long: int
-    """Number of the others."""
-    longest: int
-    """Tokens of the longest prompt that was kept."""
-    shortest: int
-    """Tokens of the shortest one of all."""
-
-    def without(self, places: Sequence[int]) -> Sequence[Prompt]:
-        """Return the prompts without those of these indices."""
-        if not isinstance(self.prompts, list):
-            return self.prompts.without(places)
-        return [prompt for place, prompt in enumerate(self.prompts) if place not in set(places)]
-
-
 def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None = None) -> PromptSets:
     """Load the prompts of data.train-files and data.val-files.
 
@@ -191,7 +169,7 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None 
         for file in source:
             own = next(places)
             held_out += [file.prompts[place] for place in own]
-            parts.append(file.without(own))
+            parts.append(_without(file.prompts, set(own)))
         kept.append(_joined(parts))
     sets = val_prompts(val, data)
     return replace(
@@ -213,8 +191,8 @@ def load_val_files(
             if published is None:
                 loaded = _load_rows(rows, data=data, tokenizer=tokenizer, fits=fits)
             else:
-                places = [f"{rows.name}: row {n}" for n in range(1, len(rows) + 1)]
-                pairs = [published.problem(row, where) for row, where in zip(rows, places, strict=True)]
+                places = [f"{rows.name}: row {n}" for n in range(1, len(rows.rows) + 1)]
+                pairs = [published.problem(row, where) for row, where in zip(rows.rows, places, strict=True)]
                 problems = (Problem(value=text, row=row, where=w) for (text, row), w in zip(pairs, places, strict=True))
                 loaded = _loaded(make_prompts(problems, tokenizer, data), data)
             found.setdefault(name, []).append(loaded)
@@ -240,17 +218,33 @@ def _joined(parts: Sequence[Sequence[Prompt]]) -> Sequence[Prompt]:
     """Return the prompts of all parts, one part after the other."""
     if all(isinstance(part, list) for part in parts):
         return [prompt for part in parts for prompt in part]
-    return parts[0] if len(parts) == 1 else Joined(parts)
+    if len(parts) == 1:
+        return parts[0]
+    from gcore_controller import Joined
+
+    return Joined(parts)
+
+
+def _without(prompts: Sequence[Prompt], places: set[int]) -> Sequence[Prompt]:
+    """Return the prompts without those at some places."""
+    if isinstance(prompts, list):
+        return [prompt for place, prompt in enumerate(prompts) if place not in places]
+    from gcore_llm.data.large_prompts import LargePrompts
+
+    assert isinstance(prompts, LargePrompts)
+    return prompts.without(sorted(places))
 
 
 def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int) -> LoadedPrompts:
-    if data.image_key and not any(data.image_key in row for row in islice(rows, 1000)):
-        raise UserError(f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {columns(rows[0])}")
+    if data.image_key and not any(data.image_key in row for row in islice(rows.rows, 1000)):
+        first = columns(rows.rows[0])
+        raise UserError(f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {first}")
+    make = partial(file_prompts, data=data, tokenizer=tokenizer)
     if rows.identity:
         from gcore_llm.data.large_prompts import load_large
 
-        return load_large(rows, data, tokenizer, fits=fits)
-    return _loaded(file_prompts(rows, range(len(rows)), data, tokenizer), data)
+        return load_large(rows, data, tokenizer, make=make, fits=fits)
+    return _loaded(make(rows, range(len(rows.rows))), data)
 
 
 def _loaded(prompts: Sequence[Prompt], data: DataConfig) -> LoadedPrompts:
@@ -262,10 +256,10 @@ def _loaded(prompts: Sequence[Prompt], data: DataConfig) -> LoadedPrompts:
     return LoadedPrompts(prompts=kept, num_too_long=num_too_long, longest=longest, shortest=min(lengths))
 
 
-def file_prompts(rows: Rows, numbers: Sequence[int], data: DataConfig, tokenizer: Any) -> list[Prompt]:
+def file_prompts(rows: Rows, numbers: Sequence[int], *, data: DataConfig, tokenizer: Any) -> list[Prompt]:
     """Return the prompts of some rows of a file, by their numbers; `UserError` if one has none, or other images."""
     name, key = rows.name, data.prompt_key
-    given = {number: rows[number] for number in numbers}
+    given = {number: rows.rows[number] for number in numbers}
     for n, row in given.items():
         if key not in row:
             raise UserError(f"{name}: row {n + 1} has no column {key!r} (data.prompt_key); it has {columns(row)}")

@@ -8,11 +8,11 @@ from .command_line import (
     run_training as run_training,
     trace_command as trace_command,
 )
+from .data.rows import Rows as Rows
 from .doctor.command import doctor_command as doctor_command
 from .errors import UserError as UserError, one_line as one_line, said as said
 from .host_memory import available_host_bytes as available_host_bytes, keep_free_memory as keep_free_memory
 from .inputs import (
-    Rows as Rows,
     build_tokenizer as build_tokenizer,
     check_model as check_model,
     check_safetensors as check_safetensors,

@@ -31,7 +31,6 @@ NOTHING_LEARNED = 3
 _ENVIRONMENT = {
     # Idle OpenMP threads spin by default, which makes a step ten times as long on shared cores.
     "OMP_WAIT_POLICY": "PASSIVE",
-    "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

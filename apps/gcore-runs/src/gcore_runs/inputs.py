@@ -2,20 +2,23 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from glob import glob
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from gcore_controller import Mixture
+from gcore_runs.data.rows import Rows
 from gcore_runs.errors import UserError, one_line
 from gcore_runs.run_folder import json_object
 from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.parsing import is_hub_model
+
+if TYPE_CHECKING:
+    from gcore_controller import Mixture
 
 RowT = TypeVar("RowT")
 
@@ -26,32 +29,6 @@ _SUFFIXES = (".jsonl", ".parquet", ".arrow", ".csv")
 _ACCEPTED = "a .jsonl, .parquet, .arrow or .csv file"
 LARGE_BYTES = 2**23
 """Files of more bytes than this are memory-mapped, and smaller ones held in memory."""
-
-
-class Rows(Sequence[Mapping[str, Any]]):
-    """The rows of a data file, or of a data set on the Hub: in memory, or read when they are indexed if it is large."""
-
-    def __init__(self, name: str, rows: Sequence[Mapping[str, Any]], *, folder: Path, identity: str = "") -> None:
-        self.name = name
-        """The file, or the name of the data set, for errors."""
-        self.rows = rows
-        self.folder = folder
-        """Paths in the rows are relative to it."""
-        self.identity = identity
-        """Distinguishes the present content of a large file from any other; empty: the rows are in memory."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        return self.rows[index]
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return iter(self.rows)
 
 
 def open_rows(
@@ -82,7 +59,7 @@ def open_rows(
         is_large = sum(file.stat().st_size for file in files) > LARGE_BYTES
         found = [_rows_of(file, is_large=is_large) for file in files]
     for rows in found:
-        if not len(rows):
+        if not len(rows.rows):
             raise UserError(f"data file {rows.name} has no rows")
     if not columns:
         return found
@@ -114,7 +91,7 @@ def _rows_of(file: Path, *, is_large: bool) -> Rows:
     except UnicodeDecodeError as error:
         raise UserError(f"data file {file} is not UTF-8: {error}") from None
     rows = [json_object(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
-    return Rows(str(file), rows, folder=file.parent)
+    return Rows(name=str(file), rows=rows, folder=file.parent)
 
 
 def read_lines(path: Path) -> list[str]:
@@ -172,7 +149,7 @@ def held_out_places(sizes: Sequence[int], *, size: int, seed: int) -> list[list[
     return [(drawn[(first <= drawn) & (drawn < end)] - first).tolist() for first, end in pairwise(ends)]
 
 
-def mixed(parts: Sequence[Sequence[RowT]], data: BaseDataConfig) -> Mixture[RowT]:
+def mixed(parts: Sequence[Sequence[RowT]], data: BaseDataConfig) -> "Mixture[RowT]":
     """Return the rows of all data.train-files, each with its data.weights.
 
     Raises:
@@ -187,6 +164,8 @@ def mixed(parts: Sequence[Sequence[RowT]], data: BaseDataConfig) -> Mixture[RowT
     for source, part in zip(data.train_files, parts, strict=True):
         if not len(part):
             raise UserError(f"data file {source} has no rows left to train on; expected some, as it is in data.weights")
+    from gcore_controller import Mixture
+
     return Mixture(parts, data.weights)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from html import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
 from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
-from gcore_runs.trackers.base import Images, Rows, Tracker, as_text
+from gcore_runs.trackers.base import Images, Rows, TensorBoard, Tracker, images_of
 
 _ID = "run-id"
 _JOINED_BELOW_S = 1e-3
@@ -191,32 +190,6 @@ def _keep_until(path: Path, last_step: int) -> tuple[list[dict[str, Any]], list[
     return kept, rows[len(kept) :]
 
 
-class TensorBoard(Tracker):
-    """Event files in a folder; what others there have of the steps after ``last_step`` is hidden."""
-
-    keeps_history = False
-
-    def __init__(self, folder: Path, *, last_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._board = SummaryWriter(str(folder), purge_step=last_step + 1)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
-
-    def write_images(self, step: int, images: Images) -> None:
-        for name, image in images.items():
-            self._board.add_image(name, image, step, dataformats="HWC")
-
-    def write_samples(self, step: int, samples: Rows) -> None:
-        for place, sample in enumerate(samples):
-            self._board.add_text(f"samples/{place}", f"<pre>{escape(as_text(sample))}</pre>", step)
-
-    def __exit__(self, *error: object) -> None:
-        self._board.close()
-
-
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends a row for each step after ``last_step``; rows of later steps, which are run again, are removed.
 
@@ -230,7 +203,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             _keep_until(run.training_samples, last_step)
         self._known = {(row["step"], name) for row in repeated for name in row}
         """Step and name of the values that trackers got before the run was resumed."""
-        self._known_step = max((step for step, _ in self._known), default=0)
+        self._known_step = max((step for step, _ in self._known), default=-1)
         self._board = TensorBoard(run.tensorboard, last_step=last_step) if tensorboard else None
         self._trackers = [*filter(None, [self._board]), *trackers]
 
@@ -254,6 +227,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             append_json(self._samples, {"step": step, **sample})
         for tracker in self._trackers if samples and step > self._known_step else ():
             tracker.write_samples(step, samples)
+            if images := images_of(samples):
+                tracker.write_images(step, images)
 
     def __exit__(self, *error: object) -> None:
         if self._board is not None:

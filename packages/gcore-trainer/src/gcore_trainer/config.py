@@ -17,7 +17,7 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 KLPenalty = Literal["k1", "k2", "k3", "k1+", "k3+"]
 RewardKL = Literal["k1", "k2", "k3"]
 LRSchedulerType = Literal["constant", "linear", "cosine"]
-OptimizerName = Literal["adamw", "adamw_8bit"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 DPOLossType = Literal["sigmoid", "ipo", "hinge"]
 RolloutIS = Literal["token", "sequence"]
 _TokenRS = Literal["token_k1", "token_k2", "token_k3"]
@@ -98,6 +98,7 @@ AT_LEAST_0 = Bound(lambda v: v >= 0, "0 or more")
 AT_LEAST_1 = Bound(lambda v: v >= 1, "1 or more")
 _MORE_THAN_0 = Bound(lambda v: v > 0, "above 0")
 _VETO = Bound(lambda v: v is None or 0 < v < 1, "a number in (0, 1), or none")
+_RATE = Bound(lambda v: v is None or 0 < v < math.inf, "a finite number above 0, or none")
 _BETAS = Bound(lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two in [0, 1)")
 
 Count = Annotated[int, AT_LEAST_1]
@@ -132,12 +133,17 @@ def _bounds(kind: Any) -> list[tuple[str, Bound]]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Checked):
-    """AdamW with gradient clipping, and a rate that warms up and then stays or decays."""
+    """AdamW or Muon with gradient clipping, and a rate that warms up and then stays or decays."""
 
     name: OptimizerName = "adamw"
     """adamw_8bit: the two moments in 8 bits each, with a scale for every 256 values (bitsandbytes): 2 bytes a parameter
-    instead of 8; not for megatron."""
+    instead of 8. muon: the matrices of hidden layers by Muon, with one moment, 4 bytes a parameter; embeddings, head,
+    norms, biases and fused experts by AdamW. Both are not for megatron."""
     lr: AboveZero = 1e-6
+    muon_lr: Annotated[float | None, _RATE] = None
+    """Muon's rate; none: lr, which fits because its updates are scaled to the size of AdamW's (arXiv 2502.16982)."""
+    muon_momentum: Annotated[float, BELOW_ONE] = 0.95
+    """Decay of Muon's moment."""
     betas: Annotated[tuple[float, float], _BETAS] = (0.9, 0.999)
     eps: AboveZero = 1e-8
     weight_decay: NotNegative = 0.0

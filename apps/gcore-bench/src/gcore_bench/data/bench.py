@@ -55,8 +55,9 @@ def run(options: DataOptions, console: Console) -> None:
             summary = summarise(part, rounds.runs)
             table = rows_table(_TITLES[part], summary.rows, _COLUMNS)
             own = [row for name, row in summary.rows.items() if name.startswith("gcore") and name not in _PEERS]
-            is_met = all(row["wall_s"] < _AIM_S and row["peak_bytes"] < _AIM_BYTES for row in own)
-            lines = [f"aim: started in {_AIM_S:g} s in under 1 GiB resident: {verdict(is_met)}"]
+            size, words = ("own_bytes", "of its own") if part == "index" else ("peak_bytes", "resident")
+            is_met = all(row["wall_s"] < _AIM_S and row[size] < _AIM_BYTES for row in own)
+            lines = [f"aim: started in {_AIM_S:g} s in under 1 GiB {words}: {verdict(is_met)}"]
             session.add(part, tables=[table], lines=lines, summary=asdict(summary), runs=rounds.runs)
 
 

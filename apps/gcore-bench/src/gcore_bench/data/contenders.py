@@ -1,4 +1,4 @@
-"""What the process of a measurement does: read a data set up to its first batch of prompts."""
+"""Read a data set up to its first batch of prompts, in the process of a measurement."""
 
 import os
 import resource

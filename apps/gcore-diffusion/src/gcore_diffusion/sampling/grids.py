@@ -1,5 +1,6 @@
 """Pictures of evaluations: a grid with one row per prompt, and a sheet of the images of each prompt."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,16 @@ def tracked(evaluation: Evaluation, *, per_prompt: int, most_prompts: int = 8) -
             images[own], prompts[own], per_prompt=per_prompt, largest_tile=_LARGEST_SHEET_TILE
         )
     return {name: np.asarray(picture) for name, picture in found.items()}
+
+
+def thumbnail(image: NDArray[np.uint8]) -> bytes:
+    """Return a WebP of an image, or of the middle frame of a video [F, H, W, 3], with sides of at most 160 pixels."""
+    frame = _frames(image[None])[0]
+    height, width, how = _tile(frame.shape[0], frame.shape[1], _LARGEST_TILE)
+    buffer = io.BytesIO()
+    small = Image.fromarray(frame).resize((width, height), how)
+    small.save(buffer, format="WEBP", lossless=max(frame.shape[:2]) <= _LOSSLESS_SIDE, quality=80)
+    return buffer.getvalue()
 
 
 def selection(count: int, most: int) -> range:

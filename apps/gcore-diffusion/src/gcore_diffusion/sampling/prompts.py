@@ -64,9 +64,9 @@ def _read(path: str, config: DataConfig) -> list[Prompt]:
         key, found = config.image_key, list[Prompt]()
         for rows in open_rows(path, config.columns):
             name = f"data file {rows.name}"
-            if key and not any(key in row for row in rows):
-                raise UserError(f"{name} has no column {key!r} (data.image_key); it has {columns(rows[0])}")
-            found += [_of_row(row, config, rows.folder, f"{name}, row {n}") for n, row in enumerate(rows, 1)]
+            if key and not any(key in row for row in rows.rows):
+                raise UserError(f"{name} has no column {key!r} (data.image_key); it has {columns(rows.rows[0])}")
+            found += [_of_row(row, config, rows.folder, f"{name}, row {n}") for n, row in enumerate(rows.rows, 1)]
         return found
     if config.image_key:
         raise UserError(

@@ -44,7 +44,7 @@ class Results:
             )
             for row in rows
         }
-        """Scores of the prompts that were answered before."""
+        """The answers of an earlier call."""
 
     def add(self, task: Task, group: Group) -> None:
         """Append the responses to a prompt."""

@@ -14,12 +14,17 @@ from gcore_trainer import DPOConfig, LRSchedulerType, OptimizerConfig, Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Checked, section="optim"):
-    """AdamW, and a rate that warms up and then stays or decays to the run's end."""
+    """AdamW or Muon, and a rate that warms up and then stays or decays to the run's end."""
 
     name: OptimizerName = "adamw"
-    """adamw_8bit: its two moments in 8 bits each, which is 2 bytes a parameter instead of 8; needs bitsandbytes."""
+    """adamw_8bit: its two moments in 8 bits each, which is 2 bytes a parameter instead of 8; needs bitsandbytes. muon:
+    the matrices of hidden layers by Muon, with one moment; embeddings, head, norms and biases by AdamW."""
     lr: float = 1e-5
     """Learning rate."""
+    muon_lr: float | None = None
+    """Muon's rate; none: lr, which fits because its updates are scaled to the size of AdamW's."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's moment."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the moments."""
     weight_decay: float = 0.0

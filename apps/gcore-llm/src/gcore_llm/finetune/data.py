@@ -104,7 +104,7 @@ def _miscounted(answer: str, rng: np.random.Generator) -> str:
 
 def _read(source: str, data: BaseDataConfig) -> list[Row]:
     files = open_rows(source, data.columns)
-    return [(row, f"{file.name}: row {n}") for file in files for n, row in enumerate(file, 1)]
+    return [(row, f"{file.name}: row {n}") for file in files for n, row in enumerate(file.rows, 1)]
 
 
 def sft_tokens(encoder: Encoder, row: Mapping[str, Any], where: str) -> Tokens:

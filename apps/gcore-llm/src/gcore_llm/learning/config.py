@@ -39,6 +39,11 @@ class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
     share_prefix: bool = True
     """Compute a prompt once in a micro-batch that has several of its responses; the result is the same."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keeps = self.optim.name != "muon" or self.offload == "none"
+        self.require("offload", keeps, "'none' with actor.optim.name 'muon', whose updates take too long on a CPU")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(Checked, section="critic"):

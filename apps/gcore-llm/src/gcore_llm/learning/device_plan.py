@@ -36,6 +36,7 @@ _ASLEEP: Mapping[str, tuple[str, ...]] = {
 """Roles that are not on the GPU at a stage, where trainer and engines take turns."""
 _HELD = ("weights", "gradients", "optimizer")
 """Items that are on the GPU while weights pass to the engine."""
+_MOMENTS: Mapping[str, Literal["float32", "8bit", "muon"]] = {"adamw": "float32", "adamw_8bit": "8bit", "muon": "muon"}
 _PARTS = 8
 """Gradient checkpointing that is auto is tried for so many parts of the layers."""
 
@@ -289,9 +290,10 @@ def _state(config: TrainConfig, policy: ModelShape, device: Device) -> TrainingS
     # float32 gradients of all that is trained.
     is_small = 4 * (adapters or policy.num_parameters) <= SHARE_OF_GRADIENTS * device.memory_bytes
     optimizers = [actor.optim, *[config.critic.optim] * config.algorithm.estimator.needs_critic]
+    names = {own.name for own in optimizers}
     return TrainingState(
         offload=actor.offload,
-        moments="8bit" if all(own.name == "adamw_8bit" for own in optimizers) else "float32",
+        moments=_MOMENTS[names.pop()] if len(names) == 1 else "float32",
         adapter_parameters=adapters,
         checkpointed_share=actor.checkpointed_layers,
         activation_offload=actor.activation_offload,

@@ -282,7 +282,7 @@ def _sample_to_show(group: Group, index: int, sample: Sample | None, tokenizer: 
     advantages = sample.advantages[sample.mask] if sample and sample.advantages is not None else np.zeros(0)
     return {
         "prompt_index": group.prompt_index,
-        "response_index": index,
+        "index": index,
         "is_filtered": sample is None,
         "score": float(response.score),
         "parts": {name: float(value) for name, value in response.parts.items()},

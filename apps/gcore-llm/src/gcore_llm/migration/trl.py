@@ -1,6 +1,7 @@
 """The settings of gcore-llm's commands that follow from those of TRL's trainers."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,10 @@ def convert_trl_config(given: Given, method: str) -> Conversion:
 def run(c: Conversion) -> None:
     """Convert the model, the data, the run's name and where it computes."""
     c.copy("model_name_or_path", "seed", "data_seed", "num_processes", "gradient_checkpointing")
-    if c.has("dataset_name"):
+    if c.has("dataset_name") or c.has("datasets"):
         data(c)
+    if c.get("load_best_model_at_end") and "trainer.export" in c.known:
+        c.put("trainer.export", "best", "load_best_model_at_end")
     if c.has("model_name_or_path") and c.get("model_revision") != "main":
         c.put(
             "model", f"{c.get('model_name_or_path')}@{c.get('model_revision')}", "model_name_or_path", "model_revision"
@@ -105,6 +108,10 @@ def run(c: Conversion) -> None:
 
 def data(c: Conversion) -> None:
     """Convert the data set: a file, a folder, or a name on the Hub with a configuration and a split."""
+    if c.has("datasets"):
+        files = [_source(each) for each in c.get("datasets")]
+        c.put("data.train_files", files, "datasets")
+        return
     name = str(c.get("dataset_name"))
     if Path(name).suffix or Path(name).exists():
         c.put("data.train_files", [name], "dataset_name")
@@ -119,6 +126,13 @@ def data(c: Conversion) -> None:
     )
     if c.get("eval_strategy") != "no":
         c.put("data.val_files", [f"{own}:{c.get('dataset_test_split')}"], "dataset_test_split", "eval_strategy")
+
+
+def _source(dataset: Mapping[str, Any]) -> str:
+    """Return the source that one entry of a mixture of TRL names."""
+    path = str(dataset.get("path"))
+    name = f"/{dataset['name']}" if dataset.get("name") else ""
+    return str(dataset.get("data_files") or f"hf://{path}{name}:{dataset.get('split') or 'train'}")
 
 
 def adapters(c: Conversion) -> None:
@@ -171,10 +185,8 @@ def sampled_batches(c: Conversion) -> int:
         c.put("trainer.total_training_steps", math.ceil(number_of(c, "max_steps") / updates), "max_steps")
         c.notes["max_steps"] = f"TRL counts updates, of which a step here has {updates}" if updates > 1 else ""
         c.notes["num_train_epochs"] = "max_steps is set"
-    elif "trainer.total_epochs" in c.known:
-        c.copy("num_train_epochs")
     else:
-        c.missing["num_train_epochs"] = "set trainer.total_training_steps: epochs x rows / data.train_batch_size"
+        c.copy("num_train_epochs")
     return updates
 
 

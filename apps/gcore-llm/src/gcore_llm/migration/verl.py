@@ -22,7 +22,7 @@ _LOSSES = {name: name for name in ("vanilla", "gspo", "cispo", "sapo")}
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
 _BACKENDS = {"fsdp": "torch", "fsdp2": "torch", "megatron": "megatron"}
-_BUILT_IN_SCORERS = "verl's scorers by data_source; give --reward, or a file that imports default_compute_score"
+_BUILT_IN_SCORERS = "verl's scorers by data_source; give --reward NAME, or a file that imports default_compute_score"
 
 
 def convert_verl_config(given: Given) -> Conversion:
@@ -45,6 +45,7 @@ def convert_verl_config(given: Given) -> Conversion:
     optimizer(conversion, f"{ACTOR}.optim", "actor.optim", updates)
     critic(conversion)
     reward(conversion)
+    distillation(conversion)
     run(conversion)
     return conversion
 
@@ -145,6 +146,10 @@ def rollout(c: Conversion) -> None:
         c.put("controllers", min(engines, int(number_of(c, "trainer.nnodes"))), "trainer.nnodes")
         if c.get("trainer.v1.trainer_mode") != "separate_async":
             c.put("rollout.colocated", True, "trainer.v1.trainer_mode")
+    tries, temperature = f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.temperature"
+    if c.get(f"{ROLLOUT}.val_kwargs.do_sample"):
+        c.put("rollout.val_kwargs.n", c.get(tries), tries, f"{ROLLOUT}.val_kwargs.do_sample")
+        c.copy(temperature)
     mode = "trainer.v1.trainer_mode"
     schedule = c.one_of(mode, {"sync": "sync", "separate_async": "async"}, "sync")
     c.put("trainer.schedule", schedule, mode)
@@ -311,6 +316,19 @@ def reward(c: Conversion) -> None:
             c.copy(f"{own}.penalty_factor")
 
 
+def distillation(c: Conversion) -> None:
+    """Convert a teacher, whose reverse KL is here an advantage, as k1 with a policy gradient is in verl."""
+    own, path = "distillation.distillation_loss", "distillation.teacher_models.teacher_model.model_path"
+    if not (c.get("distillation.enabled") and c.has(path)):
+        return
+    c.put("distillation.teachers", [_expanded(c.get(path))], path, "distillation.enabled")
+    c.copy(f"{own}.distillation_loss_coef")
+    if not c.get(f"{own}.use_task_rewards"):
+        c.put("algorithm.adv_estimator", "distillation", f"{own}.use_task_rewards")
+        c.missing.pop("custom_reward_function.path", None)
+    c.missing[f"{own}.loss_mode"] = "the loss is the reverse KL at the policy's own tokens, as an advantage"
+
+
 def run(c: Conversion) -> None:
     """Convert the run's name, length, checkpoints and evaluations."""
     c.put("name", folder_name(c.get("trainer.experiment_name")), "trainer.experiment_name")
@@ -327,10 +345,8 @@ def run(c: Conversion) -> None:
     if c.has(steps := "trainer.total_training_steps"):
         c.copy(steps)
         c.notes["trainer.total_epochs"] = "trainer.total_training_steps is set"
-    elif "trainer.total_epochs" in c.known:
-        c.put("trainer.total_epochs", c.get("trainer.total_epochs"), "trainer.total_epochs")
     else:
-        c.missing["trainer.total_epochs"] = "set trainer.total_training_steps: epochs x rows / data.train_batch_size"
+        c.copy("trainer.total_epochs")
     for name, text in (
         ("trainer.save_freq", "never in verl; here as often as by default"),
         ("trainer.test_freq", "never in verl; here at the first and the last step"),

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
-from gcore_runs.run_folder import write_atomically
-
 
 def cache_folder() -> Path:
     """Return the folder of cached files: gcore in XDG_CACHE_HOME, or in ~/.cache."""
@@ -23,7 +21,10 @@ def cached(name: str, key: object, make: Callable[[Path], object]) -> Path:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may make the same file: the last one to finish replaces it by an equal one.
-        own = file.with_name(f"{os.getpid()}-{file.name}")
-        write_atomically(own, make)
-        own.replace(file)
+        own = file.with_name(f".{os.getpid()}-{file.name}")
+        try:
+            make(own)
+            own.replace(file)
+        finally:
+            own.unlink(missing_ok=True)
     return file

@@ -1,49 +1,54 @@
 """Columns that are computed from others by expressions."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gcore_runs.data.rows import Rows
 from gcore_runs.errors import UserError, one_line
-from gcore_runs.inputs import Rows
 
 
 def with_columns(rows: Rows, columns: Mapping[str, str]) -> Rows:
     """Return the rows with further columns; of rows in memory they are computed at once.
+
+    Expressions are Jinja's, in its sandbox: they have the row's columns as variables, and all of them as ``row``, but
+    neither files nor modules. An expression sees the columns as they are in the data, not those that others make.
 
     Raises:
         UserError: an expression is malformed, or fails on a row.
     """
     mapped = MappedRows(rows, columns)
     if not rows.identity:
-        return Rows(rows.name, list(mapped), folder=rows.folder)
+        return replace(rows, rows=list(mapped))
     # The first row has the errors that all have.
     mapped[0]
-    return mapped
+    return replace(rows, rows=mapped, identity=rows.identity + repr(sorted(columns.items())))
 
 
-class MappedRows(Rows):
-    """Rows with further columns; each is computed when its row is read.
-
-    Expressions are Jinja's, in its sandbox: they have the row's columns as variables, and all of them as ``row``, but
-    neither files nor modules. An expression sees the columns as they are in the data, not those that others make.
-    """
+class MappedRows(Sequence[Mapping[str, Any]]):
+    """Rows with further columns, each computed when its row is read; see `with_columns`."""
 
     def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
-        identity = rows.identity and rows.identity + repr(sorted(columns.items()))
-        super().__init__(rows.name, rows.rows, folder=rows.folder, identity=identity)
-        self.columns = columns
+        self._name, self._rows, self._columns = rows.name, rows.rows, columns
 
-    def __getitem__(self, index: Any) -> Any:
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self._mapped(index, self.rows[index])
+        return self._mapped(index, self._rows[index])
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return (self._mapped(i, row) for i, row in enumerate(self.rows))
+        return (self._mapped(i, row) for i, row in enumerate(self._rows))
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled expressions stay in the process.
@@ -53,7 +58,7 @@ class MappedRows(Rows):
     def _expressions(self) -> dict[str, Callable[..., Any]]:
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         found: dict[str, Callable[..., Any]] = {}
-        for name, text in self.columns.items():
+        for name, text in self._columns.items():
             try:
                 found[name] = environment.compile_expression(text, undefined_to_none=False)
             except TemplateSyntaxError as error:
@@ -70,14 +75,12 @@ class MappedRows(Rows):
                 if isinstance(made[name], StrictUndefined):
                     str(made[name])
             except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-                reason = f"{one_line(error)} (data.columns.{name} is {self.columns[name]!r})"
-                raise UserError(f"{self.name}: row {index % len(self) + 1}: {reason}") from None
+                reason = f"{one_line(error)} (data.columns.{name} is {self._columns[name]!r})"
+                raise UserError(f"{self._name}: row {index % len(self) + 1}: {reason}") from None
         return {**row, **made}
 
 
-def texts(rows: Rows, key: str) -> Iterator[Any]:
+def values_of(rows: Sequence[Mapping[str, Any]], key: str) -> Iterator[Any]:
     """Yield the values of one column, without reading the others where that is possible; None where it is missing."""
-    read: Callable[[str], Iterator[Any]] | None = getattr(rows.rows, "values", None)
-    if read is None or isinstance(rows, MappedRows):
-        return (row.get(key) for row in rows)
-    return read(key)
+    read: Callable[[str], Iterator[Any]] | None = getattr(rows, "values", None)
+    return read(key) if read else (row.get(key) for row in rows)

@@ -1,18 +1,16 @@
 """Models and data sets of the Hugging Face Hub by name: downloaded once, and pinned to a commit."""
 
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from gcore_runs.data.cache import cache_folder
 from gcore_runs.errors import UserError, one_line
-from gcore_runs.run_folder import write_atomically
-from gcore_runs.settings.parsing import is_hub_model
 
 _SHA = re.compile("[0-9a-f]{40}")
 _DATASET = re.compile(
@@ -94,9 +92,10 @@ def dataset_files(name: DatasetName, *, setting: str) -> tuple[str, list[Path]]:
             f"{setting} is {str(name)!r}; expected a data set on the Hub: {_reason(error, name.revision)}"
         ) from error
     for key in {name, replace(name, revision=found[0])}:
-        _memo(key).parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"commit": found[0], "files": [str(file) for file in found[1]]})
-        write_atomically(_memo(key), lambda path, content=content: path.write_text(content))
+        memo, own = _memo(key), _memo(key).with_suffix(f".{os.getpid()}")
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(json.dumps({"commit": found[0], "files": [str(file) for file in found[1]]}))
+        own.replace(memo)
     return found
 
 
@@ -152,31 +151,35 @@ def _reason(error: Exception, revision: str | None) -> str:
     return f"{type(error).__name__}: {one_line(error)}"
 
 
-def pinned(config: Any, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that name something on the Hub, by dotted name, with commits in place of what may move.
+def pinned(
+    models: Mapping[str, str | Sequence[str]],
+    sources: Mapping[str, Sequence[str]],
+    before: Mapping[str, Any],
+    is_hub_model: Callable[[str], bool],
+) -> dict[str, Any]:
+    """Return settings with commits in place of revisions that may move.
 
     Args:
-        config: settings with ``model_settings`` and, in some, ``data``.
-        before: those of the run that is resumed, as its file has them: what they pin stays, unless ``config`` names
-            a revision itself.
+        models: folders and names of models, by setting.
+        sources: sources of rows, by setting.
+        before: the settings of the run that is resumed, as its file has them: what they pin stays, unless a revision
+            is named now.
+        is_hub_model: distinguishes the names from folders.
     """
-    changes: dict[str, Any] = {}
-    for setting in config.model_settings:
-        value, earlier = attrgetter(setting)(config), _value(before, setting)
-        if isinstance(value, tuple):
-            found = {str(name).partition("@")[0]: name for name in earlier or ()}
-            changes[setting] = tuple(_pinned_model(name, found.get(name), setting) for name in value)
+    found: dict[str, Any] = {}
+    for setting, names in models.items():
+        earlier = _value(before, setting)
+        if isinstance(names, str):
+            found[setting] = _pinned_model(names, earlier, setting, is_hub_model)
         else:
-            changes[setting] = _pinned_model(str(value), earlier, setting)
-    for setting in ("data.train_files", "data.val_files"):
-        sources = attrgetter(setting)(config) if hasattr(config, "data") else ()
-        if any("hf://" in source for source in sources):
-            earlier = _value(before, setting) or []
-            changes[setting] = tuple(_pinned_source(source, earlier, setting) for source in sources)
-    return {setting: value for setting, value in changes.items() if value != attrgetter(setting)(config)}
+            own = {str(name).partition("@")[0]: name for name in earlier or ()}
+            found[setting] = tuple(_pinned_model(name, own.get(name), setting, is_hub_model) for name in names)
+    for setting, own in sources.items():
+        found[setting] = tuple(_pinned_source(source, _value(before, setting) or [], setting) for source in own)
+    return found
 
 
-def _pinned_model(name: str, before: Any, setting: str) -> str:
+def _pinned_model(name: str, before: Any, setting: str, is_hub_model: Callable[[str], bool]) -> str:
     repo, _, revision = name.partition("@")
     if not is_hub_model(name) or _SHA.fullmatch(revision):
         return name

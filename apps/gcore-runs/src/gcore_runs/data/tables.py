@@ -13,8 +13,8 @@ import pyarrow.parquet
 
 from gcore_runs.data.cache import cached
 from gcore_runs.data.hub import DatasetName, dataset_files
+from gcore_runs.data.rows import Rows
 from gcore_runs.errors import UserError
-from gcore_runs.inputs import Rows
 from gcore_runs.run_folder import json_object
 
 _BATCH_ROWS = 10_000
@@ -120,8 +120,8 @@ def open_file(file: Path, *, is_large: bool) -> Rows:
     except pa.ArrowException as error:
         raise UserError(f"data file {file} is not {_FORMATS[file.suffix]}: {error}") from None
     if is_large:
-        return Rows(str(file), rows, folder=folder, identity=repr(key))
-    return Rows(str(file), list(rows), folder=folder)
+        return Rows(name=str(file), rows=rows, folder=folder, identity=repr(key))
+    return Rows(name=str(file), rows=list(rows), folder=folder)
 
 
 def open_dataset(source: str, *, setting: str, large_bytes: int) -> Rows:
@@ -130,7 +130,7 @@ def open_dataset(source: str, *, setting: str, large_bytes: int) -> Rows:
     commit, files = dataset_files(name, setting=setting)
     rows, is_large = ArrowRows(files), sum(file.stat().st_size for file in files) > large_bytes
     own: Sequence[Any] = rows if is_large else list(rows)
-    return Rows(str(name), own, folder=Path(), identity=f"{name} {commit}" if is_large else "")
+    return Rows(name=str(name), rows=own, folder=Path(), identity=f"{name} {commit}" if is_large else "")
 
 
 def _mapped_batches(file: Path) -> list[pa.RecordBatch]:

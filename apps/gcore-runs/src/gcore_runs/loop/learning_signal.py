@@ -1,4 +1,4 @@
-"""Whether a run had anything to learn from, and why not."""
+"""A run that had nothing to learn from, and why."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -179,8 +179,14 @@ VERL: dict[str, Key] = {
             "pipeline_model_parallel_size": lacks("an engine is split by tensor parallelism", 1),
             "quantization": lacks("engines compute in the run's dtype"),
             "enable_rollout_routing_replay": lacks("routing of the engine is not replayed; R2 is", False),
-            "val_kwargs.n": lacks("an evaluation has a greedy and a sampled response a prompt", 1),
-            "val_kwargs.*": nothing("an evaluation has a greedy and a sampled response a prompt"),
+            "val_kwargs.n": to("rollout.val_kwargs.n", default=1),
+            "val_kwargs.temperature": to("rollout.val_kwargs.temperature", default=0),
+            "val_kwargs.do_sample": to("rollout.val_kwargs.n", default=False),
+            "val_kwargs.top_p": lacks(_ON_POLICY, 1),
+            "val_kwargs.top_k": lacks(_ON_POLICY, -1, 0),
+            "val_kwargs.*": nothing(
+                "an evaluation has a greedy response a prompt, and rollout.val_kwargs.n sampled ones"
+            ),
             "multi_turn.enable": lacks("several turns are of an environment: rollout.multi_turn.environment", False),
             "multi_turn.*": nothing("several turns are of an environment: rollout.multi_turn.environment"),
             "over_sample_rate": lacks("see rollout.partial_rollout, which finishes the others later", 0),
@@ -289,8 +295,12 @@ VERL: dict[str, Key] = {
     "reward.*": nothing("rewards are called by the controllers; see reward_calls"),
     "sandbox_fusion.url": lacks("code runs in a sandbox of its own: reward code"),
     "sandbox_fusion.*": nothing("code runs in a sandbox of its own: reward code"),
-    "distillation.enabled": lacks("no teacher", False),
-    "distillation.*": nothing("no teacher"),
+    "distillation.enabled": to("distillation.teachers", default=False),
+    "distillation.teacher_models.teacher_model.model_path": to("distillation.teachers"),
+    "distillation.distillation_loss.distillation_loss_coef": to("distillation.coef", default=1.0),
+    "distillation.distillation_loss.use_task_rewards": to("algorithm.adv_estimator", default=True),
+    "distillation.distillation_loss.loss_mode": to("distillation.teachers", default="k3"),
+    "distillation.*": nothing("a teacher is computed as the reference model, and learned from by its reverse KL"),
     **_section(
         _TRAINER,
         {

@@ -26,7 +26,8 @@ class SampleViewer:
 def training_samples(run: Run) -> SampleViewer | None:
     """Return the samples of training; None: none is recorded."""
     scores = [number(row.get("score")) for row in run.training_samples]
-    verified = all(score is not None and -1 <= score <= 1 for score in scores)
+    # Scores of images are of any scale.
+    verified = run.kind.has_samples and all(score is not None and -1 <= score <= 1 for score in scores)
     found: dict[int, list[Row]] = {}
     for row in run.training_samples:
         found.setdefault(row["step"], []).append(_shown(row, verified=verified))

@@ -311,25 +311,20 @@ def resolve(config: ConfigT) -> ConfigT:
         before = str(_resumed(config).get("dtype", "auto"))
         changes["dtype"] = before if before != "auto" else "bfloat16" if parsed.type == "cuda" else "float32"
     resolved = dataclasses.replace(config, **changes)
-    if _names_the_hub(config):
+    models = {name: attrgetter(name)(config) for name in config.model_settings}
+    names = [name for value in models.values() for name in ((value,) if isinstance(value, str) else value)]
+    data = getattr(config, "data", None)
+    sources = {f"data.{name}": getattr(data, name) for name in ("train_files", "val_files")} if data else {}
+    if any(map(is_hub_model, names)) or any("hf://" in source for own in sources.values() for source in own):
         from gcore_runs.data.hub import pinned
 
-        return merge(resolved, pinned(config, _resumed(config)))
+        return merge(resolved, pinned(models, sources, _resumed(config), is_hub_model))
     return resolved
 
 
 def is_hub_model(name: str) -> bool:
     """Return whether a name is of a model on the Hub, ``NAMESPACE/NAME[@REVISION]``, and not of a folder there is."""
     return _HUB_MODEL.fullmatch(name) is not None and not Path(name).exists()
-
-
-def _names_the_hub(config: BaseRunConfig) -> bool:
-    """Return whether a model or data are on the Hugging Face Hub."""
-    data = getattr(config, "data", None)
-    sources = (*data.train_files, *data.val_files) if data else ()
-    values = [attrgetter(setting)(config) for setting in config.model_settings]
-    models = [name for value in values for name in (value if isinstance(value, tuple) else (value,))]
-    return any(map(is_hub_model, models)) or any("hf://" in source for source in sources)
 
 
 def _resumed(config: BaseRunConfig) -> dict[str, Any]:

@@ -53,8 +53,7 @@ class RLTrainerConfig(BaseTrainerConfig):
     """Training ranks, and the length of a run of reinforcement learning."""
 
     total_epochs: Amount = 0.0
-    """Passes over the training rows, at data.train-batch-size rows a step, in place of total-training-steps; rows that
-    dynamic sampling draws beyond a step's count as well (sampling/epoch), but not here. 0: total-training-steps."""
+    """Passes over the training rows, which set total-training-steps: rows / data.train-batch-size a pass; 0: none."""
     log_samples: NonNegative = 4
     """Random samples of each step that samples.jsonl, the report and the trackers show; 0: none."""
     early_stopping_patience: NonNegative = 0

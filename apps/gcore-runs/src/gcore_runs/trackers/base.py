@@ -1,5 +1,6 @@
-"""The interface of a tracker."""
+"""The interface of a tracker, and the one that every run may have without an extra."""
 
+import base64
 import io
 import json
 import logging
@@ -7,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,6 +53,43 @@ class Tracker(AbstractContextManager[Any], ABC):
     def write_samples(self, step: int, samples: Rows) -> None:
         """Show samples of training of a step, where the tracker can."""
         del step, samples
+
+
+class TensorBoard(Tracker):
+    """Event files in a folder; what others there have of the steps after ``last_step`` is hidden."""
+
+    keeps_history = False
+
+    def __init__(self, folder: Path, *, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(folder), purge_step=last_step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+
+    def write_images(self, step: int, images: Images) -> None:
+        for name, image in images.items():
+            self._board.add_image(name, image, step, dataformats="HWC")
+
+    def write_samples(self, step: int, samples: Rows) -> None:
+        for place, sample in enumerate(samples):
+            self._board.add_text(f"samples/{place}", f"<pre>{escape(as_text(sample))}</pre>", step)
+
+    def __exit__(self, *error: object) -> None:
+        self._board.close()
+
+
+def images_of(samples: Rows) -> Images:
+    """Return the images that samples have, as encoded files in base64."""
+    encoded = {f"samples/{place}": sample["image"] for place, sample in enumerate(samples) if "image" in sample}
+    if not encoded:
+        return {}
+    from PIL import Image
+
+    opened = {name: Image.open(io.BytesIO(base64.b64decode(content))) for name, content in encoded.items()}
+    return {name: np.asarray(image.convert("RGB")) for name, image in opened.items()}
 
 
 def as_table(samples: Rows) -> tuple[list[str], list[list[str | float | None]]]:

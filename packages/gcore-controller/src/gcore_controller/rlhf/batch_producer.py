@@ -64,8 +64,7 @@ class ShardedSampler(data.Sampler[int]):
     def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}; expected at least 1")
-        self._num_rows = num_rows
-        self._seed = seed
+        self._num_rows, self._seed = num_rows, seed
         self._indices = partial(itertools.count, _first_index(start, rank, world_size), world_size)
 
     def row(self, prompt_index: int) -> int:

@@ -172,7 +172,7 @@ _LOGITS_COPIES = 2
 """Float32 arrays of a chunk's logits that are alive at once, besides one in the compute precision."""
 
 Offload = Literal["none", "optimizer", "all"]
-Moments = Literal["float32", "8bit"]
+Moments = Literal["float32", "8bit", "muon"]
 
 Bytes = Mapping[str, Floats]
 """Bytes of a device by part."""
@@ -187,7 +187,8 @@ class TrainingState(Checked):
     the models that are not at work, so that the device has those of one model at a time, in training its own."""
     moments: Moments = "float32"
     """AdamW's two moments; 8bit: a byte each, and a float32 scale for every 256 of them, 2.03 bytes a parameter in
-    place of 8 (Dettmers et al. 2022, arXiv 2110.02861)."""
+    place of 8 (Dettmers et al. 2022, arXiv 2110.02861). muon: one of the matrices of hidden layers, and AdamW's of
+    embeddings, head and experts."""
     adapter_parameters: Amount = 0
     """Trained parameters of the policy with LoRA, where all others are frozen and have neither gradients nor moments;
     0: all are trained. A critic trains all of its own."""
@@ -203,10 +204,17 @@ class TrainingState(Checked):
     max_logits: Positive = 1 << 28
     """Most logits of a chunk of the head: the trainer's budget on a GPU; on a CPU it is 2^24."""
 
-    @property
-    def moment_bytes(self) -> float:
-        """Bytes of a parameter's two moments."""
-        return 2 * (1 + MASTER_BYTES / _BLOCK) if self.moments == "8bit" else 2 * MASTER_BYTES
+    def moment_bytes(self, model: ModelShape) -> float:
+        """Return the bytes of the mean parameter's moments; biases and norms count as matrices."""
+        match self.moments:
+            case "8bit":
+                return 2 * (1 + MASTER_BYTES / _BLOCK)
+            case "muon":
+                experts = model.workload.num_moe_layers * model.workload.num_experts * model.num_expert_parameters
+                others = 0 if self.adapter_parameters else model.num_outer_parameters + experts
+                return MASTER_BYTES * (1 + others / model.num_parameters)
+            case "float32":
+                return 2 * MASTER_BYTES
 
 
 DEFAULT_STATE = TrainingState()
@@ -226,7 +234,8 @@ def training_memory(
     c bytes of a number in the compute precision:
 
     - weights c P, gradients 4 P (they are summed in float32), and the optimizer's 8 P of moments with 4 P of float32
-      master weights where c is 2: 16 P in float32, 18 P in bfloat16; with 8-bit moments 10 P and 12 P;
+      master weights where c is 2: 16 P in float32, 18 P in bfloat16; with 8-bit moments 10 P and 12 P, with Muon
+      about 12 P and 14 P;
     - torch (ZeRO-3, Rajbhandari et al. 2019, arXiv 1910.02054, section 5; FSDP2) has 1 / s of all of these, with
       s = ``fsdp_size`` where that is set (HSDP), and of what is gathered two layers, the embedding and the head, and
       one's gradients in float32; with gradients that are exchanged once an update 4 P more, from its first micro-batch
@@ -255,7 +264,7 @@ def training_memory(
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)
     # Where products are in float32, weights are their own masters.
-    optimizer_bytes = state.moment_bytes + (MASTER_BYTES if compute_bytes != MASTER_BYTES else 0)
+    master_bytes = MASTER_BYTES if compute_bytes != MASTER_BYTES else 0
     optimizer = np.zeros(len(layouts))
     weights, gradients = list[Floats](), list[Floats]()
     gathered: list[Floats] = []
@@ -275,7 +284,7 @@ def training_memory(
         weights.append(compute_bytes * held / of_shard)
         gradients.append(MASTER_BYTES * trained / of_shard)
         unsynced.append(np.where(waits, MASTER_BYTES * trained, 0.0))
-        optimizer = optimizer + optimizer_bytes * stepped / sharing
+        optimizer = optimizer + (state.moment_bytes(model) + master_bytes) * stepped / sharing
         layer, outer = model.num_layer_parameters, model.num_outer_parameters
         together = compute_bytes * (2 * layer + outer) + (compute_bytes + MASTER_BYTES) * max(layer, outer)
         gathered.append(np.where(is_gathered, together, 0.0))

@@ -243,7 +243,7 @@ class _Planner:
         sleeps = takes_turns or (self.engine.judge_takes_turns and len([each for each in engines if each]) > 1)
         if offload != "none" and "trainer" in self.residents:
             # Master weights and a gradient in float32, and two moments.
-            states = (2 + self.state.moment_bytes / MASTER_BYTES) * whole["gradients"]
+            states = (2 + self.state.moment_bytes(job.policy) / MASTER_BYTES) * whole["gradients"]
         if takes_turns or (offload == "all" and has_others):
             models = whole["weights"] + sum(whole[name] for name in _FROZEN)
         offloaded = whole["activations"] - self._training_parts(job, self.state)["activations"]

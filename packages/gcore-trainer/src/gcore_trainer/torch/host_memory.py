@@ -22,6 +22,17 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def first_row(parameter: torch.Tensor) -> int:
+    """Return the row of a parameter that is this rank's first: FSDP gives each rank as many, the last ones the rest.
+
+    Ranks share it along the last dimension of the mesh.
+    """
+    if not isinstance(parameter, DTensor):
+        return 0
+    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+    return min(mesh.get_local_rank(-1) * -(-num_rows // mesh.size(-1)), num_rows)
+
+
 class _Pages(mmap.mmap):
     """Anonymous memory that is unregistered with CUDA, if it was registered, before it is unmapped."""
 

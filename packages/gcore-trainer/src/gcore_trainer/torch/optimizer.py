@@ -1,15 +1,15 @@
-"""AdamW with float32 master copies of parameters of fewer bits, and states in host memory or in 8 bits."""
+"""AdamW and Muon with float32 master copies of parameters of fewer bits; states in host memory or in 8 bits."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from gcore_trainer.adamw import AdamW
-from gcore_trainer.config import OptimizerConfig
+from gcore_trainer.adamw import AdamW, whole
+from gcore_trainer.config import OptimizerConfig, require
 from gcore_trainer.errors import ConfigError, MissingExtraError
-from gcore_trainer.torch.host_memory import Arena, local, piece_bytes
+from gcore_trainer.torch.host_memory import Arena, first_row, local, piece_bytes
 
 BLOCK = 256
 """Values of a quantised moment that share a scale: fixed in the kernels of bitsandbytes."""
@@ -20,8 +20,14 @@ _PIECE = 1 << 26
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_adamw(parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, offload: bool) -> AdamW:
-    """Return the optimizer of a name, with masters; errors are those of its class."""
+def make_adamw(
+    parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, offload: bool, model: Any = None
+) -> AdamW:
+    """Return the optimizer of a name, with masters; errors are those of its class. Muon needs transformers' model."""
+    if config.name == "muon":
+        require("name", config.name, model is not None, "'adamw' or 'adamw_8bit' for this model")
+        require("name", config.name, not offload, "'adamw' or 'adamw_8bit' with optimizer states in host memory")
+        return MuonAdamW(parameters, config, matrices=hidden_matrices(parameters, model))
     kind = MasterAdamW if config.name == "adamw" else AdamW8bit
     return kind(parameters, config, offload=offload)
 
@@ -241,6 +247,74 @@ class AdamW8bit(MasterAdamW):
         copy = torch.empty_like(master.detach(), device="cpu")
         self._blocks[name][key].dequantize(local(copy))
         return copy
+
+
+class MuonAdamW(MasterAdamW):
+    """Muon for the matrices of hidden layers (K. Jordan 2024, arXiv 2502.16982), and AdamW for all else.
+
+    With the gradient G of a matrix [n, m] and its moment M: M <- mu M + (1 - mu) G; the update is the orthogonal factor
+    of (1 - mu) G + mu M by Newton-Schulz iterations in bfloat16 (`torch.optim.Muon`), times 0.2 sqrt(max(n, m)), by
+    which its entries are about as large as AdamW's. Weight decay is decoupled, and that of ``config``. A matrix takes
+    4 bytes a parameter for its moment, where AdamW's two take 8.
+
+    On ranks each holds its rows of matrices and moments. The matrix that is made orthogonal is gathered, one at a time,
+    and every rank computes all of it, so that an update does not depend on the number of ranks.
+
+    Args:
+        matrices: names of the parameters that Muon updates.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, *, matrices: Collection[str]
+    ) -> None:
+        self._config, self._num_updates = config, 0
+        self._matrices = [name for name in parameters if name in matrices]
+        super().__init__(parameters, config)
+        self._momentum = {name: torch.zeros_like(self._masters[name].detach()) for name in self._matrices}
+
+    @property
+    def num_updates(self) -> int:
+        return self._num_updates
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """Return ``model``, ``exp_avg`` with Muon's moments among the first ones, and ``exp_avg_sq`` of AdamW's."""
+        moments = {n: self._optimizer.state[p] for n, p in self._masters.items() if n not in self._momentum}
+        first, second = ({name: own[key] for name, own in moments.items()} for key in _MOMENTS)
+        model = {name: p.detach() for name, p in self._masters.items()}
+        return {"model": model, "exp_avg": first | self._momentum, "exp_avg_sq": second}
+
+    kept = tensors
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._num_updates = int(state["optimizer_step"])
+        super().load(state)
+
+    def _with_exact_moments(self) -> list[torch.nn.Parameter]:
+        return [master for name, master in self._masters.items() if name not in self._matrices]
+
+    def _update_masters(self, lr: float) -> None:
+        super()._update_masters(lr)
+        self._num_updates += 1
+        rate = lr * (self._config.muon_lr or self._config.lr) / self._config.lr
+        for name, momentum in self._momentum.items():
+            master, decay = self._masters[name], self._config.muon_momentum
+            assert master.grad is not None
+            momentum.lerp_(master.grad, 1 - decay)
+            direction = whole(master.grad.lerp(momentum, decay))
+            update = torch.nn.Parameter(torch.zeros_like(direction))
+            update.grad = direction
+            settings: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+            torch.optim.Muon([update], lr=rate, weight_decay=0.0, **settings).step()
+            own, first = local(master), first_row(master)
+            own.mul_(1 - rate * self._config.weight_decay).add_(update[first : first + own.shape[0]])
+
+
+def hidden_matrices(parameters: Mapping[str, torch.nn.Parameter], model: Any) -> set[str]:
+    """Return the names of parameters that are matrices of hidden layers: of none of a model's embeddings and heads."""
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is getattr(model, "score", None)]
+    outer = {id(p) for m in (*tables, model.get_output_embeddings()) if m is not None for p in m.parameters()}
+    return {name for name, p in parameters.items() if p.ndim == 2 and id(p) not in outer}
 
 
 class _Blocks:

@@ -237,7 +237,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
         return {n if self.vision is None else checkpoint_name(self.model, n): p for n, p in named}
 
     def optimizer(self, config: OptimizerConfig, *, offload: bool = False) -> AdamW:
-        """Return AdamW of the trained parameters, with masters where they are of fewer bits than float32."""
+        """Return the optimizer of the trained parameters, with masters where they are of fewer bits than float32."""
         self.load_weights()
         trained = {name: p for name, p in self.named_parameters().items() if p.requires_grad}
         is_wide = all(p.dtype in (torch.float32, torch.float64) for p in trained.values())
@@ -245,7 +245,7 @@ class PackedTransformer(ABC, Generic[ScoresT]):
             return AdamW(trained, config)
         from gcore_trainer.torch.optimizer import make_adamw
 
-        return make_adamw(trained, config, offload=offload)
+        return make_adamw(trained, config, offload=offload, model=self.model)
 
     def save_pretrained(self, path: str | Path, weights: Iterator[tuple[str, torch.Tensor]] | None) -> None:
         """Write a Hugging Face folder of whole tensors, a file's at a time; None: the model's own."""

@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from gcore_trainer.lora import A_OF, initial_value, read_adapters
 from gcore_trainer.lora_config import LoRAConfig
-from gcore_trainer.torch.host_memory import local
+from gcore_trainer.torch.host_memory import first_row, local
 from gcore_trainer.torch.loading import choose_class, load_model
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -109,7 +109,7 @@ class SlicedWeights:
             for name, parameter in named.items():
                 if parameter not in made:
                     made[parameter] = torch.nn.Parameter(_zeros(parameter, self.device), parameter.requires_grad)
-                into, first = local(made[parameter]), _first_row(parameter)
+                into, first = local(made[parameter]), first_row(parameter)
                 source = self._sources.get(name.replace(".base_layer.", "."))
                 if source and name not in start:
                     read(source, into, first, self._dtype)
@@ -248,17 +248,6 @@ def _zeros(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
         return own
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-
-
-def _first_row(parameter: torch.Tensor) -> int:
-    """Return the row of a parameter that is this rank's first: FSDP gives each rank as many, the last ones the rest.
-
-    Ranks share it along the last dimension of the mesh.
-    """
-    if not isinstance(parameter, DTensor):
-        return 0
-    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
-    return min(mesh.get_local_rank(-1) * -(-num_rows // mesh.size(-1)), num_rows)
 
 
 def _conversion(modules: list[Any], dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
