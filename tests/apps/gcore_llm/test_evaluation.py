@@ -87,6 +87,8 @@ def test_sets_of_a_run(shared_cli: Cli, evaluated: Path) -> None:
     everyone = [fmean(r["score"] for r in row["responses"]) for row in rows if row["way"] == "sampled"]
     assert last["val/sampled/score/mean"] == pytest.approx(fmean(everyone))
     assert {"val/avg@4", "val/pass@2", "val/maj@4/stderr", "val/gsm8k/pass@2", "val/sums/even/maj@2"} <= last.keys()
+    few, _ = results_of(shared_cli.ok("eval", evaluated, "--on", "sums=sums.jsonl", "--limit", "2"), shared_cli.cwd)
+    assert few["sets"]["sums"]["avg@4"]["num"] == 2
     assert not {"val/gsm8k/maj@4", "val/greedy", "val/avg@1"} & last.keys()
 
 

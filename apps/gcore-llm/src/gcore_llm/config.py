@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
-from gcore_llm.data.config import TaskConfig as TaskConfig
 from gcore_llm.evaluation.config import ValConfig
-from gcore_llm.learning.config import ActorConfig, CriticConfig
+from gcore_llm.learning.config import ActorConfig, CriticConfig, WarmupConfig as WarmupConfig
 from gcore_llm.learning.distillation import DistillationConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
@@ -20,7 +19,6 @@ from gcore_runs import (
     Count,
     Fraction,
     NonNegative,
-    Positive,
     RanksConfig,
     RLTrainerConfig,
     UserError,
@@ -37,6 +35,26 @@ from gcore_trainer import (
     advantage_estimators,
     get_advantage_estimator,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig(Checked, section="task"):
+    """A reasoning-gym task, generated instead of read from files."""
+
+    name: str = ""
+    """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
+    params: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
+    number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
+    num_train: Count = 10_000
+    """Training problems to generate; those that are also held out are left out."""
+    num_val: Count = 256
+    """Held-out problems to generate."""
+
+    def check_only_source(self, train_files: tuple[str, ...], *, of: str) -> None:
+        """Raise `UserError` if there are files, too."""
+        if train_files and self.name:
+            raise UserError(f"task.name is {self.name!r} and data.train_files is set; expected one source of {of}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,22 +88,6 @@ class DataConfig(BaseDataConfig):
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
         return self.max_prompt_length + self.max_response_length
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmupConfig(Checked, section="warmup"):
-    """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning."""
-
-    max_steps: NonNegative = 0
-    """Most updates; 0: no warm-up."""
-    batch_size: Count = 128
-    """Worked examples an update."""
-    lr: Positive = 2e-3
-    """Learning rate."""
-    target_accuracy: Amount = 0.4
-    """Stop as soon as sampled answers reach this accuracy on held-out problems."""
-    test_freq: Count = 25
-    """Updates between two such checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +263,8 @@ class TrainConfig(BaseRLConfig):
             (turns, simulated, "whose roles have devices of their own"),
         ):
             self.require(name, not (is_set[name] and other), f"false with {other}, {reason}")
-        rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
+        if self.data.val_files or rollout.val_kwargs != ValConfig():
+            rollout.val_kwargs.check(self.data.val_files, is_pairwise=self.reward_model.is_pairwise)
         self.distillation.check_with(algorithm.adv_estimator, algorithm.filter_groups, self.runtime)
         self._check_memory_settings()
         gathers_late = own.megatron.overlap_param_gather and self.actor.lora_rank
@@ -298,7 +301,7 @@ class TrainConfig(BaseRLConfig):
     @property
     def set_rewards(self) -> dict[str, str]:
         """The rewards that held-out sets have in place of the run's, by the set's name."""
-        return self.rollout.val_kwargs.rewards(self.data.val_files)
+        return self.rollout.val_kwargs.rewards(self.data.val_files) if self.data.val_files else {}
 
     @property
     def can_take_turns(self) -> bool:

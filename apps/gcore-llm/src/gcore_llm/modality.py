@@ -229,11 +229,10 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
 
     async def evaluate(self, ctx: Context[Roles], step: int) -> Evaluation | None:
         del step
-        if not (sets := val_sets(self._job.prompts, self._config, ctx.roles.graders)):
+        if not self._job.prompts.num_held_out:
             return None
-        start_s = ctx.clock()
-        evaluation = await evaluate(ctx.roles, sets, group=ctx.group, timer=ctx.timer)
-        return replace(evaluation, seconds=ctx.clock() - start_s)
+        sets = val_sets(self._job.prompts, self._config, ctx.roles.graders)
+        return await evaluate(ctx.roles, sets, group=ctx.group, timer=ctx.timer, clock=ctx.clock)
 
     def state(self) -> State:
         """Return the state of the KL penalty."""
@@ -354,7 +353,6 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
     _has_warned = False
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
-        self.display.say(f"step {step}: held-out score {evaluation}")
         for line in evaluation.lines():
             self.display.say(f"step {step}: {line}")
         name = "before" if step == 0 else "after"

@@ -152,7 +152,7 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None 
     fits = min(data.max_prompt_length, fits or data.max_prompt_length)
     load = partial(_load_rows, data=data, tokenizer=tokenizer, fits=fits)
     train = [[load(rows) for rows in open_rows(source, data.columns)] for source in data.train_files]
-    val = load_val_files(data, tokenizer, fits=fits)
+    val = load_val_files(data, tokenizer, fits=fits) if data.val_files else {}
     files = [file for source in train for file in source]
     num_prompts = sum(len(file.prompts) for file in files)
     if not num_prompts:

@@ -11,6 +11,7 @@ from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import load_task, require_worked_examples
+from gcore_llm.evaluation.sets import with_sources
 from gcore_llm.learning.adapters import drop_other_export, with_adapter
 from gcore_llm.learning.distillation import check_teachers
 from gcore_llm.learning.preparation import sample_flops, workload_of
@@ -34,6 +35,7 @@ from gcore_runs import (
     RunFolder,
     Supervisor,
     UserError,
+    best_step,
     build_tokenizer,
     check_model,
     eos_token_ids,
@@ -58,7 +60,8 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         UserError: wrong settings or data, found before anything is written.
         KeyboardInterrupt: after a checkpoint of the last finished step.
     """
-    config = resolve(config)
+    data = replace(config.data, val_files=with_sources(config.data.val_files)) if config.data.val_files else config.data
+    config = resolve(replace(config, data=data))
     config = replace(config, actor=with_adapter(config.actor))
     if config.runtime == "sim":
         from gcore_llm.simulate import train_simulated
@@ -299,17 +302,17 @@ async def finished_policy(
     torch.set_num_threads(config.threads)
     model = model_folder(config.model)
     check_model(model)
-    best_step = run.best_step() if run is not None and best else None
-    if run is not None and best and best_step is None:
+    kept_step = best_step(run) if run is not None and best else None
+    if run is not None and best and kept_step is None:
         raise UserError(f"checkpoint is 'best'; expected 'latest': {run.path} has kept none (trainer.export is 'last')")
     if config.rollout.is_on_servers:
         # The run may be in the middle of a step on them.
         config = replace(config, rollout=replace(config.rollout, engine="hf", urls=(), weights_dir=""))
     engine = await start_policy(config, model, eos_token_ids=eos_token_ids(tokenizer, model))
     checkpointer = None if run is None else Checkpointer(run.checkpoints)
-    lora, step = config.actor.lora, best_step or 0
+    lora, step = config.actor.lora, kept_step or 0
     trained: Mapping[str, Any] = {} if lora is None else read_adapters(lora)
-    if run is not None and best_step is not None:
+    if run is not None and kept_step is not None:
         kept = run.best / "trained"
         if lora is not None and (kept / "adapter_config.json").is_file():
             trained = read_adapters(replace(lora, path=str(kept)))

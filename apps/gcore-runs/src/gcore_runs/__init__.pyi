@@ -29,6 +29,7 @@ from .inputs import (
     read_lines as read_lines,
 )
 from .logs import log_to as log_to, logged as logged, logs_of as logs_of
+from .loop.best import best_step as best_step
 from .loop.recorder import (
     STAGE_CELLS as STAGE_CELLS,
     STAGES as STAGES,

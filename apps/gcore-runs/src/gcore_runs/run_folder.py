@@ -73,20 +73,6 @@ class RunFolder:
         folder = cls.existing(path)
         return folder, resolve(folder.load_config(kind))
 
-    def keep_best(self, step: int, score: float, save: Callable[[Path], object]) -> None:
-        """Let ``save`` write the best policy so far, of ``step``, in place of the one before."""
-
-        def write(path: Path) -> None:
-            save(path / "trained")
-            (path / "step.json").write_text(json.dumps({"step": step, "score": score}))
-
-        write_atomically(self.best, write)
-
-    def best_step(self) -> int | None:
-        """Return the step of the best policy, which is kept in ``best/trained``; None: none is."""
-        file = self.best / "step.json"
-        return json_object(file.read_text(), str(file))["step"] if file.is_file() else None
-
     def lock(self) -> None:
         """Keep other processes from writing this run while this object lives; `UserError` if one does already."""
         try:

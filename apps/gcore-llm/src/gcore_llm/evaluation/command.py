@@ -12,7 +12,7 @@ from gcore_llm.evaluation.args import EvalArgs
 from gcore_llm.evaluation.estimators import Answered, Estimate
 from gcore_llm.evaluation.evaluate import Evaluation, Task, ValSet, evaluate, val_sets
 from gcore_llm.evaluation.results import Results
-from gcore_llm.evaluation.sets import PUBLISHED, val_sources
+from gcore_llm.evaluation.sets import PUBLISHED, val_sources, with_sources
 from gcore_llm.modality import SamplingRoles
 from gcore_llm.prompts import PromptSets, load_val_files, longest_sequence, val_prompts
 from gcore_llm.sampling import Rewards
@@ -24,6 +24,7 @@ from gcore_runs import (
     UserError,
     build_tokenizer,
     check_model,
+    is_hub_model,
     model_folder,
     print_table,
     resolve,
@@ -40,7 +41,7 @@ def run_eval(args: EvalArgs) -> None:
     with Display() as display:
         folder, step, evaluation = asyncio.run(_evaluated(args, display))
     where = "" if step is None else f"step {step}: "
-    display.console.print(f"{where}held-out score {evaluation}", soft_wrap=True)
+    display.console.print(f"{where}{evaluation.lines()[0]}", soft_wrap=True)
     rows = [_row(name or "held out", own) for name, own in evaluation.by_set() if own]
     print_table("mean ± standard error", ["set", "prompts", "n", "greedy", "avg@n", "pass@n", "maj@n"], [rows])
     display.console.print(f"results:  {folder / 'results.json'}", soft_wrap=True)
@@ -92,19 +93,17 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
     path, run = Path(args.model), None
     if (path / "config.toml").is_file():
         run, config = opened_run(path)
+        config = _on(config, args.on) if args.on else config
     else:
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"model is {args.model!r}; expected a run's folder, or a Hugging Face folder with config.json"
-            )
-        check_model(path)
+        if not path.exists() and not is_hub_model(args.model):
+            raise UserError(f"model is {args.model!r}; expected a run's folder, a model's, or its name on the Hub")
         if not args.on:
             raise UserError(f"on is not set; expected files of prompts with a model, or of {', '.join(PUBLISHED)}")
         if args.checkpoint == "best":
             raise UserError("checkpoint is 'best'; expected 'latest' with a model: only a run has several policies")
-        config = resolve(TrainConfig(model=args.model))
+        config = _on(TrainConfig(model=args.model), args.on)
         check_model(model_folder(config.model))
-    rollout, own, on = config.rollout, config.rollout.val_kwargs, args.on or config.data.val_files
+    rollout, own, on = config.rollout, config.rollout.val_kwargs, config.data.val_files
     sources = val_sources(on, setting="on")
     given = {name: value for name in ("n", "temperature") if (value := getattr(args, name)) is not None}
     # An option is for all sets.
@@ -123,6 +122,14 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
     if ungraded and not has_reward and not config.task.name:
         raise UserError(f"reward is not set; expected PATH.py:function, {', '.join(reward_names())} for {ungraded[0]}")
     return run, config
+
+
+def _on(config: TrainConfig, on: Sequence[str]) -> TrainConfig:
+    """Return the settings, resolved, with other held-out sets."""
+    own, names = config.rollout.val_kwargs, {source.name for source in val_sources(on, setting="on")}
+    own = replace(own, sets={name: values for name, values in own.sets.items() if name in names})
+    data = replace(config.data, val_files=with_sources(on))
+    return resolve(replace(config, data=data, rollout=replace(config.rollout, val_kwargs=own), resume="never"))
 
 
 def _prompts(args: EvalArgs, config: TrainConfig, tokenizer: Any) -> PromptSets:

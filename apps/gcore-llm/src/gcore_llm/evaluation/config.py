@@ -26,11 +26,6 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
     """Other values of n and temperature for single sets of data.val-files, and their reward in place of the run's, by
     the set's name: --rollout.val-kwargs.sets.NAME '{n = 32, reward = "aime"}'."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in self.sets:
-            self.of_set(name)
-
     def of_set(self, name: str) -> Self:
         """Return these settings with what the set of this name has of its own; `UserError` if that is wrong."""
         where, own = f"rollout.val_kwargs.sets.{name}", self.sets.get(name, {})
@@ -56,5 +51,5 @@ class ValConfig(Checked, section="rollout.val_kwargs"):
         if unknown := sorted(self.sets.keys() - set(names)):
             known = ", ".join(names) or "none has a name"
             raise UserError(f"rollout.val_kwargs.sets has {unknown[0]!r}; expected a set of data.val_files: {known}")
-        for name in ("", *names) if is_pairwise else ():
-            self.of_set(name).require("n", self.of_set(name).n == 1, "1 with reward_model.judge.pairwise")
+        for own in map(self.of_set, ("", *names)):
+            own.require("n", own.n == 1 or not is_pairwise, "1 with reward_model.judge.pairwise")

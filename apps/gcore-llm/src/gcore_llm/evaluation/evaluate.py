@@ -143,12 +143,10 @@ class Evaluation:
         return found if self.seconds is None else found | {"timing_s/val": self.seconds}
 
     def lines(self) -> list[str]:
-        """Return a line for each set with a name, for the screen."""
-        return [
-            f"{name}: {', '.join(f'{key} {estimate}' for key, estimate in own.items())}"
-            for name, own in self.by_set()
-            if name and own
-        ]
+        """Return the mean scores, and a line for each set with a name, for the screen."""
+        sets = [(name, own) for name, own in self.by_set() if name and own]
+        of_sets = [f"{name}: {', '.join(f'{key} {one}' for key, one in own.items())}" for name, own in sets]
+        return [f"held-out score {self}", *of_sets]
 
     def _overall(self, way: Way) -> Estimate | None:
         scores = [one.scores for task, one in self.answered.items() if task.way == way]
@@ -180,6 +178,7 @@ async def evaluate(
     *,
     group: Collectives | None = None,
     timer: StageTimer | None = None,
+    clock: Callable[[], float] | None = None,
     done: Mapping[Task, Answered] | None = None,
     finished: Callable[[Task, Group], None] | None = None,
 ) -> Evaluation:
@@ -193,11 +192,12 @@ async def evaluate(
         sets: the prompts, with n of 1 where there is a comparison.
         group: the controllers; None: there is one.
         timer: times the stages.
+        clock: returns seconds, for `Evaluation.seconds`; None: they are not measured.
         done: what was answered before, and is not generated again.
         finished: called with each group of scored responses as soon as it is complete, before any comparison.
     """
     group, timer = group or InlineCollectives(InlineGroup(1), 0), timer or StageTimer()
-    done = done or {}
+    done, start_s = done or {}, clock() if clock else 0.0
     places = [(number, place) for number, own in enumerate(sets) for place in range(len(own.prompts))]
     mine = places[group.rank :: group.world_size]
     work = defaultdict[tuple[int, Way], list[tuple[int, Prompt]]](list)
@@ -231,6 +231,7 @@ async def evaluate(
         # In one order on any number of controllers.
         answered=dict(sorted(found.items())),
         samples=[row for _, row in samples],
+        seconds=clock() - start_s if clock else None,
     )
 
 

@@ -142,3 +142,8 @@ def val_sources(entries: Sequence[str], *, setting: str) -> list[ValSource]:
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{setting} has {twice[0]!r} twice; expected sets of different names")
     return found
+
+
+def with_sources(entries: Sequence[str]) -> tuple[str, ...]:
+    """Return entries of `data.val_files` with the sources of published sets written out, so that they can be pinned."""
+    return tuple(f"{entry}={PUBLISHED[entry].source}" if entry in PUBLISHED else entry for entry in entries)

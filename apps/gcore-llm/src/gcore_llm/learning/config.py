@@ -1,11 +1,11 @@
-"""Settings of the models in training: the policy and the critic."""
+"""Settings of the models in training: the policy and the critic, and the embedded model's warm-up."""
 
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from gcore_llm.learning.adapters import AdapterConfig
-from gcore_runs import BaseActorConfig, Checked, Count, Fraction, NonNegative
+from gcore_runs import Amount, BaseActorConfig, Checked, Count, Fraction, NonNegative, Positive
 from gcore_trainer import OptimizerConfig, PolicyLossConfig, ValueLossConfig
 
 
@@ -55,3 +55,19 @@ class CriticConfig(Checked, section="critic"):
     loss: ValueLossConfig = field(default_factory=ValueLossConfig)
     warmup_steps: NonNegative = 0
     """First steps that train the critic alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig(Checked, section="warmup"):
+    """Supervised fine-tuning of the embedded model on worked examples, before reinforcement learning."""
+
+    max_steps: NonNegative = 0
+    """Most updates; 0: no warm-up."""
+    batch_size: Count = 128
+    """Worked examples an update."""
+    lr: Positive = 2e-3
+    """Learning rate."""
+    target_accuracy: Amount = 0.4
+    """Stop as soon as sampled answers reach this accuracy on held-out problems."""
+    test_freq: Count = 25
+    """Updates between two such checks."""

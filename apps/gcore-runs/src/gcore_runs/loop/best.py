@@ -3,11 +3,12 @@
 metrics.jsonl alone says which one it is, so a resumed run decides as an uninterrupted one.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gcore_runs.errors import UserError
-from gcore_runs.run_folder import read_jsonl
+from gcore_runs.run_folder import RunFolder, json_object, read_jsonl, write_atomically
 from gcore_runs.settings.run_config import RLTrainerConfig
 
 BEST, SINCE_BEST = "val/best", "val/evaluations_since_best"
@@ -48,6 +49,22 @@ def compared(
 def is_best(metrics: Mapping[str, float]) -> bool:
     """Return whether the evaluation that has these metrics is the best so far."""
     return metrics.get(SINCE_BEST) == 0 and BEST in metrics
+
+
+def keep_best(run: RunFolder, step: int, score: float, save: Callable[[Path], object]) -> None:
+    """Let ``save`` write the policy of ``step``, the best so far, in place of the one before."""
+
+    def write(path: Path) -> None:
+        save(path / "trained")
+        (path / "step.json").write_text(json.dumps({"step": step, "score": score}))
+
+    write_atomically(run.best, write)
+
+
+def best_step(run: RunFolder) -> int | None:
+    """Return the step of the best policy, which is in the folder ``best/trained``; None: none is kept."""
+    file = run.best / "step.json"
+    return json_object(file.read_text(), str(file))["step"] if file.is_file() else None
 
 
 def is_due(metrics: Mapping[str, float], patience: int) -> bool:

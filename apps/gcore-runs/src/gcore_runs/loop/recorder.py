@@ -37,7 +37,7 @@ from gcore_controller import (
 )
 from gcore_placement import Ledger
 from gcore_rollout import Failure
-from gcore_runs.loop.best import BEST, SINCE_BEST, compared, is_best, is_due
+from gcore_runs.loop.best import BEST, SINCE_BEST, compared, is_best, is_due, keep_best
 from gcore_runs.loop.learning_signal import SIGNAL, reason
 from gcore_runs.run_folder import MetricsWriter, RunFolder, RunWarnings, SpanWriter, StepSpans
 from gcore_runs.settings.run_config import BaseRLConfig
@@ -305,7 +305,7 @@ class BaseRunRecorder(ABC, Generic[JobT, EvaluationT]):
                 self.display.latest |= metrics
                 metrics |= compared(self.run.metrics, metrics, self.score(metrics), trainer)
                 if trainer.export == "best" and is_best(metrics):
-                    self.run.keep_best(step, metrics[BEST], self.learner.save_pretrained)
+                    keep_best(self.run, step, metrics[BEST], self.learner.save_pretrained)
                 self.writer.write(step, metrics)
                 if is_due(metrics, trainer.early_stopping_patience) and step < self.job.total_steps:
                     self._end_early(step, metrics)

@@ -28,7 +28,7 @@ from gcore_rollout import EngineDiedError, EngineStartError, RolloutError
 from gcore_runs.engines import allocator_variables
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
-from gcore_runs.loop.best import has_ended
+from gcore_runs.loop.best import best_step, has_ended
 from gcore_runs.loop.learning_signal import check_signal
 from gcore_runs.loop.recorder import BaseRunRecorder, Display, JobT, Present, interrupted_by
 from gcore_runs.report.page import render_report
@@ -347,7 +347,7 @@ class Supervisor:
     def _best_step(self) -> int | None:
         """Return the step whose policy is exported in place of the last one; None: there is none."""
         trainer = self._config.trainer
-        return self.run.best_step() if isinstance(trainer, RLTrainerConfig) and trainer.export == "best" else None
+        return best_step(self.run) if isinstance(trainer, RLTrainerConfig) and trainer.export == "best" else None
 
     def _has_ended_early(self, last_step: int) -> bool:
         config = self._config
