@@ -173,7 +173,10 @@ def test_model(cli: Cli, own_args: list[str], tiny: Path, damage: Callable[[Path
         ("def reward(p, c, r): return float('nan')", "returned nan; expected a finite number"),
         ("def reward(p, c, r): return 'good'", "returned 'good'; expected one number"),
         ("def reward(p, c, r): return r['gold']", "KeyError: 'gold'"),
-        ("def reward(p, c): return 1.0", "reward is reward(p, c); expected the parameters (prompt, completion, row), verl"),
+        (
+            "def reward(p, c): return 1.0",
+            "reward is reward(p, c); expected the parameters (prompt, completion, row), ",
+        ),
         ("async def reward(p, c, r): raise OSError('no judge')", "OSError: no judge"),
         ("import quux", "does not import: ModuleNotFoundError: No module named 'quux'"),
         ("def reward(p, c, r) return 1", "does not import: SyntaxError"),
