@@ -86,6 +86,7 @@ def check_simulator(printed: str) -> None:
     assert step_s["clairvoyant"] <= step_s["dynamic"] < step_s["split"] < step_s["colocated"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "check"), [("my_loop", check_loop), ("checkpoints", check_checkpoints), ("simulator", check_simulator)]
 )

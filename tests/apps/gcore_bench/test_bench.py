@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 from typing import Any, cast
 
 import pyarrow.parquet
@@ -25,7 +26,7 @@ from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Footprint, Program, run_program
 from gcore_llm.sampling import reward_function
 from gcore_llm.tiny_model import make_tiny_model, tiny_tokenizer
-from gcore_rollout import load_reward
+from gcore_rollout import Scored
 from gcore_runs import build_tokenizer
 
 VERL = os.environ.get("GCORE_VERL_PYTHON", "")
@@ -216,8 +217,8 @@ def test_verl_is_given_the_job_of_all(tmp_path: Path) -> None:
 
 
 def test_verls_rewards_are_those_of_all() -> None:
-    stand_in = load_reward(f"{VERL_SCRIPTS / 'stand_in/gcore_bench_reward.py'}:compute_score")
-    compute_score: Callable[..., float] = cast("Any", stand_in)
+    stand_in = run_path(str(VERL_SCRIPTS / "stand_in/gcore_bench_reward.py"))
+    compute_score: Callable[..., float] = stand_in["compute_score"]
     for workload in WORKLOADS.values():
         config = train_config(task_of(workload))
         reward = reward_function(config)
@@ -226,9 +227,10 @@ def test_verls_rewards_are_those_of_all() -> None:
             answer = prompt.row["answer"]
             scores: set[float] = set()
             for completion in (answer, f" +0{answer}.0\n", f"{answer}5a", "x", ""):
-                expected = reward(prompt.text, completion, prompt.row)
+                given = cast("Any", reward(prompt.text, completion, prompt.row))
+                expected = given.score if isinstance(given, Scored) else given
                 assert compute_score("", completion, truth, {}, reward=workload.reward) == expected
-                scores.add(cast("float", expected))
+                scores.add(expected)
             assert len(scores) > 1
 
 

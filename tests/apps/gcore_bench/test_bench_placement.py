@@ -202,6 +202,7 @@ def test_only_held_out_runs_are_judged() -> None:
     assert memory.endswith("(met in all 1)")
 
 
+@pytest.mark.slow
 def test_bench_predicts_published_steps(tmp_path: Path) -> None:
     """Of dense models, by the laws as they are; what a row is fitted to is met, and what is held out is not all."""
     part, printed = bench(tmp_path, "oracles")

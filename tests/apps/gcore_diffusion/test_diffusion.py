@@ -685,6 +685,7 @@ def test_doubts_of_a_reward_that_rises_alone() -> None:
     assert "the images of a prompt became alike: 50% of the initial diversity is left;" in alike
 
 
+@pytest.mark.slow
 def test_the_best_step_is_exported(cli: Cli, own_args: list[str]) -> None:
     """With a reward that is not trained on and only falls, that is the first; the screen and the report say so."""
     file = own_args[own_args.index("--reward.kind") + 1].rpartition(":")[0]

@@ -76,7 +76,7 @@ def test_data_files_without_images(tmp_path: Path) -> None:
         load_prompts(data_config(tmp_path, [{"prompt": "a"}]))
     (tmp_path / "prompts.txt").write_text("a\n")
     config = DataConfig(train_files=(str(tmp_path / "prompts.txt"),), image_key="image")
-    with pytest.raises(UserError, match=r"expected \.jsonl or .parquet with data.image_key"):
+    with pytest.raises(UserError, match=r"expected \.jsonl, \.parquet, \.arrow or \.csv with data.image_key"):
         load_prompts(config)
 
 

@@ -203,6 +203,7 @@ def test_command_writes_what_simulate_takes(cli: Cli, alone: SimulateConfig) -> 
     assert not (cli.cwd / "a/simulate.toml").exists()
 
 
+@pytest.mark.slow
 def test_a_real_run_is_described(cli: Cli, own_args: list[str], chatty: Path) -> None:
     args = own_args
     for name, value in (("--model", chatty), ("--data.max-response-length", 32), ("--trainer.total-training-steps", 9)):

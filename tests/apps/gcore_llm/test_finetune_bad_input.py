@@ -72,7 +72,9 @@ def test_config_file_of_another_command(cli: Cli, tiny: Path) -> None:
 def test_rows_without_a_model_and_a_model_without_rows(cli: Cli, tiny: Path) -> None:
     write_rows(cli.cwd / "rows.jsonl", [json.loads(GOOD)])
     rows = ("--data.train-files", "rows.jsonl")
-    assert "model is not set; expected a local Hugging Face folder" in cli.refused("sft", "--recipe", "own_data", *rows)
+    assert "model is not set; expected a Hugging Face folder, or a model" in cli.refused(
+        "sft", "--recipe", "own_data", *rows
+    )
     assert "data.train_files is not set" in cli.refused("sft", "--model", tiny)
     assert "worked examples (chain_sum), or rows of your own" in cli.refused("dpo", "--task.name", "leg_counting")
 

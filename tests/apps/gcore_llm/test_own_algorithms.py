@@ -118,7 +118,7 @@ def test_a_loss_of_one_line_on_several_controllers(cli: Cli, own_args: list[str]
     [
         (
             ["--algorithm.adv-estimator", "ppo"],
-            "algorithm.adv_estimator is 'ppo'; expected one of dr_grpo, gae, grpo, reinforce_plus_plus, "
+            "algorithm.adv_estimator is 'ppo'; expected one of distillation, dr_grpo, gae, grpo, reinforce_plus_plus, "
             "reinforce_plus_plus_baseline, remax, rloo, or PATH.py:function",
         ),
         (["--algorithm.adv-estimator", "none.py:f"], "algorithm.adv_estimator is 'none.py:f'; expected a file that"),

@@ -169,6 +169,7 @@ def url() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_server_whose_failures_drop_groups(cli: Cli, own_args: list[str], url: str) -> None:
     options = ["--reward-model.kind", "server", "--reward-model.path", url, "--reward", ""]
     rows = rows_of(cli, own_args, *options, "--reward-calls.on-error", "drop")

@@ -58,7 +58,7 @@ def test_train_and_resume(
 
 
 def test_wrong_settings_are_reported() -> None:
-    with pytest.raises(gcore_runs.UserError, match="model is not set; expected a local Hugging Face folder"):
+    with pytest.raises(gcore_runs.UserError, match="model is not set; expected a Hugging Face folder, or a model"):
         gcore_llm.train(gcore_llm.TrainConfig(data=gcore_llm.DataConfig(train_files=("x.jsonl",))))
 
 
@@ -79,6 +79,7 @@ def test_fine_tune(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_train_a_diffusion_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     embedded = gcore_diffusion.embedded()
     result = gcore_diffusion.train(

@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], Any], type]] = {
     "diffusion": (parse_diffusion, DiffusionConfig),
 }
 TEXTS = (str, tuple[str, ...])
-ANY_SIGN = ("good_enough", "low", "high", "unparsable_score", "reward_model.weight")
+ANY_SIGN = ("good_enough", "low", "high", "unparsable_score", "reward_model.weight", "right_from")
 """Settings that may be below 0."""
 
 

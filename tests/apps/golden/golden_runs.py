@@ -97,8 +97,8 @@ RUNS: dict[str, GoldenRun] = {
         ),
     ),
 }
-SLOW = ("train-ray", "train-megatron")
-"""Runs of several processes."""
+SLOW = ("train-ray", "train-megatron", "train-4-controllers", "train-partial-rollout", "diffusion-train")
+"""Runs of several processes, and others that take long."""
 
 FIRST_STEPS = 3
 """Steps that are compared on another processor: it rounds otherwise, and later on that flips a sampled token."""

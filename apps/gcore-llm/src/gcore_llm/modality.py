@@ -360,7 +360,7 @@ class RunRecorder(BaseRunRecorder[Job, Evaluation]):
         return evaluation.metrics()
 
     def score(self, metrics: Mapping[str, float]) -> float | None:
-        return metrics["val/greedy/score/mean"]
+        return metrics.get("val/greedy/score/mean")
 
     def step_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Warn about a mismatch and cut-off episodes; return how long the step was predicted to take."""

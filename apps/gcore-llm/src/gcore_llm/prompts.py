@@ -149,6 +149,8 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None 
     Raises:
         UserError: a row is wrong, or no prompt is left.
     """
+    if not data.train_files:
+        raise UserError("data.train_files is not set; expected one or more files, or data sets on the Hub")
     fits = min(data.max_prompt_length, fits or data.max_prompt_length)
     load = partial(_load_rows, data=data, tokenizer=tokenizer, fits=fits)
     train = [[load(rows) for rows in open_rows(source, data.columns)] for source in data.train_files]

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from gcore_bench.grpo.workload import MODEL, WORKLOADS, Task
 from gcore_bench.harness.processes import Spec
-from gcore_rollout import RewardFunction
+from gcore_rollout import RewardFunction, Scored
 
 Step = dict[str, Any]
 """Figures of one step, from the end of the previous one to its own end.
@@ -62,11 +62,10 @@ class StepRecorder:
     def score(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         """Call the reward function, and note the seconds inside it and its score."""
         start_s = time.perf_counter()
-        value = self._reward(prompt, completion, row)
+        value = cast("Any", self._reward(prompt, completion, row))
         self._reward_s += time.perf_counter() - start_s
-        assert isinstance(value, float)
-        self._scores.append(value)
-        return value
+        self._scores.append(float(value.score if isinstance(value, Scored) else value))
+        return self._scores[-1]
 
     def ended(self, lengths: Sequence[int], *, gen_s: float, train_s: float, has_reward_in_gen: bool = False) -> None:
         """Record a step, from the end of the previous one until now."""
