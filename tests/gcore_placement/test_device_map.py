@@ -103,6 +103,7 @@ def check(found: DeviceMap, cluster: Cluster) -> None:
 
 
 @given(cluster=clusters, sizes=role_sizes)
+@pytest.mark.slow
 def test_single_devices_are_refused_only_where_they_are_too_few(cluster: Cluster, sizes: RoleSizes) -> None:
     assume(sizes.training.tensor_model_parallel_size * sizes.training.context_parallel_size == 1)
     assume(sizes.devices_per_engine == sizes.devices_per_judge == 1)

@@ -56,7 +56,7 @@ def make_trainer(path: Path, *, backend: str, **options: Any) -> TorchTrainer:
     ("options", "most"),
     [
         ({}, 8),
-        ({"gradient_checkpointing": True, "checkpointed_layers": 0.5}, 8),
+        pytest.param({"gradient_checkpointing": True, "checkpointed_layers": 0.5}, 8, marks=pytest.mark.slow),
         pytest.param({"lora": LoRAConfig(rank=4)}, 16, marks=pytest.mark.slow),
     ],
     ids=["plain", "checkpointed", "lora"],

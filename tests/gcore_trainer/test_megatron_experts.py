@@ -111,7 +111,7 @@ def assert_same_step(found: Any, expected: Any) -> None:
         ("qwen3_moe", 1, {}, "own", ("grouped", "both", "fused")),
         ("qwen3_moe", 1, {}, "replayed", ("grouped, full",)),
         pytest.param("qwen3_moe", 2, {EP: 2}, "own", ("grouped", "both"), marks=pytest.mark.slow),
-        ("qwen3_moe", 2, {EP: 2}, "replayed", ("both, selective",)),
+        pytest.param("qwen3_moe", 2, {EP: 2}, "replayed", ("both, selective",), marks=pytest.mark.slow),
         # One of the two ranks has no token.
         ("qwen3_moe", 2, {EP: 2}, "idle", ("grouped", "both")),
         ("qwen3", 1, {}, "own", ("fused", "both")),

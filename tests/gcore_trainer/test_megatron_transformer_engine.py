@@ -43,7 +43,7 @@ OPTIONS: dict[str, Any] = {"optimizer": replace(OPTIMIZER, eps=1e-5), "objective
     [
         ("qwen2", 1, {}, {}),
         ("qwen3", 2, {TP: 2, SP: True}, {}),
-        ("qwen3_moe", 2, {EP: 2}, {"grouped_gemm": True}),
+        pytest.param("qwen3_moe", 2, {EP: 2}, {"grouped_gemm": True}, marks=pytest.mark.slow),
         pytest.param("qwen2", 4, {TP: 4}, {"recompute_granularity": "full"}, marks=pytest.mark.slow),
         pytest.param("qwen3_tied", 4, {TP: 2, PP: 2}, {"recompute_granularity": "selective"}, marks=pytest.mark.slow),
         pytest.param(
