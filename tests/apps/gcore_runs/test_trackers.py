@@ -178,7 +178,7 @@ def test_a_resumed_run_is_the_same_one_and_no_step_is_shown_twice(tracker: str, 
     board.Reload()
     texts = board.Tensors("samples/0/text_summary")
     assert [event.step for event in texts] == [1, 2, 3, 4]
-    assert b"response: 2 &lt;b&gt;\n" in texts[0].tensor_proto.string_val[0]
+    assert b"--- response ---\n2 &lt;b&gt;</pre>" in texts[0].tensor_proto.string_val[0]
 
 
 class Broken(Tracker):

@@ -114,6 +114,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         self._sampling, self._with_greedy = sampling_params(job.config), job.config.algorithm.estimator.needs_greedy
         self._has_critic, self._has_reference = has_critic(job.config), has_reference(job.config)
         self._distillation = job.config.distillation
+        self._source_key = job.config.distillation.read_column
         self._keeps_cache = job.config.trainer.schedule == "async"
         self.saves_evaluated = job.config.trainer.export == "best"
 
@@ -138,7 +139,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             with_greedy=self._with_greedy,
             compares=True,
             quota=wave.quota,
-            source_key=self._distillation.read_column,
+            source_key=self._source_key,
         )
         groups, unfinished = await generation.run(wave.prompts, unfinished=wave.unfinished, take=wave.take)
         return Generated(groups=groups, unfinished=unfinished)
