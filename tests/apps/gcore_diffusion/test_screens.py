@@ -67,7 +67,8 @@ def test_tensorboard_has_the_images_of_each_evaluation(run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"images": 0}).Reload()
-    shown = [tag for tag in events.Tags()["images"] if not tag.startswith("samples/")]
+    tags: Any = events.Tags()["images"]
+    shown = [tag for tag in tags if not tag.startswith("samples/")]
     assert shown == ["images/grid", "images/prompt-000", "images/prompt-001"]
     found = events.Images("images/grid")
     assert [event.step for event in found] == [0, 1, 2]

@@ -57,7 +57,9 @@ def read_image(source: bytes | Path | str) -> bytes:
     if isinstance(source, str):
         import fsspec
 
-        with fsspec.open(source, "rb") as file:
+        # Untyped: its stubs have a list of files.
+        opened: Any = fsspec.open(source, "rb")
+        with opened as file:
             return file.read()
     return source if isinstance(source, bytes) else source.read_bytes()
 
