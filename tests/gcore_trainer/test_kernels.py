@@ -10,7 +10,8 @@ import pytest
 CASES = Path(__file__).parent / "interpreted_kernels.py"
 
 
-@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["not slow", "slow"])
 def test_kernels_give_what_torchs_operations_do(chosen: str) -> None:
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", chosen, "-p", "no:cacheprovider", str(CASES)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
