@@ -23,6 +23,7 @@ def make_samples(reference: Reference, text: int) -> list[Sample]:
     return [*seeing, Sample(prompt_ids=np.array([text, 3, 4]), response_ids=np.array([11, 12, 13, 14]))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "gradient_checkpointing"), [("qwen2_vl", True), ("qwen2_5_vl", False)])
 def test_compiled_layers_give_the_same_results(kind: str, gradient_checkpointing: bool, tmp_path: Path) -> None:
     torch.compiler.reset()
