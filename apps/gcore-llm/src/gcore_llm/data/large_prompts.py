@@ -4,7 +4,7 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from gcore_rollout import Prompt
 from gcore_runs import Rows, UserError
 from gcore_runs.data.cache import cached
 from gcore_runs.data.columns import values_of
+from gcore_runs.data.rows import LazySequence
 
 MakePrompts = Callable[[Rows, Sequence[int]], list[Prompt]]
 """Returns the prompts of some rows, by their numbers."""
@@ -22,7 +23,7 @@ _BATCH_ROWS = 1000
 _ASCII = string.printable
 
 
-class LargePrompts(Sequence[Prompt]):
+class LargePrompts(LazySequence[Prompt]):
     """The prompts of rows that are not in memory, each made when it is indexed; ``left_out`` are numbers of rows."""
 
     def __init__(self, rows: Rows, make: MakePrompts, left_out: NDArray[np.int64]) -> None:
@@ -33,16 +34,8 @@ class LargePrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows.rows) - self._left_out.size
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"prompt {index} of {len(self)}")
-        return self._make(self._rows, [self._row(index % len(self))])[0]
+    def item(self, index: int) -> Prompt:
+        return self._make(self._rows, [self._row(index)])[0]
 
     def _row(self, index: int) -> int:
         return index + int(np.searchsorted(self._num_kept_before, index, side="right"))

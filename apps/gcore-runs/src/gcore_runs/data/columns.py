@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gcore_runs.data.rows import Rows
+from gcore_runs.data.rows import LazySequence, Rows
 from gcore_runs.errors import UserError, one_line
 
 
@@ -29,7 +29,7 @@ def with_columns(rows: Rows, columns: Mapping[str, str]) -> Rows:
     return replace(rows, rows=mapped, identity=rows.identity + repr(sorted(columns.items())))
 
 
-class MappedRows(Sequence[Mapping[str, Any]]):
+class MappedRows(LazySequence[Mapping[str, Any]]):
     """Rows with further columns, each computed when its row is read; see `with_columns`."""
 
     def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
@@ -38,13 +38,7 @@ class MappedRows(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def item(self, index: int) -> Mapping[str, Any]:
         return self._mapped(index, self._rows[index])
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
@@ -76,7 +70,7 @@ class MappedRows(Sequence[Mapping[str, Any]]):
                     str(made[name])
             except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
                 reason = f"{one_line(error)} (data.columns.{name} is {self._columns[name]!r})"
-                raise UserError(f"{self._name}: row {index % len(self) + 1}: {reason}") from None
+                raise UserError(f"{self._name}: row {index + 1}: {reason}") from None
         return {**row, **made}
 
 

@@ -1,9 +1,31 @@
 """The rows of a data file, or of a data set on the Hub."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
+
+ItemT = TypeVar("ItemT")
+
+
+class LazySequence(Sequence[ItemT]):
+    """A sequence whose items are made when they are indexed; subclasses have their number and `item`."""
+
+    @abstractmethod
+    def item(self, index: int) -> ItemT:
+        """Return the item at an index from 0 on."""
+
+    @overload
+    def __getitem__(self, index: int) -> ItemT: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ItemT]: ...
+    def __getitem__(self, index: int | slice) -> ItemT | list[ItemT]:
+        if isinstance(index, slice):
+            return [self.item(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index is {index}; expected one of {len(self)} items")
+        return self.item(index % len(self))
 
 
 @dataclass(frozen=True, kw_only=True)

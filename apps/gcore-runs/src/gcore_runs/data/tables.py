@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.parquet
 
 from gcore_runs.data.cache import cached
 from gcore_runs.data.hub import DatasetName, dataset_files
-from gcore_runs.data.rows import Rows
+from gcore_runs.data.rows import LazySequence, Rows
 from gcore_runs.errors import UserError
 from gcore_runs.run_folder import json_object
 
@@ -23,7 +23,7 @@ _BOM = b"\xef\xbb\xbf"
 _FORMATS = {".parquet": "Parquet", ".arrow": "Arrow", ".csv": "CSV"}
 
 
-class ArrowRows(Sequence[Mapping[str, Any]]):
+class ArrowRows(LazySequence[Mapping[str, Any]]):
     """The rows of Arrow files, which are memory-mapped: a row is read when it is indexed.
 
     In memory are the positions of record batches alone. Pickled, it is the paths of the files.
@@ -40,16 +40,7 @@ class ArrowRows(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._ends.size else 0
 
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Mapping[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        index %= len(self)
+    def item(self, index: int) -> Mapping[str, Any]:
         place = int(np.searchsorted(self._ends, index, side="right"))
         batch = self._batches[place]
         return self._decoded(batch.slice(index - int(self._ends[place]) + batch.num_rows, 1))[0]

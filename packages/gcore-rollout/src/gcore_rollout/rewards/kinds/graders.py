@@ -1,9 +1,10 @@
 """Graders of short answers: a number (GSM8K), an integer (AIME), or the letter of a choice (MMLU, GPQA)."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from gcore_rollout.errors import RewardError
 from gcore_rollout.rewards.reward import Scored, column
@@ -132,34 +133,44 @@ def _is_word(letter: str, after: str) -> bool:
     return letter in "AI" and following is not None and following[1] not in _AFTER_A_LETTER
 
 
-class GSM8KReward:
+class _NumberReward(ABC):
+    """1 if the number of a completion equals that of the row's column ``answer_key``, else 0."""
+
+    kind: ClassVar[str]
+    expected: ClassVar[str]
+
+    def __init__(self, *, answer_key: str = "answer") -> None:
+        self._answer_key = answer_key
+
+    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
+        del prompt
+        expected = column(row, self._answer_key, f"{self.kind} to compare with")
+        wanted = self.find(str(expected))
+        if wanted is None:
+            raise RewardError(f"the row's {self._answer_key!r} is {expected!r:.200}; expected {self.expected}")
+        return _scored(self.find(completion), wanted)
+
+    @abstractmethod
+    def find(self, text: str) -> Fraction | int | None:
+        """Return the number that a text gives as its answer."""
+
+
+class GSM8KReward(_NumberReward):
     """1 if the completion's final number equals that of the row's column ``answer_key``, else 0; see `final_number`."""
 
-    def __init__(self, *, answer_key: str = "answer") -> None:
-        self._answer_key = answer_key
+    kind, expected = "gsm8k", "a text with a number"
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        del prompt
-        expected = column(row, self._answer_key, "gsm8k to compare with")
-        wanted = final_number(str(expected))
-        if wanted is None:
-            raise RewardError(f"the row's {self._answer_key!r} is {expected!r:.200}; expected a text with a number")
-        return _scored(final_number(completion), wanted)
+    def find(self, text: str) -> Fraction | None:
+        return final_number(text)
 
 
-class AIMEReward:
+class AIMEReward(_NumberReward):
     """1 if the completion's final integer equals the row's column ``answer_key``, else 0; see `final_integer`."""
 
-    def __init__(self, *, answer_key: str = "answer") -> None:
-        self._answer_key = answer_key
+    kind, expected = "aime", "an integer"
 
-    def __call__(self, prompt: str, completion: str, row: Mapping[str, Any]) -> Scored:
-        del prompt
-        expected = column(row, self._answer_key, "aime to compare with")
-        wanted = final_integer(str(expected))
-        if wanted is None:
-            raise RewardError(f"the row's {self._answer_key!r} is {expected!r:.200}; expected an integer")
-        return _scored(final_integer(completion), wanted)
+    def find(self, text: str) -> int | None:
+        return final_integer(text)
 
 
 class MultipleChoiceReward:
