@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
 from gcore_llm.evaluation.config import ValConfig
-from gcore_llm.learning.config import ActorConfig, CriticConfig, WarmupConfig as WarmupConfig
-from gcore_llm.learning.distillation import DistillationConfig
+from gcore_llm.learning.config import ActorConfig, CriticConfig, DistillationConfig, WarmupConfig as WarmupConfig
 from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (

@@ -12,8 +12,7 @@ from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
-from gcore_llm.learning.adapters import drop_other_export, with_adapter
-from gcore_llm.learning.distillation import check_teachers
+from gcore_llm.learning.config import drop_other_export, with_adapter
 from gcore_llm.learning.preparation import sample_flops, workload_of
 from gcore_llm.learning.trainer_worker import check_libraries, ray_trainer_spec, start_trainer
 from gcore_llm.modality import Job, Roles, RunRecorder, SamplingRoles
@@ -40,6 +39,7 @@ from gcore_runs import (
     check_model,
     eos_token_ids,
     inline_backend,
+    max_sequence_length,
     model_folder,
     resolve,
 )
@@ -344,3 +344,25 @@ async def sample_run(run: Path, prompt: str, *, n: int, temperature: float, max_
     await engine.close()
     completions.sort(key=lambda c: c.index)
     return [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+
+
+def check_teachers(teachers: Sequence[str], tokenizer: Any, *, max_length: int) -> None:
+    """Raise `UserError` unless each is a model with the policy's tokens, which takes sequences of so many tokens."""
+    own: dict[str, int] = tokenizer.get_vocab()
+    for name in teachers:
+        folder = model_folder(name, setting="distillation.teachers")
+        check_model(folder, setting="distillation.teachers")
+        limit = max_sequence_length(folder)
+        if limit is not None and limit < max_length:
+            raise UserError(
+                f"distillation.teachers holds {name!r}, which takes at most {limit} tokens; expected models that take "
+                f"data.max_prompt_length + data.max_response_length = {max_length}"
+            )
+        others: dict[str, int] = build_tokenizer(folder).get_vocab()
+        if differing := {token for token, _ in own.items() ^ others.items()}:
+            token = min(differing)
+            raise UserError(
+                f"distillation.teachers holds {name!r}; expected models with the policy's tokenizer: of "
+                f"{len(differing)} tokens that differ, {token!r} is {own.get(token)} for the policy and "
+                f"{others.get(token)} for this teacher"
+            )

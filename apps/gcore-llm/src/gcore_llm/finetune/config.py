@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from gcore_llm.config import TaskConfig
-from gcore_llm.learning.adapters import AdapterConfig
+from gcore_llm.learning.config import AdapterConfig
 from gcore_runs import Checked, Count, Fraction, NonNegative, Positive, RanksConfig, UserError, at_least
 from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.run_config import BaseRunConfig

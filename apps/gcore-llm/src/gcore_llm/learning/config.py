@@ -1,12 +1,55 @@
-"""Settings of the models in training: the policy and the critic, and the embedded model's warm-up."""
+"""Settings of what is trained and from what: the policy, its adapters and teachers, the critic, and a warm-up."""
 
-from dataclasses import dataclass, field
+import shutil
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
-from gcore_llm.learning.adapters import AdapterConfig
-from gcore_runs import Amount, BaseActorConfig, Checked, Count, Fraction, NonNegative, Positive
-from gcore_trainer import OptimizerConfig, PolicyLossConfig, ValueLossConfig
+from gcore_runs import (
+    AdapterSettings,
+    Amount,
+    BaseActorConfig,
+    Checked,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    UserError,
+)
+from gcore_trainer import (
+    ConfigError,
+    LoRAConfig,
+    OptimizerConfig,
+    PolicyLossConfig,
+    ValueLossConfig,
+    read_lora_config,
+)
+
+_ADAPTER_FILE = "adapter_config.json"
+ANY_SOURCE = "*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(AdapterSettings):
+    """Adapters that are trained in place of all parameters, as folders of peft go in and out."""
+
+    lora_adapter_path: str = ""
+    """A folder of peft with adapters of the model, to start from; rank, alpha and layers are the folder's."""
+    export_merged: bool = False
+    """Export the model with the adapters merged into it, a Hugging Face folder; False: the adapters, a folder of
+    peft."""
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        """The adapters; None without any."""
+        found = super().lora
+        return found and replace(found, path=self.lora_adapter_path)
+
+    @property
+    def exports_adapters(self) -> bool:
+        """True if the adapters alone are exported."""
+        return self.lora_rank > 0 and not self.export_merged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +89,64 @@ class ActorConfig(AdapterConfig, BaseActorConfig, section="actor"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationConfig(Checked, section="distillation"):
+    """Teachers, whose log-probabilities of the policy's own responses the policy learns from."""
+
+    teachers: tuple[str, ...] = ()
+    """Models, by folder or by name, with the policy's tokenizer: the reverse KL divergence to them falls, token by
+    token; with algorithm.adv-estimator distillation no reward is needed, with others it is added to the advantages."""
+    coef: Positive = 1.0
+    """Weight of that divergence next to the advantages of algorithm.adv-estimator."""
+    weights: tuple[Positive, ...] = ()
+    """Weight of each teacher's divergence, of which those for a prompt are divided by their sum; empty: all alike."""
+    sources: tuple[str, ...] = ()
+    """For each teacher, the source of the prompts that it teaches, or * for all; empty: all teach all prompts. Prompts
+    of other sources learn from rewards alone."""
+    source_key: str = "data_source"
+    """Column that names a prompt's source, with distillation.sources."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("weights", "sources"):
+            count = len(getattr(self, name))
+            self.require(name, count in (0, len(self.teachers)), f"none, or {len(self.teachers)}, one for each teacher")
+
+    def check_with(self, adv_estimator: str, filter_groups: bool, runtime: str) -> None:
+        """Raise `UserError` for settings of the algorithm and the run that teachers do not fit."""
+        if self.teachers and filter_groups:
+            raise UserError(
+                "algorithm.filter_groups is true; expected false with distillation.teachers, from which every group "
+                "learns"
+            )
+        if not self.teachers and adv_estimator == "distillation":
+            raise UserError(
+                "algorithm.adv_estimator is 'distillation'; expected another one without distillation.teachers"
+            )
+        self.require("teachers", not self.teachers or runtime != "sim", "none with runtime 'sim'")
+
+    @property
+    def read_column(self) -> str:
+        """The column that is read of a row; empty: none is."""
+        return self.source_key if self.sources else ""
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The teachers by the names of their roles."""
+        return {f"teacher-{number}": folder for number, folder in enumerate(self.teachers)}
+
+    def shares(self, source: str) -> dict[str, float]:
+        """Return the weights of the teachers of a source's prompts, by role; they sum to 1."""
+        sources = self.sources or [ANY_SOURCE] * len(self.teachers)
+        weights = self.weights or [1.0] * len(self.teachers)
+        own = {
+            role: weight
+            for role, weight, taught in zip(self.roles, weights, sources, strict=True)
+            if taught in (ANY_SOURCE, source)
+        }
+        return {role: weight / sum(own.values()) for role, weight in own.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig(Checked, section="critic"):
     """The critic, where algorithm.adv-estimator is gae."""
 
@@ -71,3 +172,41 @@ class WarmupConfig(Checked, section="warmup"):
     """Stop as soon as sampled answers reach this accuracy on held-out problems."""
     test_freq: Count = 25
     """Updates between two such checks."""
+
+
+SettingsT = TypeVar("SettingsT", bound=AdapterConfig)
+
+
+def with_adapter(settings: SettingsT) -> SettingsT:
+    """Return settings with rank, alpha, layers and scale of the adapters that they start from.
+
+    Raises:
+        UserError: the folder has no such adapters, or other settings are given.
+    """
+    if not settings.lora_adapter_path:
+        return settings
+    where = f"{settings.section}.".lstrip(".")
+    try:
+        found = read_lora_config(settings.lora_adapter_path)
+    except ConfigError as error:
+        raise UserError(f"{where}lora_adapter_{error}") from None
+    of_folder = {
+        "lora_rank": found.rank,
+        "lora_alpha": found.alpha,
+        "target_modules": found.target_modules,
+        "use_rslora": found.use_rslora,
+    }
+    defaults = {field.name: field.default for field in fields(settings)}
+    for name, value in of_folder.items():
+        if getattr(settings, name) not in (defaults[name], value):
+            raise UserError(
+                f"{where}{name} is {getattr(settings, name)!r}; expected {value!r}, as the adapters in "
+                f"{settings.lora_adapter_path} have, or none set"
+            )
+    return replace(settings, **of_folder)
+
+
+def drop_other_export(export: Path, settings: AdapterConfig) -> None:
+    """Remove a run's export if it is of the other form, so that it is made again."""
+    if export.is_dir() and settings.lora_rank and (export / _ADAPTER_FILE).is_file() != settings.exports_adapters:
+        shutil.rmtree(export)

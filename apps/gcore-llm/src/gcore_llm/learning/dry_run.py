@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.learning.adapters import with_adapter
 from gcore_llm.learning.cluster_plan import dry_run_cluster
+from gcore_llm.learning.config import with_adapter
 from gcore_llm.learning.device_plan import (
     check_fits,
     check_host_fits,
