@@ -152,12 +152,11 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
     check_engine(rollout, model, setting="rollout", max_length=config.data.max_length)
     tokenizer = build_tokenizer(model) if config.model else tiny_tokenizer()
     check_teachers(config.distillation.teachers, tokenizer, max_length=config.data.max_length)
-    if config.model:
-        return tokenizer
-    require_worked_examples(
-        config.task.name,
-        instead="on which the embedded model is warmed up, or a model of your own for any task: --model FOLDER",
-    )
+    if not config.model:
+        require_worked_examples(
+            config.task.name,
+            instead="on which the embedded model is warmed up, or a model of your own for any task: --model FOLDER",
+        )
     return tokenizer
 
 

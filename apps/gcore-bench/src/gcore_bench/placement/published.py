@@ -1,7 +1,7 @@
 """Steps of other systems, as their reports have them: what was run, and the seconds that were measured."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gcore_placement import TrainingLayout
@@ -151,21 +151,31 @@ def _nemo(
     )
 
 
+_VERL = PublishedStep(
+    study=_VERL_7B,
+    model="Qwen2.5 7B",
+    device="H20",
+    engine=(32, 4),
+    training=_layout("torch", 61_440, cp=4, ranks=32),
+    schedule="turns",
+    prompts=512,
+    n=16,
+    prompt_tokens=150,
+    response_tokens=None,
+    most_response_tokens=28_672,
+)
+"""What verl's studies have in common."""
+
+
 def _verl_7b(
     engines: int, ranks: int, schedule: Schedule, measured: Mapping[Stage, float], *, fits: tuple[str, ...] = ()
 ) -> PublishedStep:
-    return PublishedStep(
+    return replace(
+        _VERL,
         study=_VERL_7B if schedule == "turns" else _VERL_7B_STREAM,
-        model="Qwen2.5 7B",
-        device="H20",
         engine=(engines, 4),
         training=_layout("torch", 61_440, cp=4, ranks=ranks),
         schedule=schedule,
-        prompts=512,
-        n=16,
-        prompt_tokens=150,
-        response_tokens=None,
-        most_response_tokens=28_672,
         old_log_probs=schedule == "turns",
         fits=fits,
         measured=measured,
@@ -173,17 +183,13 @@ def _verl_7b(
 
 
 def _verl_30b(engines: int, ranks: int, schedule: Schedule, measured: Mapping[Stage, float]) -> PublishedStep:
-    return PublishedStep(
+    return replace(
+        _VERL,
         study=_VERL_30B,
         model="Qwen3 30B-A3B",
-        device="H20",
         engine=(engines, 4),
         training=_layout("megatron", 10_240, tp=2, cp=2, ep=8, ranks=ranks),
         schedule=schedule,
-        prompts=512,
-        n=16,
-        prompt_tokens=150,
-        response_tokens=None,
         most_response_tokens=8192,
         reference=True,
         old_log_probs=schedule == "turns",
@@ -193,17 +199,12 @@ def _verl_30b(engines: int, ranks: int, schedule: Schedule, measured: Mapping[St
 
 
 def _verl_one_off(engines: int, ranks: int, schedule: Schedule, measured: Mapping[Stage, float]) -> PublishedStep:
-    return PublishedStep(
+    return replace(
+        _VERL,
         study=_VERL_ONE_OFF,
-        model="Qwen2.5 7B",
-        device="H20",
         engine=(engines, 2),
         training=_layout("torch", 45_056, cp=4, ranks=ranks),
         schedule=schedule,
-        prompts=512,
-        n=16,
-        prompt_tokens=150,
-        response_tokens=None,
         most_response_tokens=20_480,
         fits=("training", "response_tokens", "sigma") if schedule == "turns" else (),
         measured=measured,
