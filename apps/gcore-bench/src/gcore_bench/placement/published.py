@@ -164,7 +164,7 @@ _VERL = PublishedStep(
     response_tokens=None,
     most_response_tokens=28_672,
 )
-"""What verl's studies have in common."""
+"""The settings that verl's studies have in common."""
 
 
 def _verl_7b(
