@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from importlib.metadata import distributions
@@ -113,7 +114,9 @@ def test_an_index_would_accept_them(index: Path) -> None:
 def environment(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment with gcore-ckpt and gcore-llm out of the index, and all else in the versions of the tests."""
     folder = tmp_path_factory.mktemp("environment")
-    others = {d.name: d.version for d in distributions() if not d.name.startswith("gcore-")}
+    # Not what libraries bring along in folders of their own, which they may have added to this process's path.
+    installed = distributions(path=[sysconfig.get_path("purelib")])
+    others = {d.name: d.version for d in installed if not d.name.startswith("gcore-")}
     (folder / "others.txt").write_text("".join(f"{name}=={version}\n" for name, version in others.items()))
     must_run(uv(), "venv", "--quiet", "--python", sys.executable, "venv", folder=folder)
     install = (uv(), "pip", "install", "--quiet", "--python", folder / "venv", "--constraint", "others.txt")
