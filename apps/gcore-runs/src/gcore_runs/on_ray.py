@@ -219,7 +219,7 @@ async def _run_controller(
             policy, num_engines = engines.replicas, len(engines.replicas.engines)
             if traits.follows_load and judges is not None and engines.are_own and judges.are_own:
                 num_engines += len(judges.replicas.engines)
-                lending = lend(engines, judges, devices=devices, announce=announce)
+                lending = lend([engines, judges], devices=devices, announce=announce)
                 policy, judge = lending.engines
                 moving = asyncio.create_task(_move_as_noticed(ctx, lending))
                 to_close.callback(moving.cancel)
@@ -244,7 +244,8 @@ async def _move_as_noticed(ctx: Context[Handles], lending: LendingEngines) -> No
     num_places = [sum(len(range(r, n, ctx.world_size)) for n in (engines, judges)) for r in range(ctx.world_size)]
     while True:
         sizes: Sizes = await ctx.notices.get()
-        lending.arrange(policy_share(sizes.engines, num_places, ctx.rank))
+        share = policy_share(sizes.engines, num_places, ctx.rank)
+        lending.arrange([share, num_places[ctx.rank] - share])
 
 
 class LivePlacement:
@@ -258,7 +259,7 @@ class LivePlacement:
         self.whole = whole
         policy = RoleLimits(devices_per_replica=1, min_replicas=whole.controllers)
         reward, num_devices = RoleLimits(devices_per_replica=1), whole.engines + whole.judges
-        self._space = PartitionSpace(num_devices=num_devices, policy=policy, reward=reward)
+        self._space = PartitionSpace(num_devices=num_devices, roles=(policy, reward))
         self._horizon_steps = config.horizon_steps
         self._dynamic = self._started_at(whole.engines)
         self._choice: StrategyChoice | None = None
@@ -277,8 +278,8 @@ class LivePlacement:
         if self._choice is not None and STRATEGIES[self._choice.strategy].is_time_shared:
             both = self._space.num_devices
             return replace(self.whole, engines=both, judges=both, in_turns=True)
-        partition = self._dynamic.partition
-        return replace(self.whole, engines=partition.policy_replicas, judges=partition.reward_replicas)
+        engines, judges = self._dynamic.partition.replicas
+        return replace(self.whole, engines=engines, judges=judges)
 
     def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
         """Observe a step, and when each device worked in it."""
@@ -308,7 +309,7 @@ class LivePlacement:
             strategy = self._choice.observe(policy, reward, stage_s=stage_s, swap_s=self.swap_s * num_turns)
             if before.in_turns and STRATEGIES[strategy].follows_load:
                 best = self._dynamic.best((policy.work_device_s, reward.work_device_s))
-                self._dynamic = self._started_at(best.policy_devices)
+                self._dynamic = self._started_at(best.devices[0])
         if self.sizes != before:
             self._moved_at_s = now_s
 
