@@ -31,7 +31,6 @@ from .ledger import Ledger as Ledger, StepIntervals as StepIntervals, read_spans
 from .partition.dynamic_partition import (
     DynamicPartition as DynamicPartition,
     DynamicPartitionConfig as DynamicPartitionConfig,
-    StrategyChoice as StrategyChoice,
 )
 from .partition.lending import LendingRule as LendingRule
 from .partition.space import (
@@ -42,6 +41,7 @@ from .partition.space import (
     RoleLoad as RoleLoad,
     engine_load as engine_load,
 )
+from .partition.strategy_choice import StrategyChoice as StrategyChoice
 from .planning.layouts import TrainingLayout as TrainingLayout, TrainingState as TrainingState
 from .planning.one_device import (
     DevicePlan as DevicePlan,

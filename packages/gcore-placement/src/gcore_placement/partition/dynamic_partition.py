@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,7 @@ from gcore_placement.quantities import (
     Floats,
     Positive,
     check_above_0,
-    check_amounts,
-    check_positive,
 )
-from gcore_placement.strategies import STRATEGIES, Strategy
 
 NUM_ROUNDS = 21
 """Rounds to remember; noise is estimated from the changes between them."""
@@ -289,71 +285,3 @@ def _nearest_best(seconds: Floats, now: int) -> int:
     """Return the index of the least seconds, the nearest to ``now`` of equal ones."""
     fastest = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-12))
     return int(fastest[np.abs(fastest - now).argmin()])
-
-
-_WINDOW = 3
-"""Steps whose medians decide."""
-_MIN_GAIN = 0.05
-"""Least share of generation and rewarding that the other strategy must save."""
-
-
-class StrategyChoice:
-    """Chooses between colocated and dynamic after each step, for runs whose costs are not known in advance.
-
-    The present strategy is judged by the measured seconds of its steps, the other one by a law: colocated, both roles'
-    work is shared by all devices, and each turn adds a swap; dynamic, the slower role of the best partition decides.
-    When a strategy is tried, its measured seconds over those of the law correct the law from then on, in both
-    directions, so that one that was better by the law alone is left, and not tried again for the same reason.
-
-    Args:
-        start: the first strategy; `strategy` is the present one.
-        horizon_steps: over which a change must save more than it takes.
-        switch_s: seconds that a change takes, such as loading the models again; may be set later.
-    """
-
-    def __init__(
-        self, space: PartitionSpace, *, start: Strategy = "dynamic", horizon_steps: int = 20, switch_s: float = 0.0
-    ) -> None:
-        check_positive("horizon_steps", horizon_steps)
-        check_amounts("switch_s", switch_s)
-        self.strategy: Strategy = start
-        self.switch_s = switch_s
-        self._space, self._horizon_steps = space, horizon_steps
-        self._steps: list[tuple[float, float]] = []
-        """Seconds since the last change: measured of the present strategy, and by the law of the other one."""
-        self._corrections: dict[Strategy, float] = {name: 1.0 for name, traits in STRATEGIES.items() if traits.is_live}
-        """Correction of a strategy's law, used when it is the other one."""
-        self._promised_s: float | None = None
-        """Seconds of the present strategy by the uncorrected law, before it was tried."""
-        self._left_s = 0.0
-        """Measured seconds of the strategy that was left for it."""
-
-    def observe(self, policy: RoleLoad, reward: RoleLoad, *, stage_s: float, swap_s: float) -> Strategy:
-        """Observe a step under the present strategy; return the strategy of the next one.
-
-        Args:
-            stage_s: measured seconds of generation and rewarding together, swaps included.
-            swap_s: seconds of all swaps of a step, under colocated.
-        """
-        check_amounts("stage_s", stage_s)
-        check_amounts("swap_s", swap_s)
-        [other] = self._corrections.keys() - {self.strategy}
-        self._steps = [*self._steps, (stage_s, self._law(other, policy, reward, swap_s))][-_WINDOW:]
-        if len(self._steps) < _WINDOW:
-            return self.strategy
-        measured_s, law_s = (median(values) for values in zip(*self._steps, strict=True))
-        if self._promised_s is not None:
-            self._corrections[self.strategy] = measured_s / self._promised_s if self._promised_s else 1.0
-            self._corrections[other] = self._left_s / law_s if law_s else 1.0
-            self._promised_s = None
-        saved_s = measured_s - law_s * self._corrections[other]
-        if saved_s > _MIN_GAIN * measured_s and saved_s * self._horizon_steps > self.switch_s:
-            self.strategy, self._steps = other, []
-            self._promised_s, self._left_s = law_s, measured_s
-        return self.strategy
-
-    def _law(self, strategy: Strategy, policy: RoleLoad, reward: RoleLoad, swap_s: float) -> float:
-        work, floor = (policy.work_device_s, reward.work_device_s), (policy.floor_s, reward.floor_s)
-        if STRATEGIES[strategy].is_time_shared:
-            return sum(work) / self._space.num_devices + sum(floor) + swap_s
-        return float(stage_seconds(work, floor, self._space.role_devices).min())
