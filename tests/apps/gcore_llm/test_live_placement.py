@@ -13,10 +13,19 @@ from hypothesis import given, strategies as st
 
 from gcore_controller import Sizes, Span
 from gcore_runs.actor_engines import policy_share
-from gcore_runs.on_ray import LivePlacement
+from gcore_runs.live_placement import LivePlacement
 from gcore_runs.settings.run_config import PlacementConfig
 
-DYNAMIC = PlacementConfig(strategy="dynamic")
+DYNAMIC, AUTO = PlacementConfig(strategy="dynamic"), PlacementConfig(strategy="auto")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where a placement keeps its state."""
+    return tmp_path / "partition.json"
+
+
+WHOLE = Sizes(controllers=1, engines=2, judges=2, ranks=1)
 
 
 def span(stage: str, start_s: float, end_s: float) -> Span:
@@ -40,9 +49,9 @@ def step_of(placement: LivePlacement, *, gen_s: float, reward_s: float) -> None:
     ("gen_s", "reward_s", "engines", "judges"),
     [(100.0, 100.0, 4, 4), (700.0, 100.0, 7, 1), (100.0, 700.0, 2, 6), (300.0, 100.0, 6, 2)],
 )
-def test_engines_follow_the_load(gen_s: float, reward_s: float, engines: int, judges: int) -> None:
+def test_engines_follow_the_load(gen_s: float, reward_s: float, engines: int, judges: int, file: Path) -> None:
     """Two controllers keep two engines of the policy."""
-    placement = LivePlacement(Sizes(controllers=2, engines=4, judges=4, ranks=3), DYNAMIC)
+    placement = LivePlacement(Sizes(controllers=2, engines=4, judges=4, ranks=3), DYNAMIC, file)
     for _ in range(12):
         step_of(placement, gen_s=gen_s, reward_s=reward_s)
     assert placement.sizes == Sizes(controllers=2, engines=engines, judges=judges, ranks=3)
@@ -52,9 +61,9 @@ def test_engines_follow_the_load(gen_s: float, reward_s: float, engines: int, ju
     assert placement.sizes.engines == 4
 
 
-def test_an_engine_that_is_hardly_full_does_little() -> None:
+def test_an_engine_that_is_hardly_full_does_little(file: Path) -> None:
     """A judge that serves one verdict of four is busy all the time, and still one of two is enough."""
-    placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC)
+    placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC, file)
     stages = {"engine": "gen", "judge": "reward"}
     full = {f"{role} {i}": [span(stage, 0.0, 10.0)] for role, stage in stages.items() for i in range(2)}
 
@@ -79,8 +88,8 @@ def test_each_controller_keeps_engines_of_both_roles(num_places: list[int], data
     assert all(1 <= share < count for share, count in zip(shares, num_places, strict=True))
 
 
-def test_a_step_without_verdicts_is_not_evidence() -> None:
-    placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC)
+def test_a_step_without_verdicts_is_not_evidence(file: Path) -> None:
+    placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC, file)
     for _ in range(5):
         devices = {"engine 0": [span("gen", 0.0, 1.0)], "trainer 0": [span("train", 1.0, 2.0)]}
         placement.observe({"timing_s/step": 1.0}, devices)
@@ -96,8 +105,8 @@ def turns_of(placement: LivePlacement, *, gen_s: float, reward_s: float, swap_s:
     placement.observe({"timing_s/step": times_s[3], "sampling/waves": 1.0}, devices)
 
 
-def test_two_devices_take_turns_where_one_role_has_most_to_do() -> None:
-    placement = LivePlacement(Sizes(controllers=1, engines=1, judges=1, ranks=1), PlacementConfig(strategy="auto"))
+def test_two_devices_take_turns_where_one_role_has_most_to_do(file: Path) -> None:
+    placement = LivePlacement(Sizes(controllers=1, engines=1, judges=1, ranks=1), AUTO, file)
     placement.swap_s = 2.0
     for _ in range(3):
         assert not placement.sizes.in_turns
@@ -113,10 +122,10 @@ def test_two_devices_take_turns_where_one_role_has_most_to_do() -> None:
     assert placement.swap_s == pytest.approx(70.0)
 
 
-def test_swaps_before_sampling_are_not_those_of_the_placement() -> None:
+def test_swaps_before_sampling_are_not_those_of_the_placement(file: Path) -> None:
     """Where ranks have the devices between two steps, engines sleep and wake with any placement."""
     whole = Sizes(controllers=1, engines=1, judges=1, ranks=2, ranks_in_turns=True)
-    placement = LivePlacement(whole, PlacementConfig(strategy="auto"))
+    placement = LivePlacement(whole, AUTO, file)
     placement.swap_s = 2.0
     for _ in range(3):
         step_of(placement, gen_s=90.0, reward_s=10.0)
@@ -124,6 +133,40 @@ def test_swaps_before_sampling_are_not_those_of_the_placement() -> None:
     row = [span("swap", 0, 50), span("gen", 100, 145), span("swap", 145, 147), span("reward", 147, 152)]
     placement.observe({"timing_s/step": 200.0, "sampling/waves": 1.0}, {f"device {i}": row for i in range(2)})
     assert placement.swap_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("config", [DYNAMIC, AUTO], ids=lambda config: config.strategy)
+def test_a_resumed_run_has_the_placement_that_it_was_left_with(config: PlacementConfig, tmp_path: Path) -> None:
+    """Made again after each step, it decides as one that went on; the load changes on the way."""
+    sizes = Sizes(controllers=1, engines=1, judges=1, ranks=1) if config == AUTO else replace(WHOLE, engines=3)
+
+    def made(name: str) -> LivePlacement:
+        placement = LivePlacement(sizes, config, tmp_path / name)
+        placement.swap_s = 2.0 if placement.swap_s is None else placement.swap_s
+        return placement
+
+    lasting, seen = made("one.json"), set[Sizes]()
+    for gen_s, reward_s in [(90.0, 10.0)] * 6 + [(50.0, 60.0)] * 6:
+        resumed = made("other.json")
+        for placement in (lasting, resumed):
+            if placement.sizes.in_turns:
+                turns_of(placement, gen_s=gen_s, reward_s=reward_s, swap_s=2.0)
+            else:
+                step_of(placement, gen_s=gen_s, reward_s=reward_s)
+        assert resumed.sizes == lasting.sizes
+        seen.add(lasting.sizes)
+    assert len(seen) > 1
+    assert made("other.json").sizes == lasting.sizes
+
+
+def test_a_placement_of_other_sizes_or_settings_is_not_resumed(file: Path) -> None:
+    placement = LivePlacement(WHOLE, DYNAMIC, file)
+    for _ in range(12):
+        step_of(placement, gen_s=300.0, reward_s=100.0)
+    assert LivePlacement(WHOLE, DYNAMIC, file).sizes.engines == 3
+    fewer = replace(WHOLE, ranks=2)
+    assert LivePlacement(fewer, DYNAMIC, file).sizes == fewer
+    assert LivePlacement(WHOLE, replace(DYNAMIC, horizon_steps=5), file).sizes == WHOLE
 
 
 SLOW = """
@@ -173,6 +216,14 @@ def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) 
     stages = {name: {stage for stage, *_ in own} for name, own in last.items() if not name.startswith("trainer")}
     assert [name for name, own in sorted(stages.items()) if own == {"gen", "sync"}] == ["engine 0", "engine 1"]
     assert [name for name, own in sorted(stages.items()) if own == {"reward"}] == ["engine 2", "judge 0", "judge 1"]
+
+    # Resumed, it starts as it was left.
+    longer = option_set([*ray, "dynamic", *sizes], "--trainer.total-training-steps", "6")
+    finished = cli(*longer, "--resume", "auto")
+    assert finished.code == 0, finished
+    rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
+    assert (rows[-1]["step"], rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (6, 2, 3)
+    assert "moved" not in finished.out
 
     # Of two devices one would idle, so both soon do both.
     finished = cli(*ray, "auto", "--rollout.num-processes", "1", "--name", "turns")

@@ -1,7 +1,8 @@
-"""The choice during a run between a partition that follows the load and turns of all roles on all devices."""
+"""The choice during a run between turns of generation and reward on all devices, and a partition of the devices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from gcore_placement.partition.space import PartitionSpace, RoleLoad, stage_seconds
 from gcore_placement.quantities import check_amounts, check_positive
@@ -68,6 +69,23 @@ class StrategyChoice:
             self.strategy, self._steps = other, []
             self._promised_s, self._left_s = law_s, measured_s
         return self.strategy
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as plain data, for JSON."""
+        return {
+            "strategy": self.strategy,
+            "steps": [list(step) for step in self._steps],
+            "corrections": dict(self._corrections),
+            "promised_s": self._promised_s,
+            "left_s": self._left_s,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state()`."""
+        self.strategy = state["strategy"]
+        self._steps = [(measured_s, law_s) for measured_s, law_s in state["steps"]]
+        self._corrections = dict(state["corrections"])
+        self._promised_s, self._left_s = state["promised_s"], state["left_s"]
 
     def _law(self, strategy: Strategy, loads: Sequence[RoleLoad], swap_s: float) -> float:
         work, floor = [load.work_device_s for load in loads], [load.floor_s for load in loads]

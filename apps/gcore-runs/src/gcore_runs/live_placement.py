@@ -1,0 +1,200 @@
+"""The placement of a run's engines from step to step, which follows their measured load, over resumptions, too."""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from gcore_controller import Sizes, Span
+from gcore_placement import (
+    STRATEGIES,
+    DynamicPartition,
+    DynamicPartitionConfig,
+    PartitionSpace,
+    RoleLimits,
+    RoleLoad,
+    StrategyChoice,
+)
+from gcore_runs.run_folder import write_atomically
+from gcore_runs.settings.run_config import PlacementConfig
+
+Role = Literal["gen", "reward"]
+"""A role, named by its stage."""
+
+_NUM_STEPS = 20
+"""Number of steps in which the most loaded engines are looked for."""
+_SLACK = 0.1
+"""A role that waited for less than this fraction of its time was not held up."""
+_FORMAT = 1
+"""Format of the file of a placement's state; others are not read."""
+
+_logger = logging.getLogger(__name__)
+
+
+class LivePlacement:
+    """A dynamic partition of engines that observes their work and moves them one by one, or more after a jump.
+
+    With ``auto``, it also chooses between that and engines of both roles on every device, in turns. Every controller
+    keeps an engine of the policy, and a judge is always there. It starts with the engines as ``whole`` divides them,
+    or as a run of these sizes and settings that is resumed has left them.
+
+    Args:
+        whole: the sizes, with the engines as they are divided at first.
+        file: holds the state from step to step.
+    """
+
+    def __init__(self, whole: Sizes, config: PlacementConfig, file: Path) -> None:
+        self.whole = whole
+        self._config, self._file = config, file
+        policy = RoleLimits(devices_per_replica=1, min_replicas=whole.controllers)
+        reward, num_devices = RoleLimits(devices_per_replica=1), whole.engines + whole.judges
+        self._space = PartitionSpace(num_devices=num_devices, roles=(policy, reward))
+        self._horizon_steps = config.horizon_steps
+        self._dynamic = self._started_at(whole.engines)
+        self._choice: StrategyChoice | None = None
+        if config.strategy == "auto":
+            self._choice = StrategyChoice(self._space, horizon_steps=config.horizon_steps)
+        self.swap_s: float | None = None if self._choice is not None else 0.0
+        """Seconds to put both roles' engines to sleep and to wake them, as last measured; None: not yet."""
+        self._unit_s: dict[Role, deque[float]] = {"gen": deque(maxlen=_NUM_STEPS), "reward": deque(maxlen=_NUM_STEPS)}
+        """Device-seconds per token, or image, of each role in the last steps."""
+        self._move_s = 0.0
+        self._moved_at_s: float | None = None
+        self._load_state()
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes, with the engines as they are to be divided."""
+        if self._choice is not None and STRATEGIES[self._choice.strategy].is_time_shared:
+            both = self._space.num_devices
+            return replace(self.whole, engines=both, judges=both, in_turns=True)
+        engines, judges = self._dynamic.partition.replicas
+        return replace(self.whole, engines=engines, judges=judges)
+
+    def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
+        """Observe a step, and when each device worked in it."""
+        now_s = time.monotonic()
+        if self._moved_at_s is not None:
+            # From the decision to the end of the first step after it, or within that.
+            pause_s = now_s - self._moved_at_s - metrics["timing_s/step"]
+            swaps_s = (span.end_s - span.start_s for own in devices.values() for span in own if span.stage == "swap")
+            self._move_s = max(0.0, pause_s, *swaps_s)
+            self._moved_at_s = None
+        if (loads := self._loads(metrics, devices)) is None:
+            return
+        policy, reward, start_s, end_s = loads
+        before, stage_s = self.sizes, end_s - start_s
+        self._dynamic.config = replace(self._dynamic.config, move_s=self._move_s)
+        if not before.in_turns:
+            self._dynamic.observe(policy, reward)
+        if self._choice is not None:
+            self._choice.switch_s = self._move_s
+            num_turns = max(1.0, metrics.get("sampling/waves", 1.0))
+            if before.in_turns or self.swap_s is None:
+                # Those of the device that swapped for longest. Where engines take turns with ranks, too, they swap
+                # before and after sampling with any placement.
+                is_counted = (lambda s: start_s <= s.start_s < end_s) if before.ranks_in_turns else (lambda _: True)
+                swaps = ([s for s in own if s.stage == "swap" and is_counted(s)] for own in devices.values())
+                self.swap_s = max((sum(s.end_s - s.start_s for s in own) for own in swaps), default=0.0) / num_turns
+            strategy = self._choice.observe(policy, reward, stage_s=stage_s, swap_s=self.swap_s * num_turns)
+            if before.in_turns and STRATEGIES[strategy].follows_load:
+                best = self._dynamic.best((policy.work_device_s, reward.work_device_s))
+                self._dynamic = self._started_at(best.devices[0])
+        if self.sizes != before:
+            self._moved_at_s = now_s
+        write_atomically(self._file, lambda path: path.write_text(json.dumps(self._state())))
+
+    def _loads(
+        self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]
+    ) -> tuple[RoleLoad, RoleLoad, float, float] | None:
+        """Return the load of generation and of rewarding, the time of the first request and that of the last verdict.
+
+        None: nothing was generated, or nothing judged.
+        """
+        roles = tuple(self._unit_s)
+        spans = {role: [s for own in devices.values() for s in own if s.stage == role] for role in roles}
+        busy_s = {role: sum(span.end_s - span.start_s for span in spans[role]) for role in roles}
+        work_s = {role: self._work_s(role, busy_s[role], metrics.get(f"perf/generated/{role}", 0.0)) for role in roles}
+        if not all(spans.values()):
+            return None
+        start_s = min(span.start_s for span in spans["gen"])
+        finish_s = {role: max(span.end_s for span in spans[role]) - start_s for role in roles}
+        # The judge is done soon after the last response, however many replicas it has, or it is what is waited for.
+        was_waiting = {
+            "gen": finish_s["gen"] - _covered_s(spans["gen"]) > _SLACK * finish_s["gen"],
+            "reward": finish_s["reward"] - finish_s["gen"] < _SLACK * finish_s["gen"],
+        }
+        policy, reward = (
+            RoleLoad(
+                work_device_s=work_s[role],
+                busy_device_s=busy_s[role],
+                finish_s=finish_s[role],
+                was_waiting=was_waiting[role],
+            )
+            for role in roles
+        )
+        return policy, reward, start_s, start_s + max(finish_s.values())
+
+    def _work_s(self, role: Role, busy_s: float, generated: float) -> float:
+        """Return the device-seconds of a role's work, as if its engines were as full as they recently were at most."""
+        if not (generated and busy_s):
+            return busy_s
+        self._unit_s[role].append(busy_s / generated)
+        return generated * min(self._unit_s[role])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the engines of each role, and the measured costs of changes."""
+        sizes = self.sizes
+        return {
+            "placement/engines": float(sizes.engines),
+            "placement/judges": float(sizes.judges),
+            "placement/in_turns": float(sizes.in_turns),
+            "placement/move_s": self._move_s,
+            "placement/swap_s": self.swap_s or 0.0,
+        }
+
+    def _of(self) -> dict[str, Any]:
+        """Return what a state belongs to: it says nothing of other sizes, or under other settings."""
+        return {"format": _FORMAT, "whole": asdict(self.whole), "config": asdict(self._config)}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **self._of(),
+            "dynamic": self._dynamic.state(),
+            "choice": self._choice.state() if self._choice is not None else None,
+            "swap_s": self.swap_s,
+            "move_s": self._move_s,
+            "unit_s": {role: list(seconds) for role, seconds in self._unit_s.items()},
+        }
+
+    def _load_state(self) -> None:
+        if not self._file.exists():
+            return
+        state: dict[str, Any] = json.loads(self._file.read_text())
+        if any(state.get(name) != value for name, value in self._of().items()):
+            _logger.info("%s is of other sizes or settings: the placement starts again", self._file)
+            return
+        self._dynamic.load_state(state["dynamic"])
+        if self._choice is not None:
+            self._choice.load_state(state["choice"])
+        self.swap_s, self._move_s = state["swap_s"], state["move_s"]
+        for role, seconds in self._unit_s.items():
+            seconds.extend(state["unit_s"][role])
+
+    def _started_at(self, policy_devices: int) -> DynamicPartition:
+        # Loans within a step change the devices of a role, so that its time on them says nothing of its work.
+        config = DynamicPartitionConfig(horizon_steps=self._horizon_steps, is_corrected=False)
+        return DynamicPartition(self._space, self._space.nearest(policy_devices), config)
+
+
+def _covered_s(spans: Sequence[Span]) -> float:
+    """Return the seconds in which there is at least one span."""
+    total_s, end_s = 0.0, float("-inf")
+    for start_s, stop_s in sorted((span.start_s, span.end_s) for span in spans):
+        total_s += max(0.0, stop_s - max(start_s, end_s))
+        end_s = max(end_s, stop_s)
+    return total_s
