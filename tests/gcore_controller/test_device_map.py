@@ -11,7 +11,7 @@ GPUS = [Device("b", ["0"]), Device("a", ["10"]), Device("a", ["2"]), Device("b",
 
 def test_ranks_follow_nodes_and_gpus() -> None:
     """Engines are spread over the nodes; ranks that are next to each other are on one node."""
-    sizes = Sizes(controllers=1, engines=3, judges=1, ranks=3, ranks_in_turns=True)
+    sizes = Sizes(controllers=1, engines=3, judges={"judge": 1}, ranks=3, ranks_in_turns=True)
     found = DeviceMap.of(sizes, GPUS)
     assert found.ranks == [GPUS[2], GPUS[1], GPUS[0]]
     engines = {f"engine {i}": f"device {i}" for i in range(3)}
@@ -21,8 +21,8 @@ def test_ranks_follow_nodes_and_gpus() -> None:
 
 def test_a_device_keeps_its_place_when_its_engine_moves() -> None:
     """The last engine of the policy becomes the last of the judge, and the ranks stay where they are."""
-    before = DeviceMap.of(Sizes(controllers=1, engines=3, judges=1, ranks=4, ranks_in_turns=True), GPUS)
-    after = DeviceMap.of(Sizes(controllers=1, engines=2, judges=2, ranks=4, ranks_in_turns=True), GPUS)
+    before = DeviceMap.of(Sizes(controllers=1, engines=3, judges={"judge": 1}, ranks=4, ranks_in_turns=True), GPUS)
+    after = DeviceMap.of(Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=4, ranks_in_turns=True), GPUS)
     assert after.ranks == before.ranks
     moved = before.names["engine 2"]
     assert after.names["judge 1"] == moved
@@ -30,7 +30,7 @@ def test_a_device_keeps_its_place_when_its_engine_moves() -> None:
 
 
 def test_judges_on_the_devices_of_engines() -> None:
-    both = Sizes(controllers=1, engines=2, judges=2, ranks=3, in_turns=True)
+    both = Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=3, in_turns=True)
     assert DeviceMap.of(both, []).names == {"judge 0": "engine 0", "judge 1": "engine 1"}
     shared = DeviceMap.of(replace(both, ranks_in_turns=True), GPUS[:2])
     assert (shared.names["judge 1"], shared.names["trainer 0"]) == ("device 1", "device 1")

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:FutureWarn
 
 NUM_NODES, GPUS_PER_NODE = 2, 2
 NODE = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100 << 20}
-SIZES = Sizes(controllers=1, engines=3, judges=1, ranks=4, ranks_in_turns=True)
+SIZES = Sizes(controllers=1, engines=3, judges={"judge": 1}, ranks=4, ranks_in_turns=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,8 +49,8 @@ class Handle:
     def becoming(self, factory: Any) -> "Handle":
         return Handle(self.actor, factory)
 
-    def lendable(self, factory: Any) -> "Handle":
-        del factory
+    def lendable(self, role: str, others: Any) -> "Handle":
+        del role, others
         return self
 
 
@@ -135,7 +135,7 @@ async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
         assert len(set(own)) == NUM_NODES * GPUS_PER_NODE
         assert own == [(device.node, *device.gpus) for device in found.ranks]
         # An engine that becomes the judge's keeps its process, and the ranks stay where they are.
-        moved = Sizes(controllers=1, engines=2, judges=2, ranks=4, ranks_in_turns=True)
+        moved = Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=4, ranks_in_turns=True)
         await engines.resize(moved, config)
         assert DeviceMap.of(moved, await engines.devices()).ranks == found.ranks
         # Each engine with a judge on its device, of which a judge reserves nothing either.

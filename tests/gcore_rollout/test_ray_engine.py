@@ -327,16 +327,16 @@ async def test_an_actor_has_another_engine_from_now_on(slow: RayEngine) -> None:
 
 async def test_a_lent_actor_sleeps_as_what_it_is() -> None:
     """It is put to sleep without a client; what a client of the other engine would be is not made for that."""
-    home = start(partial(FakeEngine, version=1)).lendable(partial(FakeEngine, version=2))
+    home = start(partial(FakeEngine, version=1)).lendable("engine", {"judge": partial(FakeEngine, version=2)})
     await sleep_engine_actor(home)
     engine = await RayEngine.connect(home)
-    lent = await RayEngine.connect(home.lent)
+    lent = await RayEngine.connect(home.lent("judge"))
     assert (engine.weight_version, lent.weight_version) == (1, 2)
     assert pid_of(lent) == pid_of(engine)
     await sleep_engine_actor(home)
-    other = await RayEngine.connect(home.lent)
+    other = await RayEngine.connect(home.lent("judge"))
     assert other.making_s == lent.making_s > 0, "the same engine"
-    back = await RayEngine.connect(home.lent.lent)
+    back = await RayEngine.connect(home.lent("judge").lent("engine"))
     assert back.weight_version == 1
     for client in (engine, lent, other, back):
         await client.close()

@@ -98,7 +98,7 @@ def test_engines_follow_the_load_by_default_on_clusters_with_gpus(tiny: Path) ->
     assert on_gpus.takes_turns
     # Where a node is lost, the engines that are left may become more again.
     smaller = on_gpus.with_sizes(replace(on_gpus.sizes, engines=1))
-    assert smaller.sizes.engines + smaller.sizes.judges == 2
+    assert smaller.sizes.engines + smaller.sizes.num_judges == 2
     assert smaller.strategy == "dynamic"
     on_servers = JudgeConfig(engine="vllm_server", urls=("http://127.0.0.1:1",))
     for other in (

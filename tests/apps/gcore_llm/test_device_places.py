@@ -110,7 +110,7 @@ def test_ray_has_ranks_where_the_planned_map_has_them(
         Sizes(
             controllers=1,
             engines=engines,
-            judges=judges,
+            judges={"judge": judges},
             ranks=ranks,
             in_turns=in_turns,
             devices_per_engine=size,

@@ -113,9 +113,11 @@ def test_a_classifier_of_each_controller_has_a_gpu() -> None:
 def test_a_judge_needs_room_too() -> None:
     judge = RewardModelConfig(kind="judge", path="somewhere", judge=JudgeConfig(num_processes=2))
     config = replace(CONFIG, reward_model=judge)
-    assert largest([{"CPU": 32.0, "GPU": 10.0}], config) == Sizes(controllers=2, engines=4, judges=2, ranks=8)
+    assert largest([{"CPU": 32.0, "GPU": 10.0}], config) == Sizes(
+        controllers=2, engines=4, judges={"judge": 2}, ranks=8
+    )
     smaller = largest([{"CPU": 32.0, "GPU": 9.0}], config)
-    assert smaller == Sizes(controllers=1, engines=3, judges=1, ranks=6)
+    assert smaller == Sizes(controllers=1, engines=3, judges={"judge": 1}, ranks=6)
     assert str(smaller) == "1 controller, 3 engines, 1 judge and 6 training ranks"
     assert config.with_sizes(smaller).sizes == smaller
 
@@ -127,7 +129,7 @@ def test_ranks_on_the_devices_of_engines_need_no_room() -> None:
     reserved = replace(CONFIG.ray, gpus_per_rank=1.0)
     ranks = replace(CONFIG.trainer, num_processes=4)
     config = replace(CONFIG, reward_model=judge, rollout=rollout, trainer=ranks, ray=reserved)
-    whole = Sizes(controllers=2, engines=3, judges=1, ranks=4, ranks_in_turns=True)
+    whole = Sizes(controllers=2, engines=3, judges={"judge": 1}, ranks=4, ranks_in_turns=True)
     assert largest([{"CPU": 32.0, "GPU": 4.0}], config) == whole
     # A sixth rank would have none to share.
     more = replace(config, trainer=replace(ranks, num_processes=6))

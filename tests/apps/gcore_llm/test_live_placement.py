@@ -12,7 +12,7 @@ from command_line import Cli, assert_same_metrics, option_set, read_rows
 from hypothesis import given, strategies as st
 
 from gcore_controller import Sizes, Span
-from gcore_runs.actor_engines import policy_share
+from gcore_runs.actor_engines import role_shares
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.settings.run_config import PlacementConfig
 
@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "partition.json"
 
 
-WHOLE = Sizes(controllers=1, engines=2, judges=2, ranks=1)
+WHOLE = Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=1)
 
 
 def span(stage: str, start_s: float, end_s: float) -> Span:
@@ -37,10 +37,10 @@ def step_of(placement: LivePlacement, *, gen_s: float, reward_s: float) -> None:
     sizes = placement.sizes
     gen_end_s = gen_s / sizes.engines
     # Verdicts begin as responses end, and the last comes soon after the last response at the earliest.
-    reward_end_s = max(reward_s / sizes.judges, gen_end_s * 1.01)
+    reward_end_s = max(reward_s / sizes.num_judges, gen_end_s * 1.01)
     devices = {f"engine {i}": [span("sync", 0.0, 0.1), span("gen", 1.0, 1.0 + gen_end_s)] for i in range(sizes.engines)}
-    for i in range(sizes.judges):
-        busy_s = reward_s / sizes.judges
+    for i in range(sizes.num_judges):
+        busy_s = reward_s / sizes.num_judges
         devices[f"judge {i}"] = [span("reward", 1.0 + reward_end_s - busy_s, 1.0 + reward_end_s)]
     placement.observe({"timing_s/step": reward_end_s}, devices)
 
@@ -51,19 +51,47 @@ def step_of(placement: LivePlacement, *, gen_s: float, reward_s: float) -> None:
 )
 def test_engines_follow_the_load(gen_s: float, reward_s: float, engines: int, judges: int, file: Path) -> None:
     """Two controllers keep two engines of the policy."""
-    placement = LivePlacement(Sizes(controllers=2, engines=4, judges=4, ranks=3), DYNAMIC, file)
+    placement = LivePlacement(Sizes(controllers=2, engines=4, judges={"judge": 4}, ranks=3), DYNAMIC, file)
     for _ in range(12):
         step_of(placement, gen_s=gen_s, reward_s=reward_s)
-    assert placement.sizes == Sizes(controllers=2, engines=engines, judges=judges, ranks=3)
+    assert placement.sizes == Sizes(controllers=2, engines=engines, judges={"judge": judges}, ranks=3)
     # And back.
     for _ in range(12):
         step_of(placement, gen_s=400.0, reward_s=400.0)
     assert placement.sizes.engines == 4
 
 
+@pytest.mark.parametrize("busy", ["gen", "reward", "reward/style"])
+def test_engines_of_three_roles_follow_the_load(busy: str, file: Path) -> None:
+    """Ten go to the role that has 8 of 10 parts of the work, and back; each judge keeps one."""
+    whole = Sizes(controllers=1, engines=4, judges={"judge": 3, "judge_style": 3}, ranks=1)
+    placement = LivePlacement(whole, DYNAMIC, file)
+
+    def step(work_s: dict[str, float]) -> list[int]:
+        sizes = placement.sizes
+        counts = [sizes.engines, *sizes.judges.values()]
+        of_each = dict(zip(work_s, counts, strict=True))
+        devices = {
+            f"{stage} {i}": [span(stage, 1.0, 1.0 + seconds / of_each[stage])]
+            for stage, seconds in work_s.items()
+            for i in range(of_each[stage])
+        }
+        placement.observe({"timing_s/step": 1.0}, devices)
+        return [placement.sizes.engines, *placement.sizes.judges.values()]
+
+    stages = ("gen", "reward", "reward/style")
+    for _ in range(12):
+        found = step({stage: 800.0 if stage == busy else 100.0 for stage in stages})
+    assert found == [8 if stage == busy else 1 for stage in stages]
+    assert placement.metrics()["placement/judges/judge_style"] == found[2]
+    for _ in range(12):
+        found = step({"gen": 400.0, "reward": 300.0, "reward/style": 300.0})
+    assert found == [4, 3, 3]
+
+
 def test_an_engine_that_is_hardly_full_does_little(file: Path) -> None:
     """A judge that serves one verdict of four is busy all the time, and still one of two is enough."""
-    placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC, file)
+    placement = LivePlacement(Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=1), DYNAMIC, file)
     stages = {"engine": "gen", "judge": "reward"}
     full = {f"{role} {i}": [span(stage, 0.0, 10.0)] for role, stage in stages.items() for i in range(2)}
 
@@ -75,21 +103,25 @@ def test_an_engine_that_is_hardly_full_does_little(file: Path) -> None:
         sizes = placement.sizes
         gen_s = 40.0 / sizes.engines
         devices = {f"engine {i}": [span("gen", 0.0, gen_s)] for i in range(sizes.engines)}
-        devices |= {f"judge {i}": [span("reward", 0.5, gen_s + 0.3)] for i in range(sizes.judges)}
+        devices |= {f"judge {i}": [span("reward", 0.5, gen_s + 0.3)] for i in range(sizes.num_judges)}
         placement.observe(measured(gen=8000.0, reward=500.0), devices)
-    assert placement.sizes == Sizes(controllers=1, engines=3, judges=1, ranks=1)
+    assert placement.sizes == Sizes(controllers=1, engines=3, judges={"judge": 1}, ranks=1)
 
 
-@given(st.lists(st.integers(2, 6), min_size=1, max_size=5), st.data())
-def test_each_controller_keeps_engines_of_both_roles(num_places: list[int], data: st.DataObject) -> None:
-    num_engines = data.draw(st.integers(len(num_places), sum(num_places) - len(num_places)))
-    shares = [policy_share(num_engines, num_places, rank) for rank in range(len(num_places))]
-    assert sum(shares) == num_engines
-    assert all(1 <= share < count for share, count in zip(shares, num_places, strict=True))
+@given(st.lists(st.integers(3, 6), min_size=1, max_size=5), st.data())
+def test_each_controller_keeps_engines_of_all_roles(num_places: list[int], data: st.DataObject) -> None:
+    num_controllers = len(num_places)
+    first = data.draw(st.integers(num_controllers, sum(num_places) - 2 * num_controllers))
+    second = data.draw(st.integers(num_controllers, sum(num_places) - first - num_controllers))
+    counts = [first, second, sum(num_places) - first - second]
+    shares = [role_shares(counts, num_places, rank) for rank in range(num_controllers)]
+    assert [sum(own) for own in zip(*shares, strict=True)] == counts
+    assert [sum(share) for share in shares] == num_places
+    assert min(map(min, shares)) >= 1
 
 
 def test_a_step_without_verdicts_is_not_evidence(file: Path) -> None:
-    placement = LivePlacement(Sizes(controllers=1, engines=2, judges=2, ranks=1), DYNAMIC, file)
+    placement = LivePlacement(Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=1), DYNAMIC, file)
     for _ in range(5):
         devices = {"engine 0": [span("gen", 0.0, 1.0)], "trainer 0": [span("train", 1.0, 2.0)]}
         placement.observe({"timing_s/step": 1.0}, devices)
@@ -106,30 +138,30 @@ def turns_of(placement: LivePlacement, *, gen_s: float, reward_s: float, swap_s:
 
 
 def test_two_devices_take_turns_where_one_role_has_most_to_do(file: Path) -> None:
-    placement = LivePlacement(Sizes(controllers=1, engines=1, judges=1, ranks=1), AUTO, file)
+    placement = LivePlacement(Sizes(controllers=1, engines=1, judges={"judge": 1}, ranks=1), AUTO, file)
     placement.swap_s = 2.0
     for _ in range(3):
         assert not placement.sizes.in_turns
         step_of(placement, gen_s=90.0, reward_s=10.0)
-    assert placement.sizes == Sizes(controllers=1, engines=2, judges=2, ranks=1, in_turns=True)
+    assert placement.sizes == Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=1, in_turns=True)
     # The law was right, and while swaps are short, it stays; when they take longer, it does not.
     for _ in range(6):
         turns_of(placement, gen_s=90.0, reward_s=10.0, swap_s=2.0)
     assert placement.sizes.in_turns
     for _ in range(3):
         turns_of(placement, gen_s=90.0, reward_s=10.0, swap_s=70.0)
-    assert placement.sizes == Sizes(controllers=1, engines=1, judges=1, ranks=1)
+    assert placement.sizes == Sizes(controllers=1, engines=1, judges={"judge": 1}, ranks=1)
     assert placement.swap_s == pytest.approx(70.0)
 
 
 def test_swaps_before_sampling_are_not_those_of_the_placement(file: Path) -> None:
     """Where ranks have the devices between two steps, engines sleep and wake with any placement."""
-    whole = Sizes(controllers=1, engines=1, judges=1, ranks=2, ranks_in_turns=True)
+    whole = Sizes(controllers=1, engines=1, judges={"judge": 1}, ranks=2, ranks_in_turns=True)
     placement = LivePlacement(whole, AUTO, file)
     placement.swap_s = 2.0
     for _ in range(3):
         step_of(placement, gen_s=90.0, reward_s=10.0)
-    assert placement.sizes == replace(whole, engines=2, judges=2, in_turns=True)
+    assert placement.sizes == replace(whole, engines=2, judges={"judge": 2}, in_turns=True)
     row = [span("swap", 0, 50), span("gen", 100, 145), span("swap", 145, 147), span("reward", 147, 152)]
     placement.observe({"timing_s/step": 200.0, "sampling/waves": 1.0}, {f"device {i}": row for i in range(2)})
     assert placement.swap_s == pytest.approx(2.0)
@@ -138,14 +170,14 @@ def test_swaps_before_sampling_are_not_those_of_the_placement(file: Path) -> Non
 @pytest.mark.parametrize("config", [DYNAMIC, AUTO], ids=lambda config: config.strategy)
 def test_a_resumed_run_has_the_placement_that_it_was_left_with(config: PlacementConfig, tmp_path: Path) -> None:
     """Made again after each step, it decides as one that went on; the load changes on the way."""
-    sizes = Sizes(controllers=1, engines=1, judges=1, ranks=1) if config == AUTO else replace(WHOLE, engines=3)
+    sizes = replace(WHOLE, engines=1, judges={"judge": 1}) if config == AUTO else replace(WHOLE, engines=3)
 
     def made(name: str) -> LivePlacement:
         placement = LivePlacement(sizes, config, tmp_path / name)
         placement.swap_s = 2.0 if placement.swap_s is None else placement.swap_s
         return placement
 
-    lasting, seen = made("one.json"), set[Sizes]()
+    lasting, seen = made("one.json"), list[Sizes]()
     for gen_s, reward_s in [(90.0, 10.0)] * 6 + [(50.0, 60.0)] * 6:
         resumed = made("other.json")
         for placement in (lasting, resumed):
@@ -154,8 +186,8 @@ def test_a_resumed_run_has_the_placement_that_it_was_left_with(config: Placement
             else:
                 step_of(placement, gen_s=gen_s, reward_s=reward_s)
         assert resumed.sizes == lasting.sizes
-        seen.add(lasting.sizes)
-    assert len(seen) > 1
+        seen.append(lasting.sizes)
+    assert any(sizes != seen[0] for sizes in seen)
     assert made("other.json").sizes == lasting.sizes
 
 
@@ -238,6 +270,29 @@ def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) 
             # Nothing else happens in a turn.
             ends = [(start, stop) for _, start, stop in sorted(spans, key=lambda span: span[1])]
             assert all(stop <= start + 1e-6 for (_, stop), (start, _) in itertools.pairwise(ends))
+
+
+@pytest.mark.slow
+def test_engines_of_three_roles_go_where_a_run_needs_them(cli: Cli, judged: list[str], tiny: Path) -> None:
+    """From the policy and a judge of short verdicts to one of long ones, between steps and within them."""
+    style = {"path": tiny, "pattern": r"(\d)", "max-response-length": 4, "unparsable-score": 0.5, "weight": 0.5}
+    args = [*judged, *(f"--reward-model.judges.style.{name}={value}" for name, value in style.items())]
+    cli.ok(*args, "--name", "inline")
+    sizes = ["--rollout.num-processes", "2", "--reward-model.judge.num-processes", "1"]
+    sizes += ["--reward-model.judges.style.num-processes", "2", "--placement.horizon-steps", "1000"]
+    finished = cli(*args, "--runtime", "ray", "--placement.strategy", "dynamic", *sizes)
+    assert finished.code == 0, finished
+    assert re.search(r"moved from the [\w ]+ to the judge: \d generate and [2-3] \+ \d judge now", finished.out)
+    assert "continuing after" not in finished.out
+    assert_same_metrics(cli.cwd / "runs/default", cli.cwd / "runs/inline")
+    rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
+    names = ("placement/engines", "placement/judges/judge", "placement/judges/judge_style")
+    assert [rows[0][name] for name in names] == [2, 1, 2]
+    assert rows[-1][names[1]] > 1
+    assert all(sum(row[name] for name in names) == 5 for row in rows)
+    last = read_rows(cli.cwd / "runs/default/spans.jsonl")[-1]["devices"]
+    assert {stage for own in last.values() for stage, *_ in own} >= {"gen", "reward", "reward/style"}
+    assert any(row["reward/style/mean"] != row["reward/model/mean"] for row in rows)
 
 
 @pytest.mark.slow

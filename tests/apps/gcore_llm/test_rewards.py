@@ -9,9 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from command_line import Cli, option_set, step_rows, val_rows, write_rows
+from command_line import Cli, option_set, read_rows, step_rows, val_rows, write_rows
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from gcore_llm.cli import parse_train
@@ -48,6 +49,33 @@ def test_a_judge_next_to_a_function(cli: Cli, own_args: list[str], tiny: Path, n
         assert 0 < row["reward/model/parsed/mean"] < 1
         assert row["sampling/dropped_groups"] == 0
         assert row["actor/grad_norm"] > 0
+
+
+STYLE = ["--reward-model.judges.style.pattern", r"(\d)", "--reward-model.judges.style.max-response-length", "16"]
+
+
+@pytest.mark.slow
+def test_two_judges_next_to_a_function(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    """Each with its own question, weight and process; what they say is known by their names."""
+    (cli.cwd / "style.txt").write_text("{completion} ")
+    options = ["--reward-model.path", str(tiny), "--reward-model.judge.unparsable-score", "0.25"]
+    style = {"path": tiny, "weight": 2, "template": "style.txt", "unparsable-score": 0.5, "num-processes": 1}
+    options += [f"--reward-model.judges.style.{name}={value}" for name, value in style.items()]
+    rows = rows_of(cli, own_args, *JUDGE, *STYLE, *options)
+    for row in rows:
+        parts = [row[f"reward/{name}/mean"] for name in ("function", "model", "style")]
+        assert row["critic/score/mean"] == pytest.approx(np.dot(parts, [1, 1, 2]), abs=1e-5)
+        assert 0 < row["reward/style/parsed/mean"] < 1
+        assert parts[1] != parts[2]
+    assert all(
+        read["parts"].keys() >= {"model", "style"} for read in read_rows(cli.cwd / "runs/default/samples/samples.jsonl")
+    )
+
+
+def test_a_judge_by_name_is_enough(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    rows = rows_of(cli, own_args, *STYLE, "--reward-model.judges.style.path", str(tiny), "--reward", "")
+    for row in rows:
+        assert row["critic/score/mean"] == pytest.approx(row["reward/style/mean"], abs=1e-5)
 
 
 def test_groups_without_a_verdict_are_not_trained_on(cli: Cli, own_args: list[str], tiny: Path) -> None:
@@ -214,6 +242,9 @@ def test_programs_are_run(cli: Cli, own_args: list[str]) -> None:
             ["--reward-model.judge.engine", "vllm"],
             "reward_model.judge.num_processes is 0; expected 1 or more with reward_model.judge.engine",
         ),
+        (["--reward-model.judges.style.n", "1"], "reward_model.judges.NAME.path is ''; expected the folder of the"),
+        (["--reward-model.judges.Style.path", "x"], "reward_model.judges has 'Style'; expected names of small letters"),
+        (["--reward-model.judges.a.wieght", "1"], "unknown field reward_model.judges.a.wieght; did you mean"),
         (["--reward-model.judge.n", "0"], "reward_model.judge.n is 0; expected at least 1"),
         (
             [*PAIRWISE[:-1], "0.25"],

@@ -107,7 +107,7 @@ async def start(
     return await start_ray_backend(
         config,
         engine=partial(sampler_factory, model=model),
-        judge=judge_factory if config.sizes.judges else None,
+        judges=dict.fromkeys(config.judges, judge_factory),
         trainer_spec=partial(DiffusionTrainerWorker.spec, model=model, checkpoints=checkpoints),
         run_controller=_run_controller,
         checkpoints=checkpoints,
@@ -154,7 +154,7 @@ async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerSer
 
     # Ray shows a controller the GPU that it reserves, or none.
     device = job.config.engine_device if job.config.gpus_per_controller else "cpu"
-    rewards = build_rewards(job.config, judge=own.judge, device=device)
+    rewards = build_rewards(job.config, judge=own.judges.get("judge"), device=device)
     learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing)
     roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))

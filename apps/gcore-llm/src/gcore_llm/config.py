@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from gcore_controller import RLHFConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.learning.config import ActorConfig, CriticConfig, DistillationConfig, WarmupConfig as WarmupConfig
-from gcore_llm.reward_config import RewardCallsConfig, RewardModelConfig
+from gcore_llm.reward_config import JudgeConfig, RewardCallsConfig, RewardModelConfig
 from gcore_rollout import MultiTurnConfig as MultiTurnConfig, reward_names
 from gcore_runs import (
     Amount,
@@ -290,7 +290,7 @@ class TrainConfig(BaseRLConfig):
             raise UserError(
                 "data.train_files is not set; expected one or more files, or data sets on the Hub, with model"
             )
-        is_rewarded = self.reward or self.rollout.multi_turn.environment or self.reward_model.kind != "none"
+        is_rewarded = self.reward or self.rollout.multi_turn.environment or self.reward_model.is_used
         if not is_rewarded and self.algorithm.adv_estimator != "distillation":
             raise UserError(
                 f"reward is not set: PATH.py:function, {', '.join(reward_names())} is needed with data.train_files, "
@@ -312,8 +312,12 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def judge(self) -> tuple[str, EngineConfig | None]:
-        judge = self.reward_model.judge
-        return "reward_model.judge", judge if self.reward_model.is_judge and not judge.is_on_servers else None
+        return "reward_model.judge", next(iter(self.judges.values()), None)
+
+    @property
+    def judges(self) -> dict[str, JudgeConfig]:
+        found = self.reward_model.all_judges.values()
+        return {own.role: own.settings for own in found if not own.settings.is_on_servers}
 
     @property
     def gpus_per_controller(self) -> float:

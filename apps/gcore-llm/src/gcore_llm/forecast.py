@@ -30,7 +30,9 @@ def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], Mod
         model: the policy's folder.
         shape_of: returns the shape of the model in a folder.
     """
-    data, judged = config.data, config.reward_model if config.judge[1] else None
+    data, judges = config.data, config.reward_model.all_judges.values()
+    # Of several judges the first is predicted.
+    judged = next((own for own in judges if own.role in config.judges), None)
     return Job(
         policy=shape_of(model),
         prompt_lengths=Lengths.recorded([data.max_prompt_length]),
@@ -38,7 +40,7 @@ def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], Mod
         train_batch_size=data.train_batch_size,
         n=config.rollout.n,
         judge=shape_of(Path(judged.path)) if judged else None,
-        judge_lengths=Lengths.recorded([judged.judge.max_response_length]) if judged else None,
+        judge_lengths=Lengths.recorded([judged.settings.max_response_length]) if judged else None,
         reference=has_reference(config),
         teachers=[shape_of(model_folder(name)) for name in config.distillation.teachers],
         critic=shape_of(model_folder(config.critic.model or str(model))) if has_critic(config) else None,

@@ -1,6 +1,7 @@
 """Settings of reward models and of the calls of rewards."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -41,6 +42,38 @@ class JudgeConfig(EngineConfig, JudgeOptions, section="reward_model.judge"):
             )
 
 
+_WEIGHT = Bound(lambda w: w and math.isfinite(w), "a finite number other than 0")
+_PART_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FurtherJudgeConfig(JudgeConfig, section="reward_model.judges.NAME"):
+    """A generative reward model besides the others, with engines of its own; its score is the part of its name."""
+
+    path: str = ""
+    """The model's Hugging Face folder."""
+    weight: Annotated[float, _WEIGHT] = 1.0
+    """Its score is added to the others' times this."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("path", self.path, "the folder of the judge's model")
+        self.require("pairwise", not self.pairwise, "false: reward_model.judge alone compares responses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJudge:
+    """A generative judge of a run, and where its settings are."""
+
+    role: str
+    """The role of its engines."""
+    section: str
+    path: str
+    path_setting: str
+    weight: float
+    settings: JudgeConfig
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(Checked, section="reward_model"):
     """A model that scores responses, alone or together with the reward function."""
@@ -50,17 +83,55 @@ class RewardModelConfig(Checked, section="reward_model"):
     reward-model makes it; server: posts JSON to a URL."""
     path: str = ""
     """The model's Hugging Face folder, or the server's URL."""
-    weight: Annotated[float, Bound(lambda w: w and math.isfinite(w), "a finite number other than 0")] = 1.0
+    weight: Annotated[float, _WEIGHT] = 1.0
     """The score is the reward function's, if there is one, plus this times the model's."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+    judges: dict[str, FurtherJudgeConfig] = field(default_factory=dict[str, FurtherJudgeConfig])
+    """Further judges, by the names of their parts of the score, such as style: each has a path, a weight, and the
+    settings of reward_model.judge; on the command line --reward-model.judges.NAME.path and so on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in self.judges:
+            if name in ("function", "model") or not _PART_NAME.fullmatch(name):
+                raise UserError(
+                    f"reward_model.judges has {name!r}; expected names of small letters, digits and _, other than "
+                    "function and model, which are parts of the score already"
+                )
         if (self.kind == "none") != (not self.path):
             raise UserError(
                 f"reward_model.kind is {self.kind!r} and reward_model.path is {self.path!r}; expected a kind with a "
                 "path, or 'none' without"
             )
+
+    @property
+    def all_judges(self) -> dict[str, RunJudge]:
+        """All generative judges, by the names of their parts of the score: model, and those of further ones."""
+        found: dict[str, RunJudge] = {}
+        if self.is_judge:
+            found["model"] = RunJudge(
+                role="judge",
+                section="reward_model.judge",
+                path=self.path,
+                path_setting="reward_model.path",
+                weight=self.weight,
+                settings=self.judge,
+            )
+        for name, own in self.judges.items():
+            section = f"reward_model.judges.{name}"
+            found[name] = RunJudge(
+                role=f"judge_{name}",
+                section=section,
+                path=own.path,
+                path_setting=f"{section}.path",
+                weight=own.weight,
+                settings=own,
+            )
+        return found
+
+    @property
+    def is_used(self) -> bool:
+        return self.kind != "none" or bool(self.judges)
 
     @property
     def is_judge(self) -> bool:

@@ -5,12 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
 from gcore_ckpt import load
 from gcore_llm.config import RolloutConfig, TrainConfig
 from gcore_llm.prompts import longest_sequence
+from gcore_llm.reward_config import RunJudge
 from gcore_rollout import (
     ChatEncoder,
     CompositeReward,
@@ -143,7 +145,7 @@ async def start_engine(
         engine, _ = await connect_engine(settings, config, model, eos_token_ids, instrumentation)
         return engine
     # All processes that generate at the same time share the cores.
-    judges = config.reward_model.judge.num_processes if config.reward_model.is_judge else 0
+    judges = sum(judge.num_processes for judge in config.judges.values())
     return await instrumentation.start(
         engine_factory(settings, config, model, eos_token_ids=eos_token_ids),
         settings.num_processes,
@@ -159,9 +161,10 @@ def _gpus(settings: EngineConfig, config: TrainConfig) -> list[str]:
         return []
     from gcore_llm.learning.device_places import engine_gpus, training_gpus
 
-    # The judge's come after the policy's.
-    rollout, size = config.rollout, settings.tensor_parallel_size
-    first = 0 if settings is rollout else rollout.num_processes * rollout.tensor_parallel_size
+    # A judge's come after the policy's and those of judges before it.
+    size, engines = settings.tensor_parallel_size, (config.rollout, *config.judges.values())
+    earlier = takewhile(lambda own: own is not settings, engines)
+    first = sum(own.num_processes * own.tensor_parallel_size for own in earlier)
     training, takes_turns = training_gpus(config, len(gpus)), config.takes_turns
     count = settings.num_processes * size
     places = engine_gpus(len(gpus), count, training, takes_turns=takes_turns, first=first)
@@ -210,26 +213,30 @@ class Rewards:
     models: AsyncExitStack
     """Frees the models."""
     judges: Sequence[Engine] = ()
-    """The engine of a judge that was started here."""
+    """The engines of judges that were started here."""
     graders: Mapping[str, RewardRunner] = field(default_factory=dict[str, RewardRunner])
     """The rewards that held-out sets have in place of the run's, by the set's name."""
 
     @classmethod
     async def start(
-        cls, config: TrainConfig, *, instrumentation: Instrumentation = NO_INSTRUMENTATION, judge: Engine | None = None
+        cls,
+        config: TrainConfig,
+        *,
+        instrumentation: Instrumentation = NO_INSTRUMENTATION,
+        engines: Mapping[str, Engine] | None = None,
     ) -> Self:
         """Load the rewards that the config names; `UserError` or `RewardError` if one does not load.
 
-        ``judge`` is the engine of a judge's model, to be closed with the rewards; None: it is started here.
+        ``engines`` are those of judges, by their roles, to be closed with the rewards; others are started here.
         """
         settings, calls, comparison = config.reward_model, config.reward_calls.runner, None
         graders = {name: RewardRunner(build_reward(spec), calls) for name, spec in config.set_rewards.items()}
         async with AsyncExitStack() as models:
-            if settings.kind == "none":
+            if not settings.is_used:
                 runner = RewardRunner(reward_function(config), calls)
                 return cls(runner=runner, comparison=None, models=models.pop_all(), graders=graders)
             rewards: dict[str, RewardFunction] = {}
-            judges: list[Engine] = []
+            weights, judges = {"function": 1.0, "model": settings.weight}, list[Engine]()
             # First what cannot leave a model behind if it fails.
             if config.reward or config.task.name:
                 rewards["function"] = reward_function(config)
@@ -241,15 +248,16 @@ class Rewards:
                 models.push_async_callback(server.close)
             elif settings.kind == "classifier":
                 rewards["model"] = _classifier(config, models)
-            else:
-                asking, asked = await _judge(config, instrumentation, judge, models)
-                if judge is None and not settings.judge.is_on_servers:
+            for name, own in settings.all_judges.items():
+                given = (engines or {}).get(own.role)
+                asking, asked = await _judge(own, config, instrumentation, given, models)
+                if given is None and not own.settings.is_on_servers:
                     judges.append(asked)
                 if isinstance(asking, PairwiseJudge):
-                    comparison = Comparison(runner=RewardRunner(asking, calls), weight=settings.weight)
+                    comparison = Comparison(runner=RewardRunner(asking, calls), weight=own.weight)
                 else:
-                    rewards["model"] = asking
-            weights = {name: settings.weight if name == "model" else 1.0 for name in rewards}
+                    rewards[name], weights[name] = asking, own.weight
+            weights = {name: weights[name] for name in rewards}
             reward = CompositeReward(rewards, weights=weights) if rewards else no_reward
             return cls(
                 runner=RewardRunner(reward, calls),
@@ -302,11 +310,14 @@ def _classifier(config: TrainConfig, models: AsyncExitStack) -> RewardFunction:
 
 
 async def _judge(
-    config: TrainConfig, instrumentation: Instrumentation, engine: Engine | None, models: AsyncExitStack
+    own: RunJudge,
+    config: TrainConfig,
+    instrumentation: Instrumentation,
+    engine: Engine | None,
+    models: AsyncExitStack,
 ) -> tuple[JudgeReward | PairwiseJudge, Engine]:
     """Start a generative reward model that scores responses one by one, or compares those of a group."""
-    judge = config.reward_model.judge
-    path = model_folder(config.reward_model.path, setting="reward_model.path")
+    judge, path = own.settings, model_folder(own.path, setting=own.path_setting)
     if judge.pairwise:
         parse = WinnerPattern(pattern=judge.pattern or WinnerPattern.pattern)
         on_unparsable = "drop" if judge.unparsable_score is None else "tie"
@@ -315,12 +326,12 @@ async def _judge(
         on_unparsable = "drop" if judge.unparsable_score is None else judge.unparsable_score
         make = partial(JudgeReward, parse=judge.scores(), reduce=judge.reduce, on_unparsable=on_unparsable)
     template = judge.question()
-    check_model(path, setting="reward_model.path")
-    check_engine(judge, path, setting="reward_model.judge")
+    check_model(path, setting=own.path_setting)
+    check_engine(judge, path, setting=own.section)
     tokenizer = build_tokenizer(path)
     if engine is None:
         eos = eos_token_ids(tokenizer, path)
-        engine = await start_engine(judge, config, path, eos, replace(instrumentation, role="judge"))
+        engine = await start_engine(judge, config, path, eos, replace(instrumentation, role=own.role))
     models.push_async_callback(engine.close)
     encoder = ChatEncoder(tokenizer)
 

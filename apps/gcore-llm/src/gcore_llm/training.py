@@ -147,7 +147,7 @@ def _checked_tokenizer(config: TrainConfig) -> Any:
         raise UserError(f"rollout.weights_dir is {rollout.weights_dir!r}; expected an existing folder")
     if config.runtime == "inline":
         # On a cluster it is a file of the nodes.
-        for settings in filter(None, (rollout, config.judge[1])):
+        for settings in (rollout, *config.judges.values()):
             settings.check_server_python()
     check_engine(rollout, model, setting="rollout", max_length=config.data.max_length)
     tokenizer = build_tokenizer(model) if config.model else tiny_tokenizer()
@@ -222,14 +222,16 @@ async def _start_on_ray(
     eos = eos_token_ids(tokenizer, model)
     if config.rollout.is_on_servers:
         await load_servers(config, model, eos_token_ids=eos)
-    judge = None
-    if config.sizes.judges:
-        path = model_folder(config.reward_model.path, setting="reward_model.path")
-        judge = _engines(path, build_tokenizer(path), lambda config: config.reward_model.judge)
+    judges: dict[str, Callable[[TrainConfig], EngineFactory]] = {}
+    for judge in config.reward_model.all_judges.values():
+        if judge.role in config.judges:
+            path = model_folder(judge.path, setting=judge.path_setting)
+            own = partial(lambda role, config: config.judges[role], judge.role)
+            judges[judge.role] = _engines(path, build_tokenizer(path), own)
     return await start_ray_backend(
         config,
         engine=_engines(model, tokenizer, lambda config: config.rollout),
-        judge=judge,
+        judges=judges,
         trainer_spec=partial(ray_trainer_spec, model=model, checkpoints=run.checkpoints),
         run_controller=partial(_run_controller, tokenizer),
         checkpoints=run.checkpoints,
@@ -263,7 +265,7 @@ async def _run_controller(
     from gcore_controller import RayTrainerClient
 
     config, cost_of = job.config, partial(sample_flops, job.workload)
-    rewards = await Rewards.start(config, judge=own.judge)
+    rewards = await Rewards.start(config, engines=own.judges)
     try:
         roles = Roles(
             policy=own.policy,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 from gcore_controller import ActorRole, DeviceTimers
@@ -66,7 +67,7 @@ class ActorEngines:
         # At once, so that the other role does not connect to it again in place of one that dies.
         handle, client = others._handles.pop(name), others._clients.pop(name)
         try:
-            engine = await self._connect(name, handle.lent)
+            engine = await self._connect(name, handle.lent(self.instrumentation.role))
         except BaseException:
             others._handles[name], others._clients[name] = handle, client
             raise
@@ -106,13 +107,19 @@ def lend(roles: Sequence[ActorEngines], *, devices: DeviceTimers, announce: Call
     return LendingEngines(pools, lend=moved, rule=rule, announce=announce)
 
 
-def policy_share(num_engines: int, num_places: Sequence[int], rank: int) -> int:
-    """Return how many of all engines of the policy are to be this controller's, so that each keeps one of either role.
+def role_shares(counts: Sequence[int], num_places: Sequence[int], rank: int) -> list[int]:
+    """Return how many of all engines of each role are to be this controller's, so that each has one of every role.
 
     Args:
-        num_engines: at least as many as controllers, and at least as many fewer than there are engines of both roles.
-        num_places: engines of both roles that each controller has.
+        counts: engines of each role, at least as many as controllers, and together as many as there are places.
+        num_places: engines of all roles that each controller has.
     """
-    room = [count - 2 for count in num_places]
-    before, through = ((num_engines - len(room)) * sum(room[:end]) // max(1, sum(room)) for end in (rank, rank + 1))
-    return 1 + through - before
+    free = [places - len(counts) for places in num_places]
+    shares: list[int] = []
+    for count in counts:
+        # In proportion to what earlier roles left.
+        through = [(count - len(free)) * own // max(1, sum(free)) for own in accumulate(free, initial=0)]
+        taken = [after - before for before, after in pairwise(through)]
+        free = [places - own for places, own in zip(free, taken, strict=True)]
+        shares.append(1 + taken[rank])
+    return shares

@@ -248,11 +248,18 @@ class SpeculativeConfig(Checked, section="rollout.speculative"):
         return guess | {"method": "ngram"} | bounds
 
 
+def stage_of(role: str) -> str:
+    """Return the stage in which engines of a role work: gen, reward, or that of a further judge, reward/NAME."""
+    _, _, name = role.partition("_")
+    return "gen" if role == "engine" else f"reward/{name}" if name else "reward"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Instrumentation:
     """Instrumentation of the replicas of a model. Each is named by its role and its number."""
 
-    role: Literal["engine", "judge"] = "engine"
+    role: str = "engine"
+    """The role of the replicas: that of the policy, or a judge's, ``judge``, or ``judge_`` and its name."""
     devices: "DeviceTimers | None" = None
     """Record when the replicas work."""
     logs: Path | None = None
@@ -265,12 +272,11 @@ class Instrumentation:
     def instrument(self, engine: "Engine[RequestT, SampleT]", name: int | str) -> "Engine[RequestT, SampleT]":
         """Wrap the replica of this number or, if another role lends it, of this name."""
         name = name if isinstance(name, str) else f"{self.role} {name}"
-        stage = "gen" if self.role == "engine" else "reward"
         if self.role == "engine":
             engine = gcore_rollout.CheckedEngine(engine, name=name, record=self.record)
         if self.devices is None:
             return engine
-        return gcore_rollout.TimedEngine(engine, self.devices, stage=stage, name=name)
+        return gcore_rollout.TimedEngine(engine, self.devices, stage=stage_of(self.role), name=name)
 
     async def start(
         self,
@@ -310,13 +316,15 @@ def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
 
     if not config.takes_turns:
         return DeviceTimers()
-    (engines, size), (_, judge) = (config.rollout.num_processes, config.devices_per_engine), config.judge
-    judges, num_gpus = judge.num_processes if judge else 0, len(gcore_rollout.visible_gpus(config.device))
+    engines, size = config.rollout.num_processes, config.devices_per_engine
+    num_gpus, first = len(gcore_rollout.visible_gpus(config.device)), engines * size
     place = {f"engine {i}": i * size for i in range(engines or 1)}
     # The row of an engine on several devices is that of the ranks there, too.
     place |= {f"trainer {i}": i // size * size if i < engines * size else i for i in range(config.sizes.ranks)}
-    # One without a process is in this one, on the first device.
-    place |= {f"judge {i}": engines * size + i for i in range(judges)} if judges else {"judge 0": 0}
+    for role, judge in config.judges.items():
+        # One without a process is in this one, on the first device.
+        place |= {f"{role} {i}": first + i for i in range(judge.num_processes)} or {f"{role} 0": 0}
+        first += judge.num_processes
     return DeviceTimers(shared={name: f"device {i % num_gpus if num_gpus else i}" for name, i in place.items()})
 
 
@@ -348,5 +356,5 @@ def _vllm_may_sleep(config: "BaseRunConfig") -> bool:
     # Whether an automatic choice on one GPU is to take turns is known later.
     if not isinstance(config, BaseRLConfig) or not (config.engines_sleep or config.rollout.colocated):
         return False
-    engines: list[Any] = [config.rollout, config.judge[1]]
+    engines: list[Any] = [config.rollout, *config.judges.values()]
     return any(_SLEEP_MODE in e.kind.own_options for e in engines if isinstance(e, LocalEngineConfig))

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gcore_controller import Sizes, Span
 from gcore_placement import (
@@ -19,11 +19,9 @@ from gcore_placement import (
     RoleLoad,
     StrategyChoice,
 )
+from gcore_runs.engines import stage_of
 from gcore_runs.run_folder import write_atomically
 from gcore_runs.settings.run_config import PlacementConfig
-
-Role = Literal["gen", "reward"]
-"""A role, named by its stage."""
 
 _NUM_STEPS = 20
 """Number of steps in which the most loaded engines are looked for."""
@@ -38,9 +36,9 @@ _logger = logging.getLogger(__name__)
 class LivePlacement:
     """A dynamic partition of engines that observes their work and moves them one by one, or more after a jump.
 
-    With ``auto``, it also chooses between that and engines of both roles on every device, in turns. Every controller
-    keeps an engine of the policy, and a judge is always there. It starts with the engines as ``whole`` divides them,
-    or as a run of these sizes and settings that is resumed has left them.
+    With ``auto``, it also chooses between that and engines of all roles on every device, in turns. Every controller
+    keeps an engine of the policy, and one of each judge is always there. It starts with the engines as ``whole``
+    divides them, or as a run of these sizes and settings that is resumed has left them.
 
     Args:
         whole: the sizes, with the engines as they are divided at first.
@@ -51,16 +49,17 @@ class LivePlacement:
         self.whole = whole
         self._config, self._file = config, file
         policy = RoleLimits(devices_per_replica=1, min_replicas=whole.controllers)
-        reward, num_devices = RoleLimits(devices_per_replica=1), whole.engines + whole.judges
-        self._space = PartitionSpace(num_devices=num_devices, roles=(policy, reward))
+        judges = (RoleLimits(devices_per_replica=1),) * len(whole.judges)
+        self._space = PartitionSpace(num_devices=whole.engines + whole.num_judges, roles=(policy, *judges))
+        self._stages = [stage_of(role) for role in ("engine", *whole.judges)]
         self._horizon_steps = config.horizon_steps
-        self._dynamic = self._started_at(whole.engines)
+        self._dynamic = self._started_at([whole.engines, *whole.judges.values()])
         self._choice: StrategyChoice | None = None
         if config.strategy == "auto":
             self._choice = StrategyChoice(self._space, horizon_steps=config.horizon_steps)
         self.swap_s: float | None = None if self._choice is not None else 0.0
-        """Seconds to put both roles' engines to sleep and to wake them, as last measured; None: not yet."""
-        self._unit_s: dict[Role, deque[float]] = {"gen": deque(maxlen=_NUM_STEPS), "reward": deque(maxlen=_NUM_STEPS)}
+        """Seconds to put all roles' engines to sleep and to wake them, as last measured; None: not yet."""
+        self._unit_s: dict[str, deque[float]] = {stage: deque(maxlen=_NUM_STEPS) for stage in self._stages}
         """Device-seconds per token, or image, of each role in the last steps."""
         self._move_s = 0.0
         self._moved_at_s: float | None = None
@@ -70,10 +69,10 @@ class LivePlacement:
     def sizes(self) -> Sizes:
         """The sizes, with the engines as they are to be divided."""
         if self._choice is not None and STRATEGIES[self._choice.strategy].is_time_shared:
-            both = self._space.num_devices
-            return replace(self.whole, engines=both, judges=both, in_turns=True)
-        engines, judges = self._dynamic.partition.replicas
-        return replace(self.whole, engines=engines, judges=judges)
+            every = self._space.num_devices
+            return replace(self.whole, engines=every, judges=dict.fromkeys(self.whole.judges, every), in_turns=True)
+        engines, *judges = self._dynamic.partition.replicas
+        return replace(self.whole, engines=engines, judges=dict(zip(self.whole.judges, judges, strict=True)))
 
     def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
         """Observe a step, and when each device worked in it."""
@@ -84,13 +83,13 @@ class LivePlacement:
             swaps_s = (span.end_s - span.start_s for own in devices.values() for span in own if span.stage == "swap")
             self._move_s = max(0.0, pause_s, *swaps_s)
             self._moved_at_s = None
-        if (loads := self._loads(metrics, devices)) is None:
+        if (found := self._loads(metrics, devices)) is None:
             return
-        policy, reward, start_s, end_s = loads
+        loads, start_s, end_s = found
         before, stage_s = self.sizes, end_s - start_s
         self._dynamic.config = replace(self._dynamic.config, move_s=self._move_s)
         if not before.in_turns:
-            self._dynamic.observe(policy, reward)
+            self._dynamic.observe(*loads)
         if self._choice is not None:
             self._choice.switch_s = self._move_s
             num_turns = max(1.0, metrics.get("sampling/waves", 1.0))
@@ -100,58 +99,58 @@ class LivePlacement:
                 is_counted = (lambda s: start_s <= s.start_s < end_s) if before.ranks_in_turns else (lambda _: True)
                 swaps = ([s for s in own if s.stage == "swap" and is_counted(s)] for own in devices.values())
                 self.swap_s = max((sum(s.end_s - s.start_s for s in own) for own in swaps), default=0.0) / num_turns
-            strategy = self._choice.observe(policy, reward, stage_s=stage_s, swap_s=self.swap_s * num_turns)
+            strategy = self._choice.observe(*loads, stage_s=stage_s, swap_s=self.swap_s * num_turns)
             if before.in_turns and STRATEGIES[strategy].follows_load:
-                best = self._dynamic.best((policy.work_device_s, reward.work_device_s))
-                self._dynamic = self._started_at(best.devices[0])
+                best = self._dynamic.best([load.work_device_s for load in loads])
+                self._dynamic = self._started_at(best.devices)
         if self.sizes != before:
             self._moved_at_s = now_s
         write_atomically(self._file, lambda path: path.write_text(json.dumps(self._state())))
 
     def _loads(
         self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]
-    ) -> tuple[RoleLoad, RoleLoad, float, float] | None:
-        """Return the load of generation and of rewarding, the time of the first request and that of the last verdict.
+    ) -> tuple[list[RoleLoad], float, float] | None:
+        """Return the load of each role, the time of the first request and that of the last verdict.
 
-        None: nothing was generated, or nothing judged.
+        None: a role had nothing to do.
         """
-        roles = tuple(self._unit_s)
-        spans = {role: [s for own in devices.values() for s in own if s.stage == role] for role in roles}
-        busy_s = {role: sum(span.end_s - span.start_s for span in spans[role]) for role in roles}
-        work_s = {role: self._work_s(role, busy_s[role], metrics.get(f"perf/generated/{role}", 0.0)) for role in roles}
+        spans = {stage: [s for own in devices.values() for s in own if s.stage == stage] for stage in self._stages}
+        busy_s = {stage: sum(span.end_s - span.start_s for span in own) for stage, own in spans.items()}
+        work_s = {s: self._work_s(s, busy_s[s], metrics.get(f"perf/generated/{s}", 0.0)) for s in self._stages}
         if not all(spans.values()):
             return None
         start_s = min(span.start_s for span in spans["gen"])
-        finish_s = {role: max(span.end_s for span in spans[role]) - start_s for role in roles}
-        # The judge is done soon after the last response, however many replicas it has, or it is what is waited for.
-        was_waiting = {
-            "gen": finish_s["gen"] - _covered_s(spans["gen"]) > _SLACK * finish_s["gen"],
-            "reward": finish_s["reward"] - finish_s["gen"] < _SLACK * finish_s["gen"],
-        }
-        policy, reward = (
+        finish_s = {stage: max(span.end_s for span in own) - start_s for stage, own in spans.items()}
+        # A judge is done soon after the last response, however many replicas it has, or it is what is waited for.
+        slack_s = _SLACK * finish_s["gen"]
+        was_waiting = {stage: finish_s[stage] - finish_s["gen"] < slack_s for stage in self._stages}
+        was_waiting["gen"] = finish_s["gen"] - _covered_s(spans["gen"]) > slack_s
+        loads = [
             RoleLoad(
-                work_device_s=work_s[role],
-                busy_device_s=busy_s[role],
-                finish_s=finish_s[role],
-                was_waiting=was_waiting[role],
+                work_device_s=work_s[stage],
+                busy_device_s=busy_s[stage],
+                finish_s=finish_s[stage],
+                was_waiting=was_waiting[stage],
             )
-            for role in roles
-        )
-        return policy, reward, start_s, start_s + max(finish_s.values())
+            for stage in self._stages
+        ]
+        return loads, start_s, start_s + max(finish_s.values())
 
-    def _work_s(self, role: Role, busy_s: float, generated: float) -> float:
+    def _work_s(self, stage: str, busy_s: float, generated: float) -> float:
         """Return the device-seconds of a role's work, as if its engines were as full as they recently were at most."""
         if not (generated and busy_s):
             return busy_s
-        self._unit_s[role].append(busy_s / generated)
-        return generated * min(self._unit_s[role])
+        self._unit_s[stage].append(busy_s / generated)
+        return generated * min(self._unit_s[stage])
 
     def metrics(self) -> dict[str, float]:
         """Return the engines of each role, and the measured costs of changes."""
         sizes = self.sizes
+        of_each = sizes.judges if len(sizes.judges) > 1 else {}
         return {
             "placement/engines": float(sizes.engines),
-            "placement/judges": float(sizes.judges),
+            "placement/judges": float(sizes.num_judges),
+            **{f"placement/judges/{role}": float(number) for role, number in of_each.items()},
             "placement/in_turns": float(sizes.in_turns),
             "placement/move_s": self._move_s,
             "placement/swap_s": self.swap_s or 0.0,
@@ -185,10 +184,10 @@ class LivePlacement:
         for role, seconds in self._unit_s.items():
             seconds.extend(state["unit_s"][role])
 
-    def _started_at(self, policy_devices: int) -> DynamicPartition:
+    def _started_at(self, devices: Sequence[int]) -> DynamicPartition:
         # Loans within a step change the devices of a role, so that its time on them says nothing of its work.
         config = DynamicPartitionConfig(horizon_steps=self._horizon_steps, is_corrected=False)
-        return DynamicPartition(self._space, self._space.nearest(policy_devices), config)
+        return DynamicPartition(self._space, self._space.nearest(*devices), config)
 
 
 def _covered_s(spans: Sequence[Span]) -> float:

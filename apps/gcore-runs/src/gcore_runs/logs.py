@@ -54,14 +54,14 @@ def log_to(folder: Path, role: str, rank: int | None = None, *, redirect: bool =
     the result's ``with`` block. What is in the file already stays.
 
     Args:
-        role: lower-case letters, such as engine; anything else is a `ValueError`.
+        role: lower-case letters, digits and _, such as engine; anything else is a `ValueError`.
         rank: among the processes of this role; None: there is one.
         redirect: what is written to standard output and standard error, by native libraries too, goes into the file. It
             is there at once, however the process ends, but as it was written: a line of level MARK follows within
             half a second. Without it warnings and errors are shown on standard error as well, as Python does by itself.
     """
-    if not re.fullmatch(r"[a-z]+", role):
-        raise ValueError(f"role is {role!r}; expected lower-case letters")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", role):
+        raise ValueError(f"role is {role!r}; expected lower-case letters, digits and _")
     _active.close()
     process = role if rank is None else f"{role}-{rank}"
     folder.mkdir(parents=True, exist_ok=True)

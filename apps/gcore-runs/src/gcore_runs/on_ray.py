@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from gcore_rollout import (
     start_engine_actor,
 )
 from gcore_runs import BaseRLConfig, RunJob, UserError, log_to, logged, logs_of
-from gcore_runs.actor_engines import ActorEngines, lend, policy_share
+from gcore_runs.actor_engines import ActorEngines, lend, role_shares
 from gcore_runs.engines import Instrumentation, allocator_variables
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.node_logs import NodeLogs
@@ -56,7 +56,7 @@ class ControllerServices:
     policy: Engine[Any, Any]
     num_engines: int
     """Engines of the policy; with loans, all that it may have, so that what waits for one shows in their queues."""
-    judge: Engine[Any, Any] | None
+    judges: Mapping[ActorRole, Engine[Any, Any]]
     devices: DeviceTimers
     sharing: Sequence[Engine[Any, Any]] = ()
     """The engines that share devices with training ranks, and take turns with them; the policy's first."""
@@ -107,7 +107,7 @@ async def start_ray_backend(
     config: ConfigT,
     *,
     engine: Callable[[ConfigT], EngineFactory],
-    judge: Callable[[ConfigT], EngineFactory] | None,
+    judges: Mapping[ActorRole, Callable[[ConfigT], EngineFactory]],
     trainer_spec: Callable[[ConfigT], TrainerSpec],
     run_controller: RunController[JobT],
     checkpoints: Path,
@@ -118,7 +118,8 @@ async def start_ray_backend(
 
     Args:
         config: the settings, with the sizes that are asked for.
-        engine, judge: what builds the engines of these roles for given settings.
+        engine: what builds the policy's engines for given settings.
+        judges: the same of each judge, by its role.
         trainer_spec: the training ranks for given settings.
         run_controller: called in the process of each controller, for every job.
         connect_policy: called there, too, where the config has no engines of the policy.
@@ -129,9 +130,7 @@ async def start_ray_backend(
     """
     _connect_to_cluster(config)
     logs = logs_of(checkpoints.absolute())
-    factories: dict[ActorRole, Callable[[ConfigT], EngineFactory]] = {"engine": engine}
-    if judge is not None:
-        factories["judge"] = judge
+    factories: dict[ActorRole, Callable[[ConfigT], EngineFactory]] = {"engine": engine, **judges}
 
     def factory(role: ActorRole, config: ConfigT, process: tuple[ActorRole, int]) -> EngineFactory:
         return partial(logged, logs, *process, partial(_with_allocator, config, factories[role](config)))
@@ -191,42 +190,45 @@ async def _run_controller(
     )
     traits, takes_turns = STRATEGIES[config.strategy], config.takes_turns
     async with AsyncExitStack() as to_close:
-        judge: Engine[Any, Any] | None = None
-        judges = await connected("judge", ctx.roles.judges) if ctx.roles.judges else None
-        if judges is not None:
-            judge = judges.replicas
-            to_close.push_async_callback(judges.replicas.close)
+        judges = {role: await connected(role, actors) for role, actors in ctx.roles.judges.items()}
+        judging: Sequence[Engine[Any, Any]] = [own.replicas for own in judges.values()]
+        for engine in judging:
+            to_close.push_async_callback(engine.close)
             if traits.is_time_shared:
-                await judges.replicas.sleep()
+                await engine.sleep()
         if ctx.roles.engines:
             engines = await connected("engine", ctx.roles.engines)
             policy, num_engines = engines.replicas, len(engines.replicas.engines)
-            if traits.follows_load and judges is not None and engines.are_own and judges.are_own:
-                num_engines += len(judges.replicas.engines)
-                lending = lend([engines, judges], devices=devices, announce=announce)
-                policy, judge = lending.engines
+            roles = [engines, *judges.values()]
+            if traits.follows_load and judges and all(role.are_own for role in roles):
+                num_engines = sum(len(role.replicas.engines) for role in roles)
+                lending = lend(roles, devices=devices, announce=announce)
+                policy, *judging = lending.engines
                 moving = asyncio.create_task(_move_as_noticed(ctx, lending))
                 to_close.callback(moving.cancel)
         else:
             assert connect_policy is not None, "connect_policy is None; expected a function where there are no engines"
             policy, num_engines = await connect_policy(config, instrumentation, ctx.rank, ctx.world_size)
         to_close.push_async_callback(policy.close)
-        if traits.is_time_shared and judge is not None:
+        if traits.is_time_shared and judging:
             if not takes_turns:
                 await policy.wake()
-            policy, judge = TimeSharedEngines([policy, judge], first_is_awake=not takes_turns).engines
-        sharing = [policy, *filter(None, [judge])] if takes_turns else []
+            policy, *judging = TimeSharedEngines([policy, *judging], first_is_awake=not takes_turns).engines
+        sharing = [policy, *judging] if takes_turns else []
         services = ControllerServices(
-            policy=policy, judge=judge, devices=devices, num_engines=num_engines, sharing=sharing
+            policy=policy,
+            judges=dict(zip(judges, judging, strict=True)),
+            devices=devices,
+            num_engines=num_engines,
+            sharing=sharing,
         )
         await run_controller(job, ctx, services, ctx.report)
 
 
 async def _move_as_noticed(ctx: Context[Handles], lending: LendingEngines) -> None:
     """Move this controller's engines between the roles whenever the backend gives notice of other sizes."""
-    engines, judges = len(ctx.roles.engines), len(ctx.roles.judges)
-    num_places = [sum(len(range(r, n, ctx.world_size)) for n in (engines, judges)) for r in range(ctx.world_size)]
+    counts = [len(actors) for actors in (ctx.roles.engines, *ctx.roles.judges.values())]
+    num_places = [sum(len(range(r, n, ctx.world_size)) for n in counts) for r in range(ctx.world_size)]
     while True:
         sizes: Sizes = await ctx.notices.get()
-        share = policy_share(sizes.engines, num_places, ctx.rank)
-        lending.arrange([share, num_places[ctx.rank] - share])
+        lending.arrange(role_shares([sizes.engines, *sizes.judges.values()], num_places, ctx.rank))

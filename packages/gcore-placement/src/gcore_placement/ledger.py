@@ -65,7 +65,8 @@ class StepIntervals:
     controllers: Sequence[Sequence[Span]]
     """By rank."""
     devices: Mapping[str, Sequence[Span]] = field(default_factory=dict)
-    """By name; a device's role is its name without the number after it, as in `engine 3`."""
+    """By name; a device's role is its name without the number after it, as in `engine 3`. A further judge's is
+    `judge_NAME`, and its stage `reward/NAME`."""
 
     @classmethod
     def of(
@@ -213,7 +214,8 @@ def _end_to_end(steps: Sequence[StepIntervals]) -> list[StepIntervals]:
 def _stages(row: Sequence[Span], cuts: NDArray[np.int64]) -> Ints:
     """Return the stage between each two cuts, as an index into `_STAGES`; unknown stages count as none."""
     stages = np.full(len(cuts) - 1, _NO_STAGE, dtype=np.intp)
-    for stage, start, stop in sorted(row, key=lambda interval: interval[1]):
+    for name, start, stop in sorted(row, key=lambda interval: interval[1]):
+        stage, _, _ = name.partition("/")
         if stage in _STAGES:
             first, last = np.searchsorted(cuts, (start, stop))
             stages[first:last] = _STAGES.index(stage)
@@ -222,7 +224,7 @@ def _stages(row: Sequence[Span], cuts: NDArray[np.int64]) -> Ints:
 
 def _causes(role: str, held_up_by: Ints, any_busy: NDArray[np.bool_]) -> Ints:
     """Return the column of a role's idle devices between each two cuts."""
-    reasons = _CAUSE_BY_ROLE.get(role, {})
+    reasons = _CAUSE_BY_ROLE.get(role.partition("_")[0], {})
     causes = [stage if stage in _NAMED else reasons.get(stage, "unassigned") for stage in _STAGES]
     found = np.array([COLUMNS.index(cause) for cause in [*causes, "unassigned"]], dtype=np.intp)[held_up_by]
     return np.where((found == COLUMNS.index("unassigned")) & any_busy, COLUMNS.index("imbalance"), found)

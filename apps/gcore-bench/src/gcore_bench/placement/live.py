@@ -1,10 +1,11 @@
-"""The part live: real runs on Ray whose load moves from one role to the other, under every placement."""
+"""The part live: real runs on Ray whose load moves from one role to another, under every placement."""
 
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
@@ -26,6 +27,8 @@ PHASE_TOKENS = (8, 72, 8)
 """Tokens of a response in each phase. A verdict has 24: judging takes 3/4 of the work, then 1/4, then most again."""
 SHOWN_CAUSES = ("long_tail", "waiting_for_generation", "waiting_for_reward", "waiting_for_weights", "swap", "imbalance")
 
+ROLE_PHASES = ((72, 8, 8), (8, 72, 8), (8, 8, 72))
+"""With two judges, the tokens of a response, of a verdict and of one of the second judge, in each phase."""
 _VERDICT_TOKENS = 24
 _SCORE = r"(\d)\d"
 """Rare enough in verdicts of a random model that about half of the groups have no signal and are replaced."""
@@ -34,7 +37,7 @@ _SLOTS = 4
 _N = 4
 _LEARNING_RATE = "1e-9"
 """So low that rounding, which differs with the number of ranks, changes no sample in the whole run."""
-_MOVE = re.compile(r"(\d+) engines? moved from the (\w+) to the \w+")
+_MOVE = re.compile(r"(\d+) engines? moved from the (\w+)[\w ]* to the \w+")
 _ALIKE = (
     *("sampling/waves", "response_length/mean", "response_length/max", "critic/score/mean", "critic/score/min"),
     *("critic/score/max", "actor/pg_loss", "actor/grad_norm"),
@@ -42,29 +45,45 @@ _ALIKE = (
 _TOLERANCE = 1e-4
 
 
-def run_options(num_devices: int, strategies: Sequence[str] = get_args(LiveStrategy)) -> dict[str, list[str]]:
+def run_options(
+    num_devices: int, strategies: Sequence[str] = get_args(LiveStrategy), num_judges: int = 1
+) -> dict[str, list[str]]:
     """Return the runs of each strategy on so many devices, and the options of gcore-llm for each.
 
-    The name of a split has the devices of the policy, of the judge and of training; that of a static partition those of
-    the policy and of the judge.
+    The name of a split has the devices of the policy, of each judge and of training; that of a static partition those
+    of the policy and of each judge.
     """
-    half, rest = num_devices // 2, num_devices - num_devices // 2
-    partitions = [(policy, num_devices - policy) for policy in range(1, num_devices)]
+    num_roles = 1 + num_judges
+    even, half = _even(num_devices, num_roles), num_devices // 2
+    sampling = _even(num_devices - half, num_roles)[::-1]
+    counts = product(range(1, num_devices), repeat=num_roles)
+    partitions = [own for own in counts if sum(own) == num_devices]
     processes = {
-        f"split {rest - rest // 2} + {rest // 2} + {half}": ("split", rest - rest // 2, rest // 2, half),
-        "colocated": ("colocated", num_devices, num_devices, num_devices),
-        **{f"static {policy} + {judge}": ("split", policy, judge, num_devices) for policy, judge in partitions},
-        "dynamic": ("dynamic", half, rest, num_devices),
+        f"split {_sum(sampling)} + {half}": ("split", sampling, half),
+        "colocated": ("colocated", (num_devices,) * num_roles, num_devices),
+        **{f"static {_sum(own)}": ("split", own, num_devices) for own in partitions},
+        f"even {_sum(even)}": ("split", even, num_devices),
+        "dynamic": ("dynamic", even, num_devices),
     }
     return {
         name: [
-            *("--placement.strategy", strategy, "--rollout.num-processes", str(policy)),
-            *("--reward-model.judge.num-processes", str(judge), "--trainer.num-processes", str(ranks)),
+            *("--placement.strategy", strategy, "--rollout.num-processes", str(own[0])),
+            *("--reward-model.judge.num-processes", str(own[1]), "--trainer.num-processes", str(ranks)),
             *("--rollout.colocated", str(ranks == num_devices)),
+            *(f"--reward-model.judges.second.num-processes={count}" for count in own[2:]),
         ]
-        for name, (strategy, policy, judge, ranks) in processes.items()
+        for name, (strategy, own, ranks) in processes.items()
         if name.split()[0] in strategies
     }
+
+
+def _even(num_devices: int, num_roles: int) -> tuple[int, ...]:
+    """Return the devices of each role, as alike as they can be; the last roles have the rest."""
+    return tuple((num_devices + role) // num_roles for role in range(num_roles))
+
+
+def _sum(counts: Sequence[int]) -> str:
+    return " + ".join(map(str, counts))
 
 
 def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
@@ -82,7 +101,8 @@ def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str,
     write_jsonl(folder / "prompts.jsonl", [{"prompt": f"{i}+{i % 7}="} for i in range(400)])
     rows: list[Row] = []
     first: list[dict[str, Any]] = []
-    for number, (strategy, chosen) in enumerate(run_options(options.live_devices, options.live_strategies).items()):
+    strategies = run_options(options.live_devices, options.live_strategies, options.live_judges)
+    for number, (strategy, chosen) in enumerate(strategies.items()):
         name, load = f"run-{number}", os.getloadavg()[0]
         run, log = folder / "runs" / name, folder / f"{name}.log"
         main = "from gcore_llm.cli import main; main()"
@@ -115,17 +135,26 @@ def _make_model(path: Path, *, seed: int) -> None:
 def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
     """Return the part of the command that all strategies have in common."""
     metrics, engine = folder / "runs" / name / "metrics.jsonl", folder / f"engine_{name}.py"
+    phases = ROLE_PHASES if options.live_judges > 1 else (PHASE_TOKENS,)
+    roles = dict(zip(("policy", "judge", "second"), phases, strict=False))
     engine.write_text(
         "from functools import partial\n"
         "from pathlib import Path\n"
         "from gcore_bench.placement.paced_engine import PacedEngine, paced_loss, phase_tokens\n"
         f"pace = {{'step_s': {options.live_step_ms / 1000}, 'swap_s': {options.live_swap_ms / 1000}}}\n"
         "judge = partial(PacedEngine.paced, **pace)\n"
-        f"phase = partial(phase_tokens, Path({str(metrics)!r}), {options.live_phase_steps}, {PHASE_TOKENS})\n"
-        "policy = partial(judge, most_tokens=phase)\n"
-        f"loss = partial(paced_loss, {options.live_train_ms / 1000})\n"
+        f"phase = partial(phase_tokens, Path({str(metrics)!r}), {options.live_phase_steps})\n"
+        "paced = judge\n"
+        + "".join(f"{role} = partial(paced, most_tokens=partial(phase, {own}))\n" for role, own in roles.items())
+        + f"loss = partial(paced_loss, {options.live_train_ms / 1000})\n"
     )
     model, num_steps = str(folder / "model"), options.live_phase_steps * len(PHASE_TOKENS)
+    longest = str(max(PHASE_TOKENS) if options.live_judges > 1 else _VERDICT_TOKENS)
+    second = "--reward-model.judges.second"
+    of_second = [
+        *(f"{second}.path={model}", f"{second}.engine={engine}:second", f"{second}.pattern={_SCORE}"),
+        *(f"{second}.unparsable-score=0.25", f"{second}.max-response-length={longest}"),
+    ]
     return [
         *("train", "--name", name, "--runtime", "ray", "--threads", "1", "--device", "cpu", "--model", model),
         *("--data.train-files", "prompts.jsonl", "--data.val-size", "1"),
@@ -136,7 +165,8 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
         *("--reward-model.kind", "judge", "--reward-model.path", model),
         *("--reward-model.judge.engine", f"{engine}:judge", "--reward-model.judge.pattern", _SCORE),
         *("--reward-model.judge.unparsable-score", "0.25"),
-        *("--reward-model.judge.max-response-length", str(_VERDICT_TOKENS)),
+        *("--reward-model.judge.max-response-length", longest),
+        *(of_second if options.live_judges > 1 else ()),
         *("--actor.loss.loss-mode", f"{engine}:loss", "--actor.optim.lr", _LEARNING_RATE),
         *("--trainer.tensorboard", "False"),
         *("--trainer.total-training-steps", str(num_steps), "--trainer.test-freq", "100000"),

@@ -12,7 +12,7 @@ from gcore_runs import Bound
 PartName = Literal["balancer", "planner", "oracles", "live", "study"]
 Counts = Literal["free", "equal", "close"]
 Lengths = Literal["lognormal", "pareto"]
-LiveStrategy = Literal["split", "colocated", "static", "dynamic"]
+LiveStrategy = Literal["split", "colocated", "static", "even", "dynamic"]
 _NonNegativeFloat = Annotated[float, at_least(0)]
 
 
@@ -40,11 +40,13 @@ class PlacementOptions(QuickOptions):
     """Most CPU seconds of verl: where its time for the next smaller batch predicts more, it is left out."""
     steps: Count = 3
     """Steps of each run of the planner in a round."""
-    live_strategies: tuple[LiveStrategy, ...] = get_args(LiveStrategy)
+    live_strategies: tuple[LiveStrategy, ...] = ("split", "colocated", "static", "dynamic")
     """Placements of live runs. split: half of the devices train, the others generate and judge; all have one role.
     In the others, all devices train while all engines sleep; before, colocated: all generate, then all judge; static: a
-    run for every partition of the devices into those that generate and those that judge; dynamic: the partition
-    follows the load."""
+    run for every partition of the devices into those that generate and those that judge; even: the even one of these
+    alone; dynamic: the partition follows the load."""
+    live_judges: Annotated[int, Bound(lambda count: count in (1, 2), "1 or 2")] = 1
+    """Judges of a live run. With 2, the load goes from the policy to the first judge, and to the second."""
     live_devices: Annotated[int, at_least(3)] = 4
     """Devices of a live run."""
     live_phase_steps: Count = 5

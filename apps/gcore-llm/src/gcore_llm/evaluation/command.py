@@ -117,7 +117,7 @@ def _settings(args: EvalArgs) -> tuple[RunFolder | None, TrainConfig]:
     )
     data = replace(config.data, val_files=on, prompt_key=args.prompt_key or config.data.prompt_key)
     config = replace(config, data=data, rollout=rollout, reward=args.reward or config.reward)
-    has_reward = config.reward or config.reward_model.kind != "none" or config.rollout.multi_turn.environment
+    has_reward = config.reward or config.reward_model.is_used or config.rollout.multi_turn.environment
     ungraded = [source.path for source in sources if source.name not in config.set_rewards]
     if ungraded and not has_reward and not config.task.name:
         raise UserError(f"reward is not set; expected PATH.py:function, {', '.join(reward_names())} for {ungraded[0]}")

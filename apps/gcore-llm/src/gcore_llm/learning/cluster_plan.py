@@ -95,10 +95,10 @@ def _role_sizes(config: TrainConfig, model: Path) -> RoleSizes:
         training=training_layout(config, shape_of(model)),
         num_engines=counts.engines,
         devices_per_engine=config.rollout.tensor_parallel_size,
-        num_judges=counts.judges,
+        num_judges=counts.num_judges,
         devices_per_judge=judge.tensor_parallel_size if judge else 1,
         num_reward_models=config.controllers if judged.kind == "classifier" else 0,
-        judges_in_turns=counts.in_turns and counts.judges > 0,
+        judges_in_turns=counts.in_turns and counts.num_judges > 0,
         ranks_in_turns=config.takes_turns,
     )
 

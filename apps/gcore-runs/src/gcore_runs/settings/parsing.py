@@ -181,10 +181,23 @@ def merge(base: SettingsT, overrides: Mapping[str, Any], *, source: str = "") ->
         elif isinstance(value, bool) and isinstance(values[name], int | float) and not isinstance(values[name], bool):
             raise UserError(f"{where}{name} is {value}; expected a number")
         elif isinstance(values[name], dict) and isinstance(value, Mapping):
+            _check_entries(name, value, get_args(known[name])[-1], where)
             values[name] = _merged(values[name], value)
         else:
             values[name] = value
     return validated(type(base), _nested(values), source=source)
+
+
+def _check_entries(name: str, table: Mapping[str, Any], kind: Any, where: str) -> None:
+    """Raise `UserError` if an entry of a table of sections has a field that these do not have."""
+    if not dataclasses.is_dataclass(kind):
+        return
+    own = setting_types(cast(type, kind))
+    for entry, section in table.items():
+        for field in section if isinstance(section, Mapping) else ():
+            if field not in own:
+                full = [f"{name}.{entry}.{known}" for known in own]
+                raise UserError(f"{where}unknown field {name}.{entry}.{field}; {hint(f'{name}.{entry}.{field}', full)}")
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

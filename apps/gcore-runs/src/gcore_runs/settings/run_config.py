@@ -2,8 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
@@ -192,14 +193,14 @@ class RayConfig(Checked, section="ray"):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Checked, section="placement"):
-    """Division of the engines of a run on ray between the policy and a judge; all ranks train."""
+    """Division of the engines of a run on ray between the policy and the judges; all ranks train."""
 
     strategy: Strategy | None = None
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
-    then, between steps, engines move from the role that idles to the one that is busy, as long as that saves more than
-    it costs. colocated: each of rollout.num-processes devices has an engine of both, and all generate, then all judge;
-    the engines that wait are asleep. auto: dynamic, or colocated where that takes less, swaps included. None or unset:
-    dynamic on a cluster with GPUs, three or more engines of both roles, and schedule sync; otherwise split."""
+    then, between steps, engines move from roles that idle to those that are busy, as long as that saves more than
+    it costs. colocated: each of rollout.num-processes devices has an engine of every role, and all generate, then all
+    judge; the engines that wait are asleep. auto: dynamic, or colocated where that takes less, swaps included. None or
+    unset: dynamic on a cluster with GPUs, more engines than roles, and schedule sync; otherwise split."""
     horizon_steps: Count = 20
     """Steps over which a move must save more time than it takes; how long moves take is measured."""
 
@@ -258,9 +259,13 @@ class BaseRLConfig(BaseRunConfig, ABC):
         is_enough = self.runtime != "ray" or not 0 < self.rollout.num_processes < self.controllers
         expected = f"controllers={self.controllers} or more with runtime 'ray', or 0 for one of each controller"
         self.require("rollout.num_processes", is_enough, expected)
-        (section, judge), size = self.judge, self.devices_per_engine
-        is_alike = self.runtime != "ray" or judge is None or judge.tensor_parallel_size == size
-        self.require(f"{section}.tensor_parallel_size", is_alike, f"{size}, as of rollout, with runtime 'ray'")
+        size = self.devices_per_engine
+        for role, judge in self.judges.items():
+            if self.runtime == "ray" and judge.tensor_parallel_size != size:
+                raise UserError(
+                    f"{self.judge_section(role)}.tensor_parallel_size is {judge.tensor_parallel_size}; "
+                    f"expected {size}, as of rollout, with runtime 'ray'"
+                )
         if self.placement.strategy not in (None, "split"):
             self._check_placement()
 
@@ -268,6 +273,17 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @abstractmethod
     def judge(self) -> tuple[str, JudgeReplicas | None]:
         """Name of the judge's section, SECTION.judge, and its settings; None: the run starts no judge of its own."""
+
+    @property
+    def judges(self) -> Mapping[str, JudgeReplicas]:
+        """All judges that the run starts, by their roles: ``judge``, and ``judge_NAME`` of further ones."""
+        _, judge = self.judge
+        return {} if judge is None else {"judge": judge}
+
+    def judge_section(self, role: str) -> str:
+        """Return the name of a judge's section: that of `judge`, or an entry of the table judges next to it."""
+        section, (_, _, name) = self.judge[0], role.partition("_")
+        return f"{section}s.{name}" if name else section
 
     def over_rows(self, num_rows: int) -> Self:
         """Return the settings with as many steps as trainer.total-epochs takes, if it is set, with these rows."""
@@ -309,8 +325,9 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     def strategy(self) -> Strategy:
         """The placement strategy that is set, or else the one that suits the devices."""
-        (_, judge), engines, is_sync = self.judge, self.num_engines, self.loop.schedule == "sync"
-        can_move = judge is not None and engines > 0 and engines + (judge.num_processes or 1) > 2 and is_sync
+        engines, is_sync = self.num_engines, self.loop.schedule == "sync"
+        num_judges = sum(judge.num_processes or 1 for judge in self.judges.values())
+        can_move = num_judges > 0 and engines > 0 and engines + num_judges > 1 + len(self.judges) and is_sync
         has_gpus = self.runtime == "ray" and self.device.startswith("cuda")
         return self.placement.strategy or ("dynamic" if can_move and has_gpus else "split")
 
@@ -337,9 +354,9 @@ class BaseRLConfig(BaseRunConfig, ABC):
     @property
     def sizes(self) -> Sizes:
         """Processes of each role on ray."""
-        in_turns, (_, judge) = STRATEGIES[self.strategy].is_time_shared, self.judge
+        in_turns = STRATEGIES[self.strategy].is_time_shared
         engines, ranks = self.num_engines, self.trainer.num_processes
-        judges = 0 if judge is None else engines if in_turns else judge.num_processes or 1
+        judges = {role: engines if in_turns else own.num_processes or 1 for role, own in self.judges.items()}
         return Sizes(
             controllers=self.controllers,
             engines=engines,
@@ -357,21 +374,26 @@ class BaseRLConfig(BaseRunConfig, ABC):
             "rollout": replace(rollout, num_processes=sizes.engines),
             "trainer": replace(self.trainer, num_processes=sizes.ranks),
         }
-        if sizes.judges:
-            name = self.judge[0].partition(".")[0]
-            model = getattr(self, name)
-            sections[name] = replace(model, judge=replace(model.judge, num_processes=sizes.judges))
+        for role, number in sizes.judges.items():
+            section, _, table = self.judge_section(role).partition(".")
+            model = sections.get(section, getattr(self, section))
+            sized: Any = replace(cast(Any, self.judges[role]), num_processes=number)
+            _, _, name = table.partition(".")
+            own = {"judges": {**model.judges, name: sized}} if name else {"judge": sized}
+            sections[section] = replace(model, **own)
         placement = replace(self.placement, strategy="colocated" if sizes.in_turns else self.strategy)
         # At once: the settings in between may contradict each other.
         return replace(self, controllers=sizes.controllers, placement=placement, **sections)
 
     def _check_placement(self) -> None:
-        section, judge = self.judge
-        own_engines = f"a policy and a judge in {section} that are not on servers, whose engines share devices"
+        own_engines = f"a policy and a judge in {self.judge[0]} that are not on servers, whose engines share devices"
         expected = f"'split', or runtime 'ray' (now {self.runtime!r}) and {own_engines}"
-        can_share = self.runtime == "ray" and judge is not None and self.num_engines > 0
+        can_share = self.runtime == "ray" and self.judges and self.num_engines > 0
         self.require("placement.strategy", can_share, expected)
         engines, in_turns = self.sizes.engines, self.sizes.in_turns
-        is_even = not in_turns or judge is None or judge.num_processes in (0, engines)
-        expected = f"rollout.num_processes={engines}, or 0 for as many, with placement.strategy 'colocated'"
-        self.require(f"{section}.num_processes", is_even, expected)
+        for role, judge in self.judges.items():
+            if in_turns and judge.num_processes not in (0, engines):
+                raise UserError(
+                    f"{self.judge_section(role)}.num_processes is {judge.num_processes}; expected "
+                    f"rollout.num_processes={engines}, or 0 for as many, with placement.strategy 'colocated'"
+                )

@@ -42,7 +42,7 @@ def forecast_job(config: BaseRLConfig, job: Job, path: Path, *, num_engines: int
     if path.exists():
         correction.load_state(Correction.load(path).state())
     is_time_shared, num_ranks = STRATEGIES[config.strategy].is_time_shared, config.trainer.num_processes
-    num_judges = max(1, config.sizes.judges) if job.judge else 0
+    num_judges = max(1, config.sizes.num_judges) if job.judge else 0
     in_all = max(num_engines, num_judges) if is_time_shared else num_engines + num_judges
     num_devices = max(in_all, num_ranks)
     cluster = Cluster(num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices)

@@ -1,7 +1,7 @@
 """Backends, on which jobs run and which replace what dies; the numbers of a run's processes, and their settings."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, TypeVar
 
 from gcore_controller.rlhf.events import Recorder
@@ -59,10 +59,11 @@ class Sizes:
     controllers: int
     engines: int
     """Engines of the policy that the run starts; 0: controllers connect to engines that run elsewhere."""
-    judges: int = 0
+    judges: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Engines of each judge, by the name of its role: ``judge``, or ``judge_`` and a name of its own."""
     ranks: int
     in_turns: bool = False
-    """Each engine shares its device with a judge, and one of the two is awake."""
+    """Each engine shares its device with one of every judge, and one of them is awake."""
     devices_per_engine: int = 1
     """Devices of each engine and each judge, over which its model is split."""
     ranks_in_turns: bool = False
@@ -71,12 +72,17 @@ class Sizes:
 
     @property
     def num_processes(self) -> int:
-        return self.controllers + self.engines + self.judges + self.ranks
+        return self.controllers + self.engines + self.num_judges + self.ranks
+
+    @property
+    def num_judges(self) -> int:
+        """Engines of all judges."""
+        return sum(self.judges.values())
 
     @property
     def num_engine_places(self) -> int:
         """Places of engines and judges, each of ``devices_per_engine`` devices."""
-        return self.engines if self.in_turns else self.engines + self.judges
+        return self.engines if self.in_turns else self.engines + self.num_judges
 
     @property
     def num_reserved(self) -> int:
@@ -91,7 +97,7 @@ class Sizes:
         )
 
     def __str__(self) -> str:
-        parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.judges, "judge")]
+        parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.num_judges, "judge")]
         names = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
         return f"{', '.join(names)} and {self.ranks} training rank{'s' * (self.ranks > 1)}"
 

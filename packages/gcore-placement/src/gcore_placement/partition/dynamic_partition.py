@@ -319,4 +319,5 @@ class DynamicPartition:
 
 def _partition(state: Mapping[str, Any]) -> Partition:
     """Return a partition of a `state()`, in which JSON has made lists of tuples."""
-    return Partition(**{name: tuple(value) if isinstance(value, list) else value for name, value in state.items()})
+    replicas, devices = tuple(state["replicas"]), tuple(state["devices"])
+    return Partition(replicas=replicas, devices=devices, unassigned_devices=state["unassigned_devices"])

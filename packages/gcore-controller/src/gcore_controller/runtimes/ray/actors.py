@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
@@ -29,7 +29,8 @@ _DEATHS = {
     "NODE_OUT_OF_MEMORY": "its node ran out of memory",
 }
 
-ActorRole = Literal["engine", "judge"]
+ActorRole = str
+"""``engine``, of the policy, or a judge's: ``judge``, or ``judge_`` and a name of its own."""
 Factory = Callable[[], Any]
 """Builds an engine in a process of its own."""
 ConfigT = TypeVar("ConfigT", bound=SizedConfig)
@@ -129,7 +130,7 @@ def _reason_of(error: RayActorError) -> str:
 
 @dataclass(eq=False)
 class RoleActors(Generic[ConfigT]):
-    """Actors with engines of the policy and, if the run has one, of the judge."""
+    """Actors with engines of the policy and of the judges that the run has."""
 
     roles: InitVar[Sequence[ActorRole]]
     """Roles that the run has."""
@@ -138,8 +139,9 @@ class RoleActors(Generic[ConfigT]):
     _: KW_ONLY
     start: Callable[..., Any]
     """Start an actor with the engine of a factory, and return a picklable handle: its ``actor`` is that of Ray, and
-    ``becoming(factory)`` one of the same actor whose next client replaces its engine, and ``lendable(factory)`` one
-    that knows another engine, too. Called with ``num_threads`` of torch, and options of Ray's actors."""
+    ``becoming(factory)`` one of the same actor whose next client replaces its engine, and ``lendable(role, others)``
+    one of this role that knows the engines of others, too. Called with ``num_threads`` of torch, and options of Ray's
+    actors."""
     end: Callable[[Any], Awaitable[None]]
     """End an actor."""
     put_to_sleep: Callable[[Any], Awaitable[None]]
@@ -156,21 +158,22 @@ class RoleActors(Generic[ConfigT]):
     async def resize(self, sizes: Sizes, config: ConfigT) -> None:
         """Bring the number of each role's actors to the sizes, and replace those that have died.
 
-        Actors that answer stay. Where a role has too many, they get an engine of the other role, in the same process.
+        Actors that answer stay. Where a role has too many, they get an engine of another role, in the same process.
         In turns, judges have actors of their own, each on the device of an engine.
         """
-        wanted: dict[ActorRole, int] = {"engine": sizes.engines, "judge": sizes.judges}
+        wanted: dict[ActorRole, int] = {"engine": sizes.engines, **sizes.judges}
         if self._is_in_turns and (
             any(len(handles) != wanted[role] for role, handles in self.handles.items())
             # Their nodes may be lost, and they start on no other; nor do they follow an engine that did.
             or await self._have_moved()
         ):
-            await self._end(self.handles["judge"])
-            self.handles["judge"].clear()
+            for judges in self._judges:
+                await self._end(judges)
+                judges.clear()
         spare: list[Any] = []
         for role, handles in self.handles.items():
             # Judges that are to share devices with engines give up their own.
-            num_kept = 0 if role == "judge" and sizes.in_turns and not self._is_in_turns else wanted[role]
+            num_kept = 0 if role != "engine" and sizes.in_turns and not self._is_in_turns else wanted[role]
             if handles and len(handles) != num_kept:
                 answers = await answers_in_time([h.actor.__ray_ready__.remote() for h in handles])
                 await self._end([handle for handle, is_there in zip(handles, answers, strict=True) if not is_there])
@@ -183,20 +186,24 @@ class RoleActors(Generic[ConfigT]):
                 process = role, self._num_made[role]
                 factory = self.factory(role, config, process)
                 self._num_made[role] += 1
-                neighbour = self.handles["engine"][len(handles)] if role == "judge" and sizes.in_turns else None
+                neighbour = self.handles["engine"][len(handles)] if role != "engine" and sizes.in_turns else None
                 if spare and neighbour is None:
                     handle = spare.pop().becoming(factory)
                 else:
                     handle = await self._started(factory, config, neighbour)
-                if not sizes.in_turns:
-                    for other in self.handles.keys() - {role}:
-                        handle = handle.lendable(self.factory(other, config, process))
+                others = [] if sizes.in_turns else [other for other in self.handles if other != role]
+                handle = handle.lendable(role, {other: self.factory(other, config, process) for other in others})
                 handles.append(handle)
         await self._end(spare)
 
+    @property
+    def _judges(self) -> list[list[Any]]:
+        """The handles of each judge's actors."""
+        return [handles for role, handles in self.handles.items() if role != "engine"]
+
     async def _have_moved(self) -> bool:
         """Return whether a judge is not there, or on another node than the engine whose device it shares."""
-        pairs = zip(self.handles["judge"], self.handles["engine"], strict=True)
+        pairs = [pair for judges in self._judges for pair in zip(judges, self.handles["engine"], strict=True)]
         calls = [handle.actor.__ray_call__.remote(_device) for pair in pairs for handle in pair]
         found = await answers_in_time(calls)
         return any(
@@ -208,8 +215,8 @@ class RoleActors(Generic[ConfigT]):
         """Return the devices of the actors once they have started, in the order of `DeviceMap.of`."""
         own = [*self.handles["engine"]]
         if not self._is_in_turns:
-            # The last engines of the policy become the last of the judge.
-            own += reversed(self.handles.get("judge", []))
+            # With one judge, the last engines of the policy become the last of the judge.
+            own += reversed([handle for judges in self._judges for handle in judges])
         return await asyncio.gather(*(handle.actor.__ray_call__.remote(_device) for handle in own))
 
     async def end_turn(self, *, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from gcore_controller.context import Context, Span, run_until_done
 from gcore_controller.errors import ClusterError, ControllerDiedError, ControllerError, RankCodeError, RankError
 from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating
 from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
-from gcore_controller.runtimes.ray.actors import RoleActors
+from gcore_controller.runtimes.ray.actors import ActorRole, RoleActors
 from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch, check_capacity, free_resources
 from gcore_controller.runtimes.ray.controllers import RayControllers
 from gcore_controller.runtimes.ray.devices import Device, DeviceMap
@@ -31,10 +31,10 @@ ConfigT = TypeVar("ConfigT", bound=SizedConfig)
 
 
 class Placement(Protocol):
-    """Decides after every step which engines generate and which judge."""
+    """Decides after every step which engines generate and which judge, for each judge."""
 
     swap_s: float | None
-    """Seconds that it takes to put engines of both roles to sleep and to wake them; None: to be measured."""
+    """Seconds that it takes to put engines of all roles to sleep and to wake them; None: to be measured."""
 
     @property
     def whole(self) -> Sizes:
@@ -64,8 +64,8 @@ class Handles:
 
     engines: Sequence[Any]
     """Engines of the policy; controller r uses every ``world_size``-th from the r-th."""
-    judges: Sequence[Any]
-    """Engines of the judge, if the run has one; divided likewise, or shared by several controllers."""
+    judges: Mapping[ActorRole, Sequence[Any]]
+    """Engines of each judge, by its role; divided likewise, or shared by several controllers."""
     ranks: RankHandles
     shared_devices: Mapping[str, str]
     """The device of each engine, judge and rank that shares one, by names; see `DeviceTimers`."""
@@ -123,7 +123,7 @@ class RayBackend(Generic[JobT, ConfigT]):
     async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
             engines=self.engines.handles["engine"],
-            judges=self.engines.handles.get("judge", []),
+            judges={role: handles for role, handles in self.engines.handles.items() if role != "engine"},
             ranks=self.learner.ranks,
             shared_devices=self._devices.names,
             folder=Path.cwd(),
@@ -207,7 +207,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         The actors' handles stay those of their first roles, until `RoleActors.resize` brings them to the sizes.
         """
         before = self.config.sizes
-        fewest = min(before.engines, before.judges, sizes.engines, sizes.judges)
+        fewest = min(before.engines, sizes.engines, *before.judges.values(), *sizes.judges.values())
         if sizes == before or before.in_turns or sizes.in_turns or fewest < sizes.controllers:
             return
         assert self._controllers is not None
@@ -305,13 +305,17 @@ class RayBackend(Generic[JobT, ConfigT]):
 
 def _move(before: Sizes, after: Sizes) -> str:
     """Describe what happens to the engines."""
+    judging = " + ".join(map(str, after.judges.values()))
     if after.in_turns:
         return f"{after.engines} devices generate and judge in turns now"
     if before.in_turns:
-        return f"{after.engines} engines generate and {after.judges} judge now, side by side"
-    source, target = ("policy", "judge") if after.engines < before.engines else ("judge", "policy")
-    moved = abs(after.engines - before.engines)
+        return f"{after.engines} engines generate and {judging} judge now, side by side"
+    changes = {"policy": after.engines - before.engines}
+    changes |= {role: number - before.judges[role] for role, number in after.judges.items()}
+    sources = " and the ".join(role for role, change in changes.items() if change < 0)
+    targets = " and the ".join(role for role, change in changes.items() if change > 0)
+    moved = sum(change for change in changes.values() if change > 0)
     return (
-        f"{moved} engine{'s' * (moved > 1)} moved from the {source} to the {target}: {after.engines} generate "
-        f"and {after.judges} judge now"
+        f"{moved} engine{'s' * (moved > 1)} moved from the {sources} to the {targets}: {after.engines} generate "
+        f"and {judging} judge now"
     )

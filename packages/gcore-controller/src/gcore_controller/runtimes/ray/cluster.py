@@ -178,14 +178,20 @@ def largest(nodes: Iterable[Node], config: SizedConfig) -> Sizes:
     """
     nodes = list(nodes)
     whole, unit = config.sizes, config.rank_unit
-    counts = (whole.controllers, whole.engines, whole.judges, whole.ranks // unit)
+    counts = (whole.controllers, whole.engines, whole.ranks // unit, *whole.judges.values())
     sizes = whole
     for fraction in sorted({i / count for count in counts for i in range(1, count + 1)}, reverse=True):
-        controllers, engines, judges, units = (
+        controllers, engines, units, *judges = (
             min(count, max(1, math.floor(count * fraction + 1e-9))) for count in counts
         )
         controllers = min(controllers, engines or controllers)
-        sizes = replace(whole, controllers=controllers, engines=engines, judges=judges, ranks=units * unit)
+        sizes = replace(
+            whole,
+            controllers=controllers,
+            engines=engines,
+            judges=dict(zip(whole.judges, judges, strict=True)),
+            ranks=units * unit,
+        )
         if has_capacity(nodes, config, sizes):
             return sizes
     needs = {name: sum(need[name] for need in _needs(config, sizes)) for name in ("CPU", "GPU")}

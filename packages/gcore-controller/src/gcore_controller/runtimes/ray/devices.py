@@ -52,12 +52,14 @@ class DeviceMap:
         """
         if not sizes.ranks_in_turns:
             # At most engines and judges take turns.
-            return cls(names={f"judge {i}": f"engine {i}" for i in range(sizes.judges if sizes.in_turns else 0)})
+            shared = sizes.judges if sizes.in_turns else {}
+            return cls(names={f"{role} {i}": f"engine {i}" for role, number in shared.items() for i in range(number)})
         count = len(devices)
         slots = [(i, part) for i, device in enumerate(devices) for part in device.split(sizes.devices_per_engine)]
         slots.sort(key=lambda slot: (slot[1].node, [(len(gpu), gpu) for gpu in slot[1].gpus]))
         place = {f"engine {i}": i for i in range(sizes.engines)}
-        place |= {f"judge {i}": i if sizes.in_turns else count - 1 - i for i in range(sizes.judges)}
+        judges = [f"{role} {i}" for role, number in sizes.judges.items() for i in range(number)]
+        place |= {name: int(name.split()[1]) if sizes.in_turns else count - 1 - i for i, name in enumerate(judges)}
         place |= {rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])}
         return cls(
             ranks=[part for _, part in slots[: sizes.ranks]],

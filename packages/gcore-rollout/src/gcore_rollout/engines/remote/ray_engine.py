@@ -2,9 +2,9 @@
 
 import asyncio
 import pickle
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Self
 from uuid import uuid4
@@ -42,17 +42,16 @@ class EngineHandle:
     actor: Any
     factory: bytes
     """Makes the engine there; pickled by value."""
-    other: bytes = b""
-    """Makes another engine there, once it is `lent`; empty: it is not to be lent."""
+    factories: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """Make the engines of each role that the actor can have; none: it is not to be lent."""
 
-    def lendable(self, factory: Factory) -> "EngineHandle":
-        """Return a handle of the same actor that can also be `lent`, with the engine of this factory."""
-        return replace(self, other=_packed(factory))
+    def lendable(self, role: str, others: Mapping[str, Factory]) -> "EngineHandle":
+        """Return a handle of the same actor, whose engine is of this role, that can also be `lent` to others."""
+        return replace(self, factories={role: self.factory, **{name: _packed(own) for name, own in others.items()}})
 
-    @property
-    def lent(self) -> "EngineHandle":
-        """A handle of the same actor with its other engine, as by `becoming`; its own `lent` is this one."""
-        return replace(self, factory=self.other, other=self.factory)
+    def lent(self, role: str) -> "EngineHandle":
+        """Return a handle of the same actor with its engine of another role, as by `becoming`."""
+        return replace(self, factory=self.factories[role])
 
     def becoming(self, factory: Factory) -> "EngineHandle":
         """Return a handle of the same actor with another engine, to change its role without a new process.
@@ -60,7 +59,7 @@ class EngineHandle:
         The first client that connects by the result ends the current engine, which is then dead for its clients. They,
         too, must connect by the new handle from then on.
         """
-        return replace(self, factory=_packed(factory), other=b"")
+        return replace(self, factory=_packed(factory), factories={})
 
 
 def start_engine_actor(factory: Factory, *, num_threads: int | None = None, **options: Any) -> EngineHandle:
