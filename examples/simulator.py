@@ -46,9 +46,7 @@ COSTS = JobCosts(
 )
 
 # The cluster: 64 devices, each in a replica of the policy or of the judge.
-SPACE = PartitionSpace(
-    num_devices=64, policy=RoleLimits(devices_per_replica=4), reward=RoleLimits(devices_per_replica=4)
-)
+SPACE = PartitionSpace(num_devices=64, roles=(RoleLimits(devices_per_replica=4),) * 2)
 
 
 def main() -> Comparison:

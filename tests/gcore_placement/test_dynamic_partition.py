@@ -24,8 +24,7 @@ EAGER = DynamicPartitionConfig(min_gain=0.0, noise_floor=0.0, law_error=0.0, tol
 spaces = st.builds(
     lambda devices, policy, reward, unit: PartitionSpace(
         num_devices=devices,
-        policy=RoleLimits(devices_per_replica=policy),
-        reward=RoleLimits(devices_per_replica=reward),
+        roles=(RoleLimits(devices_per_replica=policy), RoleLimits(devices_per_replica=reward)),
         unit_devices=unit,
     ),
     st.integers(24, 96),
@@ -52,20 +51,14 @@ def loads(
     partition: Partition, works: tuple[float, float], floors: tuple[float, float] = (0.0, 0.0)
 ) -> tuple[RoleLoad, RoleLoad]:
     return (
-        load(works[0], floors[0], partition.policy_devices),
-        load(works[1], floors[1], partition.reward_devices),
+        load(works[0], floors[0], partition.devices[0]),
+        load(works[1], floors[1], partition.devices[1]),
     )
-
-
-def devices(partition: Partition) -> tuple[int, int]:
-    return partition.policy_devices, partition.reward_devices
 
 
 def best_index(space: PartitionSpace, works: tuple[float, float], floors: tuple[float, float] = (0.0, 0.0)) -> int:
     """By trying all."""
-    seconds = [
-        max(floors[0] + works[0] / p.policy_devices, floors[1] + works[1] / p.reward_devices) for p in space.partitions
-    ]
+    seconds = [max(f + w / d for f, w, d in zip(floors, works, p.devices, strict=True)) for p in space.partitions]
     return int(np.argmin(seconds))
 
 
@@ -105,7 +98,7 @@ def test_noise_moves_little(noise: float, most: float, has_waves: bool) -> None:
     num_rounds, num_moves = 1200, 0
     for _ in range(num_rounds // 150):
         limits = [RoleLimits(devices_per_replica=int(rng.choice(sizes))) for sizes in ([1, 2, 4], [1, 2, 8])]
-        space = PartitionSpace(num_devices=8 * int(rng.integers(3, 13)), policy=limits[0], reward=limits[1])
+        space = PartitionSpace(num_devices=8 * int(rng.integers(3, 13)), roles=tuple(limits))
         work = tuple((1000 * rng.uniform(1, 3, 2)).tolist())
         policy = DynamicPartition(space, space.partitions[best_index(space, work)])
         for _ in range(150):
@@ -133,7 +126,7 @@ def test_after_a_jump_the_best_partition_is_reached_in_two_rounds(
     partitions = [old, *(policy.observe(*loads(policy.partition, after, floors)) for _ in range(2))]
     assert policy.config.jump_rounds == 2
     best = space.partitions[best_index(space, after, floors)]
-    seconds = [max(f + w / d for f, w, d in zip(floors, after, devices(p), strict=True)) for p in (*partitions, best)]
+    seconds = [max(f + w / d for f, w, d in zip(floors, after, p.devices, strict=True)) for p in (*partitions, best)]
     assert seconds[-2] == pytest.approx(seconds[-1])
     # All that a jump costs beyond the best: the round that shows it, and one that is no worse.
     assert seconds[1] <= seconds[0] * (1 + 1e-9)
@@ -151,28 +144,26 @@ def test_a_surprise_is_met_where_the_worse_case_is_least_bad_and_an_outlier_undo
     def worst(partition: Partition) -> float:
         """Seconds over the least there can be, for the load that is worse served."""
         return max(
-            max(w / d for w, d in zip(works, devices(partition), strict=True))
-            / max(w / d for w, d in zip(works, devices(space.partitions[best_index(space, works)]), strict=True))
+            max(w / d for w, d in zip(works, partition.devices, strict=True))
+            / max(w / d for w, d in zip(works, space.partitions[best_index(space, works)].devices, strict=True))
             for works in (before, after)
         )
 
     def seconds(partition: Partition) -> float:
-        return max(w / d for w, d in zip(after, devices(partition), strict=True))
+        return max(w / d for w, d in zip(after, partition.devices, strict=True))
 
     policy.observe(*loads(old, after))
     # What serves the last round no better than before is not moved to.
     served = [p for p in space.partitions if seconds(p) < seconds(old)]
     assert worst(policy.partition) <= min([worst(old), *map(worst, served)]) * (1 + 1e-9)
     policy.observe(*loads(policy.partition, before))
-    assert max(w / d for w, d in zip(before, devices(policy.partition), strict=True)) == pytest.approx(
-        max(w / d for w, d in zip(before, devices(old), strict=True))
+    assert max(w / d for w, d in zip(before, policy.partition.devices, strict=True)) == pytest.approx(
+        max(w / d for w, d in zip(before, old.devices, strict=True))
     )
 
 
 def test_a_handful_of_prompts_decides_nothing() -> None:
-    space = PartitionSpace(
-        num_devices=32, policy=RoleLimits(devices_per_replica=1), reward=RoleLimits(devices_per_replica=1)
-    )
+    space = PartitionSpace(num_devices=32, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
     policy = DynamicPartition(space, space.nearest(16))
     for _ in range(10):
         policy.observe(*loads(policy.partition, (1000.0, 1000.0)), size=256)
@@ -182,9 +173,7 @@ def test_a_handful_of_prompts_decides_nothing() -> None:
 
 
 def test_a_move_within_a_step_must_earn_what_it_takes_in_the_next_round() -> None:
-    space = PartitionSpace(
-        num_devices=16, policy=RoleLimits(devices_per_replica=1), reward=RoleLimits(devices_per_replica=1)
-    )
+    space = PartitionSpace(num_devices=16, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
     # On half of the devices this takes 375 s, on the best partition 250 s.
     works = (3000.0, 1000.0)
     for within_s, moves in ((150.0, False), (100.0, True)):
@@ -198,9 +187,7 @@ def test_a_move_within_a_step_must_earn_what_it_takes_in_the_next_round() -> Non
 
 @pytest.mark.parametrize("factor", [1 / 4, 1 / 2, 2, 4])
 def test_a_jump_on_many_devices_is_followed_within_two_rounds_and_one_replica(factor: float) -> None:
-    space = PartitionSpace(
-        num_devices=64, policy=RoleLimits(devices_per_replica=2), reward=RoleLimits(devices_per_replica=2)
-    )
+    space = PartitionSpace(num_devices=64, roles=(RoleLimits(devices_per_replica=2), RoleLimits(devices_per_replica=2)))
     policy = DynamicPartition(space, middle(space), DynamicPartitionConfig(min_gain=0.0))
     rng = np.random.default_rng(0)
 
@@ -235,9 +222,7 @@ def test_no_move_costs_more_than_it_saves(
 
 
 def test_a_move_that_never_pays_is_not_made_and_one_that_does_is() -> None:
-    space = PartitionSpace(
-        num_devices=16, policy=RoleLimits(devices_per_replica=1), reward=RoleLimits(devices_per_replica=1)
-    )
+    space = PartitionSpace(num_devices=16, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
     for move_s, moves in ((1e6, False), (1.0, True)):
         policy = DynamicPartition(space, space.nearest(8), DynamicPartitionConfig(move_s=move_s))
         policy.observe(*loads(policy.partition, (3000.0, 1000.0)))
@@ -248,7 +233,7 @@ def test_a_move_that_never_pays_is_not_made_and_one_that_does_is() -> None:
 @given(space=spaces, seed=st.integers(0, 10**6))
 def test_roles_are_treated_alike(space: PartitionSpace, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    mirrored = replace(space, policy=space.reward, reward=space.policy)
+    mirrored = replace(space, roles=space.roles[::-1])
     one = DynamicPartition(space, middle(space))
     start = one.partition
     other = DynamicPartition(mirrored, exchanged(start))
@@ -259,13 +244,7 @@ def test_roles_are_treated_alike(space: PartitionSpace, seed: int) -> None:
 
 
 def exchanged(partition: Partition) -> Partition:
-    return Partition(
-        policy_replicas=partition.reward_replicas,
-        reward_replicas=partition.policy_replicas,
-        policy_devices=partition.reward_devices,
-        reward_devices=partition.policy_devices,
-        unassigned_devices=partition.unassigned_devices,
-    )
+    return replace(partition, replicas=partition.replicas[::-1], devices=partition.devices[::-1])
 
 
 @settings(max_examples=20)
@@ -285,9 +264,7 @@ def test_it_continues_from_its_state(space: PartitionSpace, seed: int) -> None:
 
 @pytest.mark.parametrize("factor", [1 / 4, 1 / 2, 2, 4])
 def test_a_model_that_is_off_is_corrected_by_what_is_measured(factor: float) -> None:
-    space = PartitionSpace(
-        num_devices=32, policy=RoleLimits(devices_per_replica=1), reward=RoleLimits(devices_per_replica=1)
-    )
+    space = PartitionSpace(num_devices=32, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
     policy = DynamicPartition(space, space.nearest(16), EAGER)
     works = (3000.0, 1000.0)
     for _ in range(30):
@@ -305,13 +282,11 @@ def test_a_model_that_is_off_is_corrected_by_what_is_measured(factor: float) -> 
 
 
 def test_what_is_left_of_a_step_has_a_best_partition_too() -> None:
-    space = PartitionSpace(
-        num_devices=10, policy=RoleLimits(devices_per_replica=1), reward=RoleLimits(devices_per_replica=1)
-    )
+    space = PartitionSpace(num_devices=10, roles=(RoleLimits(devices_per_replica=1), RoleLimits(devices_per_replica=1)))
     policy = DynamicPartition(space, space.nearest(5))
-    assert policy.best((80.0, 20.0)).policy_devices == 8
-    assert policy.best((0.0, 20.0)).policy_devices == 1
-    assert policy.partition.policy_devices == 5
+    assert policy.best((80.0, 20.0)).devices == (8, 2)
+    assert policy.best((0.0, 20.0)).devices == (1, 9)
+    assert policy.partition.devices == (5, 5)
 
 
 @given(
@@ -324,9 +299,7 @@ def test_a_median_counts_values_by_their_weight(values: list[tuple[int, int]]) -
 
 
 def test_wrong_use_is_refused() -> None:
-    space = PartitionSpace(
-        num_devices=8, policy=RoleLimits(devices_per_replica=2), reward=RoleLimits(devices_per_replica=2)
-    )
+    space = PartitionSpace(num_devices=8, roles=(RoleLimits(devices_per_replica=2), RoleLimits(devices_per_replica=2)))
     larger = replace(space, num_devices=16)
     with pytest.raises(PlacementError, match=r"partition is .*; expected one of the 3"):
         DynamicPartition(space, middle(larger))

@@ -8,32 +8,33 @@ from hypothesis import given, settings, strategies as st
 from gcore_placement import LendingRule, PlacementError
 
 STEP_S = 0.05
-pairs = st.tuples(st.integers(0, 4), st.integers(0, 4))
+counts = st.tuples(*[st.integers(0, 4)] * 3)
 
 
 @settings(max_examples=200)
 @given(
-    events=st.lists(st.tuples(pairs, pairs, pairs, st.floats(0, 5)), max_size=200),
+    events=st.lists(st.tuples(counts, counts, counts, st.floats(0, 5)), max_size=200),
     lending_s=st.floats(0.01, 10),
     first_s=st.floats(0, 10),
 )
 def test_loans_take_no_longer_than_devices_idled(
-    events: list[tuple[tuple[int, int], tuple[int, int], tuple[int, int], float]], lending_s: float, first_s: float
+    events: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float]], lending_s: float, first_s: float
 ) -> None:
-    rule = LendingRule(first_s)
+    rule = LendingRule(3, first_s)
     now_s, idled_s, taken_s = 0.0, 0.0, 0.0
-    finished = [0, 0]
+    finished = [0, 0, 0]
     for idle, waiting, more, wait_s in events:
         now_s += wait_s
         idled_s += wait_s * sum(idle)
         finished = [before + new for before, new in zip(finished, more, strict=True)]
         before_s = rule.lending_s
-        giver = rule.observe(
-            now_s, idle=idle, waiting=waiting, finished=(finished[0], finished[1]), serving=(idle[0] + 1, idle[1] + 1)
-        )
-        if giver is not None:
+        serving = [count + 1 for count in idle]
+        loan = rule.observe(now_s, idle=idle, waiting=waiting, finished=finished, serving=serving)
+        if loan is not None:
+            giver, taker = loan
+            assert giver != taker
             assert idle[giver] > 0, "the lent device was idle"
-            assert waiting[1 - giver] > 0, "it has something to do"
+            assert waiting[taker] > 0, "it has something to do"
             taken_s += before_s
             now_s += lending_s
             rule.lent(lending_s)
@@ -42,9 +43,9 @@ def test_loans_take_no_longer_than_devices_idled(
 
 @dataclass
 class Queues:
-    """Devices of two roles with a queue each; a sample takes ``sample_s`` of a device of its role."""
+    """Devices of roles with a queue each; a sample takes ``sample_s`` of a device of its role."""
 
-    sample_s: tuple[float, float]
+    sample_s: tuple[float, ...]
     serving: list[int]
     waiting: list[float]
     rule: LendingRule | None
@@ -54,10 +55,10 @@ class Queues:
 
     def run(self) -> float:
         """Work until both queues are empty; return the seconds. A device on its way does no work."""
-        first, on_its_way, finished = list(self.waiting), None, [0, 0]
+        first, on_its_way, finished = list(self.waiting), None, [0] * len(self.serving)
         while any(count > 0 for count in self.waiting):
             self.now_s += STEP_S
-            for role in range(2):
+            for role in range(len(self.serving)):
                 self.waiting[role] -= self.serving[role] * STEP_S / self.sample_s[role]
                 finished[role] = int(first[role] - max(0.0, self.waiting[role]))
             if on_its_way is not None:
@@ -70,30 +71,27 @@ class Queues:
                 self.rule.lent(self.lending_s)
             idle = [n - 1 if w <= 0 else 0 for n, w in zip(self.serving, self.waiting, strict=True)]
             waiting = [max(0, int(w)) for w in self.waiting]
-            giver = self.rule and self.rule.observe(
-                self.now_s,
-                idle=(idle[0], idle[1]),
-                waiting=(waiting[0], waiting[1]),
-                finished=(finished[0], finished[1]),
-                serving=(self.serving[0], self.serving[1]),
+            loan = self.rule and self.rule.observe(
+                self.now_s, idle=idle, waiting=waiting, finished=finished, serving=self.serving
             )
-            if giver is not None:
+            if loan is not None:
+                giver, taker = loan
                 self.loans.append(giver)
                 self.serving[giver] -= 1
-                on_its_way = 1 - giver, self.now_s + self.lending_s
+                on_its_way = taker, self.now_s + self.lending_s
         return self.now_s
 
 
 def test_idle_devices_shorten_a_long_queue() -> None:
     alone_s = Queues((1.0, 1.0), [1, 7], [100, 0], None).run()
-    helped = Queues((1.0, 1.0), [1, 7], [100, 0], LendingRule(1.0))
+    helped = Queues((1.0, 1.0), [1, 7], [100, 0], LendingRule(2, 1.0))
     # All seven but one that stays, one after the other: 100 = 1 + 2 + ... + 6 + 7 t - 21, and rents before them.
     assert helped.run() < 0.25 * alone_s
     assert helped.loans == [1] * 6
 
 
 def test_devices_return_when_the_load_turns() -> None:
-    rule = LendingRule(1.0)
+    rule = LendingRule(2, 1.0)
     queues = Queues((1.0, 1.0), [1, 7], [100, 0], rule)
     queues.run()
     queues.waiting, queues.loans = [0, 100], []
@@ -104,7 +102,7 @@ def test_devices_return_when_the_load_turns() -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_no_loan_for_a_queue_that_is_done_before_it_pays(count: int) -> None:
-    rule = LendingRule(1.0)
+    rule = LendingRule(2, 1.0)
     queues = Queues((0.25, 0.25), [4, 4], [100, 0], rule)
     queues.run()
     queues.waiting, queues.serving, queues.loans = [count, 0], [1, 7], []
@@ -115,14 +113,14 @@ def test_no_loan_for_a_queue_that_is_done_before_it_pays(count: int) -> None:
 def test_the_first_loan_may_cost_less_than_it_seems() -> None:
     """A queue of 8 s is worth a try where a loan may take 10 s, and one of 4 s is not; the try says 1 s."""
     for seconds, loans in ((8, [1, 1]), (4, [])):
-        queues = Queues((0.1, 1.0), [1, 20], [10 * seconds, 0], LendingRule(10.0))
+        queues = Queues((0.1, 1.0), [1, 20], [10 * seconds, 0], LendingRule(2, 10.0))
         queues.run()
         assert queues.loans[:2] == loans
 
 
 def test_slower_samples_than_ever_before_show_in_time() -> None:
     """The known rate says that the queue is soon done; that nothing is finished says that it is not."""
-    rule = LendingRule(1.0)
+    rule = LendingRule(2, 1.0)
     queues = Queues((0.05, 1.0), [1, 3], [100, 0], rule)
     queues.run()
     slow = Queues((20.0, 1.0), [1, 3], [10, 0], rule, now_s=queues.now_s)
@@ -133,6 +131,13 @@ def test_slower_samples_than_ever_before_show_in_time() -> None:
 @pytest.mark.parametrize("lending_s", [-1.0, float("nan")])
 def test_seconds_are_amounts(lending_s: float) -> None:
     with pytest.raises(PlacementError, match=r"lending_s is .*; expected"):
-        LendingRule(lending_s)
+        LendingRule(2, lending_s)
     with pytest.raises(PlacementError, match=r"seconds is .*; expected"):
-        LendingRule().lent(lending_s)
+        LendingRule(2).lent(lending_s)
+
+
+def test_a_device_goes_where_it_saves_most() -> None:
+    """Of two queues the longer one gets the first loans, and both are helped in the end."""
+    queues = Queues((1.0, 1.0, 1.0), [1, 1, 6], [40, 100, 0], LendingRule(3, 1.0))
+    assert queues.run() < 0.4 * 100
+    assert set(queues.loans[:5]) == {2}

@@ -35,32 +35,30 @@ def test_all_that_leave_neither_role_room_for_more(
     counts = [(p, r) for p in range(devices + 1) for r in range(devices + 1) if allowed(p, r)]
     largest = [(p, r) for p, r in counts if not any((q > p and s >= r) or (q >= p and s > r) for q, s in counts)]
     try:
-        space = PartitionSpace(num_devices=devices, policy=limits[0], reward=limits[1], unit_devices=unit)
+        space = PartitionSpace(num_devices=devices, roles=tuple(limits), unit_devices=unit)
     except PlacementError:
         assert not counts
         return
-    assert [(p.policy_replicas, p.reward_replicas) for p in space.partitions] == sorted(largest)
+    assert [p.replicas for p in space.partitions] == sorted(largest)
     for partition in space.partitions:
         assert partition.num_devices == devices
-        assert partition.policy_devices == partition.policy_replicas * sizes[0]
-        assert partition.reward_devices == partition.reward_replicas * sizes[1]
+        assert partition.devices == tuple(n * size for n, size in zip(partition.replicas, sizes, strict=True))
         assert space.index(partition) == space.partitions.index(partition)
 
 
 def test_the_nearest_to_a_share() -> None:
-    space = PartitionSpace(
-        num_devices=64, policy=RoleLimits(devices_per_replica=4), reward=RoleLimits(devices_per_replica=8)
-    )
-    assert space.nearest(40).policy_devices == 40
-    assert space.nearest(1000).reward_devices == 8
+    limits = RoleLimits(devices_per_replica=4), RoleLimits(devices_per_replica=8)
+    space = PartitionSpace(num_devices=64, roles=limits)
+    assert space.nearest(40).devices[0] == 40
+    assert space.nearest(1000).devices[1] == 8
 
 
 def test_wrong_limits_are_refused() -> None:
     one = RoleLimits(devices_per_replica=4, min_replicas=2)
     with pytest.raises(
-        PlacementError, match=r"num_devices is 15; expected at least 16, for the fewest replicas of both roles"
+        PlacementError, match=r"num_devices is 15; expected at least 16, for the fewest replicas of all roles"
     ):
-        PartitionSpace(num_devices=15, policy=one, reward=one)
+        PartitionSpace(num_devices=15, roles=(one, one))
     with pytest.raises(PlacementError, match=r"max_replicas is 1; expected at least min_replicas \(2\)"):
         RoleLimits(devices_per_replica=4, min_replicas=2, max_replicas=1)
     with pytest.raises(PlacementError, match="devices_per_replica is 0; expected an integer of at least 1"):

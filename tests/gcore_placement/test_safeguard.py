@@ -18,8 +18,7 @@ FLOOR_S = 60.0
 MOVE_S = 15.0
 SPACE = PartitionSpace(
     num_devices=64,
-    policy=RoleLimits(devices_per_replica=4),
-    reward=RoleLimits(devices_per_replica=4),
+    roles=(RoleLimits(devices_per_replica=4), RoleLimits(devices_per_replica=4)),
     unit_devices=4,
 )
 
@@ -79,12 +78,11 @@ def seconds_of(works: Loads, *, tolerance: float = TOLERANCE) -> float:
     total = 0.0
     for work in works.tolist():
         before = policy.partition
-        devices = before.policy_devices, before.reward_devices
-        finish = [FLOOR_S + w / d for w, d in zip(work, devices, strict=True)]
+        finish = [FLOOR_S + w / d for w, d in zip(work, before.devices, strict=True)]
         total += max(finish)
         loads = [
             RoleLoad(work_device_s=w, floor_s=FLOOR_S, busy_device_s=w + FLOOR_S * d, finish_s=s, was_waiting=False)
-            for w, d, s in zip(work, devices, finish, strict=True)
+            for w, d, s in zip(work, before.devices, finish, strict=True)
         ]
         total += MOVE_S * (policy.observe(*loads) != before)
     return total

@@ -69,7 +69,7 @@ def trace(seed: int, *, num_steps: int = 4, groups: int = 5, noise: float = 0.3)
 
 def space(num_devices: int = 11) -> PartitionSpace:
     return PartitionSpace(
-        num_devices=num_devices, policy=RoleLimits(devices_per_replica=2), reward=RoleLimits(devices_per_replica=1)
+        num_devices=num_devices, roles=(RoleLimits(devices_per_replica=2), RoleLimits(devices_per_replica=1))
     )
 
 
@@ -126,7 +126,7 @@ def slow_wave_s(costs: JobCosts, small: Trace, step: int, partition: Partition) 
     for wave in small.waves(step):
         num_groups, n = wave.response_length.shape
         items = [(g, j) for g in range(num_groups) for j in range(n)]
-        num_replicas = partition.policy_replicas
+        num_replicas = partition.replicas[0]
         queues: list[list[tuple[float, float, float, float]]] = [[] for _ in range(num_replicas)]
         seen: set[tuple[int, int]] = set()
         for index, (g, j) in enumerate(items):
@@ -138,7 +138,7 @@ def slow_wave_s(costs: JobCosts, small: Trace, step: int, partition: Partition) 
         finishes, busy = slow_engine(costs.policy, queues)
         generation += sum(b - a for a, b in busy) * costs.policy.devices_per_replica
         by_time = sorted(range(len(items)), key=lambda index: finishes[index])
-        queues = [[] for _ in range(partition.reward_replicas)]
+        queues = [[] for _ in range(partition.replicas[1])]
         for turn, index in enumerate(by_time):
             g, j = items[index]
             read = float(wave.prompt_length[g] + wave.response_length[g, j])
@@ -228,8 +228,7 @@ def late_devices(step: SimulatedStep, costs: JobCosts) -> int:
     (number,) = np.flatnonzero(step.moved_devices)
     after = step.partitions[number]
     before = step.partitions[number - 1] if number else space().partitions[-1]
-    policy = max(0, after.policy_replicas - before.policy_replicas)
-    reward = max(0, after.reward_replicas - before.reward_replicas)
+    policy, reward = (max(0, has - had) for had, has in zip(before.replicas, after.replicas, strict=True))
     assert costs.reward is not None
     return policy * costs.policy.devices_per_replica + reward * costs.reward.devices_per_replica
 
@@ -244,9 +243,7 @@ def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
     wave = next(recipe.trace().waves(0))
     for partition in simulator.space.partitions[::3]:
         (outcome,) = simulate_waves(simulator.costs, [wave], partition)
-        roles = zip(
-            wave_loads(simulator.costs, outcome), (partition.policy_devices, partition.reward_devices), strict=True
-        )
+        roles = zip(wave_loads(simulator.costs, outcome), partition.devices, strict=True)
         told_s = max(load.floor_s + load.work_device_s / devices for load, devices in roles)
         assert told_s == pytest.approx(outcome.seconds, rel=0.15)
 

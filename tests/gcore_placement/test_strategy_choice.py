@@ -10,7 +10,7 @@ from gcore_placement import PartitionSpace, PlacementError, RoleLimits, RoleLoad
 
 def space_of(num_devices: int) -> PartitionSpace:
     one = RoleLimits(devices_per_replica=1)
-    return PartitionSpace(num_devices=num_devices, policy=one, reward=one)
+    return PartitionSpace(num_devices=num_devices, roles=(one, one))
 
 
 def load(work_s: float) -> RoleLoad:

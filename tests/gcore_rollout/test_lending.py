@@ -1,4 +1,4 @@
-"""Engines of two models that help each other: with real engines, the samples of engines that are left alone."""
+"""Engines of several models that help each other: with real engines, the samples of engines that are left alone."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -38,46 +38,49 @@ class Script:
     seen: list[int] = field(default_factory=list[int])
     seconds: list[float] = field(default_factory=list[float])
 
-    def observe(self, now_s: float, *, idle: tuple[int, int], waiting: tuple[int, int], **_: object) -> int | None:
+    def observe(
+        self, now_s: float, *, idle: Sequence[int], waiting: Sequence[int], **_: object
+    ) -> tuple[int, int] | None:
         del now_s
-        giver = next((role for role in range(2) if idle[role] and waiting[1 - role]), None)
-        if giver is None or len(self.seen) == self.num_loans:
+        pairs = ((g, t) for g in range(len(idle)) for t in range(len(idle)) if g != t and idle[g] and waiting[t])
+        pair = next(pairs, None)
+        if pair is None or len(self.seen) == self.num_loans:
             return None
-        self.seen.append(giver)
-        return giver
+        self.seen.append(pair[0])
+        return pair
 
     def lent(self, seconds: float) -> None:
         self.seconds.append(seconds)
 
 
 class Cluster:
-    """A policy, which has new weights, and a judge, with engines that are made again when they are lent."""
+    """A policy, which has new weights, and judges, with engines that are made again when they are lent."""
 
-    def __init__(self, model: TinyModel, counts: tuple[int, int], num_loans: int) -> None:
+    def __init__(self, model: TinyModel, counts: tuple[int, ...], num_loans: int) -> None:
         self.model = model
         self.engines: dict[str, NamedEngine] = {}
-        self.lent: list[tuple[str, int]] = []
+        self.lent: list[tuple[str, int, int]] = []
         self.lines: list[str] = []
         self.before_lending: Callable[[], Awaitable[None]] | None = None
         self.rule = Script(num_loans)
-        roles = ("engine", "judge")
+        roles = ("engine", "judge", "style")[: len(counts)]
         self.pools = [
             EngineReplicas(
                 [self.make(f"{role} {i}") for i in range(n)], restart=self.restart, announce=self.lines.append
             )
             for role, n in zip(roles, counts, strict=True)
         ]
-        self.both = LendingEngines(self.pools, lend=self.lend, rule=self.rule, announce=self.lines.append)
-        self.policy, self.judge = self.both.engines
+        self.all = LendingEngines(self.pools, lend=self.lend, rule=self.rule, announce=self.lines.append)
+        self.policy, self.judge, *_ = self.all.engines
 
     def make(self, name: str) -> NamedEngine:
         self.engines[name] = make_engine(self.model, name)
         return self.engines[name]
 
-    async def lend(self, name: str, giver: int) -> Engine:
+    async def lend(self, name: str, giver: int, taker: int) -> Engine:
         if self.before_lending is not None:
             await self.before_lending()
-        self.lent.append((name, giver))
+        self.lent.append((name, giver, taker))
         await self.engines[name].close()
         return self.make(name)
 
@@ -85,7 +88,7 @@ class Cluster:
         return self.make("replacement")
 
     async def close(self) -> None:
-        await asyncio.gather(self.policy.close(), self.judge.close())
+        await asyncio.gather(*(engine.close() for engine in self.all.engines))
 
 
 def requests_of(count: int, prefix: str = "r", *, n: int = 2) -> list[Request]:
@@ -144,7 +147,7 @@ async def test_idle_engines_help_the_other_model_with_its_weights(tied: TinyMode
     found = await collect(cluster.policy, *requests)
     assert tokens(found) == await alone(tied, requests, is_new=True)
     assert {int(v) for c in found.values() for v in c.weight_versions} == {1}
-    assert cluster.lent == [("judge 2", 1), ("judge 1", 1)]
+    assert cluster.lent == [("judge 2", 1, 0), ("judge 1", 1, 0)]
     assert len(cluster.rule.seconds) == 2
     assert [len(pool.engines) for pool in cluster.pools] == [3, 1]
     assert min(cluster.engines[f"judge {i}"].num_finished for i in (1, 2)) > 0
@@ -189,10 +192,10 @@ async def test_engines_move_while_they_work(tied: TinyModel) -> None:
     requests = requests_of(24)
     running = asyncio.create_task(collect(cluster.policy, *requests))
     await until(lambda: cluster.pools[0].stats().num_running == 3 * NUM_SLOTS)
-    cluster.both.arrange(1)
+    cluster.all.arrange([1, 3])
     assert tokens(await running) == await alone(tied, requests, is_new=False)
     await until(lambda: len(cluster.pools[1].engines) == 3)
-    assert sorted(cluster.lent) == [("engine 1", 0), ("engine 2", 0)]
+    assert sorted(cluster.lent) == [("engine 1", 0, 1), ("engine 2", 0, 1)]
     requests = requests_of(24, "j")
     assert tokens(await collect(cluster.judge, *requests)) == await alone(tied, requests, is_new=False)
     assert min(cluster.engines[f"engine {i}"].num_finished for i in (1, 2)) > 0
@@ -204,8 +207,8 @@ async def test_engines_that_sleep_move_when_all_are_awake(tied: TinyModel) -> No
     """To the new weights of the other model; the later of two wishes counts."""
     cluster = Cluster(tied, (1, 3), num_loans=0)
     await asyncio.gather(cluster.policy.sleep(), cluster.judge.sleep())
-    cluster.both.arrange(2)
-    cluster.both.arrange(3)
+    cluster.all.arrange([2, 2])
+    cluster.all.arrange([3, 1])
     await cluster.policy.wake(cache=False)
     await cluster.policy.update_weights(tied.new.state_dict().items(), version=1)
     await cluster.judge.wake()
@@ -214,16 +217,46 @@ async def test_engines_that_sleep_move_when_all_are_awake(tied: TinyModel) -> No
     await cluster.policy.wake()
     requests = requests_of(24)
     assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=True)
-    await cluster.both.settle()
-    assert sorted(cluster.lent) == [("judge 1", 1), ("judge 2", 1)]
+    await cluster.all.settle()
+    assert sorted(cluster.lent) == [("judge 1", 1, 0), ("judge 2", 1, 0)]
     assert [len(pool.engines) for pool in cluster.pools] == [3, 1]
+    await cluster.close()
+
+
+async def test_engines_of_three_models_are_arranged(tied: TinyModel) -> None:
+    """Two models give to a third one, which then gives back to one of them, while the policy samples."""
+    cluster = Cluster(tied, (3, 2, 1), num_loans=0)
+    requests = requests_of(24)
+    running = asyncio.create_task(collect(cluster.policy, *requests))
+    await until(lambda: cluster.pools[0].stats().num_running == 3 * NUM_SLOTS)
+    cluster.all.arrange([1, 1, 4])
+    cluster.all.arrange([2, 1, 3])
+    assert tokens(await running) == await alone(tied, requests, is_new=False)
+    await cluster.all.settle()
+    assert [len(pool.engines) for pool in cluster.pools] == [2, 1, 3]
+    assert sorted(cluster.lent[:3]) == [("engine 1", 0, 2), ("engine 2", 0, 2), ("judge 1", 1, 2)]
+    [(_, giver, taker)] = cluster.lent[3:]
+    assert (giver, taker) == (2, 0)
+    for number, engine in enumerate(cluster.all.engines):
+        requests = requests_of(12, f"of model {number} ")
+        assert tokens(await collect(engine, *requests)) == await alone(tied, requests, is_new=False)
+    await cluster.close()
+    assert cluster.lines == []
+
+
+async def test_idle_engines_of_two_models_help_a_third(tied: TinyModel) -> None:
+    cluster = Cluster(tied, (2, 2, 1), num_loans=2)
+    requests = requests_of(24)
+    assert tokens(await collect(cluster.all.engines[2], *requests)) == await alone(tied, requests, is_new=False)
+    assert cluster.lent == [("engine 1", 0, 2), ("judge 1", 1, 2)]
+    assert [len(pool.engines) for pool in cluster.pools] == [1, 1, 3]
     await cluster.close()
 
 
 async def test_an_engine_of_each_model_stays(tied: TinyModel) -> None:
     cluster = Cluster(tied, (2, 1), num_loans=0)
-    cluster.both.arrange(0)
-    await cluster.both.settle()
+    cluster.all.arrange([0, 3])
+    await cluster.all.settle()
     assert [len(pool.engines) for pool in cluster.pools] == [1, 2]
     await cluster.close()
 
@@ -274,6 +307,6 @@ async def test_nothing_is_lent_while_nothing_samples(tied: TinyModel) -> None:
     await collect(cluster.policy, make_request("a", 3, max_tokens=4))
     await asyncio.sleep(0.2)
     assert cluster.rule.seen == []
-    with pytest.raises(ValueError, match="pools has 1 models; expected 2"):
+    with pytest.raises(ValueError, match="pools has 1 models; expected at least 2"):
         LendingEngines(cluster.pools[:1], lend=cluster.lend, rule=cluster.rule, announce=cluster.lines.append)
     await cluster.close()

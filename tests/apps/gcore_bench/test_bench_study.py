@@ -68,7 +68,7 @@ def test_conditions_are_broken_one_at_a_time() -> None:
     assert by_name["as it is"]["colocated"].share("swap") > 0.0
     assert by_name["a move takes 20 minutes"]["dynamic"].num_moves <= by_name["as it is"]["dynamic"].num_moves
     few = {p for step in by_name["four replicas in all"]["clairvoyant"].steps for p in step.partitions}
-    assert all(p.policy_replicas + p.reward_replicas == 4 for p in few)
+    assert all(sum(p.replicas) == 4 for p in few)
 
 
 def test_wrong_costs_hurt_less_where_measurements_correct_them() -> None:

@@ -1,4 +1,4 @@
-"""The engines that a controller uses on Ray: its share of each role's actors, and loans between the two roles."""
+"""The engines that a controller uses on Ray: its share of each role's actors, and loans between roles."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ class ActorEngines:
         return engines
 
     async def take_over(self, name: str, others: "ActorEngines") -> Engine[Any, Any]:
-        """Return an engine of this role in place of the other role's engine of this name, which serves no more."""
+        """Return an engine of this role in place of another role's engine of this name, which serves no more."""
         # At once, so that the other role does not connect to it again in place of one that dies.
         handle, client = others._handles.pop(name), others._clients.pop(name)
         try:
@@ -92,20 +92,17 @@ class ActorEngines:
             raise
 
 
-def lend(
-    policy: ActorEngines, judge: ActorEngines, *, devices: DeviceTimers, announce: Callable[[str], None]
-) -> LendingEngines:
-    """Return both roles' engines such that an idle one of either works for the other while that has more to do."""
-    roles = policy, judge
+def lend(roles: Sequence[ActorEngines], *, devices: DeviceTimers, announce: Callable[[str], None]) -> LendingEngines:
+    """Return all roles' engines such that an idle one of any works for another while that has more to do."""
 
-    async def moved(name: str, giver: int) -> Engine[Any, Any]:
+    async def moved(name: str, giver: int, taker: int) -> Engine[Any, Any]:
         with devices.stage("swap", name):
-            engine = await roles[1 - giver].take_over(name, roles[giver])
+            engine = await roles[taker].take_over(name, roles[giver])
             devices.num_lent += 1
             return engine
 
     pools = [role.replicas for role in roles]
-    rule = LendingRule(max(role.making_s for role in roles))
+    rule = LendingRule(len(roles), max(role.making_s for role in roles))
     return LendingEngines(pools, lend=moved, rule=rule, announce=announce)
 
 

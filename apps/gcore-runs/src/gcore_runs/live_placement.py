@@ -52,7 +52,7 @@ class LivePlacement:
         self._config, self._file = config, file
         policy = RoleLimits(devices_per_replica=1, min_replicas=whole.controllers)
         reward, num_devices = RoleLimits(devices_per_replica=1), whole.engines + whole.judges
-        self._space = PartitionSpace(num_devices=num_devices, policy=policy, reward=reward)
+        self._space = PartitionSpace(num_devices=num_devices, roles=(policy, reward))
         self._horizon_steps = config.horizon_steps
         self._dynamic = self._started_at(whole.engines)
         self._choice: StrategyChoice | None = None
@@ -72,8 +72,8 @@ class LivePlacement:
         if self._choice is not None and STRATEGIES[self._choice.strategy].is_time_shared:
             both = self._space.num_devices
             return replace(self.whole, engines=both, judges=both, in_turns=True)
-        partition = self._dynamic.partition
-        return replace(self.whole, engines=partition.policy_replicas, judges=partition.reward_replicas)
+        engines, judges = self._dynamic.partition.replicas
+        return replace(self.whole, engines=engines, judges=judges)
 
     def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
         """Observe a step, and when each device worked in it."""
@@ -103,7 +103,7 @@ class LivePlacement:
             strategy = self._choice.observe(policy, reward, stage_s=stage_s, swap_s=self.swap_s * num_turns)
             if before.in_turns and STRATEGIES[strategy].follows_load:
                 best = self._dynamic.best((policy.work_device_s, reward.work_device_s))
-                self._dynamic = self._started_at(best.policy_devices)
+                self._dynamic = self._started_at(best.devices[0])
         if self.sizes != before:
             self._moved_at_s = now_s
         write_atomically(self._file, lambda path: path.write_text(json.dumps(self._state())))

@@ -203,7 +203,7 @@ async def _run_controller(
             policy, num_engines = engines.replicas, len(engines.replicas.engines)
             if traits.follows_load and judges is not None and engines.are_own and judges.are_own:
                 num_engines += len(judges.replicas.engines)
-                lending = lend(engines, judges, devices=devices, announce=announce)
+                lending = lend([engines, judges], devices=devices, announce=announce)
                 policy, judge = lending.engines
                 moving = asyncio.create_task(_move_as_noticed(ctx, lending))
                 to_close.callback(moving.cancel)
@@ -228,4 +228,5 @@ async def _move_as_noticed(ctx: Context[Handles], lending: LendingEngines) -> No
     num_places = [sum(len(range(r, n, ctx.world_size)) for n in (engines, judges)) for r in range(ctx.world_size)]
     while True:
         sizes: Sizes = await ctx.notices.get()
-        lending.arrange(policy_share(sizes.engines, num_places, ctx.rank))
+        share = policy_share(sizes.engines, num_places, ctx.rank)
+        lending.arrange([share, num_places[ctx.rank] - share])

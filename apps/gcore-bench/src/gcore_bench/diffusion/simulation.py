@@ -56,7 +56,7 @@ _IMAGES = TraceRecipe(
 def run_simulation(options: DiffusionOptions) -> list[Comparison]:
     """Compare all strategies on verdicts that stay, grow, and jump."""
     limits = RoleLimits(devices_per_replica=1)
-    space = PartitionSpace(num_devices=NUM_DEVICES, policy=limits, reward=limits, unit_devices=UNIT_DEVICES)
+    space = PartitionSpace(num_devices=NUM_DEVICES, roles=(limits, limits), unit_devices=UNIT_DEVICES)
     drifts = {
         "images, verdicts as they are": steady(400),
         "images, verdicts grow": Drift(first=100, last=3000),

@@ -67,7 +67,7 @@ def _comparison(comparison: Comparison) -> str:
     )
     step_lines = [(run.strategy, np.array([step.seconds for step in run.steps])) for run in runs]
     share_lines = [
-        (run.strategy, np.array([step.partitions[0].policy_devices / run.num_devices for step in run.steps]))
+        (run.strategy, np.array([step.partitions[0].devices[0] / run.num_devices for step in run.steps]))
         for run in runs[1:]
     ]
     return (

@@ -1,1 +1,1 @@
-"""Divide the devices between policy generation and a generative reward."""
+"""Divide the devices between policy generation and generative rewards."""

@@ -1,10 +1,11 @@
-"""Decisions during a run: devices move from the idle role to the busy one, or both take turns on all of them."""
+"""Decisions during a run: devices move from idle roles to busy ones."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from gcore_placement.errors import refusal
 from gcore_placement.partition.safeguard import Safeguard
@@ -20,35 +21,39 @@ from gcore_placement.quantities import (
 NUM_ROUNDS = 21
 """Rounds to remember; noise is estimated from the changes between them."""
 _MAX_CORRECTION = 16.0
+_OTHERS = 1e-9
+"""Weight of the seconds of roles that are not waited for."""
 _NORMAL_MEDIAN = 0.6745
 """Median of the absolute value of a standard normal variable."""
-_WORK, _FLOOR, _CORRECTION, _DEVICES, _SIZE = slice(0, 2), slice(2, 4), slice(4, 6), 6, 7
-"""Columns of a row: work for a size of 1, as a model has it; floors; corrections; the policy's devices; the size."""
+_WORK, _FLOOR, _CORRECTION, _DEVICES, _SIZE = range(5)
+"""Entries of a row, each with a number of every role: work for a size of 1, as a model has it; floors; corrections;
+devices; the size, which all roles have in common."""
 
 Load = tuple[Floats, Floats]
 """[R] device-seconds of work, and [R] seconds that devices do not shorten."""
 
 
 class LoadHistory:
-    """The last rounds of R = 2 roles. A round counts by its size: a handful of prompts decides nothing."""
+    """The last rounds of R roles. A round counts by its size: a handful of prompts decides nothing."""
 
-    def __init__(self, config: "DynamicPartitionConfig") -> None:
-        self._config = config
-        self.rows: list[list[float]] = []
+    def __init__(self, config: "DynamicPartitionConfig", num_roles: int) -> None:
+        self._config, self._num_roles = config, num_roles
+        self.rows: list[list[list[float]]] = []
 
-    def add(self, loads: tuple[RoleLoad, RoleLoad], devices: tuple[int, int], size: float) -> None:
+    def add(self, loads: Sequence[RoleLoad], devices: Sequence[int], size: float) -> None:
         """Add a round, with the devices of each role."""
         found = self.corrections.tolist()
         if self._config.is_corrected:
             found = [load.correction(d, last) for load, d, last in zip(loads, devices, found, strict=True)]
         corrections = np.clip(found, 1 / _MAX_CORRECTION, _MAX_CORRECTION).tolist()
         work, floors = [load.work_device_s / size for load in loads], [load.floor_s for load in loads]
-        self.rows = [*self.rows[1 - NUM_ROUNDS :], [*work, *floors, *corrections, float(devices[0]), size]]
+        row = [work, floors, corrections, list(map(float, devices)), [size] * self._num_roles]
+        self.rows = [*self.rows[1 - NUM_ROUNDS :], row]
 
     @property
     def corrections(self) -> Floats:
         """[R], median corrections of the model's work."""
-        return self._medians(_CORRECTION) if self.rows else np.ones(2)
+        return self._medians(_CORRECTION) if self.rows else np.ones(self._num_roles)
 
     def settled(self) -> Load:
         """Return the load of a round of usual size, by medians of the last ones."""
@@ -62,36 +67,40 @@ class LoadHistory:
     def noise(self) -> Floats:
         """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
         rows = np.array(self.rows)
-        work, size = rows[:, _WORK], rows[:, _SIZE]
+        work, size = rows[:, _WORK], self._sizes()
         # The error of a model may differ between partitions, and is not noise.
-        has_stayed = np.diff(rows[:, _DEVICES]) == 0
+        has_stayed = (np.diff(rows[:, _DEVICES], axis=0) == 0).all(axis=1)
         if not has_stayed.any() or not work.all():
-            return np.full(2, self._config.noise_floor)
+            return np.full(self._num_roles, self._config.noise_floor)
         changes = np.abs(np.diff(np.log(work), axis=0))[has_stayed]
         weights = np.minimum(size[1:], size[:-1])[has_stayed]
         found = [weighted_median(change, weights) for change in changes.T]
         return np.maximum(self._config.noise_floor, np.array(found) / _NORMAL_MEDIAN / np.sqrt(2))
 
     def deviation(self) -> float:
-        """Return how far the last round's work is off the settled one, in standard deviations; the larger role."""
-        last, settled = np.array(self.rows[-1]), self._medians(_WORK)
-        if not (last[_WORK].all() and settled.all()):
-            return float("inf") if (last[_WORK] != settled).any() else 0.0
-        noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / last[_SIZE]))
-        off = np.abs(np.log(last[_WORK] / settled))
+        """Return how far the last round's work is off the settled one, in standard deviations; the largest role."""
+        last, settled = np.array(self.rows[-1][_WORK]), self._medians(_WORK)
+        if not (last.all() and settled.all()):
+            return float("inf") if (last != settled).any() else 0.0
+        noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / self._sizes()[-1]))
+        off = np.abs(np.log(last / settled))
         return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
+
+    def _sizes(self) -> Floats:
+        """Return the rounds' sizes: [num_rounds]."""
+        return np.array(self.rows)[:, _SIZE, 0]
 
     def _usual_size(self) -> float:
         """Return the mean size of rounds, weighted by size."""
-        size = np.array(self.rows)[:, _SIZE]
+        size = self._sizes()
         return float(size @ size / size.sum())
 
-    def _medians(self, columns: slice) -> Floats:
+    def _medians(self, entry: int) -> Floats:
         """Return medians over as much of the last rounds as `window` rounds of usual size: [R]."""
-        rows = np.array(self.rows[::-1])
-        before = np.cumsum(rows[:, _SIZE]) - rows[:, _SIZE]
-        weights = np.clip(self._config.window * self._usual_size() - before, 0.0, rows[:, _SIZE])
-        return np.array([weighted_median(values, weights) for values in rows[:, columns].T])
+        rows, size = np.array(self.rows[::-1]), self._sizes()[::-1]
+        before = np.cumsum(size) - size
+        weights = np.clip(self._config.window * self._usual_size() - before, 0.0, size)
+        return np.array([weighted_median(values, weights) for values in rows[:, entry].T])
 
 
 def weighted_median(values: Floats, weights: Floats) -> float:
@@ -101,6 +110,19 @@ def weighted_median(values: Floats, weights: Floats) -> float:
     half = total[-1] / 2
     low, high = np.searchsorted(total, half * (1 - 1e-9)), np.searchsorted(total, half * (1 + 1e-9), side="right")
     return float(values[low] + values[min(high, len(values) - 1)]) / 2
+
+
+def expected_max(values_PRK: Floats, weights_K: Floats) -> Floats:
+    """Return the mean of the largest of R independent variables, each with K values of these weights: [P].
+
+    It is the sum of all values, each times what the product of the R distributions rises by there.
+    """
+    all_PV = values_PRK.reshape(len(values_PRK), -1)
+    order = np.argsort(all_PV, axis=1, kind="stable")
+    rises = np.kron(np.eye(values_PRK.shape[1]), weights_K[:, None])
+    """[R * K, R], what each value adds to the distribution of its variable."""
+    below = np.cumsum(rises[order], axis=1).prod(axis=2)
+    return np.einsum("pv,pv->p", np.take_along_axis(all_PV, order, axis=1), np.diff(below, axis=1, prepend=0.0))
 
 
 _MEDIAN_DEVIATION = np.sqrt(np.pi / 2)
@@ -152,12 +174,12 @@ class DynamicPartitionConfig(Checked):
 class DynamicPartition:
     """Decides after each round which devices generate and which judge, from the measured load.
 
-    The scheme of G-Core (arXiv 2507.22789): generation and reward co-exist on disjoint devices, and devices move from
-    the role that idles to the one that is busy. A round is a step, or a wave of dynamic sampling. Each role's time is
-    `floor + work / devices`, corrected by what was measured; the load is the median of the last rounds, with a noise
-    estimated from their changes. The best partition is the one in which the slower role's time, over that noise and
-    what the law may be off by, is shortest in the mean. Devices move where that time falls by more than a move takes,
-    over a horizon, and only as far as it would were the medians off by their noise.
+    The scheme of G-Core (arXiv 2507.22789), for any number of roles: generation and rewards co-exist on disjoint
+    devices, and devices move from roles that idle to those that are busy. A round is a step, or a wave of dynamic
+    sampling. Each role's time is `floor + work / devices`, corrected by what was measured; the load is the median of
+    the last rounds, with a noise estimated from their changes. The best partition is the one in which the slowest
+    role's time, over that noise and what the law may be off by, is shortest in the mean. Devices move where that time
+    falls by more than a move takes, over a horizon, and only as far as it would were the medians off by their noise.
 
     A last round far off the medians is an outlier or the first after a jump; the next one decides. Until then devices
     go where the time for either load, over the shortest for that load, is least in the worse case. After a jump,
@@ -165,14 +187,14 @@ class DynamicPartition:
 
     Where the load swings faster than that, the best fixed partition so far is kept instead (`Safeguard`).
 
-    Pure, deterministic, and symmetric in policy and reward. Raises PlacementError where `start` is not in `space`.
+    Pure, deterministic, and symmetric in the roles. Raises PlacementError where `start` is not in `space`.
     """
 
     def __init__(self, space: PartitionSpace, start: Partition, config: DynamicPartitionConfig | None = None) -> None:
         self.space = space
         self.config = config or DynamicPartitionConfig()
         self._index = self._followed = space.index(start)
-        self._history = LoadHistory(self.config)
+        self._history = LoadHistory(self.config, len(space.roles))
         self._safeguard = Safeguard(space.role_devices, self._index, self.config.tolerance)
 
     @property
@@ -181,26 +203,27 @@ class DynamicPartition:
         return self.space.partitions[self._index]
 
     @property
-    def corrections(self) -> tuple[float, float]:
-        """The present corrections of the model's work, of the policy and of the reward."""
-        policy, reward = self._history.corrections.tolist()
-        return policy, reward
+    def corrections(self) -> tuple[float, ...]:
+        """The present corrections of the model's work, of each role."""
+        return tuple(self._history.corrections.tolist())
 
-    def observe(
-        self, policy: RoleLoad, reward: RoleLoad, *, size: float = 1.0, is_within_step: bool = False
-    ) -> Partition:
+    def observe(self, *loads: RoleLoad, size: float = 1.0, is_within_step: bool = False) -> Partition:
         """Observe a round on the present partition; return the partition of the next.
 
         Args:
+            loads: of each role, in the order of the space's roles.
             size: of the round in any unit, such as prompts, where rounds differ: work grows with it, floors do not.
             is_within_step: whether the next round belongs to the same step.
         """
         check_above_0("size", size)
-        self._history.add((policy, reward), (self.partition.policy_devices, self.partition.reward_devices), size)
+        self._history.add(loads, self.partition.devices, size)
         before, move_s = self._followed, self.config.move_within_s if is_within_step else self.config.move_s
+        latest = self._history.latest(size)
+        # Where the slowest role is as fast, others count.
+        seconds = self._mean_seconds(latest, self.config.law_error) + _OTHERS * self._sum_of_roles(latest[0])
         self._follow(move_s, is_within_step=is_within_step)
         self._index = self._safeguard.choose(
-            self._mean_seconds(self._history.latest(size), self.config.law_error),
+            seconds,
             before=before,
             after=self._followed,
             move_s=move_s,
@@ -214,26 +237,26 @@ class DynamicPartition:
             raise refusal("observed rounds", 0, "at least 1")
         return self._seconds(self._history.settled())
 
-    def best(self, work_device_s: tuple[float, float], floor_s: tuple[float, float] = (0.0, 0.0)) -> Partition:
-        """Return the partition in which both roles finish this work first; the nearest of equal ones."""
+    def best(self, work_device_s: Sequence[float], floor_s: Sequence[float] | float = 0.0) -> Partition:
+        """Return the partition in which all roles finish this work first; the nearest of equal ones."""
         seconds = stage_seconds(work_device_s, floor_s, self.space.role_devices)
-        return self.space.partitions[_nearest_best(seconds, self._index)]
+        return self.space.partitions[self._nearest_best(seconds, self._index, work_device_s)]
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain data, for JSON."""
         return {
             "partition": asdict(self.partition),
             "followed": asdict(self.space.partitions[self._followed]),
-            "history": [list(row) for row in self._history.rows],
+            "history": [[list(entry) for entry in row] for row in self._history.rows],
             "safeguard": self._safeguard.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state()`; PlacementError where a cluster that has changed has no such partition."""
-        index, followed = (self.space.index(Partition(**state[name])) for name in ("partition", "followed"))
+        index, followed = (self.space.index(_partition(state[name])) for name in ("partition", "followed"))
         self._safeguard.load_state(state["safeguard"])
         self._index, self._followed = index, followed
-        self._history.rows = [[float(value) for value in row] for row in state["history"]]
+        self._history.rows = [[list(map(float, entry)) for entry in row] for row in state["history"]]
 
     def _seconds(self, load: Load) -> Floats:
         """Return mean seconds over the noise and the error of the law: [num_partitions]."""
@@ -242,10 +265,9 @@ class DynamicPartition:
     def _mean_seconds(self, load: Load, deviation: float | Floats) -> Floats:
         """Return mean seconds, where the logarithms of work deviate by so much, for each role: [num_partitions]."""
         work, floor = load
-        # [9, 1, 2] work of both roles at all pairs of nodes.
-        nodes = np.stack(np.meshgrid(_NODES, _NODES), axis=-1).reshape(-1, 1, 2)
-        seconds = stage_seconds(work * np.exp(deviation * nodes), floor, self.space.role_devices)
-        return np.outer(_WEIGHTS, _WEIGHTS).ravel() @ seconds
+        nodes_RK = (work * np.exp(np.multiply.outer(_NODES, np.broadcast_to(deviation, work.shape)))).T
+        seconds_PRK = floor[:, None] + nodes_RK / self.space.role_devices[:, :, None]
+        return expected_max(seconds_PRK, _WEIGHTS)
 
     def _follow(self, move_s: float, *, is_within_step: bool) -> None:
         config, now = self.config, self._followed
@@ -260,16 +282,19 @@ class DynamicPartition:
         """Return the partition on the way to the best one that pays even if the settled load is off by noise."""
         config, now, (work, floor) = self.config, self._followed, self._history.settled()
         seconds = self._seconds((work, floor))
-        best = _nearest_best(seconds, now)
+        best = self._nearest_best(seconds, now, work)
         if seconds[now] - seconds[best] <= config.min_gain * seconds[now]:
             return now
-        direction = np.sign(best - now)
         num_rounds = min(len(self._history.rows), config.window)
         off = config.near * _MEDIAN_DEVIATION * self._history.noise() / np.sqrt(num_rounds)
-        # More devices for the policy are a mistake where its work is less, and the reward's more, than it seems.
-        against = work * np.exp(off * np.array([-1, 1]) * direction)
-        least = _nearest_best(self._seconds((against, floor)), now)
-        return least if np.sign(least - now) == direction else now
+        # More devices for a role are a mistake where its work is less, and that of roles that lose some more, than it
+        # seems.
+        devices_PR = self.space.role_devices
+        had, has = devices_PR[[now, best]]
+        against = work * np.exp(-off * np.sign(has - had))
+        is_between = (devices_PR >= np.minimum(had, has)) & (devices_PR <= np.maximum(had, has))
+        against_s = np.where(is_between.all(axis=1), self._seconds((against, floor)), np.inf)
+        return self._nearest_best(against_s, now, against)
 
     def _least_regret(self) -> int:
         """Return the partition of least regret under two cases: the settled load, and that of the last round."""
@@ -277,11 +302,21 @@ class DynamicPartition:
         seconds = np.stack([self._seconds(load) for load in (self._history.settled(), self._history.latest())])
         least = seconds.min(axis=1, keepdims=True)
         regret = np.divide(seconds, least, out=np.ones_like(seconds), where=least > 0).max(axis=0)
-        target = _nearest_best(regret, now)
+        target = self._nearest_best(regret, now, self._history.settled()[0])
         return target if regret[now] - regret[target] > config.min_gain * regret[now] else now
 
+    def _nearest_best(self, seconds: Floats, now: int, work: ArrayLike) -> int:
+        """Return the index of the least seconds; of equal ones, where fewest devices move, then where roles are done
+        soonest in the sum."""
+        fastest = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-12))
+        moved = np.abs(self.space.role_devices[fastest] - self.space.role_devices[now]).sum(axis=1)
+        return int(fastest[np.lexsort((self._sum_of_roles(work)[fastest], moved))[0]])
 
-def _nearest_best(seconds: Floats, now: int) -> int:
-    """Return the index of the least seconds, the nearest to ``now`` of equal ones."""
-    fastest = np.flatnonzero(seconds <= seconds.min() * (1 + 1e-12))
-    return int(fastest[np.abs(fastest - now).argmin()])
+    def _sum_of_roles(self, work: ArrayLike) -> Floats:
+        """Return the seconds that all roles' work takes, one after the other: [num_partitions]."""
+        return (np.asarray(work) / self.space.role_devices).sum(axis=1)
+
+
+def _partition(state: Mapping[str, Any]) -> Partition:
+    """Return a partition of a `state()`, in which JSON has made lists of tuples."""
+    return Partition(**{name: tuple(value) if isinstance(value, list) else value for name, value in state.items()})

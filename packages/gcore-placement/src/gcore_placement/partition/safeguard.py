@@ -32,7 +32,7 @@ class Safeguard:
     more than g T.
 
     Args:
-        role_devices: devices of both roles in each partition: [num_partitions, 2].
+        role_devices: devices of each role in each partition: [num_partitions, num_roles].
         start: the index of the first partition.
         tolerance: share of each round's seconds.
     """

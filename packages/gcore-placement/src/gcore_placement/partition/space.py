@@ -1,4 +1,4 @@
-"""Partitions of the devices between generation and reward, and the load of either role on them."""
+"""Partitions of the devices between roles, such as generation and rewards, and the load of each role on them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,21 +11,22 @@ from gcore_placement.costs import EngineCosts
 from gcore_placement.errors import PlacementError, refusal
 from gcore_placement.quantities import Amount, Checked, Floats, Positive
 
+MAX_PARTITIONS = 100_000
+"""Most partitions of a space: each decision looks at all of them."""
+
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Partition:
-    """Replicas of the policy's engine and of the reward's, and the devices that they hold."""
+    """The replicas of each role's engine, in the order of the roles, and the devices that they hold."""
 
-    policy_replicas: int
-    reward_replicas: int
-    policy_devices: int
-    reward_devices: int
+    replicas: tuple[int, ...]
+    devices: tuple[int, ...]
     unassigned_devices: int = 0
-    """Too few for another replica of either role."""
+    """Too few for another replica of any role."""
 
     @property
     def num_devices(self) -> int:
-        return self.policy_devices + self.reward_devices + self.unassigned_devices
+        return sum(self.devices) + self.unassigned_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class RoleLimits(Checked):
     min_replicas: Positive = 1
     """Fewest replicas that hold what the role must keep in memory."""
     max_replicas: int | None = None
-    """Most replicas, so that the other role and the host have memory; None: as many as fit."""
+    """Most replicas, so that other roles and the host have memory; None: as many as fit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,72 +56,90 @@ class RoleLimits(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpace(Checked):
-    """The partitions of a cluster in which neither role could have another replica; PlacementError if there is none."""
+    """The partitions of a cluster in which no role could have another replica.
+
+    Raises PlacementError if there is none, or more than `MAX_PARTITIONS`.
+    """
 
     num_devices: Positive
-    policy: RoleLimits
-    reward: RoleLimits
+    roles: tuple[RoleLimits, ...]
+    """At least two, such as the policy and its generative rewards; loads and partitions keep their order."""
     unit_devices: Positive = 1
     """Each role has a multiple of these, such as whole nodes; at least as many move at once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if len(self.roles) < 2:
+            raise refusal("roles", self.roles, "at least 2 roles, which divide the devices")
         if not self.partitions:
-            roles = (self.policy, self.reward)
-            least = sum(role.devices_per_replica * role.counts(10**12, self.unit_devices).start for role in roles)
+            least = sum(role.devices_per_replica * role.counts(10**12, self.unit_devices).start for role in self.roles)
             raise PlacementError(
-                f"num_devices is {self.num_devices}; expected at least {least}, for the fewest replicas of both roles "
+                f"num_devices is {self.num_devices}; expected at least {least}, for the fewest replicas of all roles "
                 f"in units of {self.unit_devices} devices"
             )
 
     @cached_property
     def partitions(self) -> tuple[Partition, ...]:
-        """All partitions, by ascending policy replicas; neighbours differ by one step of at least one role."""
-        policy_counts = self.policy.counts(self.num_devices, self.unit_devices)
-        reward_counts = self.reward.counts(self.num_devices, self.unit_devices)
-        found: list[Partition] = []
-        for policy_replicas in policy_counts:
-            policy_devices = policy_replicas * self.policy.devices_per_replica
-            most = (self.num_devices - policy_devices) // self.reward.devices_per_replica
-            fitting = range(reward_counts.start, min(reward_counts.stop, most + 1), reward_counts.step)
-            if not fitting:
-                break
-            # Of partitions with as many judges, the one with most policy replicas leaves fewest devices unassigned.
-            if found and found[-1].reward_replicas == fitting[-1]:
-                found.pop()
-            reward_devices = fitting[-1] * self.reward.devices_per_replica
-            found.append(
-                Partition(
-                    policy_replicas=policy_replicas,
-                    reward_replicas=fitting[-1],
-                    policy_devices=policy_devices,
-                    reward_devices=reward_devices,
-                    unassigned_devices=self.num_devices - policy_devices - reward_devices,
+        """All partitions, by ascending replicas of the first roles."""
+        sizes_R = np.array([role.devices_per_replica for role in self.roles])
+        counts = [np.array(role.counts(self.num_devices, self.unit_devices), dtype=np.intp) for role in self.roles]
+        if not all(own.size for own in counts):
+            return ()
+        least_R = np.array([own[0] for own in counts]) * sizes_R
+        replicas_PR = np.zeros((1, 0), dtype=np.intp)
+        for role, own in enumerate(counts[:-1]):
+            fitting = self.num_devices - replicas_PR @ sizes_R[:role] - least_R[role + 1 :].sum()
+            parent, count = np.nonzero(own * sizes_R[role] <= fitting[:, None])
+            if parent.size > MAX_PARTITIONS:
+                raise PlacementError(
+                    f"unit_devices is {self.unit_devices}; expected more: {len(self.roles)} roles divide "
+                    f"{self.num_devices} devices in more than {MAX_PARTITIONS} ways"
                 )
+            replicas_PR = np.column_stack([replicas_PR[parent], own[count]])
+        # The last role has all that others leave.
+        left = self.num_devices - replicas_PR @ sizes_R[:-1]
+        last = counts[-1][np.searchsorted(counts[-1] * sizes_R[-1], left, side="right") - 1] if left.size else left
+        replicas_PR = np.column_stack([replicas_PR, last])
+        unassigned = self.num_devices - replicas_PR @ sizes_R
+        steps_R = np.array([own[1] - own[0] if own.size > 1 else self.num_devices for own in counts]) * sizes_R
+        could_grow = (replicas_PR < [own[-1] for own in counts]) & (steps_R <= unassigned[:, None])
+        is_full = ~could_grow.any(axis=1)
+        return tuple(
+            Partition(replicas=tuple(replicas), devices=tuple(devices), unassigned_devices=rest)
+            for replicas, devices, rest in zip(
+                replicas_PR[is_full].tolist(),
+                (replicas_PR * sizes_R)[is_full].tolist(),
+                unassigned[is_full].tolist(),
+                strict=True,
             )
-        return tuple(found)
+        )
 
     @cached_property
     def role_devices(self) -> Floats:
-        """[num_partitions, 2] devices of the policy and of the reward."""
-        return np.array([[p.policy_devices, p.reward_devices] for p in self.partitions], dtype=np.float64)
+        """[num_partitions, num_roles] devices of each role."""
+        return np.array([partition.devices for partition in self.partitions], dtype=np.float64)
+
+    @cached_property
+    def _indices(self) -> dict[Partition, int]:
+        return {partition: index for index, partition in enumerate(self.partitions)}
 
     def index(self, partition: Partition) -> int:
         """Return the index of a partition among `partitions`. Raises PlacementError if it is not one of them."""
-        if partition not in self.partitions:
+        if partition not in self._indices:
             raise refusal("partition", partition, f"one of the {len(self.partitions)} that the cluster allows")
-        return self.partitions.index(partition)
+        return self._indices[partition]
 
-    def nearest(self, policy_devices: float) -> Partition:
-        """Return the partition whose policy has about so many devices."""
-        return self.partitions[int(np.abs(self.role_devices[:, 0] - policy_devices).argmin())]
+    def nearest(self, *devices: float) -> Partition:
+        """Return the partition whose first roles have about so many devices each."""
+        off = np.abs(self.role_devices[:, : len(devices)] - devices).sum(axis=1)
+        return self.partitions[int(off.argmin())]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleLoad(Checked):
-    """One role's part of the stages in which policy and reward run side by side, over one step or wave.
+    """One role's part of the stages in which policy and rewards run side by side, over one step or wave.
 
-    With D devices the role takes `floor_s + work_device_s / D`, were the other never in its way.
+    With D devices the role takes `floor_s + work_device_s / D`, were the others never in its way.
     """
 
     work_device_s: Amount
@@ -132,7 +151,7 @@ class RoleLoad(Checked):
     finish_s: Amount
     """Seconds until the role was done, as measured."""
     was_waiting: bool
-    """The other role held it up: it would not have finished earlier with more devices."""
+    """Another role held it up: it would not have finished earlier with more devices."""
 
     def correction(self, devices: int, last: float) -> float:
         """Return the factor by which `work_device_s` agrees with the measurement on so many devices.
@@ -178,5 +197,5 @@ def engine_load(costs: EngineCosts, work: EngineWork) -> tuple[float, float]:
 
 
 def stage_seconds(work_R: ArrayLike, floor_R: ArrayLike, devices_PR: Floats) -> Floats:
-    """Return the seconds until both roles are done in each partition: [num_partitions]."""
+    """Return the seconds until all roles are done in each partition: [num_partitions]."""
     return np.max(np.asarray(floor_R) + np.asarray(work_R) / devices_PR, axis=-1)

@@ -1,6 +1,6 @@
 """The choice during a run between turns of generation and reward on all devices, and a partition of the devices."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -17,8 +17,8 @@ _MIN_GAIN = 0.05
 class StrategyChoice:
     """Chooses between colocated and dynamic after each step, for runs whose costs are not known in advance.
 
-    The present strategy is judged by the measured seconds of its steps, the other one by a law: colocated, both roles'
-    work is shared by all devices, and each turn adds a swap; dynamic, the slower role of the best partition decides.
+    The present strategy is judged by the measured seconds of its steps, the other one by a law: colocated, all roles'
+    work is shared by all devices, and each turn adds a swap; dynamic, the slowest role of the best partition decides.
     When a strategy is tried, its measured seconds over those of the law correct the law from then on, in both
     directions, so that one that was better by the law alone is left, and not tried again for the same reason.
 
@@ -45,17 +45,18 @@ class StrategyChoice:
         self._left_s = 0.0
         """Measured seconds of the strategy that was left for it."""
 
-    def observe(self, policy: RoleLoad, reward: RoleLoad, *, stage_s: float, swap_s: float) -> Strategy:
+    def observe(self, *loads: RoleLoad, stage_s: float, swap_s: float) -> Strategy:
         """Observe a step under the present strategy; return the strategy of the next one.
 
         Args:
+            loads: of each role, in the order of the space's roles.
             stage_s: measured seconds of generation and rewarding together, swaps included.
             swap_s: seconds of all swaps of a step, under colocated.
         """
         check_amounts("stage_s", stage_s)
         check_amounts("swap_s", swap_s)
         [other] = self._corrections.keys() - {self.strategy}
-        self._steps = [*self._steps, (stage_s, self._law(other, policy, reward, swap_s))][-_WINDOW:]
+        self._steps = [*self._steps, (stage_s, self._law(other, loads, swap_s))][-_WINDOW:]
         if len(self._steps) < _WINDOW:
             return self.strategy
         measured_s, law_s = (median(values) for values in zip(*self._steps, strict=True))
@@ -86,8 +87,8 @@ class StrategyChoice:
         self._corrections = dict(state["corrections"])
         self._promised_s, self._left_s = state["promised_s"], state["left_s"]
 
-    def _law(self, strategy: Strategy, policy: RoleLoad, reward: RoleLoad, swap_s: float) -> float:
-        work, floor = (policy.work_device_s, reward.work_device_s), (policy.floor_s, reward.floor_s)
+    def _law(self, strategy: Strategy, loads: Sequence[RoleLoad], swap_s: float) -> float:
+        work, floor = [load.work_device_s for load in loads], [load.floor_s for load in loads]
         if STRATEGIES[strategy].is_time_shared:
             return sum(work) / self._space.num_devices + sum(floor) + swap_s
         return float(stage_seconds(work, floor, self._space.role_devices).min())

@@ -182,8 +182,7 @@ def scenario(
     assert costs.reward is not None
     space = PartitionSpace(
         num_devices=num_devices,
-        policy=RoleLimits(devices_per_replica=costs.policy.devices_per_replica),
-        reward=RoleLimits(devices_per_replica=costs.reward.devices_per_replica),
+        roles=tuple(RoleLimits(devices_per_replica=own.devices_per_replica) for own in (costs.policy, costs.reward)),
         unit_devices=size.unit_devices,
     )
     return Simulator(trace, costs, space, progress=progress)

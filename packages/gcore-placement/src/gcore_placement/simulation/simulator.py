@@ -118,7 +118,10 @@ class Simulator:
     ) -> None:
         if costs.reward is None:
             raise refusal("costs.reward", None, "the costs of a generative reward, to which devices can be given")
-        for name, engine, limits in (("policy", costs.policy, space.policy), ("reward", costs.reward, space.reward)):
+        if len(space.roles) != 2:
+            raise refusal("space.roles", space.roles, "2 roles, the policy and the reward, which are simulated")
+        engines = {"policy": costs.policy, "reward": costs.reward}
+        for (name, engine), limits in zip(engines.items(), space.roles, strict=True):
             if not engine.decode_base_s + engine.decode_per_sequence_s:
                 raise refusal(f"costs.{name}.decode_base_s", 0.0, "above 0: a token takes time")
             if engine.devices_per_replica != (own := limits.devices_per_replica):
@@ -219,7 +222,7 @@ class Simulator:
 
     def _run(self, strategy: str, outcomes: Sequence[WaveOutcome], partitions: Sequence[Partition] = ()) -> StrategyRun:
         """Combine the outcomes of all waves, and the partitions they ran on; no partitions: colocated."""
-        devices = [partition.policy_devices for partition in partitions]
+        devices = [partition.devices[0] for partition in partitions]
         moved = np.abs(np.diff(devices, prepend=devices[:1])).tolist()
         steps = [
             self._step(step, outcomes[first:end], partitions[first:end], moved[first:end])
@@ -245,7 +248,7 @@ class Simulator:
             "training": train_s,
             "weight_sync": sync_s,
         }
-        policy_devices = partitions[-1].policy_devices if partitions else num_devices
+        policy_devices = partitions[-1].devices[0] if partitions else num_devices
         device_s = {name: sum(wave.device_s.get(name, 0.0) for wave in waves) for name in (*WORK, *IDLE)}
         for name in ("swap", "preparation", "training"):
             device_s[name] += num_devices * stage_s[name]
@@ -291,7 +294,7 @@ def _least_generating_s(costs: EngineCosts, partition: Partition, wave: Wave) ->
 
     A replica decodes `max_num_seqs` tokens a step at most, and a step for each token of its longest response.
     """
-    requests = policy_requests([wave], partition.policy_replicas)
+    requests = policy_requests([wave], partition.replicas[0])
     starts = np.flatnonzero(np.diff(requests.replica, prepend=-1))
     tokens = np.add.reduceat(requests.length, starts)
     steps = np.maximum(np.maximum.reduceat(requests.length, starts), tokens / costs.max_num_seqs)

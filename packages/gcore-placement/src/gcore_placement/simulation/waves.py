@@ -108,8 +108,7 @@ def simulate_waves(
         chunk = waves[first : first + at_once]
         late = (0, 0)
         if before is not None and not first:
-            had = before.policy_replicas, before.reward_replicas
-            late = max(0, replicas[0] - had[0]), max(0, replicas[1] - had[1])
+            late = max(0, replicas[0] - before.replicas[0]), max(0, replicas[1] - before.replicas[1])
         generated, judged = run_waves(costs, chunk, place, late, late_s)
         responses, judgements = generated.requests, judged.requests
         starts = wave_starts(chunk)
@@ -128,6 +127,7 @@ def simulate_waves(
             }
             uncontended_W = end_W
         else:
+            policy_devices, reward_devices = place.devices
             late_W = np.zeros(len(chunk))
             late_W[0] = late_s
             after_W, late_before_W = end_W - generation_W, np.minimum(late_W, generation_W)
@@ -135,13 +135,13 @@ def simulate_waves(
             late_policy, late_reward = late[0] * policy.devices_per_replica, late[1] * reward.devices_per_replica
             judging_before_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
             judging_after_W = judging_W - judging_before_W
-            policy_tail_W = generation_W * place.policy_devices - generating_W - late_policy * late_before_W
-            reward_tail_W = after_W * place.reward_devices - judging_after_W - late_reward * late_after_W
+            policy_tail_W = generation_W * policy_devices - generating_W - late_policy * late_before_W
+            reward_tail_W = after_W * reward_devices - judging_after_W - late_reward * late_after_W
             idle = {
                 "swap": (late_policy + late_reward) * (late_before_W + late_after_W),
                 "long_tail": policy_tail_W + reward_tail_W,
-                "waiting_for_reward": after_W * place.policy_devices - late_policy * late_after_W,
-                "imbalance": generation_W * place.reward_devices - judging_before_W - late_reward * late_before_W,
+                "waiting_for_reward": after_W * policy_devices - late_policy * late_after_W,
+                "imbalance": generation_W * reward_devices - judging_before_W - late_reward * late_before_W,
                 "unassigned": end_W * place.unassigned_devices,
             }
             alone_Q = judgements.arrival + (
@@ -200,7 +200,8 @@ def _replicas(costs: JobCosts, place: Partition | int) -> tuple[int, int]:
     """Return the replicas of the policy and of the reward."""
     if isinstance(place, int):
         return place // costs.policy.devices_per_replica, place // reward_costs(costs).devices_per_replica
-    return place.policy_replicas, place.reward_replicas
+    policy, reward = place.replicas
+    return policy, reward
 
 
 def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Engines of two models on devices of their own, of which an idle one becomes an engine of the other model."""
+"""Engines of several models on devices of their own, of which an idle one becomes an engine of another model."""
 
 import asyncio
 import logging
@@ -17,18 +17,18 @@ _logger = logging.getLogger(__name__)
 
 
 class LendingRule(Protocol):
-    """Decides which model gives an idle engine to the other one; `gcore_placement.LendingRule` is one."""
+    """Decides which model gives an idle engine to which other one; `gcore_placement.LendingRule` is one."""
 
     def observe(
         self,
         now_s: float,
         *,
-        idle: tuple[int, int],
-        waiting: tuple[int, int],
-        finished: tuple[int, int],
-        serving: tuple[int, int],
-    ) -> int | None:
-        """Return the number of the model whose engine is lent now; None: none is.
+        idle: Sequence[int],
+        waiting: Sequence[int],
+        finished: Sequence[int],
+        serving: Sequence[int],
+    ) -> tuple[int, int] | None:
+        """Return the numbers of the model whose engine is lent now and of the one that gets it; None: none is.
 
         Args:
             idle: engines of each model that have nothing to do and may be lent.
@@ -43,15 +43,15 @@ class LendingRule(Protocol):
 
 
 class LendingEngines:
-    """Two models' engines, such as those of a policy and of its judge, that help each other while they sample.
+    """The engines of models, such as those of a policy and of its judges, that help each other while they sample.
 
     While a call samples, the rule observes them. An idle engine that it lends leaves its model's replicas, becomes an
-    engine of the other model, and takes over requests that wait there. It stays until it is lent back. Before engines
+    engine of another model, and takes over requests that wait there. It stays until it is lent again. Before engines
     are put to sleep, one that is on its way arrives.
 
     Args:
-        pools: the engines of either model; closed by those of `engines`.
-        lend: makes the engine of this name, which serves the model of this number no more, one of the other model.
+        pools: the engines of each model, at least two; closed by those of `engines`.
+        lend: makes the engine of this name, which serves the first model of these numbers no more, one of the second.
         rule: decides.
         announce: called with a line if an engine cannot be lent: it returns, and none is lent any more.
     """
@@ -60,12 +60,12 @@ class LendingEngines:
         self,
         pools: Sequence[EngineReplicas[Any, Any]],
         *,
-        lend: Callable[[str, int], Awaitable[Engine[Any, Any]]],
+        lend: Callable[[str, int, int], Awaitable[Engine[Any, Any]]],
         rule: LendingRule,
         announce: Callable[[str], None],
     ) -> None:
-        if len(pools) != 2:
-            raise ValueError(f"pools has {len(pools)} models; expected 2")
+        if len(pools) < 2:
+            raise ValueError(f"pools has {len(pools)} models; expected at least 2")
         self.engines = [_LendingEngine(pool, self) for pool in pools]
         """The engines of each model as one; the pools themselves must not be called any more."""
         self._pools = list(pools)
@@ -74,8 +74,8 @@ class LendingEngines:
         self._watch: asyncio.Task[None] | None = None
         self._loan: asyncio.Task[Any] | None = None
         """The latest one; it is not cancelled, which would leave an engine half-way."""
-        self._wanted: int | None = None
-        """Engines that the first model is to have once all are awake; None: as many as it has."""
+        self._wanted: Sequence[int] | None = None
+        """Engines that each model is to have once all are awake; None: as many as it has."""
         self._has_failed = False
 
     def begin(self) -> None:
@@ -95,12 +95,12 @@ class LendingEngines:
         if self._loan is not None:
             await asyncio.wait([self._loan])
 
-    def arrange(self, count: int) -> None:
-        """Have ``count`` engines serve the first model and the rest the second, at once or when all are awake.
+    def arrange(self, counts: Sequence[int]) -> None:
+        """Have so many engines serve each model, at once or when all are awake.
 
         Engines change their model as by a loan. What one that has work leaves unfinished is continued by others.
         """
-        self._wanted = count
+        self._wanted = counts
         self.arrange_if_awake()
 
     def arrange_if_awake(self) -> None:
@@ -109,18 +109,20 @@ class LendingEngines:
             self._loan = asyncio.create_task(self._arrange(self._wanted, self._loan))
             self._wanted = None
 
-    async def _arrange(self, count: int, earlier: asyncio.Task[Any] | None) -> None:
+    async def _arrange(self, counts: Sequence[int], earlier: asyncio.Task[Any] | None) -> None:
         if earlier is not None:
             await asyncio.wait([earlier])
-        surplus = self._pools[0].num_serving - count
-        giver = 0 if surplus > 0 else 1
-        source, target = self._pools[giver], self._pools[1 - giver]
-        idle = source.idle
-        moved = [*(engine for engine in source.engines if engine not in idle), *idle][
-            len(source.engines) - abs(surplus) :
-        ]
+        surplus = [pool.num_serving - count for pool, count in zip(self._pools, counts, strict=True)]
+        moved: list[tuple[int, Engine[Any, Any]]] = []
+        for giver, (source, count) in enumerate(zip(self._pools, surplus, strict=True)):
+            idle = source.idle
+            busy_first = [*(engine for engine in source.engines if engine not in idle), *idle]
+            moved += [(giver, engine) for engine in busy_first[len(busy_first) - max(0, count) :]]
+        takers = [taker for taker, count in enumerate(surplus) for _ in range(-count)]
         if not self._has_failed:
-            await asyncio.gather(*(self._move(engine, source, target, giver, drain=False) for engine in moved))
+            # Counts that were wanted of engines of which one has died meanwhile leave one of these lists longer.
+            pairs = zip(moved, takers, strict=False)
+            await asyncio.gather(*(self._move(own, giver, taker, drain=False) for (giver, own), taker in pairs))
 
     def _stop(self) -> None:
         watch, self._watch = self._watch, None
@@ -134,30 +136,19 @@ class LendingEngines:
                 await asyncio.wait([self._loan])
             if self._has_failed:
                 return
-            if (giver := self._observed()) is not None:
-                source, target = self._pools[giver], self._pools[1 - giver]
-                self._loan = asyncio.create_task(self._move(source.idle[-1], source, target, giver))
+            loan = self._rule.observe(
+                time.monotonic(),
+                idle=[_num_lendable(pool) for pool in self._pools],
+                waiting=[pool.stats().num_waiting for pool in self._pools],
+                finished=[pool.num_finished for pool in self._pools],
+                serving=[pool.num_serving for pool in self._pools],
+            )
+            if loan is not None:
+                giver, taker = loan
+                self._loan = asyncio.create_task(self._move(self._pools[giver].idle[-1], giver, taker))
 
-    def _observed(self) -> int | None:
-        policy, judge = self._pools
-        return self._rule.observe(
-            time.monotonic(),
-            idle=(_num_lendable(policy), _num_lendable(judge)),
-            waiting=(policy.stats().num_waiting, judge.stats().num_waiting),
-            finished=(policy.num_finished, judge.num_finished),
-            serving=(policy.num_serving, judge.num_serving),
-        )
-
-    async def _move(
-        self,
-        engine: Engine[Any, Any],
-        source: EngineReplicas[Any, Any],
-        target: EngineReplicas[Any, Any],
-        giver: int,
-        *,
-        drain: bool = True,
-    ) -> None:
-        start_s = time.monotonic()
+    async def _move(self, engine: Engine[Any, Any], giver: int, taker: int, *, drain: bool = True) -> None:
+        source, target, start_s = self._pools[giver], self._pools[taker], time.monotonic()
         name: str = getattr(engine, "name", "an engine")
         try:
             await source.remove(engine, drain=drain)
@@ -168,7 +159,7 @@ class LendingEngines:
             return
         owner = source
         try:
-            lent = await self._lend(name, giver)
+            lent = await self._lend(name, giver, taker)
             owner = target
             await target.add(lent)
         except Exception as error:
