@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from gcore_rollout import Completion, Engine, EngineDiedError, EngineReplicas, H
 from gcore_rollout.weight_sync.checked import WrappedEngine
 
 NUM_SLOTS = 2
+ENDLESS: dict[str, Any] = {"eos_token_ids": []}
+"""Samples end at max_tokens alone."""
 
 
 class NamedEngine(WrappedEngine[Request, Completion]):
@@ -26,8 +28,8 @@ class NamedEngine(WrappedEngine[Request, Completion]):
             yield completion
 
 
-def make_engine(model: TinyModel, name: str) -> NamedEngine:
-    return NamedEngine(HFEngine.from_pretrained(model.path, max_num_seqs=NUM_SLOTS), name)
+def make_engine(model: TinyModel, name: str, **options: Any) -> NamedEngine:
+    return NamedEngine(HFEngine.from_pretrained(model.path, max_num_seqs=NUM_SLOTS, **options), name)
 
 
 @dataclass
@@ -56,8 +58,8 @@ class Script:
 class Cluster:
     """A policy, which has new weights, and judges, with engines that are made again when they are lent."""
 
-    def __init__(self, model: TinyModel, counts: tuple[int, ...], num_loans: int) -> None:
-        self.model = model
+    def __init__(self, model: TinyModel, counts: tuple[int, ...], num_loans: int, **options: Any) -> None:
+        self.model, self.options = model, options
         self.engines: dict[str, NamedEngine] = {}
         self.lent: list[tuple[str, int, int]] = []
         self.lines: list[str] = []
@@ -74,7 +76,7 @@ class Cluster:
         self.policy, self.judge, *_ = self.all.engines
 
     def make(self, name: str) -> NamedEngine:
-        self.engines[name] = make_engine(self.model, name)
+        self.engines[name] = make_engine(self.model, name, **self.options)
         return self.engines[name]
 
     async def lend(self, name: str, giver: int, taker: int) -> Engine:
@@ -99,8 +101,10 @@ def tokens(found: dict[tuple[str, int], Completion]) -> dict[tuple[str, int], tu
     return {key: (c.token_ids.tolist(), c.finish_reason) for key, c in found.items()}
 
 
-async def alone(model: TinyModel, requests: list[Request], *, is_new: bool) -> dict[tuple[str, int], Any]:
-    engine: Engine = HFEngine.from_pretrained(model.path)
+async def alone(
+    model: TinyModel, requests: list[Request], *, is_new: bool, **options: Any
+) -> dict[tuple[str, int], Any]:
+    engine: Engine = HFEngine.from_pretrained(model.path, **options)
     if is_new:
         await engine.update_weights(model.new.state_dict().items(), version=1)
     return tokens(await collect(engine, *requests))
@@ -159,6 +163,48 @@ async def test_idle_engines_help_the_other_model_with_its_weights(tied: TinyMode
     assert [len(pool.engines) for pool in cluster.pools] == [1, 3]
     await cluster.close()
     assert cluster.lines == []
+
+
+async def test_the_last_samples_end_on_few_engines(tied: TinyModel) -> None:
+    """Each of three engines has one long sample left: two are lent, and the third has places for two of them."""
+    cluster = Cluster(tied, (3, 1), num_loans=9, **ENDLESS)
+    short = [make_request(f"s{i}", 3, seed=i, max_tokens=60) for i in range(3 * NUM_SLOTS)]
+    long = [make_request(f"l{i}", 3, seed=i, max_tokens=450) for i in range(3)]
+    expected = await alone(tied, [*short, *long], is_new=False, **ENDLESS)
+    queue = requests_of(24, "j")
+    running = asyncio.create_task(collect(cluster.policy, *short, *long))
+    await until(lambda: cluster.pools[0].num_finished >= len(short))
+    assert cluster.lent == [], "the judge has no queue"
+    judging = asyncio.create_task(collect(cluster.judge, *queue))
+    await until(lambda: cluster.lent)
+    assert cluster.pools[0].num_finished < len(expected), "it was lent while it had work"
+    assert tokens(await running) == expected
+    assert tokens(await judging) == await alone(tied, queue, is_new=False, **ENDLESS)
+    assert {(giver, taker) for _, giver, taker in cluster.lent} == {(0, 1)}
+    await cluster.close()
+    assert cluster.lines == []
+
+
+async def test_replicas_that_can_be_spared(tied: TinyModel) -> None:
+    engines = [make_engine(tied, f"{i}", **ENDLESS) for i in range(3)]
+    replicas = EngineReplicas(engines)
+    assert replicas.spare() == [engines[2], engines[1]], "one stays"
+    long = [make_request(f"l{i}", 3, seed=i, max_tokens=400) for i in range(3)]
+    running = asyncio.create_task(collect(replicas, *long))
+    await until(lambda: all(engine.stats().num_running == 1 for engine in engines))
+    assert replicas.spare() == [], "none was seen to run two samples"
+    await replicas.abort()
+    await running
+    others = [replace(request, request_id=f"other {request.request_id}") for request in long]
+    more = asyncio.create_task(collect(replicas, *long, *others))
+    await until(lambda: all(engine.stats().num_running == NUM_SLOTS for engine in engines))
+    assert replicas.spare() == [], "all places are taken"
+    await replicas.abort([request.request_id for request in long])
+    await until(lambda: all(engine.stats().num_running == 1 for engine in engines))
+    assert len(replicas.spare()) == 1, "two of three samples have places on two engines, the third on one of them"
+    await replicas.abort()
+    await more
+    await replicas.close()
 
 
 async def test_sleep_waits_for_an_engine_on_its_way(tied: TinyModel) -> None:

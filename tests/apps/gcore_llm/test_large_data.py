@@ -100,6 +100,15 @@ def test_most_prompts_are_not_tokenized_and_lengths_are_kept(monkeypatch: pytest
     assert len(list(cache.rglob("*"))) == 5, "two copies and two results in a folder"
 
 
+def test_tokenizing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "LARGE_BYTES", 0)
+    write_rows(Path("p.jsonl"), [{"prompt": f"½{i}+1="} for i in range(2500)])
+    seen: list[tuple[str, int, int]] = []
+    data = DataConfig(train_files=("p.jsonl",), max_prompt_length=50)
+    load_files(data, tiny_tokenizer(), seed=3, progress=lambda *counts: seen.append(counts))
+    assert seen == [("tokenizing p.jsonl", done, 2500) for done in (1000, 2000, 2500)]
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -410,6 +410,18 @@ def test_display_shows_the_busiest_controller_where_loads_are_known() -> None:
     assert "busiest" not in shown(["gen"], {})
 
 
+def test_display_counts_what_takes_long_before_training() -> None:
+    terminal, plain = (Console(file=io.StringIO(), force_terminal=is_one, width=100) for is_one in (True, False))
+    for console in (terminal, plain):
+        with Display(console) as display:
+            display.counted("tokenizing a.jsonl", 1000, 4000)
+            display.counted("tokenizing a.jsonl", 3000, 4000)
+    assert isinstance(terminal.file, io.StringIO)
+    assert re.search(r"tokenizing a.jsonl .* 3000/4000", Text.from_ansi(terminal.file.getvalue()).plain)
+    assert isinstance(plain.file, io.StringIO)
+    assert plain.file.getvalue() == "tokenizing a.jsonl: 1,000 of 4,000\n", "the next line is ten seconds later"
+
+
 WORKER = """
 import ctypes, logging, os, signal, sys, warnings
 from pathlib import Path

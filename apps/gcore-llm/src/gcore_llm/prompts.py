@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from gcore_llm.config import DataConfig, TrainConfig
-from gcore_llm.data.loaded import LoadedPrompts
+from gcore_llm.data.loaded import LoadedPrompts, Progress, no_progress
 from gcore_llm.evaluation.sets import val_sources
 from gcore_llm.tiny_model import MAX_POSITION_EMBEDDINGS
 from gcore_rollout import Prompt, PromptImages, RolloutError, vision_processor
@@ -138,13 +138,21 @@ def make_prompts(problems: Iterable[Problem], tokenizer: Any, data: DataConfig) 
     return [Prompt(text=texts[i], token_ids=tuple(token_ids[i]), row=p.row) for i, p in enumerate(given)]
 
 
-def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None = None) -> PromptSets:
+def load_files(
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    fits: int | None = None,
+    progress: Progress = no_progress,
+) -> PromptSets:
     """Load the prompts of data.train-files and data.val-files.
 
     Args:
         seed: of the prompts that are held out where no files of them are given.
         fits: tokens that a prompt may have as far as the models are concerned; None: any number. `PromptSets.longest`
             is exact where it is above.
+        progress: called while rows that are not in memory are tokenized.
 
     Raises:
         UserError: a row is wrong, or no prompt is left.
@@ -152,9 +160,9 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None 
     if not data.train_files:
         raise UserError("data.train_files is not set; expected one or more files, or data sets on the Hub")
     fits = min(data.max_prompt_length, fits or data.max_prompt_length)
-    load = partial(_load_rows, data=data, tokenizer=tokenizer, fits=fits)
+    load = partial(_load_rows, data=data, tokenizer=tokenizer, fits=fits, progress=progress)
     train = [[load(rows) for rows in open_rows(source, data.columns)] for source in data.train_files]
-    val = load_val_files(data, tokenizer, fits=fits) if data.val_files else {}
+    val = load_val_files(data, tokenizer, fits=fits, progress=progress) if data.val_files else {}
     files = [file for source in train for file in source]
     num_prompts = sum(len(file.prompts) for file in files)
     if not num_prompts:
@@ -184,14 +192,19 @@ def load_files(data: DataConfig, tokenizer: Any, *, seed: int, fits: int | None 
 
 
 def load_val_files(
-    data: DataConfig, tokenizer: Any, *, fits: int, setting: str = "data.val_files"
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    fits: int,
+    setting: str = "data.val_files",
+    progress: Progress = no_progress,
 ) -> dict[str, list[LoadedPrompts]]:
     """Load the files of data.val-files by the names of their sets; see `load_files`."""
     found: dict[str, list[LoadedPrompts]] = {}
     for name, source, published in val_sources(data.val_files, setting=setting):
         for rows in open_rows(source, {} if published else data.columns, setting=setting):
             if published is None:
-                loaded = _load_rows(rows, data=data, tokenizer=tokenizer, fits=fits)
+                loaded = _load_rows(rows, data=data, tokenizer=tokenizer, fits=fits, progress=progress)
             else:
                 places = [f"{rows.name}: row {n}" for n in range(1, len(rows.rows) + 1)]
                 pairs = [published.problem(row, where) for row, where in zip(rows.rows, places, strict=True)]
@@ -237,7 +250,7 @@ def _without(prompts: Sequence[Prompt], places: set[int]) -> Sequence[Prompt]:
     return prompts.without(sorted(places))
 
 
-def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int) -> LoadedPrompts:
+def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int, progress: Progress) -> LoadedPrompts:
     if data.image_key and not any(data.image_key in row for row in islice(rows.rows, 1000)):
         first = columns(rows.rows[0])
         raise UserError(f"{rows.name} has no column {data.image_key!r} (data.image_key); it has {first}")
@@ -245,7 +258,7 @@ def _load_rows(rows: Rows, *, data: DataConfig, tokenizer: Any, fits: int) -> Lo
     if rows.identity:
         from gcore_llm.data.large_prompts import load_large
 
-        return load_large(rows, data, tokenizer, make=make, fits=fits)
+        return load_large(rows, data, tokenizer, make=make, fits=fits, progress=progress)
     return _loaded(make(rows, range(len(rows.rows))), data)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gcore_ckpt import Checkpointer, load
 from gcore_controller import Backend, Context, DeviceTimers, DeviceTurns
 from gcore_llm.config import TrainConfig
+from gcore_llm.data.loaded import Progress, no_progress
 from gcore_llm.data.tasks import load_task, require_worked_examples
 from gcore_llm.evaluation.sets import with_sources
 from gcore_llm.learning.config import drop_other_export, with_adapter
@@ -74,7 +75,7 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
     with Supervisor(config, app="gcore-llm", display=display) as supervisor:
         say = supervisor.display.say
         tokenizer = _checked_tokenizer(config)
-        prompts = load_prompts(config, tokenizer)
+        prompts = load_prompts(config, tokenizer, progress=supervisor.display.counted)
         check_lengths(config, prompts)
         config = config.over_rows(len(prompts.train))
         supervisor.take_length(config)
@@ -125,12 +126,12 @@ def train(config: TrainConfig, display: Display | None = None) -> Result:
         return supervisor.finish(KINDS)
 
 
-def load_prompts(config: TrainConfig, tokenizer: Any) -> PromptSets:
-    """Load the prompts that the config names, from a task or from files."""
+def load_prompts(config: TrainConfig, tokenizer: Any, *, progress: Progress = no_progress) -> PromptSets:
+    """Load the prompts that the config names, from a task or from files; see `load_files`."""
     if config.task.name:
         return load_task(config.task, config.data, tokenizer, seed=config.seed)
     fits = min(model_limits(config).values(), default=config.data.max_length) - config.data.max_response_length
-    return load_files(config.data, tokenizer, seed=config.data.shuffle_seed, fits=fits)
+    return load_files(config.data, tokenizer, seed=config.data.shuffle_seed, fits=fits, progress=progress)
 
 
 def _checked_tokenizer(config: TrainConfig) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gcore_llm.config import DataConfig
-from gcore_llm.data.loaded import LoadedPrompts
+from gcore_llm.data.loaded import LoadedPrompts, Progress
 from gcore_rollout import Prompt
 from gcore_runs import Rows, UserError
 from gcore_runs.data.cache import cached
@@ -46,7 +46,9 @@ class LargePrompts(LazySequence[Prompt]):
         return LargePrompts(self._rows, self._make, left_out)
 
 
-def load_large(rows: Rows, data: DataConfig, tokenizer: Any, *, make: MakePrompts, fits: int) -> LoadedPrompts:
+def load_large(
+    rows: Rows, data: DataConfig, tokenizer: Any, *, make: MakePrompts, fits: int, progress: Progress
+) -> LoadedPrompts:
     """Return the prompts of at most data.max_prompt_length tokens of rows that are not in memory.
 
     Most prompts need not be tokenized for it: a token of ASCII text is at least a character (`_overhead` tests it), so
@@ -61,7 +63,7 @@ def load_large(rows: Rows, data: DataConfig, tokenizer: Any, *, make: MakePrompt
     key = (rows.identity, settings, backend, tokenizer.chat_template, tokenizer.name_or_path * bool(data.image_key))
 
     def write(path: Path) -> None:
-        left_out, lengths = _scan(rows, data, make, fits)
+        left_out, lengths = _scan(rows, data, make, fits, progress)
         with path.open("wb") as file:
             np.savez(file, left_out=left_out, lengths=lengths)
 
@@ -71,7 +73,9 @@ def load_large(rows: Rows, data: DataConfig, tokenizer: Any, *, make: MakePrompt
     return LoadedPrompts(prompts=prompts, num_too_long=left_out.size, longest=longest, shortest=shortest)
 
 
-def _scan(rows: Rows, data: DataConfig, make: MakePrompts, fits: int) -> tuple[NDArray[np.int64], list[int]]:
+def _scan(
+    rows: Rows, data: DataConfig, make: MakePrompts, fits: int, progress: Progress
+) -> tuple[NDArray[np.int64], list[int]]:
     """Return the numbers of rows that are too long, and the lengths of the longest other one and the shortest of all.
 
     The lengths are exact where they are above ``fits``.
@@ -83,6 +87,7 @@ def _scan(rows: Rows, data: DataConfig, make: MakePrompts, fits: int) -> tuple[N
     num_unsure = 0
     while batch := list(islice(unsure, _BATCH_ROWS)):
         num_unsure += len(batch)
+        progress(f"tokenizing {rows.name}", batch[-1] + 1, len(rows.rows))
         for number, prompt in zip(batch, make(rows, batch), strict=True):
             length = len(prompt.token_ids)
             shortest = min(shortest, length)

@@ -1,9 +1,16 @@
 """The prompts of one file, and what is known of their lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gcore_rollout import Prompt
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of long work, and with how much of how much of it is done."""
+
+
+def no_progress(name: str, done: int, total: int) -> None:
+    """Show no progress."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,10 +113,21 @@ class Display:
         table.add_row(*(f"[dim]{name}[/]" for name, _ in cells))
         table.add_row(*(value for _, value in cells))
         self._table = table
+        self._say_sometimes(f"{unit} {step}: " + ", ".join(map(" ".join, cells)))
+
+    def counted(self, name: str, done: int, total: int) -> None:
+        """Show how far a phase is, which starts with the first call of this name."""
+        if self._progress.tasks[0].description != name:
+            self.phase(name, total=total)
+        self._progress.update(self._task, completed=done)
+        self._say_sometimes(f"{name}: {done:,} of {total:,}")
+
+    def _say_sometimes(self, line: str) -> None:
+        """Print a line where there is no terminal, if the last one was long ago."""
         now_s = time.monotonic()
         if not self.console.is_terminal and now_s - self._last_line_s >= _PLAIN_EVERY_S:
             self._last_line_s = now_s
-            self.console.print(f"{unit} {step}: " + ", ".join(map(" ".join, cells)), soft_wrap=True)
+            self.console.print(line, soft_wrap=True)
 
     def _render(self) -> RenderableType:
         stages = self._stages()

@@ -1,4 +1,4 @@
-"""Engines of several models on devices of their own, of which an idle one becomes an engine of another model."""
+"""Engines of several models on devices of their own, of which one that can be spared becomes one of another model."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 class LendingRule(Protocol):
-    """Decides which model gives an idle engine to which other one; `gcore_placement.LendingRule` is one."""
+    """Decides which model gives an engine to which other one; `gcore_placement.LendingRule` is one."""
 
     def observe(
         self,
@@ -31,7 +31,7 @@ class LendingRule(Protocol):
         """Return the numbers of the model whose engine is lent now and of the one that gets it; None: none is.
 
         Args:
-            idle: engines of each model that have nothing to do and may be lent.
+            idle: engines of each model that can be spared: they have nothing to do, or others have places for it.
             waiting: samples that wait for a place in an engine.
             finished: samples that were finished so far.
             serving: engines that samples go to.
@@ -45,9 +45,14 @@ class LendingRule(Protocol):
 class LendingEngines:
     """The engines of models, such as those of a policy and of its judges, that help each other while they sample.
 
-    While a call samples, the rule observes them. An idle engine that it lends leaves its model's replicas, becomes an
-    engine of another model, and takes over requests that wait there. It stays until it is lent again. Before engines
-    are put to sleep, one that is on its way arrives.
+    While a call samples, the rule observes them. An engine that it lends leaves its model's replicas, becomes an engine
+    of another model, and takes over requests that wait there. It stays until it is lent again. Before engines are put
+    to sleep, one that is on its way arrives.
+
+    An engine can be lent if it is idle, or if the others of its model have places for the last samples that it runs,
+    which they continue (`EngineReplicas.spare`): so a long tail ends on few engines. Engines whose draws depend on seed
+    and position alone make the same samples then; others, such as vLLM's first model runner, draw the rest again,
+    from the same distribution.
 
     Args:
         pools: the engines of each model, at least two; closed by those of `engines`.
@@ -122,7 +127,7 @@ class LendingEngines:
         if not self._has_failed:
             # Counts that were wanted of engines of which one has died meanwhile leave one of these lists longer.
             pairs = zip(moved, takers, strict=False)
-            await asyncio.gather(*(self._move(own, giver, taker, drain=False) for (giver, own), taker in pairs))
+            await asyncio.gather(*(self._move(own, giver, taker) for (giver, own), taker in pairs))
 
     def _stop(self) -> None:
         watch, self._watch = self._watch, None
@@ -138,20 +143,20 @@ class LendingEngines:
                 return
             loan = self._rule.observe(
                 time.monotonic(),
-                idle=[_num_lendable(pool) for pool in self._pools],
+                idle=[len(pool.spare()) for pool in self._pools],
                 waiting=[pool.stats().num_waiting for pool in self._pools],
                 finished=[pool.num_finished for pool in self._pools],
                 serving=[pool.num_serving for pool in self._pools],
             )
             if loan is not None:
                 giver, taker = loan
-                self._loan = asyncio.create_task(self._move(self._pools[giver].idle[-1], giver, taker))
+                self._loan = asyncio.create_task(self._move(self._pools[giver].spare()[0], giver, taker))
 
-    async def _move(self, engine: Engine[Any, Any], giver: int, taker: int, *, drain: bool = True) -> None:
+    async def _move(self, engine: Engine[Any, Any], giver: int, taker: int) -> None:
         source, target, start_s = self._pools[giver], self._pools[taker], time.monotonic()
         name: str = getattr(engine, "name", "an engine")
         try:
-            await source.remove(engine, drain=drain)
+            await source.remove(engine, drain=False)
         except ValueError:
             return  # it is dead, or all others of its model
         except EngineDiedError:
@@ -169,11 +174,6 @@ class LendingEngines:
             return
         self._rule.lent(seconds := time.monotonic() - start_s)
         _logger.info("%s has changed its model within the step, in %.2f s", name, seconds)
-
-
-def _num_lendable(pool: EngineReplicas[Any, Any]) -> int:
-    """Return how many engines are idle, with one that stays."""
-    return min(len(pool.idle), pool.num_serving - 1)
 
 
 class _LendingEngine(WrappedEngine[Any, Any]):

@@ -107,6 +107,9 @@ class AnyRequest(ABC):
         """Return the request for some of its samples."""
         return replace(self, indices=tuple(indices))
 
+    can_continue: ClassVar[bool] = False
+    """Whether another engine can continue an aborted sample; otherwise it starts again."""
+
     def continuing(self, prefixes: "Sequence[AnySample]") -> Self:  # noqa: ARG002 - by default samples start again
         """Return the request with more samples to be continued."""
         return self
@@ -139,6 +142,7 @@ class Request(AnyRequest):
     images: tuple[bytes, ...] = ()
     """Encoded image files (PNG, JPEG, ...) in the order of their places in the prompt, where the model's image token
     stands once for each merged patch of an image (see `VisionProcessor.expand`)."""
+    can_continue = True
 
     @property
     def continued(self) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ class Replica(Generic[RequestT, SampleT]):
     leaves: bool = False
     has_finished: bool = False
     work: int = 0
+    places: int = 0
+    """Most samples that it was seen to run at once."""
     tasks: dict[asyncio.Task[None], Any] = field(default_factory=dict[asyncio.Task[None], Any])
     """Tasks that wait for its samples, each with the part of a request that it waits for, in order of submission."""
 

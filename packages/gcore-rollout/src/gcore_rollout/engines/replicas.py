@@ -114,6 +114,31 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
             self._runs.discard(run)
             await run.stop()
 
+    def spare(self) -> list[Engine[RequestT, SampleT]]:
+        """Return the replicas that could leave, those with the fewest samples first; one always stays.
+
+        Their samples, which others would continue, must find places there at once. A replica has as many places as it
+        was seen to run samples at once. Where samples wait for places, or cannot be continued, idle replicas alone can
+        be spared.
+        """
+        serving = [replica for replica in self._replicas if replica.serves and not self._is_asleep]
+        samples: dict[Replica[RequestT, SampleT], int] = {}
+        num_waiting = 0
+        for replica in reversed(serving):
+            stats = replica.engine.stats()
+            replica.places = max(replica.places, stats.num_running)
+            num_waiting += stats.num_waiting
+            samples[replica] = sum(len(part.unfinished) for part in replica.tasks.values())
+        num_free = sum(replica.places - count for replica, count in samples.items())
+        found: list[Engine[RequestT, SampleT]] = []
+        for replica in sorted(samples, key=lambda r: samples[r])[: len(serving) - 1]:
+            num_free -= replica.places
+            can_move = not num_waiting and all(part.request.can_continue for part in replica.tasks.values())
+            if replica.tasks and not (can_move and num_free >= 0):
+                break
+            found.append(replica.engine)
+        return found
+
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         wanted = None if request_ids is None else set(request_ids)
         for run in self._runs:
