@@ -15,6 +15,7 @@ from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Row
 from gcore_bench.placement import balancer, planner
 from gcore_bench.placement.balancer import simulated_work
+from gcore_bench.placement.live import run_options
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.oracles import AIM, Fit, lengths_of_mean, predicted
 from gcore_bench.placement.planner import fit_laws, predicted_bytes, predicted_seconds
@@ -138,6 +139,19 @@ def test_bench_measures_the_planner(tmp_path: Path) -> None:
         "aim: predicted step time",
         "aim: predicted peak memory",
     ]
+
+
+def test_live_runs_of_three_roles_start_with_every_division_of_the_devices() -> None:
+    runs = run_options(6, ("static", "even", "dynamic"), 2)
+    assert [name for name in runs if name.startswith("static")][::3] == [f"static {n}" for n in DIVISIONS]
+    assert runs["even 2 + 2 + 2"] == runs["static 2 + 2 + 2"]
+    dynamic = dict(zip(runs["dynamic"][::2], runs["dynamic"][1::2], strict=False))
+    assert dynamic["--rollout.num-processes"] == dynamic["--reward-model.judge.num-processes"] == "2"
+    assert runs["dynamic"][-1] == "--reward-model.judges.second.num-processes=2"
+    assert "even 2 + 2" not in run_options(4)
+
+
+DIVISIONS = ("1 + 1 + 4", "1 + 4 + 1", "2 + 3 + 1", "4 + 1 + 1")
 
 
 @pytest.mark.slow

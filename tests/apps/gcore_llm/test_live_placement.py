@@ -79,7 +79,7 @@ def test_engines_of_three_roles_follow_the_load(busy: str, file: Path) -> None:
         placement.observe({"timing_s/step": 1.0}, devices)
         return [placement.sizes.engines, *placement.sizes.judges.values()]
 
-    stages = ("gen", "reward", "reward/style")
+    stages, found = ("gen", "reward", "reward/style"), [0, 0, 0]
     for _ in range(12):
         found = step({stage: 800.0 if stage == busy else 100.0 for stage in stages})
     assert found == [8 if stage == busy else 1 for stage in stages]

@@ -68,7 +68,8 @@ def test_two_judges_next_to_a_function(cli: Cli, own_args: list[str], tiny: Path
         assert 0 < row["reward/style/parsed/mean"] < 1
         assert parts[1] != parts[2]
     assert all(
-        read["parts"].keys() >= {"model", "style"} for read in read_rows(cli.cwd / "runs/default/samples/samples.jsonl")
+        read["parts"].keys() >= {"function", "model", "style"}
+        for read in read_rows(cli.cwd / "runs/default/samples.jsonl")
     )
 
 

@@ -189,6 +189,8 @@ class TrainConfig(BaseRLConfig):
         "rollout.weights_dir",
         "reward_model.judge.num_processes",
         "reward_model.judge.urls",
+        "reward_model.judges.*.num_processes",
+        "reward_model.judges.*.urls",
         "reward_calls.max_failed_share",
         "rollout.colocated",
         "rollout.val_kwargs",

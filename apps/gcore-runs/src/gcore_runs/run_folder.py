@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -99,7 +100,8 @@ def open_run(config: BaseRunConfig) -> RunFolder:
     folder.lock()
     if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
         found = differences(folder.load_config(type(config)), config)
-        changed = [line for line in found if not line.startswith((*config.may_change, "dtype: auto ->"))]
+        may_change = [f"{name}*" for name in (*config.may_change, "dtype: auto ->")]
+        changed = [line for line in found if not any(fnmatchcase(line, name) for name in may_change)]
         if changed:
             raise UserError(
                 f"{folder.path} was started with other settings ({'; '.join(changed)}); expected the same "

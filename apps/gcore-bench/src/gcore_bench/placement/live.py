@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Program, run_program
 from gcore_bench.harness.report import Row, figures_table, verdict
-from gcore_bench.placement.options import LiveStrategy, PlacementOptions
+from gcore_bench.placement.options import LIVE_STRATEGIES, PlacementOptions
 from gcore_llm.tiny_model import make_tiny_model
 from gcore_placement.ledger import CAUSES, Ledger, read_spans
 from gcore_runs import read_jsonl, write_jsonl
@@ -32,6 +32,8 @@ ROLE_PHASES = ((72, 8, 8), (8, 72, 8), (8, 8, 72))
 _VERDICT_TOKENS = 24
 _SCORE = r"(\d)\d"
 """Rare enough in verdicts of a random model that about half of the groups have no signal and are replaced."""
+_ANY_SCORE = r"(\d)"
+"""With two judges, whose sum says enough: few groups are replaced."""
 _SLOTS = 4
 """Samples that an engine runs at once."""
 _N = 4
@@ -46,7 +48,7 @@ _TOLERANCE = 1e-4
 
 
 def run_options(
-    num_devices: int, strategies: Sequence[str] = get_args(LiveStrategy), num_judges: int = 1
+    num_devices: int, strategies: Sequence[str] = LIVE_STRATEGIES, num_judges: int = 1
 ) -> dict[str, list[str]]:
     """Return the runs of each strategy on so many devices, and the options of gcore-llm for each.
 
@@ -149,10 +151,12 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
         + f"loss = partial(paced_loss, {options.live_train_ms / 1000})\n"
     )
     model, num_steps = str(folder / "model"), options.live_phase_steps * len(PHASE_TOKENS)
-    longest = str(max(PHASE_TOKENS) if options.live_judges > 1 else _VERDICT_TOKENS)
+    longest, score = str(_VERDICT_TOKENS), _SCORE
+    if options.live_judges > 1:
+        longest, score = str(max(PHASE_TOKENS)), _ANY_SCORE
     second = "--reward-model.judges.second"
     of_second = [
-        *(f"{second}.path={model}", f"{second}.engine={engine}:second", f"{second}.pattern={_SCORE}"),
+        *(f"{second}.path={model}", f"{second}.engine={engine}:second", f"{second}.pattern={_ANY_SCORE}"),
         *(f"{second}.unparsable-score=0.25", f"{second}.max-response-length={longest}"),
     ]
     return [
@@ -163,7 +167,7 @@ def _job(folder: Path, name: str, options: PlacementOptions) -> list[str]:
         *("--rollout.engine", f"{engine}:policy", "--rollout.max-num-seqs", str(_SLOTS)),
         *("--seed", str(options.seed)),
         *("--reward-model.kind", "judge", "--reward-model.path", model),
-        *("--reward-model.judge.engine", f"{engine}:judge", "--reward-model.judge.pattern", _SCORE),
+        *("--reward-model.judge.engine", f"{engine}:judge", "--reward-model.judge.pattern", score),
         *("--reward-model.judge.unparsable-score", "0.25"),
         *("--reward-model.judge.max-response-length", longest),
         *(of_second if options.live_judges > 1 else ()),

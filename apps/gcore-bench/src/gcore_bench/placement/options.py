@@ -13,6 +13,8 @@ PartName = Literal["balancer", "planner", "oracles", "live", "study"]
 Counts = Literal["free", "equal", "close"]
 Lengths = Literal["lognormal", "pareto"]
 LiveStrategy = Literal["split", "colocated", "static", "even", "dynamic"]
+LIVE_STRATEGIES: tuple[LiveStrategy, ...] = ("split", "colocated", "static", "dynamic")
+"""All but even, which static has."""
 _NonNegativeFloat = Annotated[float, at_least(0)]
 
 
@@ -40,7 +42,7 @@ class PlacementOptions(QuickOptions):
     """Most CPU seconds of verl: where its time for the next smaller batch predicts more, it is left out."""
     steps: Count = 3
     """Steps of each run of the planner in a round."""
-    live_strategies: tuple[LiveStrategy, ...] = ("split", "colocated", "static", "dynamic")
+    live_strategies: tuple[LiveStrategy, ...] = LIVE_STRATEGIES
     """Placements of live runs. split: half of the devices train, the others generate and judge; all have one role.
     In the others, all devices train while all engines sleep; before, colocated: all generate, then all judge; static: a
     run for every partition of the devices into those that generate and those that judge; even: the even one of these

@@ -141,7 +141,7 @@ class BaseRunConfig(Checked):
         "threads",
         "device",
     )
-    """Settings, and beginnings of their names, that a resumed run may change."""
+    """Settings, and beginnings of their names, that a resumed run may change; * stands for any text."""
 
     model_settings: ClassVar[tuple[str, ...]] = ("model",)
     """Settings, by dotted name, that are a model's folder or its name on the Hugging Face Hub."""
