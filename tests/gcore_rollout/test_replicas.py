@@ -5,6 +5,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -78,6 +79,40 @@ async def test_work_goes_where_there_is_least() -> None:
     )
     assert sorted(len(engine.served) for engine in engines) == [1, 5]
     await long
+
+
+def turn(session: str, number: int) -> Request:
+    return replace(make_request(f"{session}/{number}", 3, max_tokens=4), session=session)
+
+
+async def test_a_conversation_stays_with_the_engine_that_has_its_prefix() -> None:
+    engines = fakes(2)
+    replicas = EngineReplicas(engines)
+    sessions = [f"c{i}" for i in range(8)]
+    for number in range(4):
+        # In another order each time.
+        await collect(replicas, *(turn(session, number) for session in sessions))
+        sessions = sessions[3:] + sessions[:3]
+    homes = [Counter(name.partition("/")[0] for name, _, _ in engine.served) for engine in engines]
+    assert [sorted(home.values()) for home in homes] == [[4] * 4] * 2
+    await replicas.update_weights(weights(1.0), version=1)
+    await collect(replicas, *(turn(session, 9) for session in sorted(sessions)))
+    assert [sum("/9" in name for name, _, _ in engine.served) for engine in engines] == [4, 4]
+
+
+async def test_a_conversation_leaves_an_engine_that_has_too_much_to_do() -> None:
+    engines = fakes(2)
+    replicas = EngineReplicas(engines)
+    await collect(replicas, turn("c", 0))
+    [home] = [engine for engine in engines if engine.served]
+    [other] = [engine for engine in engines if engine is not home]
+    busy = asyncio.create_task(collect(replicas, *(turn("c", number) for number in (1, 2, 3))))
+    await busy
+    names = [{name for name, _, _ in engine.served} for engine in (home, other)]
+    # With two turns at home and none elsewhere the third goes elsewhere, which is then where the conversation is.
+    assert names == [{"c/0", "c/1", "c/2"}, {"c/3"}]
+    await collect(replicas, turn("c", 4))
+    assert "c/4" in {name for name, _, _ in other.served}
 
 
 async def test_more_than_a_fair_share_is_split() -> None:

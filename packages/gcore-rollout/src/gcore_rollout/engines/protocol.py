@@ -73,6 +73,9 @@ class AnyRequest(ABC):
     """Together with the sample's index, determines the random numbers, whatever else is in the batch."""
     indices: tuple[int, ...] | None = None
     """Which of the ``n`` samples are wanted; None: all."""
+    session: str = ""
+    """Requests of one session share a long prefix, as the turns of a conversation do: the engine that has made the last
+    one makes the next one, too, unless others have less to do."""
 
     def __post_init__(self) -> None:
         if self.n < 1:

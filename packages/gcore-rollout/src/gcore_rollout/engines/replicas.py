@@ -58,8 +58,9 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
 
     A request goes to the replica with the least outstanding work, counted as ``work_per_sample`` for every unfinished
     sample. Its samples stay together, because their prompt is then computed once, unless they are more than a fair
-    share of all work. A replica that joins takes over requests that wait in the queues of others. With engines whose
-    samples depend on their seeds alone, results do not depend on which replica made them.
+    share of all work. So do the requests of a session, unless their replica has more outstanding work than another one
+    would have with this request, too. A replica that joins takes over requests that wait in the queues of others. With
+    engines whose samples depend on their seeds alone, results do not depend on which replica made them.
 
     A replica that raises `EngineDiedError` is gone: its unfinished samples start again on another one, each exactly
     once. When all are gone, calls raise `EngineDiedError` with what is unfinished.
@@ -90,6 +91,8 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
             raise ValueError(f"max_deaths is {max_deaths}; expected at least 1")
         self._max_deaths = max_deaths
         self._runs: set[_Run[RequestT, SampleT]] = set()
+        self._homes: dict[str, Replica[RequestT, SampleT]] = {}
+        """The replica that has the keys and values of a session, with these weights."""
         self.num_finished = 0
         """Samples that replicas have finished."""
 
@@ -138,6 +141,10 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
                 break
             found.append(replica.engine)
         return found
+
+    async def _broadcast_weights(self, kept: Any, version: int) -> bool:
+        self._homes.clear()
+        return await super()._broadcast_weights(kept, version)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         wanted = None if request_ids is None else set(request_ids)
@@ -268,7 +275,14 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
                 return None
             ready = [r for r in self._replicas if r.serves]
             if ready:
-                return min(ready, key=lambda r: r.work)
+                least = min(ready, key=lambda r: r.work)
+                if not (session := part.request.session):
+                    return least
+                home = self._homes.get(session, least)
+                if home not in ready or home.work > least.work + part.work:
+                    home = least
+                self._homes[session] = home
+                return home
             awaited = {*self._restarts, *self._updates}
             if not awaited:
                 raise EngineDiedError(self._why_none_serves())

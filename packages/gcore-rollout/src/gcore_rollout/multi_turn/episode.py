@@ -83,6 +83,7 @@ async def run_episode(
         num_left = sampling.max_tokens - len(response)
         request = Request(
             request_id=f"{request_id}/{len(turns)}",
+            session=request_id,
             prompt_token_ids=(*prompt_ids, *response),
             sampling=replace(sampling, max_tokens=min(num_left, limits.max_tokens_per_turn or num_left)),
             seed=hash((seed, len(turns))),
