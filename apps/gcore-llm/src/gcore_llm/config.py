@@ -187,10 +187,8 @@ class TrainConfig(BaseRLConfig):
         "trainer.megatron",
         "rollout.urls",
         "rollout.weights_dir",
-        "reward_model.judge.num_processes",
-        "reward_model.judge.urls",
-        "reward_model.judges.*.num_processes",
-        "reward_model.judges.*.urls",
+        "reward_model.judge*.num_processes",
+        "reward_model.judge*.urls",
         "reward_calls.max_failed_share",
         "rollout.colocated",
         "rollout.val_kwargs",
@@ -318,8 +316,7 @@ class TrainConfig(BaseRLConfig):
 
     @property
     def judges(self) -> dict[str, JudgeConfig]:
-        found = self.reward_model.all_judges.values()
-        return {own.role: own.settings for own in found if not own.settings.is_on_servers}
+        return self.reward_model.started_judges
 
     @property
     def gpus_per_controller(self) -> float:

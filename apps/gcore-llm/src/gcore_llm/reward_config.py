@@ -130,6 +130,12 @@ class RewardModelConfig(Checked, section="reward_model"):
         return found
 
     @property
+    def started_judges(self) -> dict[str, JudgeConfig]:
+        """The judges whose engines the run starts, by the roles of these."""
+        found = self.all_judges.values()
+        return {own.role: own.settings for own in found if not own.settings.is_on_servers}
+
+    @property
     def is_used(self) -> bool:
         return self.kind != "none" or bool(self.judges)
 
