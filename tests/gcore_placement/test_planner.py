@@ -299,6 +299,45 @@ def test_data_sheets() -> None:
     assert make_cluster(19).link_bytes_per_s(16) < make_cluster(19).link_bytes_per_s(8)
 
 
+@pytest.mark.parametrize(
+    ("full_name", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 3090", "RTX3090"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
+    ],
+)
+def test_devices_are_found_by_a_drivers_name(full_name: str, name: str) -> None:
+    assert Device.matching(full_name) == Device.named(name)
+
+
+def test_a_name_without_a_data_sheet_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"device is 'NVIDIA A1000'; expected a name that holds one of B200"):
+        Device.matching("NVIDIA A1000")
+
+
+@pytest.mark.parametrize("device", ["RTX3090", "RTX4090", "A10", "L4"])
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+def test_small_devices_are_used_well(device: str, num_devices: int) -> None:
+    """A model that fits is planned on all of them, with memory that is filled, and faster than on half."""
+    found = plan(make_cluster(num_devices, device), make_job(SMALL), runnable=True)
+    assert found.num_devices == num_devices
+    assert found.offload
+    assert 0.5 * found.usable_bytes < found.peak_bytes <= found.usable_bytes
+    if num_devices > 1:
+        half = plan(make_cluster(num_devices // 2, device), make_job(SMALL), runnable=True)
+        assert half.step_s / 2.2 < found.step_s < half.step_s / 1.3
+
+
 def test_small_batches_use_few_data_parallel_ranks() -> None:
     found = plan(make_cluster(64), make_job(SMALL, train_batch_size=2))
     assert found.training.data_parallel_size <= 2

@@ -75,6 +75,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     numbers(
         float,
         ("--inter-node-gb-per-s", 50.0, "GB/s of each device to other nodes"),
+        ("--host-gb-per-gpu", 200.0, "GB of the host's memory for each device"),
         ("--acceptance", 1.0, "share of prompts whose responses do not all score alike"),
     )
     for role, name, median, sigma, longest in (
@@ -108,6 +109,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         device=Device.named(arguments.device),
         devices_per_node=arguments.gpus_per_node,
         inter_node_bytes_per_s=arguments.inter_node_gb_per_s * 1e9,
+        host_memory_bytes=arguments.host_gb_per_gpu * 1e9,
     )
     if arguments.toml and arguments.all_layouts:
         raise refusal("--all-layouts", True, "none with --toml, whose settings are of layouts that gcore-llm runs")
