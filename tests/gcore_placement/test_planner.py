@@ -239,8 +239,56 @@ def test_a_refusal_says_what_is_too_large_and_what_would_fit() -> None:
         plan(make_cluster(8), job)
     message = str(refused.value)
     assert "nothing fits on 8 x H100, of whose 80.0 GB 73.6 GB are usable: training needs at least" in message
-    assert message.endswith("Would fit: 16 devices")
+    assert "Would fit: 16 devices, or 8 x H20 of 96.0 GB, or a policy of " in message
     assert plan(make_cluster(16), job).num_devices == 16
+    assert plan(make_cluster(8, "H20"), job).num_devices == 8
+    layers = int(message.partition("a policy of ")[2].split()[0])
+    assert plan(make_cluster(8), make_job({**QWEN_32B, "num_hidden_layers": layers})).num_devices == 8
+
+
+@pytest.mark.parametrize("device", ["A6000", "A100-40GB"])
+def test_the_least_number_of_devices_is_named(device: str) -> None:
+    """With less on the devices, and with all parameters and states there: no fewer devices would do."""
+    with pytest.raises(PlacementError, match=r"Would fit: (\d+) devices") as refused:
+        plan(make_cluster(1, device), make_job(QWEN_7B), runnable=True)
+    text = str(refused.value).partition("Would fit: ")[2]
+    least, whole = (int(part.split()[0]) for part in text.split(", or ")[:2])
+    job = make_job(QWEN_7B)
+    found = {size: plan(make_cluster(size, device), job, runnable=True) for size in range(least, whole + 1)}
+    assert [size for size, own in found.items() if not own.optimizer_offload and not own.lora_rank] == [whole]
+    assert "(all parameters)" in text.split(", or ")[1]
+
+
+def test_what_does_not_fit_is_trained_with_less() -> None:
+    """With the optimizer's state on the host, then with adapters, each where what comes before does not fit."""
+    for device, num, offloads, rank in (("A6000", 8, False, 0), ("A6000", 2, True, 0), ("RTX4090", 2, False, 16)):
+        job = make_job(QWEN_7B)
+        found = plan(make_cluster(num, device), job, runnable=True)
+        assert (found.optimizer_offload, found.lora_rank) == (offloads, rank)
+        assert (found.whole_training_bytes > found.usable_bytes) is (num < 8)
+        assert found.peak_bytes <= found.usable_bytes
+        assert found.trained_parameters == (job.policy.adapter_parameters(rank) if rank else job.policy.num_parameters)
+    with pytest.raises(PlacementError, match=r"with all parameters, the optimizer's state on the host .* GB\. "):
+        plan(make_cluster(2, "RTX4090"), make_job(QWEN_7B), runnable=True, lora_rank=0)
+    with pytest.raises(PlacementError, match=r"lora_rank is -1; expected an integer of at least 0, or None"):
+        plan(make_cluster(2), make_job(QWEN_7B), lora_rank=-1)
+
+
+def test_adapters_take_less_memory_and_time() -> None:
+    job = make_job(QWEN_7B)
+    whole, lora = (plan(make_cluster(8), job, runnable=True, lora_rank=rank) for rank in (0, 64))
+    assert lora.lora_rank == 64
+    assert lora.memory["training"]["optimizer"] < whole.memory["training"]["optimizer"] / 30
+    assert 0.6 * whole.step.training_s < lora.step.training_s < 0.75 * whole.step.training_s
+    assert lora.step_s < whole.step_s
+
+
+def test_weights_pass_to_the_engine_where_there_is_memory_for_both() -> None:
+    """The rank's weights, the engine's and what is on its way: 3 x 15 GB with a single rank, whose engine gets all."""
+    job = make_job(QWEN_7B)
+    with pytest.raises(PlacementError, match=r"with LoRA weights pass to the engine in 46\.. GB"):
+        plan(make_cluster(1, "A6000"), job, runnable=True)
+    assert plan(make_cluster(1), job, runnable=True).lora_rank == 16
 
 
 def test_too_long_responses_are_refused_with_a_length_that_fits() -> None:

@@ -66,6 +66,12 @@ def test_every_recommendation_is_taken_and_fits(
         ("RTX5090", "Qwen2.5-1.5B-Instruct", 4),
         ("A100-40GB", "Qwen2.5-7B-Instruct", 8),
         ("A6000", "Qwen2.5-7B-Instruct", 8),
+        # With the optimizer's state on the host, and with adapters.
+        ("RTX4090", "Qwen2.5-1.5B-Instruct", 1),
+        ("A6000", "Qwen2.5-7B-Instruct", 4),
+        ("RTX4090", "Qwen2.5-7B-Instruct", 2),
+        ("H100", "Qwen2.5-7B-Instruct", 1),
+        ("A6000", "Qwen3-32B", 8),
     ],
 )
 def test_small_devices_have_plans_that_fit(

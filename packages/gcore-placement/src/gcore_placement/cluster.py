@@ -164,6 +164,9 @@ class Efficiency(Checked):
     overlap: float = 1.0
     """Overlap of work that could be done at the same time: reading or gathering weights, and multiplying by them. 1: it
     takes as long as the longer of the two; 0: as long as both, as on a CPU, whose cores do all of it."""
+    host_update_s: Amount = 1.5e-9
+    """Seconds of AdamW's update of a parameter on the host's processors: 28 bytes of traffic, at the about 20 GB/s that
+    each of eight devices has of a host's memory. An assumption, not a measurement."""
     micro_batch_s: Amount = 0.02
     """Seconds that a micro-batch takes in addition to its arithmetic."""
     swap_s: Amount = 1.0
