@@ -312,6 +312,49 @@ def test_a_model_that_no_device_holds_is_divided() -> None:
     assert all(float(reason.split(", ")[1].split(" s")[0]) >= 0 for reason in times)
 
 
+@pytest.mark.parametrize("runnable", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "num_devices", "device", "judge"),
+    [
+        (QWEN_7B, 64, "H100", QWEN_7B),
+        (QWEN_32B, 16, "H100", None),
+        (QWEN_7B, 8, "A6000", None),
+        (SMALL, 8, "RTX4090", QWEN_7B),
+        (MIXTURE, 4, "L4", None),
+    ],
+)
+def test_what_is_faster_has_something_against_it(
+    policy: dict[str, Any], num_devices: int, device: str, judge: dict[str, Any] | None, *, runnable: bool
+) -> None:
+    found = plan(make_cluster(num_devices, device), make_job(policy, judge=judge), runnable=runnable)
+    for other in found.alternatives:
+        if other.seconds is None or other.difference_s is None:
+            assert other.reason
+            continue
+        what = "to train" if other.choice in ("training", "trained parameters") else "a step"
+        timed = f"{other.seconds:.1f} s {what}, {other.difference_s:+.1f} s"
+        assert timed in other.reason
+        if other.difference_s < 0.05 * found.step_s:
+            assert len(other.reason) > len(timed), "it is not slower for certain, and why not is said"
+    if runnable:
+        assert {"trained parameters", "training state"} <= {other.choice for other in found.alternatives}
+
+
+def test_reasons_name_what_an_engine_lacks() -> None:
+    found = plan(make_cluster(2, "RTX4090"), make_job(QWEN_7B), runnable=True)
+    reasons = {(other.choice, other.option): other.reason for other in found.alternatives}
+    assert reasons["policy engine", "TP 4"] == "needs 4 devices, of 2"
+    assert reasons["policy engine", "TP 1"].startswith("does not fit: ")
+    assert reasons["policy engine", "TP 1"].endswith(
+        "over the 22.1 GB of each device; while weights pass to the engine"
+    )
+    assert reasons["trained parameters", "all"].startswith("does not fit: 60.0 GB over the 22.1 GB of each device")
+    found = plan(make_cluster(8), make_job(QWEN_7B), runnable=True)
+    reasons = {(other.choice, other.option): other.reason for other in found.alternatives}
+    assert reasons["policy engine", "TP 8"] == "28 heads and 4 of keys are not evenly divided by 8"
+    assert reasons["trained parameters", "LoRA of rank 16"].endswith("trains 40.4 million of 7.62 billion parameters")
+
+
 def test_without_a_judge_roles_are_colocated() -> None:
     job = make_job()
     assert plan(make_cluster(8), job).strategy == "colocated"

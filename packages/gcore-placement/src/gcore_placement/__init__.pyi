@@ -42,6 +42,7 @@ from .partition.space import (
     RoleLoad as RoleLoad,
     engine_load as engine_load,
 )
+from .planning.alternatives import Alternative as Alternative
 from .planning.layouts import TrainingLayout as TrainingLayout, TrainingState as TrainingState
 from .planning.one_device import (
     DevicePlan as DevicePlan,
@@ -51,7 +52,7 @@ from .planning.one_device import (
     plan_one_device as plan_one_device,
 )
 from .planning.options import EnginePlan as EnginePlan
-from .planning.planner import Alternative as Alternative, Plan as Plan, plan as plan
+from .planning.planner import Plan as Plan, plan as plan
 from .planning.prediction import EngineLayout as EngineLayout, predict_layout as predict_layout
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (

@@ -1,33 +1,20 @@
 """The planner: predict each layout that fits, choose the fastest, and keep the costs of the others."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import inf
 from typing import Any
-
-import numpy as np
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import JobCosts
 from gcore_placement.errors import check_known, refusal
 from gcore_placement.forecast import STAGES, Correction, Job, StepTime, predict_step
+from gcore_placement.planning.alternatives import Alternative, alternatives
 from gcore_placement.planning.candidates import Candidate, Candidates
 from gcore_placement.planning.layouts import Setting, TrainingLayout, parts_at
 from gcore_placement.planning.options import EnginePlan
 from gcore_placement.planning.unfit import LORA_RANK, least_training_bytes, nothing_fits, settings_to_try
-from gcore_placement.quantities import check_positive, gigabytes
+from gcore_placement.quantities import check_positive
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """A choice that the plan does not make."""
-
-    choice: str
-    """The kind of choice: strategy, policy engine, judge's engine, training."""
-    option: str
-    reason: str
-    """The costs of the option, or why it does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,85 +173,5 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None, l
         memory=memory,
         usable_bytes=known.setting.usable_bytes,
         correction=None if correction is None else {stage: correction.factor(stage) for stage in STAGES},
-        alternatives=tuple(_alternatives(known, chosen)),
+        alternatives=tuple(alternatives(known, chosen)),
     )
-
-
-_MOST_LAYOUTS = 4
-"""Training layouts to name among those that fit, and among those that do not."""
-
-
-def _alternatives(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
-    """Yield the alternatives with one choice changed and the others free, on as many devices."""
-    same_strategy = list(known.of(chosen.num_devices, chosen.strategy))
-    yield from _strategies(known, chosen)
-    yield from _engines(known, same_strategy, chosen)
-    yield from _training(known, chosen)
-
-    offload = not chosen.training.offload
-    best = min((c.step_s for c in same_strategy if c.training.offload == offload), default=inf)
-    reason = _compared(best, chosen.step_s, unfit="does not fit next to the engines")
-    where = "moves to the host for sampling" if offload else "stays on the devices"
-    yield Alternative(choice="training state", option=where, reason=reason)
-
-
-def _strategies(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
-    for strategy in PLANNED:
-        if strategy == chosen.strategy:
-            continue
-        reason = "there is no judge to share the devices with"
-        if known.judge is not None:
-            best = min((c.step_s for c in known.of(chosen.num_devices, strategy)), default=inf)
-            reason = _compared(best, chosen.step_s)
-            if best < inf and not STRATEGIES[strategy].is_time_shared and not STRATEGIES[strategy].follows_load:
-                reason += "; its partition stays where it is as lengths drift"
-        yield Alternative(choice="strategy", option=strategy, reason=reason)
-
-
-def _engines(known: Candidates, same_strategy: list[Candidate], chosen: Candidate) -> Iterable[Alternative]:
-    usable = known.setting.usable_bytes
-    for choice, role, options in (("policy engine", "policy", known.policy), ("judge's engine", "judge", known.judge)):
-        if options is None:
-            continue
-        best: dict[int, float] = {}
-        for candidate in same_strategy:
-            tp = getattr(candidate, role).tp
-            best[tp] = min(candidate.step_s, best.get(tp, inf))
-        for tp in options.sizes(chosen.num_devices):
-            if tp != getattr(chosen, role).tp:
-                needs = options.least_bytes(tp)
-                unfit = f": {gigabytes(needs)} of {gigabytes(usable)}" if needs > usable else " next to the other roles"
-                reason = _compared(best.get(tp, inf), chosen.step_s, unfit=f"does not fit{unfit}")
-                yield Alternative(choice=choice, option=f"TP {tp}", reason=reason)
-
-
-def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
-    """Yield other sizes and backends, each with its best micro-batches and recomputation; and no recomputation."""
-    options, usable = known.training(chosen.num_devices), known.setting.usable_bytes
-    layouts = options.layouts
-    own = layouts[chosen.training.layout]
-    seconds = options.seconds + (options.moving_s if chosen.training.offload else 0.0)
-    by_sizes: dict[str, list[int]] = {}
-    for index in np.argsort(layouts.tp * layouts.pp * layouts.cp, kind="stable").tolist():
-        by_sizes.setdefault(layouts[index].sizes, []).append(index)
-
-    def reason(indices: list[int]) -> tuple[float, str]:
-        """Return the least seconds of those that fit, and the reason as text."""
-        least_s = min((float(seconds[i]) for i in indices if options.total_bytes[i] <= usable), default=inf)
-        needs = min(float(options.total_bytes[i]) for i in indices)
-        unfit = f"does not fit: {gigabytes(needs)} of {gigabytes(usable)}"
-        return least_s, _compared(least_s, chosen.training.seconds, "to train", unfit=unfit)
-
-    others = {sizes: reason(indices) for sizes, indices in by_sizes.items() if sizes != own.sizes}
-    fit = sorted((found, sizes) for sizes, found in others.items() if found[0] < inf)[:_MOST_LAYOUTS]
-    # Among those that do not fit, the simplest are the ones that a user would ask about.
-    unfit = [(found, sizes) for sizes, found in others.items() if found[0] == inf][:_MOST_LAYOUTS]
-    for (_, why), sizes in [*fit, *unfit]:
-        yield Alternative(choice="training", option=sizes, reason=why)
-    if own.gradient_checkpointing:
-        without = [i for i in by_sizes[own.sizes] if not layouts.recompute[i]]
-        yield Alternative(choice="training", option="no recomputation", reason=reason(without)[1])
-
-
-def _compared(seconds: float, chosen_s: float, what: str = "a step", *, unfit: str = "does not fit") -> str:
-    return f"{seconds:.1f} s {what}, {seconds - chosen_s:+.1f} s" if seconds < inf else unfit
