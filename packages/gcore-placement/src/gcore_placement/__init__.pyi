@@ -3,7 +3,12 @@ from .balancing.balance import (
     balance as balance,
     micro_batches as micro_batches,
 )
-from .cluster import Cluster as Cluster, Device as Device, Efficiency as Efficiency
+from .cluster import (
+    Cluster as Cluster,
+    Device as Device,
+    Efficiency as Efficiency,
+    gather_seconds as gather_seconds,
+)
 from .costs import (
     EngineCosts as EngineCosts,
     JobCosts as JobCosts,

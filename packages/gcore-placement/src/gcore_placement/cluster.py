@@ -180,3 +180,27 @@ class Efficiency(Checked):
         super().__post_init__()
         if not 0 <= self.overlap <= 1:
             raise refusal("overlap", self.overlap, "a number in [0, 1]")
+
+
+def gather_seconds(
+    cluster: Cluster,
+    efficiency: Efficiency,
+    size_bytes: float,
+    group_size: int,
+    *,
+    span: int | None = None,
+    count: int = 1,
+) -> float:
+    """Return the seconds of gathers, or scatters, of so many bytes in all over groups of g devices.
+
+    Each is by a ring, in which (g - 1) / g of the bytes are on every link, after `Efficiency.all_reduce_s` to start.
+    A sum over the devices is a scatter and a gather.
+
+    Args:
+        span: devices among which a group's are; None: they are neighbours.
+        count: number of the gathers.
+    """
+    if group_size <= 1:
+        return 0.0
+    rate = cluster.link_bytes_per_s(span or group_size) * efficiency.links
+    return size_bytes * (group_size - 1) / group_size / rate + count * efficiency.all_reduce_s
