@@ -1,7 +1,7 @@
 """Layouts of training over devices, and the peak bytes of a device under them."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from itertools import product
 from typing import Literal
 
@@ -111,6 +111,8 @@ class Setting:
     """Devices of each engine; None: any number that an engine can have."""
     runnable: bool = False
     """Only what a run of gcore-llm takes; see `plan`."""
+    state: "TrainingState" = field(default_factory=lambda: DEFAULT_STATE)
+    """The form in which the models in training are held."""
 
     @property
     def usable_bytes(self) -> float:

@@ -1,6 +1,6 @@
 """The engines and the ways to train that a job may have: their costs by shapes and data sheets, and their memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -9,11 +9,13 @@ from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import EngineLaws, TrainingLaws, times, training_seconds
 from gcore_placement.forecast import EngineStage, Job, last_judgement_s, waves_seconds
 from gcore_placement.planning.layouts import (
+    DEFAULT_STATE,
     MASTER_BYTES,
     Backend,
     Bytes,
     Setting,
     TrainingLayouts,
+    TrainingState,
     divides_heads,
     powers,
     resident_state,
@@ -229,7 +231,14 @@ _STATE_TRAFFIC_BYTES = 28
 """AdamW reads weight, gradient and two moments, and writes all but the gradient."""
 
 
-def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, efficiency: Efficiency) -> TrainingLaws:
+def training_laws(
+    job: Job,
+    layouts: TrainingLayouts,
+    *,
+    cluster: Cluster,
+    efficiency: Efficiency,
+    state: TrainingState = DEFAULT_STATE,
+) -> TrainingLaws:
     """Return the laws of all layouts.
 
     Products, experts and attention take their FLOPs over their shares of the peak, a third more where they are
@@ -248,6 +257,10 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     Added to each step: AdamW's traffic, `Efficiency.micro_batch_s`, and the gradients' scatter and the weights' gather
     (ZeRO-1), or, as far as products do not hide them, the gathers of all weights, forward and backward, and the
     gradients' scatter of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7).
+
+    With LoRA the policy's frozen weights have no gradients: a third of the products of a forward and backward pass, the
+    scatter and AdamW's traffic are left to the adapters. An optimizer in the host's memory gets all gradients and gives
+    the weights back over the link to the host, and updates at `Efficiency.host_update_s`.
     """
     tp, pp, cp, ranks, num_devices = layouts.tp, layouts.pp, layouts.cp, layouts.dp * layouts.cp, layouts.num_devices
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
@@ -263,11 +276,13 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         return np.array([cluster.link_bytes_per_s(int(size)) for size in sizes]) * efficiency.links
 
     base = per_token = per_pair = computed = np.zeros(len(layouts))
-    for model in job.trained:
+    for number, model in enumerate(job.trained):
         w = model.workload
+        is_frozen = bool(state.adapter_parameters) and not number
+        once = 1 - _FORWARD if is_frozen else 1.0
         again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token)
-        flops = (1 + _FORWARD * again) * w.flops_per_token
-        slow_s = (1 + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (expert_flop_s - flop_s)
+        flops = (once + _FORWARD * again) * w.flops_per_token
+        slow_s = (once + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (expert_flop_s - flop_s)
         logits_s = MASTER_BYTES * _LOGIT_PASSES * w.vocab_size / memory_rate
         computing = bubble * (flops * flop_s + slow_s + logits_s)
         pairs = bubble * (1 + _FORWARD * layouts.recompute) * w.flops_per_attended_pair * attention_flop_s
@@ -286,10 +301,14 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
             layouts.ep > 1, passes * w.num_moe_layers * sent_bytes * (1 - 1 / layouts.ep) / rate(layouts.ep), 0.0
         )
 
-        parameters = model.num_parameters / (tp * pp)
+        num_trained = state.adapter_parameters if is_frozen else model.num_parameters
+        parameters = num_trained / (tp * pp)
         adam_s = _STATE_TRAFFIC_BYTES * parameters / ranks / memory_rate
+        if state.offload != "none":
+            moved_s = (MASTER_BYTES + job.compute_bytes) / (cluster.device.host_bytes_per_s * efficiency.host)
+            adam_s = parameters / ranks * (moved_s + efficiency.host_update_s)
         zero_1_s = (MASTER_BYTES + job.compute_bytes) * parameters * (ranks - 1) / ranks / rate(num_devices)
-        gathered_bytes = (2 * job.compute_bytes + MASTER_BYTES) * model.num_parameters
+        gathered_bytes = 2 * job.compute_bytes * model.num_parameters + MASTER_BYTES * num_trained
         zero_3_s = micro_batches * (gathered_bytes * (num_devices - 1) / num_devices / rate(num_devices))
 
         computed = computed + flops
@@ -317,6 +336,8 @@ class TrainingChoice:
     seconds: float
     """Seconds of a step's preparation and training, and of moving the state."""
     state_bytes: float
+    host_bytes: float
+    """Bytes in the host's memory of each device, also while it trains."""
 
 
 class TrainingOptions:
@@ -328,11 +349,18 @@ class TrainingOptions:
         backends: tuple[Backend, ...] = ("torch",) if setting.runnable else ("torch", "megatron")
         self.layouts = training_layouts(job, cluster, num_devices, backends=backends)
         # A run meets steps with more than the mean work.
+        state = setting.state
         self.memory = training_memory(
-            job, self.layouts, activations=efficiency.activations, fills_budget=setting.runnable
+            job, self.layouts, activations=efficiency.activations, state=state, fills_budget=setting.runnable
         )
         self.total_bytes, self.state_bytes = total(self.memory), resident_state(self.memory)
-        self.laws = correction.training(training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency))
+        self.host_bytes = np.zeros(len(self.layouts))
+        """Bytes in the host's memory at all times: of an optimizer that is offloaded, and of the gradients it gets."""
+        if state.offload != "none":
+            whole = training_memory(job, self.layouts, state=replace(state, offload="none"))
+            self.host_bytes = whole["optimizer"] + whole["gradients"]
+        laws = training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency, state=state)
+        self.laws = correction.training(laws)
         preparation_s, training_s = training_seconds(self.laws, job.training_tokens, job.training_pairs, num_devices)
         self.seconds = preparation_s + training_s
         rate = cluster.device.host_bytes_per_s * efficiency.host
@@ -344,7 +372,7 @@ class TrainingOptions:
         it where no other is both faster and smaller."""
         found: list[TrainingChoice] = []
         fits = self.total_bytes <= self._setting.usable_bytes
-        in_host = fits & (self.state_bytes <= self._setting.cluster.host_memory_bytes)
+        in_host = fits & (self.state_bytes + self.host_bytes <= self._setting.cluster.host_memory_bytes)
         with_moving = np.where(in_host, self.seconds + self.moving_s, np.inf)
         if np.isfinite(with_moving).any():
             found.append(self._choice(int(with_moving.argmin()), offload=True))
@@ -362,4 +390,5 @@ class TrainingOptions:
             offload=offload,
             seconds=float(self.seconds[index] + (self.moving_s[index] if offload else 0.0)),
             state_bytes=float(self.state_bytes[index]),
+            host_bytes=float(self.host_bytes[index]),
         )
