@@ -1,4 +1,4 @@
-"""Checked numbers, distributions of token lengths, and the FLOPs of a transformer over them.
+"""Checked numbers, and distributions of token lengths.
 
 The functions `check_*` raise PlacementError, which names the field.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from statistics import NormalDist
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -174,183 +174,15 @@ def lengths_of(mean: float, longest: float, *, count: float) -> Lengths:
     return Lengths.log_normal(median=min(mean * math.exp(-(sigma**2) / 2), longest), sigma=sigma, longest=longest)
 
 
-FORWARD_AND_BACKWARD = 3
-"""A backward pass multiplies each matrix twice, for the gradients of its input and of its weight."""
-_MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_moe_layers")
-_UNDESCRIBED_KEYS = ("n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size", "kv_lora_rank")
-"""Shared experts and compressed keys and values are work that the fields below do not hold."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerWorkload:
-    """The shape of a decoder with gated MLPs and grouped-query, full causal attention.
-
-    Dense (Llama, Mistral, Qwen2, Qwen3), or with a mixture of experts in the place of some MLPs (Mixtral, Qwen3-MoE).
-    Fields carry their Hugging Face names; every one is an integer of at least 1, but for those of the mixture, which a
-    dense model leaves at 0; num_key_value_heads divides num_attention_heads.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    """Width of one expert."""
-    num_moe_layers: int = 0
-    """Layers whose MLP is a mixture of experts; the others have one of intermediate_size."""
-
-    def __post_init__(self) -> None:
-        is_mixture = any(getattr(self, name) != 0 for name in _MOE_FIELDS)
-        for field in fields(self):
-            if is_mixture or field.name not in _MOE_FIELDS:
-                check_positive(field.name, getattr(self, field.name))
-        for name, most in (("num_moe_layers", "num_hidden_layers"), ("num_experts_per_tok", "num_experts")):
-            if getattr(self, name) > getattr(self, most):
-                raise refusal(name, getattr(self, name), f"at most {most} ({getattr(self, most)})")
-        if self.num_attention_heads % self.num_key_value_heads:
-            accepted = f"a divisor of num_attention_heads ({self.num_attention_heads})"
-            raise refusal("num_key_value_heads", self.num_key_value_heads, accepted)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, object]) -> Self:
-        """Read the mapping in a Hugging Face `config.json`.
-
-        `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`.
-        PlacementError names a key that is missing, out of bounds, or of work that this shape does not describe.
-        """
-        for key in _UNDESCRIBED_KEYS:
-            if config.get(key):
-                raise refusal(key, config[key], "absent (shared experts and compressed attention are not described)")
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        sizes: dict[str, Any] = {key: required(config, key) for key in names}
-        for key, value in sizes.items():
-            check_positive(key, value)
-        hidden_size, heads = sizes["hidden_size"], sizes["num_attention_heads"]
-        if config.get("head_dim") is None and hidden_size % heads:
-            raise PlacementError(
-                f"config has no 'head_dim', and hidden_size ({hidden_size}) is not a multiple of "
-                f"num_attention_heads ({heads}): give 'head_dim'"
-            )
-        defaults = {"num_key_value_heads": heads, "head_dim": hidden_size // heads}
-        given = {key: default if config.get(key) is None else config[key] for key, default in defaults.items()}
-        return cls(**sizes, **cast("dict[str, int]", given), **_mixture(config, sizes))
-
-    @property
-    def query_size(self) -> int:
-        """Width of all query heads together."""
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def key_value_size(self) -> int:
-        """Width of all key heads together, and of all value heads."""
-        return self.num_key_value_heads * self.head_dim
-
-    @property
-    def flops_per_token(self) -> float:
-        """The linear term of `flops`, per token."""
-        attention_weights = self.hidden_size * (2 * self.query_size + 2 * self.key_value_size)
-        mlp_weights = 3 * self.hidden_size * self.intermediate_size
-        moe_weights = self.hidden_size * (3 * self.num_experts_per_tok * self.moe_intermediate_size + self.num_experts)
-        weights = (
-            self.num_hidden_layers * attention_weights
-            + (self.num_hidden_layers - self.num_moe_layers) * mlp_weights
-            + self.num_moe_layers * moe_weights
-            + self.hidden_size * self.vocab_size
-        )
-        return float(FORWARD_AND_BACKWARD * 2 * weights)
-
-    @property
-    def expert_flops_per_token(self) -> float:
-        """The part of `flops_per_token` that the experts of a mixture take; 0 without one."""
-        width = self.num_experts_per_tok * self.moe_intermediate_size
-        return float(FORWARD_AND_BACKWARD * 2 * self.num_moe_layers * 3 * self.hidden_size * width)
-
-    @property
-    def flops_per_attended_pair(self) -> float:
-        """The attention term of `flops`, per pair of a query token and a key token it attends to."""
-        return float(FORWARD_AND_BACKWARD * 4 * self.num_hidden_layers * self.query_size)
-
-    def flops(self, lengths: ArrayLike) -> Floats:
-        """Return the model FLOPs of a forward and backward pass over sequences that attend only to themselves.
-
-        For a sequence of L tokens, with h = hidden_size, i = intermediate_size, n = num_hidden_layers,
-        q = num_attention_heads * head_dim, kv = num_key_value_heads * head_dim, V = vocab_size:
-
-            3 * [ 2 L (n (2 h q + 2 h kv + 3 h i) + h V)  +  4 n q L (L + 1) / 2 ]
-
-        The first term is every weight matrix and the output head at 2 FLOPs per weight and token; the second is
-        Q K^T and the weighted sum of V over the causal pairs; 3 is forward plus backward. These are the terms of
-        Narayanan et al. 2021 (arXiv:2104.04473, appendix: 72 B s l h^2 (1 + s / 6h + V / 12lh) once its recomputed
-        forward is left out) for gated MLPs and grouped queries, with masked pairs not counted. Embedding look-ups,
-        norms, softmax, rotary embeddings and recomputation are left out. In a layer with a mixture of experts, those
-        that a token goes through and the router stand in the place of 3 h i.
-
-        ``lengths`` are whole tokens, of any shape, which the result has.
-        """
-        tokens = check_lengths("lengths", lengths)
-        return self._flops(tokens=tokens, pairs=tokens * (tokens + 1) / 2)
-
-    def group_flops(self, prompt_length: ArrayLike, response_lengths: ArrayLike) -> Floats:
-        """Return the model FLOPs of a training pass over groups whose responses share a prompt computed once.
-
-        With P prompt tokens and responses of R_1 ... R_n tokens, the formula of `flops` over P + sum R_j tokens and
-        P (P + 1) / 2 + sum [R_j P + R_j (R_j + 1) / 2] pairs: a response token attends to the prompt, to itself and to
-        what came before it in its own response. One response gives `flops(P + R_1)`.
-
-        Args:
-            prompt_length: tokens of the prompt; a scalar, or shape [...] with one per group, as the result.
-            response_lengths: tokens of each response, shape [..., n]; groups of unequal size are padded with 0.
-        """
-        prompts = check_lengths("prompt_length", prompt_length)
-        responses = check_lengths("response_lengths", response_lengths)
-        if responses.ndim == 0 or prompts.shape not in ((), responses.shape[:-1]):
-            accepted = f"prompt_length's shape {prompts.shape} and one more axis"
-            raise refusal("response_lengths.shape", responses.shape, accepted)
-        tokens = prompts + responses.sum(axis=-1)
-        within_responses = (responses * (responses + 1) / 2).sum(axis=-1)
-        pairs = prompts * (prompts + 1) / 2 + prompts * responses.sum(axis=-1) + within_responses
-        return self._flops(tokens=tokens, pairs=pairs)
-
-    def _flops(self, *, tokens: Floats, pairs: Floats) -> Floats:
-        return np.asarray(self.flops_per_token * tokens + self.flops_per_attended_pair * pairs, dtype=np.float64)
-
-
 def required(mapping: Mapping[str, object], key: str) -> object:
     """Return `mapping[key]`. Raises PlacementError where the key is missing or None."""
     value = mapping.get(key)
     if value is None:
         raise PlacementError(
-            f"config has no {key!r}: expected the config.json of a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE "
-            f"model, got the keys {sorted(mapping)}"
+            f"config has no {key!r}: expected the config.json of a Llama, Mistral, Mixtral, Qwen2, Qwen3, "
+            f"Qwen3-MoE, DeepSeek-V2 or DeepSeek-V3 model, got the keys {sorted(mapping)}"
         )
     return value
-
-
-def _mixture(config: Mapping[str, object], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the fields of the mixture of experts; none for a dense model."""
-    num_experts: Any = config.get("num_experts") or config.get("num_local_experts")
-    if not num_experts:
-        return {}
-    dense_layers: Any = config.get("mlp_only_layers") or []
-    if not isinstance(dense_layers, list):
-        raise refusal("mlp_only_layers", dense_layers, "a list of layers' indices")
-    sparse_step: Any = config.get("decoder_sparse_step") or 1
-    check_positive("decoder_sparse_step", sparse_step)
-    # Every decoder_sparse_step-th layer, but for those that are listed as dense (transformers' Qwen3MoeDecoderLayer).
-    moe_layers = set(range(sparse_step - 1, sizes["num_hidden_layers"], sparse_step)).difference(dense_layers)
-    if not moe_layers:
-        return {}
-    return {
-        "num_experts": num_experts,
-        "num_experts_per_tok": cast("int", required(config, "num_experts_per_tok")),
-        "moe_intermediate_size": cast("int", config.get("moe_intermediate_size") or sizes["intermediate_size"]),
-        "num_moe_layers": len(moe_layers),
-    }
 
 
 def gigabytes(size_bytes: float) -> str:

@@ -64,13 +64,13 @@ class EngineRoofline:
     def workspace_bytes(self) -> float:
         """Bytes of a pass over `_PREFILL_TOKENS` prompt tokens: two states of a layer, and its MLP."""
         w = self.model.workload
-        widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size)
+        widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size + w.shared_experts_size)
         return self.compute_bytes * _PREFILL_TOKENS * (2 * w.hidden_size + 3 * widest / self.tp)
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of a token's keys and values; heads are copied where there are fewer than devices."""
-        num_shares = min(self.tp, self.model.workload.num_key_value_heads)
+        """Bytes of a token's keys and values; heads that are fewer than devices are copied, as are latent states."""
+        num_shares = min(self.tp, self.model.workload.num_cached_heads)
         return self.compute_bytes * self.model.kv_values_per_token / num_shares
 
     def sequence_bytes(self, prompt_lengths: Lengths, response_lengths: Lengths) -> float:
@@ -274,7 +274,7 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         own_s = (computing * job.training_tokens + pairs * job.training_pairs) / num_devices
 
         state_bytes = float(w.hidden_size * job.compute_bytes)
-        kv_bytes = 2.0 * w.key_value_size * job.compute_bytes
+        kv_bytes = float(w.key_value_size * job.compute_bytes)
         # In a group of g ranks, each waits while (g - 1) / g of a message of the group's tokens is on its link.
         tensor_s = passes * 4 * w.num_hidden_layers * state_bytes * (tp - 1) / rate(tp)
         context_s = (passes + 1) * w.num_hidden_layers * kv_bytes * (cp - 1) / rate(tp * cp)
