@@ -235,7 +235,7 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     Products, experts and attention take their FLOPs over their shares of the peak, a third more where they are
     recomputed, as the head always is (its logits are made a chunk at a time, and again for the backward pass), and
     1 + (PP - 1) / m times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2.1).
+    section 2.2.1), m those of an update. Experts compute whole tiles, see `TransformerWorkload.expert_tiles`.
     Reading and writing logits takes long where a vocabulary is large and a model small. Added to each token, and not
     hidden by any of this:
 
@@ -245,16 +245,18 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     - PP: the state and its gradient cross each stage's border;
     - EP: the state goes to each of the token's experts and back in each pass.
 
-    Added to each step: AdamW's traffic, `Efficiency.micro_batch_s`, and the gradients' scatter and the weights' gather
-    (ZeRO-1), or, as far as products do not hide them, the gathers of all weights, forward and backward, and the
-    gradients' scatter of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7).
+    Added to each update: AdamW's traffic, and the gradients' scatter and the weights' gather (ZeRO-1); to each of its
+    micro-batches, at least one, `Efficiency.micro_batch_s`, and, as far as products do not hide them, the gathers of
+    all weights and the gradients' scatter of ZeRO-3 (Rajbhandari et al. 2019, arXiv 1910.02054, section 7).
     """
     tp, pp, cp, ranks, num_devices = layouts.tp, layouts.pp, layouts.cp, layouts.dp * layouts.cp, layouts.num_devices
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
     expert_flop_s = 1 / (cluster.device.flops_per_s * efficiency.experts)
     attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
-    micro_batches = np.ceil(np.maximum(1.0, job.training_tokens / (layouts.dp * layouts.max_tokens)))
+    updates, replica_tokens = job.num_updates, job.training_tokens / job.num_updates / layouts.dp
+    micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
+    rank_tokens = replica_tokens / micro_batches / cp
     bubble = 1 + (pp - 1) / micro_batches
     passes = np.where(layouts.recompute, 3.0, 2.0)
 
@@ -267,7 +269,8 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         w = model.workload
         again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token)
         flops = (1 + _FORWARD * again) * w.flops_per_token
-        slow_s = (1 + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (expert_flop_s - flop_s)
+        tiles = w.expert_tiles(rank_tokens * np.where(layouts.ep > 1, layouts.ep / tp, 1.0))
+        slow_s = (1 + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (tiles * expert_flop_s - flop_s)
         logits_s = MASTER_BYTES * _LOGIT_PASSES * w.vocab_size / memory_rate
         computing = bubble * (flops * flop_s + slow_s + logits_s)
         pairs = bubble * (1 + _FORWARD * layouts.recompute) * w.flops_per_attended_pair * attention_flop_s
@@ -295,9 +298,9 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         computed = computed + flops
         per_token = per_token + computing + bubble * (tensor_s + context_s + pipeline_s + expert_s)
         per_pair = per_pair + pairs
-        base = base + (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
-        base = base + np.where(layouts.sharded, efficiency.together_s(zero_3_s, own_s) - own_s, 0.0)
-        base = base + micro_batches * efficiency.micro_batch_s
+        base = base + updates * (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
+        base = base + np.where(layouts.sharded, efficiency.together_s(updates * zero_3_s, own_s) - own_s, 0.0)
+        base = base + updates * micro_batches * efficiency.micro_batch_s
     return TrainingLaws(
         base_s=base,
         per_token_s=per_token,

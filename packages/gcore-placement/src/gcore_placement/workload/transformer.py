@@ -12,6 +12,7 @@ from gcore_placement.quantities import Floats, check_lengths, check_positive, re
 
 FORWARD_AND_BACKWARD = 3
 """A backward pass multiplies each matrix twice, for the gradients of its input and of its weight."""
+_TILE_ROWS = 128
 _MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_moe_layers")
 _LATENT_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OPTIONAL_FIELDS = ("n_shared_experts", "q_lora_rank")
@@ -167,6 +168,15 @@ class TransformerWorkload:
         """The part of `flops_per_token` that the chosen experts of a mixture take; 0 without one."""
         width = self.num_experts_per_tok * self.moe_intermediate_size
         return float(FORWARD_AND_BACKWARD * 2 * self.num_moe_layers * 3 * self.hidden_size * width)
+
+    def expert_tiles(self, tokens: Floats) -> Floats:
+        """Return the rows that an expert computes over those that it is given, as so many tokens reach all experts.
+
+        A product of matrices computes whole tiles of 128 rows: of M rows (M + 64) / M times as many on average.
+        """
+        if not self.num_experts:
+            return np.ones_like(tokens)
+        return 1 + _TILE_ROWS / 2 / (tokens * self.num_experts_per_tok / self.num_experts)
 
     @property
     def flops_per_attended_pair(self) -> float:
