@@ -1,4 +1,4 @@
-"""What the laws predict for a published step, and the constants that are fitted to some."""
+"""Predictions of published steps by the laws, and the constants that are fitted to some."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

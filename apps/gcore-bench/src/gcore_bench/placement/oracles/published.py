@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gcore_placement import TrainingLayout
-from gcore_placement.planning.layouts import Backend
 
+Backend = Literal["torch", "megatron"]
 Schedule = Literal["turns", "one step off", "stream", "stale stream"]
 Stage = Literal["generation", "preparation", "training", "step"]
 

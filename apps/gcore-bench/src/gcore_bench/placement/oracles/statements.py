@@ -4,17 +4,15 @@ Each has inputs that are not published; what stands for them is printed.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gcore_bench.harness.report import Row
 from gcore_bench.placement.oracles.models import CONFIGS
 from gcore_bench.placement.oracles.prediction import lengths_of_mean
-from gcore_placement import Cluster, Device, Efficiency, Lengths, ModelShape
+from gcore_placement import Cluster, Device, Efficiency, Lengths, ModelShape, Replica, ReplicaRequest
 from gcore_placement.planning.options import EngineRoofline
-from gcore_placement.quantities import Floats
-from gcore_placement.simulation.continuous_batching import Requests, run_replicas
 
 _LENDING = "verl, docs/advance/dynamic_schedule.md (2026-07), Qwen3.5-35B-A3B, DAPO, 32 H20"
 _TAIL = "Seer (arXiv 2511.14617)"
@@ -47,6 +45,7 @@ ROLLOUTS = (
     Rollout(model="Qwen2-VL 72B", num_devices=128, prompts=600, longest=40_960, n=16, engine_devices=8),
 )
 """The tasks whose tail is stated."""
+_PROMPT_TOKENS = 512
 MEAN_SHARES, SIGMAS = (0.2, 0.35), (0.5, 1.0)
 """Mean responses, as shares of the longest, and deviations of their logarithms: assumed, all pairs of them."""
 
@@ -82,20 +81,26 @@ def tail_of(rollout: Rollout, lengths: Lengths, *, seed: int = 0) -> tuple[float
     free_bytes = (
         cluster.device.memory_bytes * efficiency.free_memory - roofline.weights_bytes - roofline.workspace_bytes
     )
-    prompt = Lengths.recorded([512])
+    prompt = Lengths.recorded([_PROMPT_TOKENS])
     most = max(1, int(free_bytes / roofline.sequence_bytes(prompt, lengths)))
     costs = roofline.laws(np.array([float(most)])).costs(0)
     num_engines = rollout.num_devices // rollout.engine_devices
     drawn = np.random.default_rng(seed).random(rollout.prompts * rollout.n)
     tokens = lengths.values[np.searchsorted(lengths.edges, drawn, side="right") - 1]
 
-    def tail_s(order: Any, engines: Any) -> tuple[float, float]:
-        nothing: Floats = np.zeros(tokens.size)
-        requests = Requests(
-            replica=engines, arrival=nothing, prefill=nothing + 512, context=nothing + 512, length=tokens[order]
-        )
-        finish = np.sort(run_replicas(costs, num_engines, requests).finish)
-        return float(finish[-1] - finish[int(0.9 * finish.size)]), float(finish[-1])
+    def tail_s(order: NDArray[np.intp], engines: NDArray[np.intp]) -> tuple[float, float]:
+        finish: list[float] = []
+        for engine in range(num_engines):
+            replica = Replica[ReplicaRequest](costs)
+            lengths_here = tokens[order[engines == engine]].tolist()
+            prefill_s = _PROMPT_TOKENS * costs.prefill_per_token_s
+            replica.submit(
+                [ReplicaRequest(length=each, prefill_s=prefill_s, context=_PROMPT_TOKENS) for each in lengths_here], 0.0
+            )
+            while (now_s := replica.next_end_s) is not None:
+                finish += [now_s] * len(replica.complete(now_s))
+        finish.sort()
+        return finish[-1] - finish[int(0.9 * len(finish))], finish[-1]
 
     asked = np.arange(tokens.size)
     as_it_is, whole_s = tail_s(asked, asked // rollout.n % num_engines)
