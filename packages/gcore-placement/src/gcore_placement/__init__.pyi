@@ -53,7 +53,7 @@ from .planning.one_device import (
 from .planning.options import EnginePlan as EnginePlan
 from .planning.planner import Alternative as Alternative, Plan as Plan, plan as plan
 from .planning.prediction import EngineLayout as EngineLayout, predict_layout as predict_layout
-from .quantities import Lengths as Lengths
+from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (
     Replica as Replica,
     ReplicaRequest as ReplicaRequest,
@@ -84,4 +84,3 @@ from .workload.traces import (
     TraceRecipe as TraceRecipe,
     recorded_trace as recorded_trace,
 )
-from .workload.transformer import TransformerWorkload as TransformerWorkload

@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gcore_placement.errors import refusal
-from gcore_placement.quantities import Checked, Floats, Positive, check_lengths, check_positive
-from gcore_placement.workload.transformer import FORWARD_AND_BACKWARD
+from gcore_placement.quantities import FORWARD_AND_BACKWARD, Checked, Floats, Positive, check_lengths, check_positive
 
 Architecture = Literal["dit", "mmdit"]
 

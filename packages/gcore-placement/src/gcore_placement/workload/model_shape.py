@@ -7,8 +7,8 @@ from typing import Any, Self, cast
 import numpy as np
 
 from gcore_placement.errors import check_known
-from gcore_placement.quantities import Floats, required
-from gcore_placement.workload.transformer import TransformerWorkload
+from gcore_placement.quantities import Floats, TransformerWorkload
+from gcore_placement.workload.config_keys import required
 
 MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "deepseek_v2", "deepseek_v3")
 _BIASED_ATTENTION = ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")

@@ -75,13 +75,14 @@ def statements_table(figures: Mapping[str, Any]) -> Table:
     """Return a table with a line for each statement."""
     shown = figures_table("statements, and what is predicted for them", "stated", "predicted")
     for row in figures["statements"]:
-        ranges = [_percent(row[f"{what}_least"], row[f"{what}_most"]) for what in ("stated", "predicted")]
+        ranges = [_range(row[f"{what}_least"], row[f"{what}_most"], row["unit"]) for what in ("stated", "predicted")]
         shown.add_row(f"{row['source'].split(',')[0]}: {row['name']}", *ranges)
     return shown
 
 
-def _percent(least: float, most: float) -> str:
-    return f"{most:.0%}" if least == most else f"up to {most:.0%}" if not least else f"{least:.0%} to {most:.0%}"
+def _range(least: float, most: float, unit: str) -> str:
+    low, high = (f"{value:.0%}" if unit == "%" else f"{value:.2f} s" for value in (least, most))
+    return high if least == most else f"up to {high}" if not least else f"{low} to {high}"
 
 
 def aims(rows: Sequence[Row]) -> list[str]:

@@ -57,6 +57,11 @@ def lengths_of_mean(mean: float, sigma: float, longest: float) -> Lengths:
     return of(low)
 
 
+def whole_sync_s(model: ModelShape, cluster: Cluster, num_devices: int, efficiency: Efficiency) -> float:
+    """Return the seconds in which each of so many devices gets a whole model in bfloat16."""
+    return 2 * model.num_parameters / (cluster.link_bytes_per_s(num_devices) * efficiency.links)
+
+
 def slowest_rank(lengths: Lengths, *, ranks: int, samples: int) -> float:
     """Return the mean tokens of the rank that has most, over those of all, where each has so many samples at random."""
     drawn = np.random.default_rng(0).random((_DRAWS, ranks, samples))
@@ -65,15 +70,23 @@ def slowest_rank(lengths: Lengths, *, ranks: int, samples: int) -> float:
 
 
 def predicted(step: PublishedStep, fit: Fit) -> dict[Stage, float]:
-    """Predict the seconds of the stages and of the whole step, as its schedule overlaps them."""
+    """Predict the seconds of the stages and of the whole step, as its schedule overlaps them.
+
+    Both systems make each tensor of new weights whole on every rank before engines take their parts.
+    """
     longest = float(step.most_response_tokens)
     mean = step.response_tokens or fit.response_tokens
     responses = lengths_of_mean(min(mean, 0.95 * longest), fit.sigma, longest)
 
+    turns, ranks = step.schedule == "turns", step.training.num_ranks
+    model = ModelShape.from_config(CONFIGS[step.model])
+    num_devices = ranks if turns else ranks + step.engine[0]
+    cluster = Cluster(num_devices=num_devices, device=Device.named(step.device), devices_per_node=step.devices_per_node)
+
     def times(responses: Lengths, *, engines: bool) -> StepTime:
-        devices = step.engine[0] if engines else step.training.num_ranks
+        devices = step.engine[0] if engines else ranks
         job = Job(
-            policy=ModelShape.from_config(CONFIGS[step.model]),
+            policy=model,
             prompt_lengths=Lengths.recorded([step.prompt_tokens]),
             response_lengths=responses,
             train_batch_size=step.prompts,
@@ -85,31 +98,26 @@ def predicted(step: PublishedStep, fit: Fit) -> dict[Stage, float]:
         engine = EngineLayout(
             num_engines=max(1, devices // step.engine[1]), devices_per_engine=step.engine[1], max_num_seqs=_MAX_NUM_SEQS
         )
-        cluster = Cluster(
-            num_devices=max(devices, step.training.num_ranks),
-            device=Device.named(step.device),
-            devices_per_node=step.devices_per_node,
-        )
         return predict_layout(
             cluster,
             job,
             step.training,
             engine,
             efficiency=fit.efficiency,
-            takes_turns=step.schedule == "turns",
+            takes_turns=turns,
             host_moves=step.host_moves,
         )
 
     generating, training = times(responses, engines=True), times(responses, engines=False)
     generation_s, prepared_s, trained_s = generating.generation_s, training.preparation_s, training.training_s
     if not step.is_even:
-        ranks = step.training.data_parallel_size
-        trained_s *= slowest_rank(responses, ranks=ranks, samples=step.ppo_mini_batch_size * step.n // ranks)
-    after_s = training.weight_sync_s + training.swap_s
+        replicas = step.training.data_parallel_size
+        trained_s *= slowest_rank(responses, ranks=replicas, samples=step.ppo_mini_batch_size * step.n // replicas)
+    after_s = whole_sync_s(model, cluster, num_devices, fit.efficiency) + training.swap_s
     if step.schedule == "stale stream":
         # Without an end of the step that is waited for, the mean response takes an engine's place as long as it does.
         generation_s = times(Lengths.recorded([responses.mean]), engines=True).generation_s
-    if step.schedule == "turns":
+    if turns:
         total_s = generation_s + prepared_s + trained_s + after_s
     elif step.schedule == "stream":
         last_s = (prepared_s + trained_s) / _STREAM_PARTS

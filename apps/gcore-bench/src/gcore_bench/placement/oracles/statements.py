@@ -1,4 +1,4 @@
-"""Statements of other systems that are no steps: savings by lending devices, and the tail of a rollout.
+"""Statements of other systems that are no steps: weight syncs, savings by lending, and the tail of a rollout.
 
 Each has inputs that are not published; what stands for them is printed.
 """
@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from gcore_bench.harness.report import Row
 from gcore_bench.placement.oracles.models import CONFIGS
-from gcore_bench.placement.oracles.prediction import lengths_of_mean
+from gcore_bench.placement.oracles.prediction import lengths_of_mean, whole_sync_s
 from gcore_placement import Cluster, Device, Efficiency, Lengths, ModelShape, Replica, ReplicaRequest
 from gcore_placement.planning.options import EngineRoofline
 
 _LENDING = "verl, docs/advance/dynamic_schedule.md (2026-07), Qwen3.5-35B-A3B, DAPO, 32 H20"
+_SYNC = "verl, docs/advance/fully_async.md (2026-08), H20"
 _TAIL = "Seer (arXiv 2511.14617)"
 
 SAVED = {"8 + 24": 0.153, "16 + 16": 0.175}
@@ -48,6 +49,14 @@ ROLLOUTS = (
 _PROMPT_TOKENS = 512
 MEAN_SHARES, SIGMAS = (0.2, 0.35), (0.5, 1.0)
 """Mean responses, as shares of the longest, and deviations of their logarithms: assumed, all pairs of them."""
+
+
+SYNCS = {
+    "Qwen2.5 7B": (8, 0.02, 0.12),
+    "Qwen3 30B-A3B": (32, 4.38, 15.76),
+    "Qwen3 235B-A22B": (128, 23.70, 58.57),
+}
+"""Ranks of training and engines together, and the seconds of a weight sync with and without the checkpoint engine."""
 
 
 def lending_savings() -> dict[str, float]:
@@ -114,8 +123,14 @@ def tail_of(rollout: Rollout, lengths: Lengths, *, seed: int = 0) -> tuple[float
 
 
 def statement_rows() -> list[Row]:
-    """Return each statement with the least and the most of what is stated and predicted, as shares."""
+    """Return each statement with the least and the most of what is stated and predicted: shares, or seconds."""
     rows: list[Row] = []
+    for model, (num_devices, least_s, most_s) in SYNCS.items():
+        cluster = Cluster(num_devices=num_devices, device=Device.named("H20"))
+        predicted_s = whole_sync_s(ModelShape.from_config(CONFIGS[model]), cluster, num_devices, Efficiency())
+        name = f"weight sync of {model} over {num_devices} devices"
+        assumed = "each device gets the whole model, over links between nodes where there are several"
+        rows.append(_row(name, _SYNC, (least_s, most_s), [predicted_s], assumed, unit="s"))
     for parts, saved in lending_savings().items():
         rows.append(
             _row(
@@ -142,6 +157,8 @@ def statement_rows() -> list[Row]:
     return rows
 
 
-def _row(name: str, source: str, stated: tuple[float, float], predicted: list[float], assumed: str) -> Row:
-    row: Row = {"name": name, "source": source, "stated_least": stated[0], "stated_most": stated[1]}
+def _row(
+    name: str, source: str, stated: tuple[float, float], predicted: list[float], assumed: str, *, unit: str = "%"
+) -> Row:
+    row: Row = {"name": name, "source": source, "unit": unit, "stated_least": stated[0], "stated_most": stated[1]}
     return row | {"predicted_least": min(predicted), "predicted_most": max(predicted), "assumed": assumed}
