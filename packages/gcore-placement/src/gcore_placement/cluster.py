@@ -71,6 +71,7 @@ DEVICES = {
         ("B200", 180, 2250, 8.0, 900, 64),
         ("H200", 141, 989, 4.8, 450, 64),
         ("H100", 80, 989, 3.35, 450, 64),
+        ("GB200", 186, 2500, 8.0, 900, 225),
         ("H800", 80, 989, 3.35, 200, 64),
         ("H20", 96, 148, 4.0, 450, 64),
         ("A100", 80, 312, 2.039, 300, 32),
@@ -91,9 +92,10 @@ DEVICES = {
 }
 """NVIDIA's data sheets, of the SXM form where there is one; of the RTX cards, A6000 and A40 the white papers of GA102
 (2.1), Ada (2.1) and RTX Blackwell. Bfloat16 with float32 sums, without sparsity; NVLink and PCIe at half of the two-way
-rate that the sheets give; GB are 10^9 bytes, which leaves the surplus of the real chips to the driver. Cards without
-NVLink between all of a node are linked by PCIe: bridges over pairs of A6000, A40 and RTX3090 are not counted, nor that
-GeForce cards have no direct access to each other and copy through the host's memory."""
+rate that the sheets give, and NVLink-C2C, which two GB200 share, at a quarter; GB are 10^9 bytes, which leaves the
+surplus of the real chips to the driver. Cards without NVLink between all of a node are linked by PCIe: bridges over
+pairs of A6000, A40 and RTX3090 are not counted, nor that GeForce cards have no direct access to each other and copy
+through the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

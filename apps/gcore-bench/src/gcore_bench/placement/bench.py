@@ -3,8 +3,9 @@
 from rich.console import Console
 
 from gcore_bench.harness.report import Session
-from gcore_bench.placement import balancer, live, oracles, planner
+from gcore_bench.placement import balancer, live, planner
 from gcore_bench.placement.options import PlacementOptions
+from gcore_bench.placement.oracles import part as oracles
 from gcore_bench.placement.study import run_study
 
 
@@ -19,4 +20,7 @@ def run(options: PlacementOptions, console: Console) -> None:
             part = {"balancer": balancer, "live": live, "oracles": oracles, "planner": planner}[name]
             figures = part.run(options, say=session.say)
             aims = part.aims(figures["rows"])
-            session.add(name, tables=[part.table(figures)], lines=aims, **figures, aims=aims)
+            tables = [part.table(figures)]
+            if part is oracles:
+                tables.append(oracles.statements_table(figures))
+            session.add(name, tables=tables, lines=aims, **figures, aims=aims)

@@ -66,13 +66,13 @@ class EngineRoofline:
     def workspace_bytes(self) -> float:
         """Bytes of a pass over `_PREFILL_TOKENS` prompt tokens: two states of a layer, and its MLP."""
         w = self.model.workload
-        widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size)
+        widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size + w.shared_experts_size)
         return self.compute_bytes * _PREFILL_TOKENS * (2 * w.hidden_size + 3 * widest / self.tp)
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of a token's keys and values; heads are copied where there are fewer than devices."""
-        num_shares = min(self.tp, self.model.workload.num_key_value_heads)
+        """Bytes of a token's keys and values; heads that are fewer than devices are copied, as are latent states."""
+        num_shares = min(self.tp, self.model.workload.num_cached_heads)
         return self.compute_bytes * self.model.kv_values_per_token / num_shares
 
     def sequence_bytes(self, prompt_lengths: Lengths, response_lengths: Lengths) -> float:
@@ -244,7 +244,7 @@ def training_laws(
     Products, experts and attention take their FLOPs over their shares of the peak, a third more where they are
     recomputed, as the head always is (its logits are made a chunk at a time, and again for the backward pass), and
     1 + (PP - 1) / m times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2.1).
+    section 2.2.1), m those of an update. Experts compute whole tiles, see `TransformerWorkload.expert_tiles`.
     Reading and writing logits takes long where a vocabulary is large and a model small. Added to each token, and not
     hidden by any of this:
 
@@ -254,9 +254,9 @@ def training_laws(
     - PP: the state and its gradient cross each stage's border;
     - EP: the state goes to each of the token's experts and back in each pass.
 
-    Added to each step: AdamW's traffic, `Efficiency.micro_batch_s`, and the gradients' scatter and the weights' gather
-    (ZeRO-1), or, as far as products do not hide them, the gathers of all weights, forward and backward, and the
-    gradients' scatter of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7).
+    Added to each update: AdamW's traffic, and the gradients' scatter and the weights' gather (ZeRO-1); to each of its
+    micro-batches, at least one, `Efficiency.micro_batch_s`, and, as far as products do not hide them, the gathers of
+    all weights and the gradients' scatter of ZeRO-3 (Rajbhandari et al. 2019, arXiv 1910.02054, section 7).
 
     With LoRA the policy's frozen weights have no gradients: a third of the products of a forward and backward pass, the
     scatter and AdamW's traffic are left to the adapters. An optimizer in the host's memory gets all gradients and gives
@@ -267,7 +267,9 @@ def training_laws(
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
     expert_flop_s = 1 / (cluster.device.flops_per_s * efficiency.experts)
     attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
-    micro_batches = np.ceil(np.maximum(1.0, job.training_tokens / (layouts.dp * layouts.max_tokens)))
+    updates, replica_tokens = job.num_updates, job.training_tokens / job.num_updates / layouts.dp
+    micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
+    rank_tokens = replica_tokens / micro_batches / cp
     bubble = 1 + (pp - 1) / micro_batches
     passes = np.where(layouts.recompute, 3.0, 2.0)
 
@@ -282,14 +284,15 @@ def training_laws(
         once = 1 - _FORWARD if is_frozen else 1.0
         again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token)
         flops = (once + _FORWARD * again) * w.flops_per_token
-        slow_s = (once + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (expert_flop_s - flop_s)
+        tiles = w.expert_tiles(rank_tokens * np.where(layouts.ep > 1, layouts.ep / tp, 1.0))
+        slow_s = (once + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (tiles * expert_flop_s - flop_s)
         logits_s = MASTER_BYTES * _LOGIT_PASSES * w.vocab_size / memory_rate
         computing = bubble * (flops * flop_s + slow_s + logits_s)
         pairs = bubble * (1 + _FORWARD * layouts.recompute) * w.flops_per_attended_pair * attention_flop_s
         own_s = (computing * job.training_tokens + pairs * job.training_pairs) / num_devices
 
         state_bytes = float(w.hidden_size * job.compute_bytes)
-        kv_bytes = 2.0 * w.key_value_size * job.compute_bytes
+        kv_bytes = float(w.key_value_size * job.compute_bytes)
         # In a group of g ranks, each waits while (g - 1) / g of a message of the group's tokens is on its link.
         tensor_s = passes * 4 * w.num_hidden_layers * state_bytes * (tp - 1) / rate(tp)
         context_s = (passes + 1) * w.num_hidden_layers * kv_bytes * (cp - 1) / rate(tp * cp)
@@ -314,9 +317,9 @@ def training_laws(
         computed = computed + flops
         per_token = per_token + computing + bubble * (tensor_s + context_s + pipeline_s + expert_s)
         per_pair = per_pair + pairs
-        base = base + (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
-        base = base + np.where(layouts.sharded, efficiency.together_s(zero_3_s, own_s) - own_s, 0.0)
-        base = base + micro_batches * efficiency.micro_batch_s
+        base = base + updates * (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
+        base = base + np.where(layouts.sharded, efficiency.together_s(updates * zero_3_s, own_s) - own_s, 0.0)
+        base = base + updates * micro_batches * efficiency.micro_batch_s
     return TrainingLaws(
         base_s=base,
         per_token_s=per_token,
