@@ -2,12 +2,14 @@
 
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import study_tables
 
+from gcore_bench.harness.options import BenchError
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.simulations import study, sweep
 from gcore_bench.placement.simulations.study import (
@@ -21,7 +23,7 @@ from gcore_bench.placement.simulations.study import (
 from gcore_bench.placement.simulations.tasks import run_all
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.simulation import scenarios
-from gcore_placement.simulation.scenarios import FAMILY, JOBS, Scale, scenario
+from gcore_placement.simulation.scenarios import JOBS, Scale, scenario
 from gcore_placement.workload.traces import steady
 
 
@@ -58,10 +60,14 @@ def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.Mon
     assert "<h2>growing, 64 devices, 3 steps</h2>" in (tmp_path / "study" / "study.html").read_text()
 
 
-def test_the_sweep_compares_every_load_with_the_best_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "FAMILY", {name: FAMILY[name] for name in ("square_4", "no_change")})
+def test_the_sweep_compares_every_load_with_the_best_split(tmp_path: Path) -> None:
     options = PlacementOptions(
-        study_folder=tmp_path / "study", study_steps=8, study_processes=1, sweep_devices=(37, 64), sweep_seeds=2
+        study_folder=tmp_path / "study",
+        study_steps=8,
+        study_processes=1,
+        sweep_devices=(37, 64),
+        sweep_traces=("square_4", "no_change"),
+        sweep_seeds=2,
     )
     said: list[str] = []
     figures = sweep.run(options, say=said.append)
@@ -76,6 +82,8 @@ def test_the_sweep_compares_every_load_with_the_best_split(tmp_path: Path, monke
     written = (tmp_path / "study" / "sweep.md").read_text()
     assert len(re.findall(r"^\| (?:37|64) \| (?:square_4|no_change) \|", written, flags=re.MULTILINE)) == 4
     assert sweep.aims(figures["rows"])[0] in written
+    with pytest.raises(BenchError, match="sweep_traces holds 'saw'; expected names of square_2, "):
+        sweep.run(replace(options, sweep_traces=("saw",)), say=said.append)
 
 
 def test_the_aim_of_the_sweep_counts_the_worst_seed() -> None:

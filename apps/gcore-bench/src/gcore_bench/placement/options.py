@@ -73,6 +73,8 @@ class PlacementOptions(QuickOptions):
     """Processes of the study and of the sweep; 0: as many as there are cores."""
     sweep_devices: tuple[SweepDevices, ...] = (37, 64, 512)
     """Devices on which the sweep simulates each load."""
+    sweep_traces: tuple[str, ...] = ()
+    """Names of the sweep's loads in the family; none: all."""
     sweep_seeds: Count = 1
     """Seeds of each load in the sweep."""
     seed: NonNegative = 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Row, figures_table, verdict
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.simulations.tables import markdown_table, spread, write_sections
@@ -24,14 +25,17 @@ _COLUMNS = ("devices", "trace", "loss %", "of generation and rewarding %", "move
 
 
 def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
-    """Simulate every trace of FAMILY on every number of devices, with each seed, and write `sweep.md`.
+    """Simulate every trace on every number of devices, with each seed, and write `sweep.md`.
 
     Returns:
         ``rows``, one a trace and number of devices: by how much longer the run takes under dynamic than under the best
         split (``losses``, one a seed), the same of generation and rewarding alone (``sampling_losses``), and the mean
         number of ``moves``.
     """
-    cases, seeds = list(product(options.sweep_devices, FAMILY)), options.sweep_seeds
+    cases, seeds = list(product(options.sweep_devices, options.sweep_traces or FAMILY)), options.sweep_seeds
+    for name in options.sweep_traces:
+        if name not in FAMILY:
+            raise BenchError(f"sweep_traces holds {name!r}; expected names of {', '.join(FAMILY)}")
     tasks = [
         partial(_simulated, *case, seed, options.study_steps or None) for case in cases for seed in range(1, seeds + 1)
     ]
