@@ -19,7 +19,7 @@ from gcore_placement.ledger import Ledger, read_spans, select_steps
 from gcore_placement.planning.planner import plan
 from gcore_placement.quantities import Lengths, check_positive
 from gcore_placement.simulation.continuous_batching import EngineRun
-from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
+from gcore_placement.simulation.scenarios import FAMILY, JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
 from gcore_placement.simulation.simulator import Comparison, Simulator, compare
 from gcore_placement.simulation.waves import run_waves
 from gcore_placement.strategies import PLANNED
@@ -168,9 +168,8 @@ def _read_model(path: str) -> ModelShape:
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--scenario", choices=(*SCENARIOS, *PUBLISHED), default="growing", help="recipe of the trace (%(default)s)"
-    )
+    names = (*SCENARIOS, *FAMILY, *PUBLISHED)
+    parser.add_argument("--scenario", choices=names, default="growing", help="recipe of the trace (%(default)s)")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--trace", type=Path, metavar="FILE", help="use a trace that Trace.save has written")
     instead.add_argument("--from-run", type=Path, metavar="RUN", help="use the steps of a run of gcore-llm")
