@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields, replace
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from gcore_bench.placement.oracles.models import CONFIGS
 from gcore_bench.placement.oracles.part import AIM, PUBLISHED, aims
 from gcore_bench.placement.oracles.prediction import Fit, lengths_of_mean, predicted, slowest_rank
+from gcore_bench.placement.oracles.staleness import staleness_shares
 from gcore_bench.placement.oracles.statements import ROLLOUTS, SAVED, lending_savings, statement_rows, tail_of
 from gcore_placement import Efficiency, Lengths, ModelShape
 
@@ -147,6 +149,42 @@ def test_the_slowest_rank_of_an_update() -> None:
     assert predicted(uneven, fit)["training"] > predicted(replace(uneven, is_even=True), fit)["training"]
 
 
+def simulated_staleness(lengths: Lengths, *, in_flight: int, batch: int) -> list[float]:
+    """Shares of each age, of responses that take the next place as soon as one ends."""
+    rng = np.random.default_rng(0)
+
+    def drawn() -> float:
+        return float(lengths.values[np.searchsorted(lengths.edges, rng.random(), side="right") - 1])
+
+    # When each ends, and the version by which it started: all at once at first, so that early ones are left out.
+    running = [(drawn(), 0) for _ in range(in_flight)]
+    heapify(running)
+    counts: dict[int, int] = {}
+    for number in range(120 * batch):
+        end, started = heappop(running)
+        version = number // batch
+        if version >= 40:
+            counts[version - started] = counts.get(version - started, 0) + 1
+        heappush(running, (end + drawn(), (number + 1) // batch))
+    return [counts.get(age, 0) / sum(counts.values()) for age in range(max(counts) + 1)]
+
+
+@pytest.mark.parametrize("in_flight", [64, 192, 512])
+@pytest.mark.parametrize("sigma", [0.0, 0.5, 1.2])
+def test_staleness_is_that_of_a_simulation(in_flight: int, sigma: float) -> None:
+    lengths = Lengths.log_normal(median=800, sigma=sigma, longest=8192)
+    if not sigma:
+        # Equal lengths that all start together stay together; the closed form is of any phase.
+        lengths = Lengths.recorded(np.linspace(700, 900, 64))
+    shares = staleness_shares(lengths, in_flight=in_flight, batch=128)
+    assert shares.sum() == pytest.approx(1)
+    assert shares @ np.arange(shares.size) == pytest.approx(in_flight / 128)
+    found = np.zeros(shares.size)
+    simulated = simulated_staleness(lengths, in_flight=in_flight, batch=128)[: shares.size]
+    found[: len(simulated)] = simulated
+    assert np.abs(found - shares).max() < 0.03
+
+
 def test_lending_saves_at_most_what_fixed_parts_leave_idle() -> None:
     """Both predictions are of the same seconds, and above what was measured, which has losses."""
     saved = lending_savings()
@@ -166,9 +204,9 @@ def test_equal_responses_have_no_tail_that_repacking_could_save() -> None:
 
 def test_statements_name_their_source_and_what_was_assumed() -> None:
     rows = statement_rows()
-    assert len(rows) == 9
+    assert len(rows) == 12
     for row in rows:
-        assert re.search(r"arXiv \d|docs/\S+\.md", row["source"])
+        assert re.search(r"arXiv \d|docs/\S+\.md|verl/experimental", row["source"])
         assert row["assumed"]
         assert 0 <= row["stated_least"] <= row["stated_most"]
         assert 0 <= row["predicted_least"] <= row["predicted_most"]

@@ -1,4 +1,4 @@
-"""Statements of other systems that are no steps: weight syncs, savings by lending, and the tail of a rollout.
+"""Statements of other systems that are no steps: weight syncs, stale responses, lending, and the tail of a rollout.
 
 Each has inputs that are not published; what stands for them is printed.
 """
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from gcore_bench.harness.report import Row
 from gcore_bench.placement.oracles.models import CONFIGS
 from gcore_bench.placement.oracles.prediction import lengths_of_mean, whole_sync_s
+from gcore_bench.placement.oracles.staleness import staleness_shares
 from gcore_placement import Cluster, Device, Efficiency, Lengths, ModelShape, Replica, ReplicaRequest
 from gcore_placement.planning.options import EngineRoofline
 
@@ -57,6 +58,13 @@ SYNCS = {
     "Qwen3 235B-A22B": (128, 23.70, 58.57),
 }
 """Ranks of training and engines together, and the seconds of a weight sync with and without the checkpoint engine."""
+
+
+_STALE = "verl, verl/experimental/fully_async_policy (2026-08), recipes of Qwen2.5-Math-7B, H20"
+STALENESS = {16: 0.1, 32: 0.1, 64: 0.5}
+"""Most responses of a step that may be stale, as a share of its responses, by the devices that generate."""
+_PROMPTS_OF_ENGINE, _PROMPTS_OF_STEP = 16, 512
+"""Prompts that an engine of four devices has at a time, and those of a step."""
 
 
 def lending_savings() -> dict[str, float]:
@@ -131,6 +139,16 @@ def statement_rows() -> list[Row]:
         name = f"weight sync of {model} over {num_devices} devices"
         assumed = "each device gets the whole model, over links between nodes where there are several"
         rows.append(_row(name, _SYNC, (least_s, most_s), [predicted_s], assumed, unit="s"))
+    for num_devices, most in STALENESS.items():
+        in_flight = num_devices // 4 * _PROMPTS_OF_ENGINE
+        shares = [
+            float(1 - staleness_shares(lengths, in_flight=in_flight, batch=_PROMPTS_OF_STEP)[0])
+            for lengths in (lengths_of_mean(0.1 * 28_672, sigma, 28_672.0) for sigma in SIGMAS)
+        ]
+        assumed = f"means of 10% of the longest, sigma of {' and '.join(map(str, SIGMAS))}"
+        rows.append(
+            _row(f"stale responses on {num_devices} + {num_devices} devices", _STALE, (0.0, most), shares, assumed)
+        )
     for parts, saved in lending_savings().items():
         rows.append(
             _row(
