@@ -1,5 +1,6 @@
 """What every split must be, whatever the costs."""
 
+import doctest
 import math
 from random import Random
 from typing import Any
@@ -219,3 +220,17 @@ def test_one_long_sequence_among_many_short(equal_count: bool) -> None:
 def test_wrong_input_is_refused(costs: ArrayLike, num_parts: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlacementError, match=message):
         balance(costs, num_parts, **options)
+
+
+def test_a_tighter_capacity_is_not_the_only_way_to_even_parts() -> None:
+    """A start by cost alone ends at 14 and 10 here, one by weight at 12 and 12."""
+    costs, weights = [9, 8, 2, 2, 1, 1, 1], [1, 6, 1, 4, 1, 4, 1]
+    for capacity in (9, 10, 18):
+        parts = balance(costs, 2, weights=weights, capacity=capacity)
+        assert [sum(costs[i] for i in part) for part in parts] == [12, 12]
+
+
+def test_the_examples_of_the_docstring_are_right() -> None:
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    found = parser.get_doctest(str(balance.__doc__), {"balance": balance}, "balance", None, 0)
+    assert runner.run(found) == doctest.TestResults(failed=0, attempted=3)

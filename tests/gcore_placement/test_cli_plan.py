@@ -44,6 +44,17 @@ def test_a_plan_is_json(models: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert data["step_s"] == pytest.approx(sum(data["step"].values()))
 
 
+def test_adapters_are_the_answer_where_all_parameters_do_not_fit(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["plan", "--model", models / "policy", "--gpus", 2, "--device", "RTX4090"]
+    assert run(*job) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert "takes at least 82.0 GB of each; LoRA of rank 16 trains 40.4 million parameters" in line
+    assert run(*job, "--toml", "--lora-rank", 8) == 0
+    assert "lora_rank = 8" in capsys.readouterr().out
+
+
 def test_a_plan_is_corrected_by_what_a_run_has_kept(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +95,9 @@ def test_a_plan_is_corrected_by_what_a_run_has_kept(
         (["--model", "MODELS/list.json"], "list.json is a JSON list; expected an object"),
         (["--model", "MODELS/policy", "--gpus", "0"], "num_devices is 0; expected an integer of at least 1"),
         (["--model", "MODELS/policy", "--acceptance", "0"], "acceptance is 0.0; expected a finite number above 0"),
-        (["--model", "MODELS/judge", "--gpus", "4"], "nothing fits on 4 x H100"),
+        (["--model", "MODELS/judge", "--gpus", "1"], "nothing fits on 1 x H100"),
+        (["--model", "MODELS/judge", "--gpus", "2", "--lora-rank", "0"], "nothing fits on 2 x H100"),
+        (["--model", "MODELS/policy", "--lora-rank", "-1"], "lora_rank is -1; expected an integer of at least 0"),
         (
             ["--model", "MODELS/policy", "--correction", "MODELS/policy"],
             "correction is 'MODELS/policy/placement.json'; expected a run's folder with placement.json, or such a file",

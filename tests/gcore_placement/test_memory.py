@@ -73,6 +73,19 @@ def test_activations_by_hand() -> None:
     assert_allclose(recomputed, tokens / 2 / 4 * 28 * 2 * h)
 
 
+def test_micro_batches_of_small_updates_are_small() -> None:
+    """A rank that has less than a micro-batch in an update holds the activations of what it has."""
+    job = make_job(train_batch_size=512, ppo_mini_batch_size=2)
+    tokens = job.training_tokens / 256 / 2
+    assert job.longest_sequence < tokens < 32768
+    full = job.training_tokens / 2 / np.ceil(job.training_tokens / 2 / 32768)
+    whole, update = (
+        parts_of(each, layout("megatron", dp=2, ppo_max_token_len=32768))["activations"][0]
+        for each in (replace(job, ppo_mini_batch_size=0), job)
+    )
+    assert update / whole == pytest.approx(tokens / full)
+
+
 def test_a_recomputed_layer_takes_the_place_of_the_logits() -> None:
     """Logits are gone when the last layer is computed again: the larger of the two counts."""
     for vocab_size, is_larger in ((608_256, False), (64, True)):

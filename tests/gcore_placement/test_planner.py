@@ -239,8 +239,56 @@ def test_a_refusal_says_what_is_too_large_and_what_would_fit() -> None:
         plan(make_cluster(8), job)
     message = str(refused.value)
     assert "nothing fits on 8 x H100, of whose 80.0 GB 73.6 GB are usable: training needs at least" in message
-    assert message.endswith("Would fit: 16 devices")
+    assert "Would fit: 16 devices, or 8 x H20 of 96.0 GB, or a policy of " in message
     assert plan(make_cluster(16), job).num_devices == 16
+    assert plan(make_cluster(8, "H20"), job).num_devices == 8
+    layers = int(message.partition("a policy of ")[2].split()[0])
+    assert plan(make_cluster(8), make_job({**QWEN_32B, "num_hidden_layers": layers})).num_devices == 8
+
+
+@pytest.mark.parametrize("device", ["A6000", "A100-40GB"])
+def test_the_least_number_of_devices_is_named(device: str) -> None:
+    """With less on the devices, and with all parameters and states there: no fewer devices would do."""
+    with pytest.raises(PlacementError, match=r"Would fit: (\d+) devices") as refused:
+        plan(make_cluster(1, device), make_job(QWEN_7B), runnable=True)
+    text = str(refused.value).partition("Would fit: ")[2]
+    least, whole = (int(part.split()[0]) for part in text.split(", or ")[:2])
+    job = make_job(QWEN_7B)
+    found = {size: plan(make_cluster(size, device), job, runnable=True) for size in range(least, whole + 1)}
+    assert [size for size, own in found.items() if not own.optimizer_offload and not own.lora_rank] == [whole]
+    assert "(all parameters)" in text.split(", or ")[1]
+
+
+def test_what_does_not_fit_is_trained_with_less() -> None:
+    """With the optimizer's state on the host, then with adapters, each where what comes before does not fit."""
+    for device, num, offloads, rank in (("A6000", 8, False, 0), ("A6000", 2, True, 0), ("RTX4090", 2, False, 16)):
+        job = make_job(QWEN_7B)
+        found = plan(make_cluster(num, device), job, runnable=True)
+        assert (found.optimizer_offload, found.lora_rank) == (offloads, rank)
+        assert (found.whole_training_bytes > found.usable_bytes) is (num < 8)
+        assert found.peak_bytes <= found.usable_bytes
+        assert found.trained_parameters == (job.policy.adapter_parameters(rank) if rank else job.policy.num_parameters)
+    with pytest.raises(PlacementError, match=r"with all parameters, the optimizer's state on the host .* GB\. "):
+        plan(make_cluster(2, "RTX4090"), make_job(QWEN_7B), runnable=True, lora_rank=0)
+    with pytest.raises(PlacementError, match=r"lora_rank is -1; expected an integer of at least 0, or None"):
+        plan(make_cluster(2), make_job(QWEN_7B), lora_rank=-1)
+
+
+def test_adapters_take_less_memory_and_time() -> None:
+    job = make_job(QWEN_7B)
+    whole, lora = (plan(make_cluster(8), job, runnable=True, lora_rank=rank) for rank in (0, 64))
+    assert lora.lora_rank == 64
+    assert lora.memory["training"]["optimizer"] < whole.memory["training"]["optimizer"] / 30
+    assert 0.6 * whole.step.training_s < lora.step.training_s < 0.75 * whole.step.training_s
+    assert lora.step_s < whole.step_s
+
+
+def test_weights_pass_to_the_engine_where_there_is_memory_for_both() -> None:
+    """The rank's weights, the engine's and what is on its way: 3 x 15 GB with a single rank, whose engine gets all."""
+    job = make_job(QWEN_7B)
+    with pytest.raises(PlacementError, match=r"with LoRA weights pass to the engine in 46\.. GB"):
+        plan(make_cluster(1, "A6000"), job, runnable=True)
+    assert plan(make_cluster(1), job, runnable=True).lora_rank == 16
 
 
 def test_too_long_responses_are_refused_with_a_length_that_fits() -> None:
@@ -262,6 +310,49 @@ def test_a_model_that_no_device_holds_is_divided() -> None:
     times = [reason for reason in reasons.values() if " s a step, " in reason]
     assert times
     assert all(float(reason.split(", ")[1].split(" s")[0]) >= 0 for reason in times)
+
+
+@pytest.mark.parametrize("runnable", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "num_devices", "device", "judge"),
+    [
+        (QWEN_7B, 64, "H100", QWEN_7B),
+        (QWEN_32B, 16, "H100", None),
+        (QWEN_7B, 8, "A6000", None),
+        (SMALL, 8, "RTX4090", QWEN_7B),
+        (MIXTURE, 4, "L4", None),
+    ],
+)
+def test_what_is_faster_has_something_against_it(
+    policy: dict[str, Any], num_devices: int, device: str, judge: dict[str, Any] | None, *, runnable: bool
+) -> None:
+    found = plan(make_cluster(num_devices, device), make_job(policy, judge=judge), runnable=runnable)
+    for other in found.alternatives:
+        if other.seconds is None or other.difference_s is None:
+            assert other.reason
+            continue
+        what = "to train" if other.choice in ("training", "trained parameters") else "a step"
+        timed = f"{other.seconds:.1f} s {what}, {other.difference_s:+.1f} s"
+        assert timed in other.reason
+        if other.difference_s < 0.05 * found.step_s:
+            assert len(other.reason) > len(timed), "it is not slower for certain, and why not is said"
+    if runnable:
+        assert {"trained parameters", "training state"} <= {other.choice for other in found.alternatives}
+
+
+def test_reasons_name_what_an_engine_lacks() -> None:
+    found = plan(make_cluster(2, "RTX4090"), make_job(QWEN_7B), runnable=True)
+    reasons = {(other.choice, other.option): other.reason for other in found.alternatives}
+    assert reasons["policy engine", "TP 4"] == "needs 4 devices, of 2"
+    assert reasons["policy engine", "TP 1"].startswith("does not fit: ")
+    assert reasons["policy engine", "TP 1"].endswith(
+        "over the 22.1 GB of each device; while weights pass to the engine"
+    )
+    assert reasons["trained parameters", "all"].startswith("does not fit: 60.0 GB over the 22.1 GB of each device")
+    found = plan(make_cluster(8), make_job(QWEN_7B), runnable=True)
+    reasons = {(other.choice, other.option): other.reason for other in found.alternatives}
+    assert reasons["policy engine", "TP 8"] == "28 heads and 4 of keys are not evenly divided by 8"
+    assert reasons["trained parameters", "LoRA of rank 16"].endswith("trains 40.4 million of 7.62 billion parameters")
 
 
 def test_without_a_judge_roles_are_colocated() -> None:
@@ -297,6 +388,45 @@ def test_data_sheets() -> None:
         replace(small_device(2), flops_per_s=0)
     assert make_cluster(19).sizes() == [16, 8, 7, 6, 5, 4, 3, 2, 1]
     assert make_cluster(19).link_bytes_per_s(16) < make_cluster(19).link_bytes_per_s(8)
+
+
+@pytest.mark.parametrize(
+    ("full_name", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 3090", "RTX3090"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
+    ],
+)
+def test_devices_are_found_by_a_drivers_name(full_name: str, name: str) -> None:
+    assert Device.matching(full_name) == Device.named(name)
+
+
+def test_a_name_without_a_data_sheet_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"device is 'NVIDIA A1000'; expected a name that holds one of B200"):
+        Device.matching("NVIDIA A1000")
+
+
+@pytest.mark.parametrize("device", ["RTX3090", "RTX4090", "A10", "L4"])
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+def test_small_devices_are_used_well(device: str, num_devices: int) -> None:
+    """A model that fits is planned on all of them, with memory that is filled, and faster than on half."""
+    found = plan(make_cluster(num_devices, device), make_job(SMALL), runnable=True)
+    assert found.num_devices == num_devices
+    assert found.offload
+    assert 0.5 * found.usable_bytes < found.peak_bytes <= found.usable_bytes
+    if num_devices > 1:
+        half = plan(make_cluster(num_devices // 2, device), make_job(SMALL), runnable=True)
+        assert half.step_s / 2.2 < found.step_s < half.step_s / 1.3
 
 
 def test_small_batches_use_few_data_parallel_ranks() -> None:

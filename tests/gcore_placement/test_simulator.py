@@ -248,6 +248,15 @@ def test_loads_tell_what_a_wave_takes_on_every_partition(median: float) -> None:
         assert told_s == pytest.approx(outcome.seconds, rel=0.15)
 
 
+def test_a_judge_that_ends_a_little_late_on_full_engines_is_not_read_as_dearer() -> None:
+    small = trace(0)
+    (outcome,) = simulate_waves(COSTS, [next(small.waves(0))], space().partitions[0])
+    for late, was_waiting in ((1.0, True), (1.15, True), (1.3, False)):
+        _, reward = wave_loads(COSTS, replace(outcome, seconds=late * outcome.uncontended_s))
+        assert reward.was_waiting == was_waiting
+        assert (reward.correction(4, 1.0) <= 1.0) or not was_waiting
+
+
 def test_turns_pay_for_swaps_in_every_wave() -> None:
     small = trace(1)
     free = replace(COSTS, swap=SwapCosts())

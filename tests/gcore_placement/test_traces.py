@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given, strategies as st
 from recorded_run import recorded_run
 
 from gcore_placement import Drift, PlacementError, RecordedStep, Trace, TraceRecipe, recorded_trace
+from gcore_placement.simulation.scenarios import sized
 from gcore_placement.workload.recorded_runs import run_trace
-from gcore_placement.workload.traces import lengths_from_quantiles
+from gcore_placement.workload.traces import lengths_from_quantiles, steady
 
+SHAPES: tuple[Literal["square", "pulse", "sine"], ...] = ("square", "pulse", "sine")
 RECIPE = TraceRecipe(
     name="made up",
     num_steps=20,
@@ -27,6 +30,45 @@ RECIPE = TraceRecipe(
 def test_what_jumps_may_go_back() -> None:
     drift = Drift(first=1, last=5, jump_step=2, back_step=4)
     assert drift.over(6).tolist() == [1, 1, 5, 5, 1, 1]
+
+
+def test_what_has_a_period_swings_however_long_the_run() -> None:
+    square, pulse, sine = (Drift(first=1, last=16, period=4, shape=shape) for shape in SHAPES)
+    assert square.over(6).tolist() == [1, 1, 16, 16, 1, 1]
+    assert pulse.over(6).tolist() == [1, 1, 1, 16, 1, 1]
+    assert sine.over(6).tolist() == pytest.approx([1, 4, 16, 4, 1, 4])
+    assert Drift(first=1, last=16, period=3).over(4).tolist() == [1, 1, 16, 1]
+    recipe = replace(RECIPE, response_median=square, judge_median=Drift(first=1, last=2, jump_step=10))
+    short = sized(recipe, num_steps=6, train_batch_size=8, seed=0)
+    assert (short.response_median, short.judge_median.jump_step) == (square, 3)
+
+
+def test_shuffled_steps_keep_both_roles_together() -> None:
+    swing = Drift(first=100, last=1000, period=2)
+    recipe = replace(RECIPE, num_steps=12, response_median=swing, judge_median=swing, is_shuffled=True)
+    trace = recipe.trace()
+    medians = [
+        [float(np.median(lengths[trace.step_slice(step)])) > 300 for step in range(12)]
+        for lengths in (trace.response_length, trace.judge_length)
+    ]
+    assert medians[0] == medians[1]
+    assert sum(medians[0]) == 6
+    assert medians[0] != [False, True] * 6
+    again = [np.median(recipe.trace().response_length[trace.step_slice(step)]) > 300 for step in range(12)]
+    assert again == medians[0]
+
+
+def test_noise_of_few_degrees_of_freedom_has_heavy_tails() -> None:
+    still = replace(
+        RECIPE, num_steps=400, train_batch_size=4, judge_median=steady(300), acceptance=steady(1.0), noise=0.2
+    )
+
+    def largest(recipe: TraceRecipe) -> float:
+        trace = recipe.trace()
+        medians = [float(np.median(trace.judge_length[trace.step_slice(step)])) for step in range(400)]
+        return float(np.abs(np.log(np.array(medians) / 300)).max())
+
+    assert largest(still) < 1.2 < largest(replace(still, noise_freedom=2.0))
 
 
 def test_a_first_wave_may_have_more_prompts_than_a_step_trains_on() -> None:
@@ -166,6 +208,14 @@ def test_wrong_traces_are_refused() -> None:
         replace(trace, step=trace.step + 1)
     with pytest.raises(PlacementError, match=r"acceptance\.last is .*; expected"):
         replace(RECIPE, acceptance=Drift(first=1.0, last=1.5))
+    with pytest.raises(PlacementError, match=r"noise_freedom is 0; expected a finite number above 0"):
+        replace(RECIPE, noise_freedom=0)
+    for period, jump_step in ((1, None), (4, 2)):
+        with pytest.raises(PlacementError, match=rf"period is {period}; expected at least 2, and no jump_step"):
+            Drift(first=1, last=2, period=period, jump_step=jump_step)
+    shape: Any = "saw"
+    with pytest.raises(PlacementError, match="shape is 'saw'; expected square, sine or pulse"):
+        Drift(first=1, last=2, period=4, shape=shape)
     with pytest.raises(PlacementError, match=r"quantiles is .*; expected probabilities rising"):
         lengths_from_quantiles([(0.5, 10), (0.2, 20)], 3, np.random.default_rng(0))
     with pytest.raises(PlacementError, match=r"steps is .*; expected at least 1"):

@@ -67,8 +67,7 @@ def test_recomputation_is_a_third_more_and_a_forward_pass_stays_what_it_is() -> 
     assert_allclose(recomputed.forward_share * recomputed_s, kept.forward_share * kept_s)
 
 
-def test_experts_are_slower_than_other_products() -> None:
-    """At half of their rate they take as long again; a dense model does not change."""
+def mixture_job() -> Job:
     mixture = TransformerWorkload.from_config(
         {
             "hidden_size": 64,
@@ -83,10 +82,18 @@ def test_experts_are_slower_than_other_products() -> None:
         }
     )
     assert mixture.expert_flops_per_token == 3 * 2 * 2 * (3 * 64 * 2 * 32)
-    dense = make_job()
-    job = replace(dense, policy=replace(dense.policy, workload=mixture))
+    job = make_job()
+    return replace(job, policy=replace(job.policy, workload=mixture))
+
+
+def test_experts_are_slower_than_other_products() -> None:
+    """At half of their rate they take as long again; a dense model does not change."""
+    job = mixture_job()
     slow = replace(PEAK, experts=0.5)
-    for own, added in ((job, mixture.expert_flops_per_token / FLOPS_PER_S), (dense, 0.0)):
+    micro_batches = np.ceil(job.training_tokens / 16384)
+    rows = job.training_tokens / micro_batches * 2 / 8
+    expert_s = job.policy.workload.expert_flops_per_token / FLOPS_PER_S * (1 + 64 / rows)
+    for own, added in ((job, expert_s), (make_job(), 0.0)):
         fast_s, slow_s = (
             training_laws(
                 own, TrainingLayouts.of(layout("torch")), cluster=make_cluster(8), efficiency=each
@@ -94,6 +101,49 @@ def test_experts_are_slower_than_other_products() -> None:
             for each in (PEAK, slow)
         )
         assert_allclose(slow_s - fast_s, added, atol=1e-18)
+
+
+def test_experts_with_few_rows_compute_tiles_that_are_not_full() -> None:
+    """Half a tile of 128 rows more for each expert; ranks that divide the experts bring their rows together."""
+    job = mixture_job()
+    workload = job.policy.workload
+
+    def expert_s(dp: int, **changed: Any) -> float:
+        laws = laws_of(job, layout("megatron", dp=dp, ppo_max_token_len=512, **changed))
+        others = computed(job) - workload.expert_flops_per_token
+        return float(laws.per_token_s[0] - others / FLOPS_PER_S - scoring_s(job))
+
+    micro_batches = np.ceil(job.training_tokens / 512)
+    rows = job.training_tokens / micro_batches * 2 / 8
+    assert_allclose(expert_s(1), workload.expert_flops_per_token / FLOPS_PER_S * (rows + 64) / rows)
+    # Without the states that the ranks send each other.
+    sent_s = 2 * 2 * 2 * 2 * 64 * 2 * (1 - 1 / 4) / LINK
+    rows = job.training_tokens / 4 / np.ceil(job.training_tokens / 4 / 512) * 4 * 2 / 8
+    divided_s = expert_s(4, expert_model_parallel_size=4) - sent_s
+    assert_allclose(divided_s, workload.expert_flops_per_token / FLOPS_PER_S * (rows + 64) / rows)
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_each_update_has_micro_batches_and_an_exchange_of_its_own(backend: Backend) -> None:
+    """With 16 times as many ranks a rank has one micro-batch in each update, and no fewer."""
+    own = replace(PEAK, micro_batch_s=0.5, overlap=0.0)
+    one, several = make_job(), make_job(ppo_mini_batch_size=8)
+    assert (one.num_updates, several.num_updates) == (1, 8)
+    for dp in (2, 32):
+        layouts = TrainingLayouts.of(layout(backend, dp=dp))
+        base_s = [
+            training_laws(job, layouts, cluster=make_cluster(32), efficiency=own).base_s.item()
+            for job in (one, several)
+        ]
+        micro_batches = [u * np.ceil(one.training_tokens / u / dp / 16384) for u in (1, 8)]
+        assert (dp == 32) == (micro_batches == [np.ceil(one.training_tokens / 32 / 16384), 8])
+        parameters, rate = one.policy.num_parameters, LINK if dp == 2 else BETWEEN_NODES
+        adam_s = 28 * parameters / dp / MEMORY
+        exchanged = micro_batches[1] if backend == "torch" else 8
+        size_bytes = (8 if backend == "torch" else 6) * parameters * (dp - 1) / dp
+        expected = 8 * adam_s + exchanged * size_bytes / rate + micro_batches[1] * 0.5
+        assert_allclose(base_s[1], expected)
+        assert base_s[1] > base_s[0]
 
 
 def test_a_pipeline_has_a_bubble() -> None:

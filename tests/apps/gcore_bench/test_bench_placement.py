@@ -17,9 +17,7 @@ from gcore_bench.placement import balancer, planner
 from gcore_bench.placement.balancer import simulated_work
 from gcore_bench.placement.live import run_options
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.oracles import AIM, Fit, lengths_of_mean, predicted
 from gcore_bench.placement.planner import fit_laws, predicted_bytes, predicted_seconds
-from gcore_bench.placement.published import PUBLISHED
 from gcore_bench.placement.small_runs import small_runs
 from gcore_placement import Efficiency
 
@@ -214,35 +212,3 @@ def test_only_held_out_runs_are_judged() -> None:
     seconds, memory = planner.aims([row, slow])
     assert seconds.endswith("-30.0% to +19.0% (not met: slow -30.0%)")
     assert memory.endswith("(met in all 1)")
-
-
-@pytest.mark.slow
-def test_bench_predicts_published_steps(tmp_path: Path) -> None:
-    """Of dense models, by the laws as they are; what a row is fitted to is met, and what is held out is not all."""
-    part, printed = bench(tmp_path, "oracles")
-    rows = part["rows"]
-    assert {row["study"] for row in rows} == {step.study for step in PUBLISHED}
-    held_out = [row["is_held_out"] for row in rows if row["stage"] == "step"]
-    assert sum(held_out) > len(held_out) / 2
-    off = {(row["name"], row["stage"]): row["as_is_s"] / row["measured_s"] - 1 for row in rows}
-    dense = [value for (name, _), value in off.items() if name.startswith(("Llama", "Qwen3 32B"))]
-    assert len(dense) == 4
-    assert max(map(abs, dense)) <= AIM
-    for row in rows:
-        if row["study"].startswith("NeMo") and not row["is_held_out"]:
-            assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.01)
-    assert "aim: predicted steps that were held out within 20%: 8 of 13 (not met: " in printed
-
-
-def test_schedules_of_published_steps() -> None:
-    """One step off takes the longer of generation and training, a stream the last update after it, and turns both."""
-    step = next(step for step in PUBLISHED if step.schedule == "one step off")
-    fit = Fit(efficiency=Efficiency())
-    off = predicted(step, fit)
-    training_s = off["preparation"] + off["training"]
-    assert off["step"] == pytest.approx(max(off["generation"], training_s), rel=0.02)
-    stream = predicted(replace(step, schedule="stream"), fit)
-    assert stream["step"] == pytest.approx(max(off["generation"], 0.75 * training_s) + 0.25 * training_s, rel=0.02)
-    stale = predicted(replace(step, schedule="stale stream"), fit)
-    assert stale["generation"] < off["generation"]
-    assert lengths_of_mean(800.0, 1.2, 4096.0).mean == pytest.approx(800.0, rel=1e-6)

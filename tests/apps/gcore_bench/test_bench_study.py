@@ -2,21 +2,25 @@
 
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import study_tables
 
-from gcore_bench.placement import study
+from gcore_bench.harness.options import BenchError
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.study import (
+from gcore_bench.placement.simulations import study, sweep
+from gcore_bench.placement.simulations.study import (
+    STUDY_SIZES,
     break_study,
     drift_study,
     payload_load,
-    run_all,
     run_study,
     with_judge_error,
 )
+from gcore_bench.placement.simulations.tasks import run_all
 from gcore_placement import DynamicPartitionConfig, Trace, TraceRecipe
 from gcore_placement.simulation import scenarios
 from gcore_placement.simulation.scenarios import JOBS, Scale, scenario
@@ -27,6 +31,7 @@ from gcore_placement.workload.traces import steady
 def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few prompts a step: the same program, in seconds."""
     few = {devices: Scale(num_devices=devices, train_batch_size=6, unit_devices=devices // 8) for devices in (32, 64)}
+    few[37] = Scale(num_devices=37, train_batch_size=6, unit_devices=6)
     for module in (scenarios, study):
         monkeypatch.setattr(module, "SCALES", scenarios.SCALES | few)
 
@@ -34,10 +39,12 @@ def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "STUDY_SIZES", ((64, 3, ("growing", "r1_zero")),))
     monkeypatch.setattr(study, "ERRORS", (1 / 2, 2.0))
-    text = run_study(PlacementOptions(study_folder=tmp_path / "study", study_steps=3, study_processes=1))
+    text = run_study(
+        PlacementOptions(study_folder=tmp_path / "study", study_devices=(64,), study_steps=3, study_processes=1)
+    )
     assert (tmp_path / "study" / "tables.md").read_text() == text
     assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == [
-        "Dynamic against the best static split",
+        "Drift on 64 devices",
         "Payloads through controllers",
         "Wrong costs of the judge",
         "Conditions broken",
@@ -51,6 +58,56 @@ def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.Mon
         == 2
     )
     assert "<h2>growing, 64 devices, 3 steps</h2>" in (tmp_path / "study" / "study.html").read_text()
+
+
+def test_the_sweep_compares_every_load_with_the_best_split(tmp_path: Path) -> None:
+    options = PlacementOptions(
+        study_folder=tmp_path / "study",
+        study_steps=8,
+        study_processes=1,
+        sweep_devices=(37, 64),
+        sweep_traces=("square_4", "no_change"),
+        sweep_seeds=2,
+    )
+    said: list[str] = []
+    figures = sweep.run(options, say=said.append)
+    assert said == ["sweep: 8 runs under dynamic, seeds 1 to 2"]
+    assert [(row["devices"], row["trace"]) for row in figures["rows"]] == [
+        (devices, trace) for devices in (37, 64) for trace in ("square_4", "no_change")
+    ]
+    simulator = scenario("square_4", "7B", 37, num_steps=8, seed=2)
+    loss = simulator.dynamic().seconds / min(simulator.split(p).seconds for p in simulator.space.partitions) - 1
+    assert figures["rows"][0]["losses"][1] == pytest.approx(loss)
+    assert sweep.table(figures).row_count == 4
+    written = (tmp_path / "study" / "sweep.md").read_text()
+    assert len(re.findall(r"^\| (?:37|64) \| (?:square_4|no_change) \|", written, flags=re.MULTILINE)) == 4
+    assert sweep.aims(figures["rows"])[0] in written
+    with pytest.raises(BenchError, match="sweep_traces holds 'saw'; expected names of square_2, "):
+        sweep.run(replace(options, sweep_traces=("saw",)), say=said.append)
+
+
+def test_the_aim_of_the_sweep_counts_the_worst_seed() -> None:
+    rows = [
+        {"devices": 64, "trace": trace, "losses": losses}
+        for trace, losses in (("coin", (0.01, 0.03)), ("noise", (-0.2, 0.02)))
+    ]
+    (missed,), (met,) = sweep.aims(rows), sweep.aims(rows[1:])
+    assert missed.endswith("most: +3.0% on coin with 64 devices (not met: coin on 64)")
+    assert met.endswith("most: +2.0% on noise with 64 devices (met)")
+
+
+def test_the_page_has_all_tables_that_the_study_and_the_sweep_write(tmp_path: Path) -> None:
+    page = study_tables.PAGE.read_text()
+    drifts = [f"Drift on {devices:,} devices" for devices, *_ in STUDY_SIZES]
+    others = ["Payloads through controllers", "Wrong costs of the judge", "Conditions broken", "The family"]
+    assert sorted(study_tables.titles(page)) == sorted([*drifts, *others])
+    assert study_tables.updated(page, {}) == page
+    (tmp_path / "sweep.md").write_text("## The family\n\n| new |\n| --- |\n\naim: none (met)\n")
+    found = study_tables.sections(tmp_path)
+    changed = study_tables.updated(page, found)
+    assert "<!-- table: The family -->\n\n| new |\n| --- |\n\naim: none (met)\n" in changed
+    assert study_tables.updated(changed, found) == changed
+    assert len(study_tables.titles(changed)) == len(study_tables.titles(page))
 
 
 def test_studies_are_the_same_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,32 @@ def test_every_recommendation_is_taken_and_fits(
                 assert config.placement.strategy in ("dynamic", "colocated")
 
 
+@pytest.mark.parametrize(
+    ("device", "model", "num_gpus"),
+    [
+        ("RTX3090", "Qwen2.5-0.5B-Instruct", 1),
+        ("RTX4090", "Qwen2.5-1.5B-Instruct", 2),
+        ("L4", "Qwen2.5-1.5B-Instruct", 8),
+        ("RTX5090", "Qwen2.5-1.5B-Instruct", 4),
+        ("A100-40GB", "Qwen2.5-7B-Instruct", 8),
+        ("A6000", "Qwen2.5-7B-Instruct", 8),
+        # With the optimizer's state on the host, and with adapters.
+        ("RTX4090", "Qwen2.5-1.5B-Instruct", 1),
+        ("A6000", "Qwen2.5-7B-Instruct", 4),
+        ("RTX4090", "Qwen2.5-7B-Instruct", 2),
+        ("H100", "Qwen2.5-7B-Instruct", 1),
+        ("A6000", "Qwen3-32B", 8),
+    ],
+)
+def test_small_devices_have_plans_that_fit(
+    device: str, model: str, num_gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = shape_folder(model), tmp_path / "plan.toml"
+    file.write_text(recommended(capsys, "--model", folder, "--gpus", num_gpus, "--device", device))
+    config = parse_train(["--config", str(file), "--device", "cuda", "--dtype", "bfloat16"])
+    assert plan_cluster(config, folder, Device.named(device)).tightest.fits
+
+
 def test_a_plan_of_a_tiny_model_is_parsed_and_dry_run(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

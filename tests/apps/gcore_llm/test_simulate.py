@@ -40,7 +40,7 @@ SMALL = SimulateConfig(
     prompt_length=LengthConfig(median=64, sigma=0.5),
     response_length=LengthConfig(median=300, sigma=0.9),
     ppo_max_token_len=8192,
-    learner=LearnerModel(devices_per_replica=2),
+    learner=LearnerModel(devices_per_replica=2, collectives=False, sync_gb_per_s=10.0),
 )
 EQUAL = replace(
     SMALL,

@@ -3,7 +3,12 @@ from .balancing.balance import (
     balance as balance,
     micro_batches as micro_batches,
 )
-from .cluster import Cluster as Cluster, Device as Device, Efficiency as Efficiency
+from .cluster import (
+    Cluster as Cluster,
+    Device as Device,
+    Efficiency as Efficiency,
+    gather_seconds as gather_seconds,
+)
 from .costs import (
     EngineCosts as EngineCosts,
     JobCosts as JobCosts,
@@ -42,6 +47,7 @@ from .partition.space import (
     engine_load as engine_load,
 )
 from .partition.strategy_choice import StrategyChoice as StrategyChoice
+from .planning.alternatives import Alternative as Alternative
 from .planning.layouts import TrainingLayout as TrainingLayout, TrainingState as TrainingState
 from .planning.one_device import (
     DevicePlan as DevicePlan,
@@ -51,7 +57,7 @@ from .planning.one_device import (
     plan_one_device as plan_one_device,
 )
 from .planning.options import EnginePlan as EnginePlan
-from .planning.planner import Alternative as Alternative, Plan as Plan, plan as plan
+from .planning.planner import Plan as Plan, plan as plan
 from .planning.prediction import EngineLayout as EngineLayout, predict_layout as predict_layout
 from .quantities import Lengths as Lengths, TransformerWorkload as TransformerWorkload
 from .simulation.live import (

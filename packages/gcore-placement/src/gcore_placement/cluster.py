@@ -1,5 +1,6 @@
 """Clusters: devices by their data sheets, the shares of these that programs reach, and the links between devices."""
 
+import re
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -35,17 +36,26 @@ class Device:
 
     @classmethod
     def matching(cls, full_name: str) -> "Device":
-        """Return the device whose name occurs in a driver's, as in `NVIDIA H100 80GB HBM3`; PlacementError if none."""
-        for name, device in DEVICES.items():
-            if name in full_name:
-                return device
-        raise refusal("device", full_name, f"a name that holds one of {', '.join(DEVICES)}")
+        """Return the device whose name occurs in a driver's, as in `NVIDIA H100 80GB HBM3`; PlacementError if none.
+
+        Of several, it is the one with most words: `NVIDIA A100-SXM4-40GB` is A100-40GB and not A100.
+        """
+        found = [name for name in DEVICES if all(_is_word(word, full_name) for word in name.split("-"))]
+        if not found:
+            raise refusal("device", full_name, f"a name that holds one of {', '.join(DEVICES)}")
+        return DEVICES[max(found, key=lambda name: name.count("-"))]
 
     @classmethod
     def of_memory(cls, name: str, memory_bytes: float) -> "Device":
         """Return a device to plan the memory of, whose rates are not known: they are 1."""
         rates = dict.fromkeys(("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s"), 1.0)
         return cls(name=name, memory_bytes=memory_bytes, **rates)
+
+
+def _is_word(word: str, text: str) -> bool:
+    """Return whether a word is in a text, which may have spaces between its letters and its digits."""
+    parts = re.findall(r"[A-Za-z]+|\d+", word)
+    return re.search(rf"\b{' ?'.join(parts)}\b", text) is not None
 
 
 DEVICES = {
@@ -61,16 +71,31 @@ DEVICES = {
         ("B200", 180, 2250, 8.0, 900, 64),
         ("H200", 141, 989, 4.8, 450, 64),
         ("H100", 80, 989, 3.35, 450, 64),
+        ("GB200", 186, 2500, 8.0, 900, 225),
         ("H800", 80, 989, 3.35, 200, 64),
         ("H20", 96, 148, 4.0, 450, 64),
         ("A100", 80, 312, 2.039, 300, 32),
         ("A800", 80, 312, 2.039, 200, 32),
         ("L40S", 48, 362, 0.864, 32, 32),
         ("L40", 48, 181, 0.864, 32, 32),
+        ("RTX6000Ada", 48, 364.2, 0.96, 32, 32),
+        ("A6000", 48, 154.8, 0.768, 32, 32),
+        ("A40", 48, 149.7, 0.696, 32, 32),
+        ("A100-40GB", 40, 312, 1.555, 300, 32),
+        ("RTX5090", 32, 209.5, 1.792, 64, 64),
+        ("RTX4090", 24, 165.2, 1.008, 32, 32),
+        ("RTX3090", 24, 71, 0.936, 32, 32),
+        ("A10G", 24, 70, 0.6, 32, 32),
+        ("A10", 24, 125, 0.6, 32, 32),
+        ("L4", 24, 121, 0.3, 32, 32),
     )
 }
-"""NVIDIA's data sheets, of the SXM form where there is one. Bfloat16 without sparsity; NVLink and PCIe at half of the
-two-way rate that the sheets give; GB are 10^9 bytes, which leaves the surplus of the real chips to the driver."""
+"""NVIDIA's data sheets, of the SXM form where there is one; of the RTX cards, A6000 and A40 the white papers of GA102
+(2.1), Ada (2.1) and RTX Blackwell. Bfloat16 with float32 sums, without sparsity; NVLink and PCIe at half of the two-way
+rate that the sheets give, and NVLink-C2C, which two GB200 share, at a quarter; GB are 10^9 bytes, which leaves the
+surplus of the real chips to the driver. Cards without NVLink between all of a node are linked by PCIe: bridges over
+pairs of A6000, A40 and RTX3090 are not counted, nor that GeForce cards have no direct access to each other and copy
+through the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +166,9 @@ class Efficiency(Checked):
     overlap: float = 1.0
     """Overlap of work that could be done at the same time: reading or gathering weights, and multiplying by them. 1: it
     takes as long as the longer of the two; 0: as long as both, as on a CPU, whose cores do all of it."""
+    host_update_s: Amount = 1.5e-9
+    """Seconds of AdamW's update of a parameter on the host's processors: 28 bytes of traffic, at the about 20 GB/s that
+    each of eight devices has of a host's memory. An assumption, not a measurement."""
     micro_batch_s: Amount = 0.02
     """Seconds that a micro-batch takes in addition to its arithmetic."""
     swap_s: Amount = 1.0
@@ -154,3 +182,27 @@ class Efficiency(Checked):
         super().__post_init__()
         if not 0 <= self.overlap <= 1:
             raise refusal("overlap", self.overlap, "a number in [0, 1]")
+
+
+def gather_seconds(
+    cluster: Cluster,
+    efficiency: Efficiency,
+    size_bytes: float,
+    group_size: int,
+    *,
+    span: int | None = None,
+    count: int = 1,
+) -> float:
+    """Return the seconds of gathers, or scatters, of so many bytes in all over groups of g devices.
+
+    Each is by a ring, in which (g - 1) / g of the bytes are on every link, after `Efficiency.all_reduce_s` to start.
+    A sum over the devices is a scatter and a gather.
+
+    Args:
+        span: devices among which a group's are; None: they are neighbours.
+        count: number of the gathers.
+    """
+    if group_size <= 1:
+        return 0.0
+    rate = cluster.link_bytes_per_s(span or group_size) * efficiency.links
+    return size_bytes * (group_size - 1) / group_size / rate + count * efficiency.all_reduce_s

@@ -19,7 +19,17 @@ from gcore_placement.costs import (
     training_seconds,
 )
 from gcore_placement.errors import PlacementError, check_known, read_json, refusal
-from gcore_placement.quantities import Above0, Checked, Floats, Lengths, Positive, Share, check_above_0, lengths_of
+from gcore_placement.quantities import (
+    Above0,
+    Amount,
+    Checked,
+    Floats,
+    Lengths,
+    Positive,
+    Share,
+    check_above_0,
+    lengths_of,
+)
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
 from gcore_placement.workload.model_shape import ModelShape
 
@@ -62,6 +72,8 @@ class Job(Checked):
     parameters, gradients and moments are float32."""
     old_log_probs: bool = False
     """The policy scores all responses again before it trains; else the engine's log-probs serve."""
+    ppo_mini_batch_size: Amount = 0
+    """Prompts of an update; 0: those of the whole step, which is one update."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +84,11 @@ class Job(Checked):
     def trained(self) -> list[ModelShape]:
         """The policy, and the critic where there is one."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of a step. Each has micro-batches of its own, and an exchange of gradients at its end."""
+        return int(np.ceil(self.train_batch_size / (self.ppo_mini_batch_size or self.train_batch_size)))
 
     @property
     def num_forward_passes(self) -> float:

@@ -3,9 +3,11 @@
 from rich.console import Console
 
 from gcore_bench.harness.report import Session
-from gcore_bench.placement import balancer, live, oracles, planner
+from gcore_bench.placement import balancer, live, planner
 from gcore_bench.placement.options import PlacementOptions
-from gcore_bench.placement.study import run_study
+from gcore_bench.placement.oracles import part as oracles
+from gcore_bench.placement.simulations import sweep
+from gcore_bench.placement.simulations.study import run_study
 
 
 def run(options: PlacementOptions, console: Console) -> None:
@@ -16,7 +18,10 @@ def run(options: PlacementOptions, console: Console) -> None:
             if name == "study":
                 session.say(run_study(options))
                 continue
-            part = {"balancer": balancer, "live": live, "oracles": oracles, "planner": planner}[name]
+            part = {"balancer": balancer, "live": live, "oracles": oracles, "planner": planner, "sweep": sweep}[name]
             figures = part.run(options, say=session.say)
             aims = part.aims(figures["rows"])
-            session.add(name, tables=[part.table(figures)], lines=aims, **figures, aims=aims)
+            tables = [part.table(figures)]
+            if part is oracles:
+                tables.append(oracles.statements_table(figures))
+            session.add(name, tables=tables, lines=aims, **figures, aims=aims)

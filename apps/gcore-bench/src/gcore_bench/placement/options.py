@@ -1,5 +1,6 @@
 """Options of `gcore-bench placement`."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -9,12 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from gcore_bench.harness.options import BenchError, Count, NonNegative, QuickOptions, at_least
 from gcore_runs import Bound
 
-PartName = Literal["balancer", "planner", "oracles", "live", "study"]
+PartName = Literal["balancer", "planner", "oracles", "live", "study", "sweep"]
 Counts = Literal["free", "equal", "close"]
 Lengths = Literal["lognormal", "pareto"]
 LiveStrategy = Literal["split", "colocated", "static", "even", "dynamic"]
 LIVE_STRATEGIES: tuple[LiveStrategy, ...] = ("split", "colocated", "static", "dynamic")
 """All but even, which static has."""
+StudyDevices = Annotated[int, Bound(lambda devices: devices in (64, 512, 10_000), "one of 64, 512 and 10000")]
+SweepDevices = Annotated[int, Bound(lambda devices: devices in (37, 64, 512), "one of 37, 64 and 512")]
 _NonNegativeFloat = Annotated[float, at_least(0)]
 
 
@@ -26,7 +29,7 @@ class PlacementOptions(QuickOptions):
     """balancer: sequences over ranks, by simulated work, compared with verl and random; planner: seconds and memory of
     small runs, predicted by laws fitted to others; oracles: steps that other systems have published, predicted; live:
     runs on Ray whose load drifts, under each placement; study: simulations that answer the open questions of
-    gcore-placement's docs."""
+    gcore-placement's docs; sweep: simulations of loads that swing, jump, drift and are noisy."""
     samples: tuple[Count, ...] = (512, 4096, 16_384, 100_352, 1_000_448)
     """Sequences of a batch: multiples of each number of ranks."""
     ranks: tuple[Count, ...] = (8, 64, 512)
@@ -65,11 +68,19 @@ class PlacementOptions(QuickOptions):
     study_folder: Annotated[
         Path, Bound(lambda path: path.absolute().parent.is_dir(), "a path in an existing folder")
     ] = Path("study")
-    """Folder for the study's tables.md and study.html."""
+    """Folder for the study's tables.md and study.html, and the sweep's sweep.md."""
+    study_devices: tuple[StudyDevices, ...] = (64, 512, 10_000)
+    """Devices on which the study simulates loads that drift."""
     study_steps: NonNegative = 0
-    """Most steps of each simulation of the study; 0: as many as it has, half an hour or so on two cores."""
+    """Most steps of each simulation of the study and of the sweep; 0: as many as it has."""
     study_processes: NonNegative = 0
-    """Processes of the study; 0: as many as there are cores."""
+    """Processes of the study and of the sweep; 0: as many as there are cores."""
+    sweep_devices: tuple[SweepDevices, ...] = (37, 64, 512)
+    """Devices on which the sweep simulates each load."""
+    sweep_traces: tuple[str, ...] = ()
+    """Names of the sweep's loads in the family; none: all."""
+    sweep_seeds: Count = 1
+    """Seeds of each load in the sweep."""
     seed: NonNegative = 0
     """Seed of lengths, deals and models."""
 
@@ -85,6 +96,8 @@ class PlacementOptions(QuickOptions):
         "live_train_ms": 0.1,
         "live_swap_ms": 20.0,
         "study_steps": 2,
+        "study_devices": (64,),
+        "sweep_devices": (37,),
     }
 
     def __post_init__(self) -> None:
@@ -92,3 +105,8 @@ class PlacementOptions(QuickOptions):
         for samples, ranks in product(self.samples, self.ranks):
             if samples % ranks:
                 raise BenchError(f"samples holds {samples}; expected multiples of {ranks}, a number of ranks")
+
+    @property
+    def num_study_processes(self) -> int:
+        """Processes of the study and of the sweep."""
+        return self.study_processes or os.cpu_count() or 1

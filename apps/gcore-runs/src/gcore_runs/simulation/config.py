@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from gcore_placement import Device, EngineCosts, PlacementError
+from gcore_placement import Cluster, Device, Efficiency, EngineCosts, PlacementError
 from gcore_runs.errors import UserError
 from gcore_runs.settings.bounds import (
     Amount,
@@ -90,7 +90,18 @@ class LearnerModel:
     """Training on all devices."""
 
     devices_per_replica: Count = 8
-    """Devices of one data-parallel replica."""
+    """Devices of one data-parallel replica: with torch its context-parallel ranks, with megatron tensor-parallel ones,
+    times pipeline_model_parallel_size and context_parallel_size."""
+    backend: Literal["torch", "megatron"] = "torch"
+    """torch: weights and gradients are sharded over all devices (FSDP, ZeRO-3) and gathered in each micro-batch.
+    megatron: the optimizer's state is, and gradients are exchanged once an update (ZeRO-1)."""
+    pipeline_model_parallel_size: Count = 1
+    """Pipeline stages, with megatron."""
+    context_parallel_size: Count = 1
+    """Ranks that share each sequence, with megatron."""
+    collectives: bool = True
+    """Add the seconds of collectives, of pipelines' bubbles and of AdamW's update, by the planner's laws and the links
+    of the cluster. With flops_per_s none are added, because it was measured with them."""
     device: str = "H100"
     """The device whose dense bfloat16 peak is used: B200, H200, H100, A100, ..."""
     utilisation: FractionAbove0 = 0.4
@@ -101,8 +112,21 @@ class LearnerModel:
     """Seconds of a micro-batch in addition to its FLOPs."""
     forward_share: Positive = 1 / 3
     """Seconds of a pass that only scores, as a share of those of a training pass."""
-    sync_gb_per_s: Positive = 10.0
-    """Rate at which new weights, in bfloat16, reach the engine."""
+    sync_gb_per_s: Amount = 0.0
+    """Rate at which new weights, in bfloat16, reach the engines; 0: each device gets its part by the links."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Tensor-, pipeline- and context-parallel ranks of a replica."""
+        if self.backend == "torch":
+            return 1, 1, self.devices_per_replica
+        pp, cp = self.pipeline_model_parallel_size, self.context_parallel_size
+        return self.devices_per_replica // (pp * cp), pp, cp
+
+    @property
+    def has_collectives(self) -> bool:
+        """True if collectives are modelled."""
+        return self.collectives and not self.flops_per_s
 
     @property
     def device_flops_per_s(self) -> float:
@@ -119,6 +143,10 @@ class BaseSimConfig:
 
     devices: Count = 512
     """Devices of the cluster: all train, and all but those of the reward generate."""
+    devices_per_node: Count = 8
+    """Devices of a node, which are linked as the data sheet of learner.device says."""
+    inter_node_gb_per_s: Positive = 50.0
+    """GB/s of each device to other nodes, one way."""
     overhead_s: Amount = 0.0
     """Seconds of a step in addition to all that is modelled, such as the program's own code."""
     engine: EngineModel = field(default_factory=EngineModel)
@@ -132,6 +160,17 @@ class BaseSimConfig:
             Device.named(learner.device)
         except PlacementError as error:
             raise UserError(f"{section}learner.{error}") from None
+        pp, cp, size = learner.pipeline_model_parallel_size, learner.context_parallel_size, learner.devices_per_replica
+        if learner.backend == "torch" and (pp, cp) != (1, 1):
+            raise UserError(
+                f"{section}learner.backend is 'torch'; expected megatron with pipeline_model_parallel_size {pp} and "
+                f"context_parallel_size {cp}: torch has context-parallel ranks alone, learner.devices_per_replica"
+            )
+        if size % (pp * cp):
+            raise UserError(
+                f"{section}learner.devices_per_replica is {size}; expected a multiple of pipeline_model_parallel_size "
+                f"x context_parallel_size ({pp * cp})"
+            )
         name, total = f"{section}reward.devices", reward.devices
         if total and not reward.latency_s:
             raise UserError(f"{section}reward.latency_s is 0; expected above 0 where {name} is above 0 ({total})")
@@ -148,6 +187,23 @@ class BaseSimConfig:
                 f"controllers is {controllers}; expected at most the replicas of the engine "
                 f"({self.num_engine_replicas}), or {section}engine.prompts 'shared'"
             )
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices and their links."""
+        return Cluster(
+            num_devices=self.devices,
+            device=Device.named(self.learner.device),
+            devices_per_node=self.devices_per_node,
+            inter_node_bytes_per_s=self.inter_node_gb_per_s * 1e9,
+        )
+
+    def sync_s(self, weights_bytes: float) -> float:
+        """Return the seconds in which new weights reach all engines."""
+        if rate := self.learner.sync_gb_per_s * 1e9:
+            return weights_bytes / rate
+        reached = self.cluster.link_bytes_per_s(self.devices) * Efficiency().links
+        return weights_bytes / self.engine.devices_per_replica / reached
 
     @property
     def num_engine_replicas(self) -> int:

@@ -127,7 +127,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         config = self._state.config
         await asyncio.sleep(config.overhead_s)
         with self._state.whole("sync", 1.0):
-            await asyncio.sleep(self._state.modality.weights_bytes / (config.learner.sync_gb_per_s * 1e9))
+            await asyncio.sleep(config.sync_s(self._state.modality.weights_bytes))
         self._state.version = version
 
     def stats(self) -> EngineStats:

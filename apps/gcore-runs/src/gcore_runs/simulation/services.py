@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 import numpy as np
 
 from gcore_controller import deal
-from gcore_placement import RunningLedger, log_normal, uniform
+from gcore_placement import RunningLedger, TransformerWorkload, log_normal, uniform
 from gcore_rollout import RequestT, RewardRunner, RewardRunnerConfig, SampleT
 from gcore_runs.errors import UserError
+from gcore_runs.simulation.collectives import training_collectives
 from gcore_runs.simulation.config import BaseSimConfig
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class SimulatedModality(ABC, Generic[RequestT, SampleT]):
 
     weights_bytes: float
     """Size of the weights that the engines get."""
+    workload: TransformerWorkload | None = None
+    """The model's layers; None: training has no collectives by the token."""
 
     @abstractmethod
     def size(self, request: RequestT, index: int) -> tuple[float, float, float]:
@@ -61,6 +64,11 @@ class SimulatedModality(ABC, Generic[RequestT, SampleT]):
     @abstractmethod
     def flops(self, micro_batch: Sequence[Any]) -> float:
         """Return the FLOPs of training on a micro-batch."""
+
+    def num_tokens(self, micro_batch: Sequence[Any]) -> float:
+        """Return the tokens of a micro-batch, of which collectives are modelled where there is a ``workload``."""
+        del micro_batch
+        return 0.0
 
     @abstractmethod
     def outputs(self, sample: Any) -> Any:
@@ -203,8 +211,9 @@ class ModelledReward:
 class ModelledLearner:
     """A `gcore_controller.SharedTrainerGroup` of modelled replicas, to which micro-batches are dealt as on real ones.
 
-    A micro-batch takes its FLOPs over a replica's FLOPs per second, and ``micro_batch_s``; a step takes the time of its
-    slowest replica. All models cost the same. There are no weights, so nothing is exported or saved.
+    A micro-batch takes its FLOPs over a replica's FLOPs per second, and ``micro_batch_s``, with its collectives (see
+    `training_collectives`); a step takes the time of its slowest replica. All models cost the same. There are no
+    weights, so nothing is exported or saved.
     """
 
     def __init__(self, state: SharedState[Any, Any]) -> None:
@@ -212,6 +221,8 @@ class ModelledLearner:
         self.num_updates = 0
         self._state, self._model = state, state.config.learner
         self._flops_per_s = self._model.device_flops_per_s * self._model.devices_per_replica
+        modality = state.modality
+        self._collectives = training_collectives(state.config, modality.weights_bytes, modality.workload)
         self._turn = asyncio.Lock()
 
     async def score(
@@ -257,10 +268,15 @@ class ModelledLearner:
     async def _work(
         self, work: Literal["preparation", "training"], micro_batches: Sequence[Sequence[Any]], *, share: float
     ) -> None:
+        modality, is_training = self._state.modality, work == "training"
+        update_s = self._collectives.update_s if is_training else 0.0
         with self._state.meter.paused():
-            flops = np.array([self._state.modality.flops(batch) for batch in micro_batches])
-            each_s = share * (flops / self._flops_per_s + self._model.micro_batch_s)
-            seconds = np.array([each_s[part].sum() for part in deal(flops.tolist(), self.num_replicas)])
+            flops = np.array([modality.flops(batch) for batch in micro_batches])
+            tokens = np.array([modality.num_tokens(batch) for batch in micro_batches])
+            products_s = share * (flops / self._flops_per_s + self._model.micro_batch_s)
+            each_s = self._collectives.seconds(products_s, tokens, is_training=is_training)
+            parts = deal(flops.tolist(), self.num_replicas)
+            seconds = update_s + np.array([self._collectives.replica_s(each_s[part]) for part in parts])
         longest_s = float(seconds.max())
         async with self._turn:
             with self._state.whole(work, float(seconds.mean()) / longest_s if longest_s else 1.0):

@@ -155,7 +155,7 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
     ) -> None:
         self._config, self._seed, self._flops = config, seed, flops
         self._length = self._drawn if replay is None else replay.length
-        self.weights_bytes = workload.weights_bytes
+        self.weights_bytes, self.workload = workload.weights_bytes, workload
 
     def size(self, request: Request, index: int) -> tuple[float, float, float]:
         unit, prefix = self._config.token_unit, _prefix(request, index)
@@ -183,6 +183,11 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
 
     def flops(self, micro_batch: Sequence[Sample]) -> float:
         return self._flops(micro_batch)
+
+    def num_tokens(self, micro_batch: Sequence[Sample]) -> float:
+        prompts = {(sample.prompt_key, sample.prompt_ids.size) for sample in micro_batch}
+        num_entries = sum(size for _, size in prompts) + sum(sample.response_ids.size for sample in micro_batch)
+        return float(num_entries * self._config.token_unit)
 
     def outputs(self, sample: Sample) -> NDArray[np.float32]:
         return np.broadcast_to(np.float32(0.0), sample.response_ids.size)

@@ -38,7 +38,7 @@ def balance(
     Args:
         costs: [num_items], in any unit, at least 0.
         equal_count: every part gets num_items / num_parts items.
-        max_count: no part gets more items than this. Not together with `equal_count`.
+        max_count: no part gets more items than this, at least num_items / num_parts. Not together with `equal_count`.
         weights: [num_items], what an item takes of its part's capacity, such as tokens of memory, at least 0.
         capacity: bound on each part's summed weights, without either of the counts. Items are tried longest first and
             heaviest first, so that a capacity within a few percent of sum(weights) / num_parts may be refused
@@ -48,6 +48,23 @@ def balance(
 
     Returns:
         The indices of each part, ascending. A part is empty only where there are fewer items than parts.
+
+    Raises:
+        PlacementError: a number is out of its bounds, or no such parts exist or were found; the message names the
+            bound that would do.
+
+    Example:
+        A bound that binds costs evenness. By cost alone both parts get 8, with at most three items one gets 10:
+
+        >>> [part.tolist() for part in balance([8, 2, 2, 2, 2], 2)]
+        [[0], [1, 2, 3, 4]]
+        >>> [part.tolist() for part in balance([8, 2, 2, 2, 2], 2, max_count=3)]
+        [[0, 4], [1, 2, 3]]
+
+        Four items of weight 5 are more than a capacity of 16, three are not:
+
+        >>> [part.tolist() for part in balance([8, 2, 2, 2, 2], 2, weights=[1, 5, 5, 5, 5], capacity=16)]
+        [[0, 4], [1, 2, 3]]
     """
     amounts = check_amount_list("costs", costs)
     check_positive("num_parts", num_parts)
@@ -70,12 +87,17 @@ def balance(
         # A bound that folding keeps, and that the rule was never seen to break.
         if sum_per_part(start, falling, num_parts).max() > falling.sum() / num_parts + falling[0]:
             start = longest_first(falling, num_parts, max_count=most, is_folded=True)
+        starts = [start]
     else:
         sizes = sizes[order]
-        start = _start_within(falling, sizes, num_parts, capacity=most_weight)
-    result = Assignment(part_of=start, costs=falling, weights=sizes, capacity=most_weight, num_parts=num_parts)
-    refine(result, lower_bound=lower_bound, tolerance=tolerance)
-    return result.parts(order)
+        starts = _starts_within(falling, sizes, num_parts, capacity=most_weight)
+    results = [
+        Assignment(part_of=start, costs=falling, weights=sizes, capacity=most_weight, num_parts=num_parts)
+        for start in starts
+    ]
+    for result in results:
+        refine(result, lower_bound=lower_bound, tolerance=tolerance)
+    return min(results, key=lambda result: result.makespan).parts(order)
 
 
 def scale_to_one(costs: Floats) -> Floats:
@@ -120,24 +142,27 @@ def _capacity(
     return sizes, capacity
 
 
-def _start_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> Ints:
-    """Return a start that keeps the capacity: by cost where that works, by weight otherwise."""
+def _starts_within(costs: Floats, weights: Floats, num_parts: int, *, capacity: float) -> list[Ints]:
+    """Return starts that keep the capacity: by cost alone where that does; otherwise by cost, and by weight."""
     start = longest_first(costs, num_parts, max_count=len(costs))
     if sum_per_part(start, weights, num_parts).max() <= capacity:
-        return start
-    start = longest_first_within(costs, weights, num_parts, capacity=capacity)
-    if start is None:
-        by_weight = np.argsort(-weights, kind="stable")
+        return [start]
+    by_cost = longest_first_within(costs, weights, num_parts, capacity=capacity)
+    by_weight = np.argsort(-weights, kind="stable")
+    # Even weights leave most capacity to exchange items in.
+    packed = longest_first(weights[by_weight], num_parts, max_count=len(costs))
+    fullest, total = float(sum_per_part(packed, weights[by_weight], num_parts).max()), float(weights.sum())
+    if fullest > capacity:
         packed = best_fit_decreasing(weights[by_weight], capacity=capacity)
         if packed.max() >= num_parts:
-            packed = longest_first(weights[by_weight], num_parts, max_count=len(costs))
-            fullest, total = float(sum_per_part(packed, weights[by_weight], num_parts).max()), float(weights.sum())
-            if fullest > capacity:
-                accepted = f"at least {fullest} for weights of {total} together in {num_parts} parts"
-                raise refusal("capacity", capacity, accepted)
-        start = np.empty(len(costs), dtype=np.intp)
-        start[by_weight] = packed
-    return fill_empty(start, num_parts)
+            if by_cost is not None:
+                return [fill_empty(by_cost, num_parts)]
+            accepted = f"at least {fullest} for weights of {total} together in {num_parts} parts"
+            raise refusal("capacity", capacity, accepted)
+    start = np.empty(len(costs), dtype=np.intp)
+    start[by_weight] = packed
+    starts = [start] if by_cost is None else [by_cost, start]
+    return [fill_empty(each, num_parts) for each in starts]
 
 
 def micro_batches(

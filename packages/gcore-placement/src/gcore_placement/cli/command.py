@@ -19,7 +19,7 @@ from gcore_placement.ledger import Ledger, read_spans, select_steps
 from gcore_placement.planning.planner import plan
 from gcore_placement.quantities import Lengths, check_positive
 from gcore_placement.simulation.continuous_batching import EngineRun
-from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
+from gcore_placement.simulation.scenarios import FAMILY, JOBS, PUBLISHED, SCALES, SCENARIOS, scenario
 from gcore_placement.simulation.simulator import Comparison, Simulator, compare
 from gcore_placement.simulation.waves import run_waves
 from gcore_placement.strategies import PLANNED
@@ -75,6 +75,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     numbers(
         float,
         ("--inter-node-gb-per-s", 50.0, "GB/s of each device to other nodes"),
+        ("--host-gb-per-gpu", 200.0, "GB of the host's memory for each device"),
         ("--acceptance", 1.0, "share of prompts whose responses do not all score alike"),
     )
     for role, name, median, sigma, longest in (
@@ -91,6 +92,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reference", action="store_true", help="a reference model scores responses (KL)")
     parser.add_argument("--critic", action="store_true", help="a value model of the policy's shape is trained too")
     parser.add_argument("--old-log-probs", action="store_true", help="the trainer scores responses before it trains")
+    text = "train LoRA adapters of this rank; 0: all parameters (default: adapters where nothing else fits)"
+    parser.add_argument("--lora-rank", type=int, metavar="N", help=text)
     parser.add_argument("--strategy", choices=PLANNED, help="use this one instead of the fastest")
     text = f"correct the laws by the measurements of a run: its folder, or its {RUN_FILE}"
     parser.add_argument("--correction", metavar="FILE", help=text)
@@ -108,6 +111,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         device=Device.named(arguments.device),
         devices_per_node=arguments.gpus_per_node,
         inter_node_bytes_per_s=arguments.inter_node_gb_per_s * 1e9,
+        host_memory_bytes=arguments.host_gb_per_gpu * 1e9,
     )
     if arguments.toml and arguments.all_layouts:
         raise refusal("--all-layouts", True, "none with --toml, whose settings are of layouts that gcore-llm runs")
@@ -119,6 +123,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         correction=Correction.load(arguments.correction) if arguments.correction else None,
         most_num_seqs=arguments.max_num_seqs,
         runnable=not arguments.all_layouts,
+        lora_rank=arguments.lora_rank,
     )
     if arguments.toml:
         print(run_settings(found, job, model=arguments.model, judge=arguments.judge or ""), end="")
@@ -163,9 +168,8 @@ def _read_model(path: str) -> ModelShape:
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--scenario", choices=(*SCENARIOS, *PUBLISHED), default="growing", help="recipe of the trace (%(default)s)"
-    )
+    names = (*SCENARIOS, *FAMILY, *PUBLISHED)
+    parser.add_argument("--scenario", choices=names, default="growing", help="recipe of the trace (%(default)s)")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--trace", type=Path, metavar="FILE", help="use a trace that Trace.save has written")
     instead.add_argument("--from-run", type=Path, metavar="RUN", help="use the steps of a run of gcore-llm")

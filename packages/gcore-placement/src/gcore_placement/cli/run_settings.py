@@ -54,6 +54,8 @@ def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
         "actor": {
             "ppo_max_token_len": training.ppo_max_token_len,
             "enable_gradient_checkpointing": training.gradient_checkpointing,
+            **({"lora_rank": plan.lora_rank} if plan.lora_rank else {}),
+            **({"offload": "optimizer"} if plan.optimizer_offload else {}),
             **({"loss": {"kl_loss_coef": _KL_LOSS_COEF}} if job.reference else {}),
         },
         "trainer": {

@@ -52,6 +52,15 @@ def print_plan(plan: Plan) -> None:
         f"{plan.step_s:.1f} s a step, {gigabytes(plan.peak_bytes)} of {gigabytes(plan.usable_bytes)} usable"
     )
     console.print(Text(text), soft_wrap=True)
+    if plan.whole_training_bytes > plan.usable_bytes:
+        least, peak = gigabytes(plan.whole_training_bytes), gigabytes(sum(plan.memory["training"].values()))
+        instead = (
+            f"LoRA of rank {plan.lora_rank} trains {plan.trained_parameters / 1e6:,.1f} million parameters in {peak}"
+        )
+        if plan.optimizer_offload:
+            instead = f"with the optimizer's state in the host's memory it takes {peak}"
+        text = f"to train all parameters with all states on the devices takes at least {least} of each; {instead}"
+        console.print(Text(text), soft_wrap=True)
     state = "on the host while engines work" if plan.offload else "stays on the devices"
     engines = [(role, found) for role, found in (("policy", plan.policy), ("judge", plan.judge)) if found is not None]
     roles = [(role, str(found.num_devices), _engines(found)) for role, found in engines]

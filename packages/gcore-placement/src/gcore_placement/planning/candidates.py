@@ -43,6 +43,9 @@ class Candidates:
         """A lower bound of a step's device-seconds: the matrix products of its tokens at the rate that is reached."""
         job, reached, factor = self.setting.job, self.setting.efficiency, self.setting.correction.factor
         products_s = sum(m.workload.flops_per_token for m in job.trained) * job.training_tokens / reached.training
+        if self.setting.state.adapter_parameters:
+            # Frozen weights have no gradients.
+            products_s *= 2 / 3
         pairs_s = sum(m.workload.flops_per_attended_pair for m in job.trained) * job.training_pairs / reached.attention
         seconds = factor("training") * (products_s + pairs_s)
         seconds += factor("preparation") * job.num_forward_passes * products_s / (3 * len(job.trained))
@@ -69,8 +72,10 @@ class Candidates:
             judges = [None] if self.judge is None else self.judge.of(num_devices, free_bytes)
             for policy, judge in product(policies, judges):
                 asleep = policy.weights_bytes + (judge.weights_bytes if judge else 0.0)
-                in_host = asleep + (choice.state_bytes if choice.offload else 0.0)
+                in_host = asleep + choice.host_bytes + (choice.state_bytes if choice.offload else 0.0)
                 if judge and self.setting.runnable and judge.tp != policy.tp:
+                    continue
+                if self.sync_bytes(policy, choice, num_devices) > self.setting.usable_bytes:
                     continue
                 if in_host > self.setting.cluster.host_memory_bytes:
                     continue
@@ -109,6 +114,18 @@ class Candidates:
         sampling_s = self.setting.job.wave_chances @ waves_s
         best = int(sampling_s.argmin())
         return float(sampling_s[best]), int(policy_replicas[best]), int(judge_replicas[best])
+
+    def sync_bytes(self, policy: Engines, choice: TrainingChoice, num_devices: int) -> float:
+        """Return the bytes of a device while weights pass from its rank to its engine, in the runs of gcore-llm.
+
+        They pass a tensor at a time, of which the embedding is the largest; from a single rank all at once, as the
+        engine is in a process of its own. 0 for plans that need not be runnable.
+        """
+        if not self.setting.runnable:
+            return 0.0
+        job = self.setting.job
+        largest = float(job.compute_bytes * job.policy.workload.hidden_size * job.policy.workload.vocab_size)
+        return choice.state_bytes + policy.weights_bytes + (policy.weights_bytes if num_devices == 1 else largest)
 
     def swap_costs(self, policy: Engines, judge: Engines | None) -> SwapCosts:
         """Return the costs of moving the larger of the two models' weights."""

@@ -1,7 +1,7 @@
 """Layouts of training over devices, and the peak bytes of a device under them."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from itertools import product
 from typing import Literal
 
@@ -111,6 +111,8 @@ class Setting:
     """Devices of each engine; None: any number that an engine can have."""
     runnable: bool = False
     """Only what a run of gcore-llm takes; see `plan`."""
+    state: "TrainingState" = field(default_factory=lambda: DEFAULT_STATE)
+    """The form in which the models in training are held."""
 
     @property
     def usable_bytes(self) -> float:
@@ -255,11 +257,12 @@ def training_memory(
     """
     ranks, compute_bytes = layouts.dp * layouts.cp, job.compute_bytes
     is_gathered = layouts.sharded & (ranks > 1)
-    replica_tokens = job.training_tokens / layouts.dp
+    replica_tokens = job.training_tokens / job.num_updates / layouts.dp
     micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
     tokens = np.maximum(job.longest_sequence, replica_tokens / micro_batches) / layouts.cp
     if fills_budget:
-        most = job.train_batch_size * (job.prompt_lengths.longest + job.n * job.response_lengths.longest) / layouts.dp
+        prompts = job.train_batch_size / job.num_updates
+        most = prompts * (job.prompt_lengths.longest + job.n * job.response_lengths.longest) / layouts.dp
         tokens = np.maximum(job.longest_sequence, np.minimum(layouts.max_tokens, most)) / layouts.cp
     # The first stage holds the activations of so many micro-batches.
     in_flight = np.minimum(layouts.pp, micro_batches)

@@ -1,6 +1,6 @@
 """The engines and the ways to train that a job may have: their costs by shapes and data sheets, and their memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -9,11 +9,13 @@ from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import EngineLaws, TrainingLaws, times, training_seconds
 from gcore_placement.forecast import EngineStage, Job, last_judgement_s, waves_seconds
 from gcore_placement.planning.layouts import (
+    DEFAULT_STATE,
     MASTER_BYTES,
     Backend,
     Bytes,
     Setting,
     TrainingLayouts,
+    TrainingState,
     divides_heads,
     powers,
     resident_state,
@@ -64,13 +66,13 @@ class EngineRoofline:
     def workspace_bytes(self) -> float:
         """Bytes of a pass over `_PREFILL_TOKENS` prompt tokens: two states of a layer, and its MLP."""
         w = self.model.workload
-        widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size)
+        widest = max(w.intermediate_size, w.num_experts_per_tok * w.moe_intermediate_size + w.shared_experts_size)
         return self.compute_bytes * _PREFILL_TOKENS * (2 * w.hidden_size + 3 * widest / self.tp)
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of a token's keys and values; heads are copied where there are fewer than devices."""
-        num_shares = min(self.tp, self.model.workload.num_key_value_heads)
+        """Bytes of a token's keys and values; heads that are fewer than devices are copied, as are latent states."""
+        num_shares = min(self.tp, self.model.workload.num_cached_heads)
         return self.compute_bytes * self.model.kv_values_per_token / num_shares
 
     def sequence_bytes(self, prompt_lengths: Lengths, response_lengths: Lengths) -> float:
@@ -229,13 +231,20 @@ _STATE_TRAFFIC_BYTES = 28
 """AdamW reads weight, gradient and two moments, and writes all but the gradient."""
 
 
-def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, efficiency: Efficiency) -> TrainingLaws:
+def training_laws(
+    job: Job,
+    layouts: TrainingLayouts,
+    *,
+    cluster: Cluster,
+    efficiency: Efficiency,
+    state: TrainingState = DEFAULT_STATE,
+) -> TrainingLaws:
     """Return the laws of all layouts.
 
     Products, experts and attention take their FLOPs over their shares of the peak, a third more where they are
     recomputed, as the head always is (its logits are made a chunk at a time, and again for the backward pass), and
     1 + (PP - 1) / m times that for the pipeline's bubble at m micro-batches (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2.1).
+    section 2.2.1), m those of an update. Experts compute whole tiles, see `TransformerWorkload.expert_tiles`.
     Reading and writing logits takes long where a vocabulary is large and a model small. Added to each token, and not
     hidden by any of this:
 
@@ -245,16 +254,22 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
     - PP: the state and its gradient cross each stage's border;
     - EP: the state goes to each of the token's experts and back in each pass.
 
-    Added to each step: AdamW's traffic, `Efficiency.micro_batch_s`, and the gradients' scatter and the weights' gather
-    (ZeRO-1), or, as far as products do not hide them, the gathers of all weights, forward and backward, and the
-    gradients' scatter of ZeRO-3 in each micro-batch (Rajbhandari et al. 2019, arXiv 1910.02054, section 7).
+    Added to each update: AdamW's traffic, and the gradients' scatter and the weights' gather (ZeRO-1); to each of its
+    micro-batches, at least one, `Efficiency.micro_batch_s`, and, as far as products do not hide them, the gathers of
+    all weights and the gradients' scatter of ZeRO-3 (Rajbhandari et al. 2019, arXiv 1910.02054, section 7).
+
+    With LoRA the policy's frozen weights have no gradients: a third of the products of a forward and backward pass, the
+    scatter and AdamW's traffic are left to the adapters. An optimizer in the host's memory gets all gradients and gives
+    the weights back over the link to the host, and updates at `Efficiency.host_update_s`.
     """
     tp, pp, cp, ranks, num_devices = layouts.tp, layouts.pp, layouts.cp, layouts.dp * layouts.cp, layouts.num_devices
     memory_rate = cluster.device.memory_bytes_per_s * efficiency.memory
     flop_s = 1 / (cluster.device.flops_per_s * efficiency.training)
     expert_flop_s = 1 / (cluster.device.flops_per_s * efficiency.experts)
     attention_flop_s = 1 / (cluster.device.flops_per_s * efficiency.attention)
-    micro_batches = np.ceil(np.maximum(1.0, job.training_tokens / (layouts.dp * layouts.max_tokens)))
+    updates, replica_tokens = job.num_updates, job.training_tokens / job.num_updates / layouts.dp
+    micro_batches = np.ceil(np.maximum(1.0, replica_tokens / layouts.max_tokens))
+    rank_tokens = replica_tokens / micro_batches / cp
     bubble = 1 + (pp - 1) / micro_batches
     passes = np.where(layouts.recompute, 3.0, 2.0)
 
@@ -263,18 +278,21 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
         return np.array([cluster.link_bytes_per_s(int(size)) for size in sizes]) * efficiency.links
 
     base = per_token = per_pair = computed = np.zeros(len(layouts))
-    for model in job.trained:
+    for number, model in enumerate(job.trained):
         w = model.workload
+        is_frozen = bool(state.adapter_parameters) and not number
+        once = 1 - _FORWARD if is_frozen else 1.0
         again = np.where(layouts.recompute, 1.0, model.head_flops_per_token / w.flops_per_token)
-        flops = (1 + _FORWARD * again) * w.flops_per_token
-        slow_s = (1 + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (expert_flop_s - flop_s)
+        flops = (once + _FORWARD * again) * w.flops_per_token
+        tiles = w.expert_tiles(rank_tokens * np.where(layouts.ep > 1, layouts.ep / tp, 1.0))
+        slow_s = (once + _FORWARD * layouts.recompute) * w.expert_flops_per_token * (tiles * expert_flop_s - flop_s)
         logits_s = MASTER_BYTES * _LOGIT_PASSES * w.vocab_size / memory_rate
         computing = bubble * (flops * flop_s + slow_s + logits_s)
         pairs = bubble * (1 + _FORWARD * layouts.recompute) * w.flops_per_attended_pair * attention_flop_s
         own_s = (computing * job.training_tokens + pairs * job.training_pairs) / num_devices
 
         state_bytes = float(w.hidden_size * job.compute_bytes)
-        kv_bytes = 2.0 * w.key_value_size * job.compute_bytes
+        kv_bytes = float(w.key_value_size * job.compute_bytes)
         # In a group of g ranks, each waits while (g - 1) / g of a message of the group's tokens is on its link.
         tensor_s = passes * 4 * w.num_hidden_layers * state_bytes * (tp - 1) / rate(tp)
         context_s = (passes + 1) * w.num_hidden_layers * kv_bytes * (cp - 1) / rate(tp * cp)
@@ -286,18 +304,22 @@ def training_laws(job: Job, layouts: TrainingLayouts, *, cluster: Cluster, effic
             layouts.ep > 1, passes * w.num_moe_layers * sent_bytes * (1 - 1 / layouts.ep) / rate(layouts.ep), 0.0
         )
 
-        parameters = model.num_parameters / (tp * pp)
+        num_trained = state.adapter_parameters if is_frozen else model.num_parameters
+        parameters = num_trained / (tp * pp)
         adam_s = _STATE_TRAFFIC_BYTES * parameters / ranks / memory_rate
+        if state.offload != "none":
+            moved_s = (MASTER_BYTES + job.compute_bytes) / (cluster.device.host_bytes_per_s * efficiency.host)
+            adam_s = parameters / ranks * (moved_s + efficiency.host_update_s)
         zero_1_s = (MASTER_BYTES + job.compute_bytes) * parameters * (ranks - 1) / ranks / rate(num_devices)
-        gathered_bytes = (2 * job.compute_bytes + MASTER_BYTES) * model.num_parameters
+        gathered_bytes = 2 * job.compute_bytes * model.num_parameters + MASTER_BYTES * num_trained
         zero_3_s = micro_batches * (gathered_bytes * (num_devices - 1) / num_devices / rate(num_devices))
 
         computed = computed + flops
         per_token = per_token + computing + bubble * (tensor_s + context_s + pipeline_s + expert_s)
         per_pair = per_pair + pairs
-        base = base + (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
-        base = base + np.where(layouts.sharded, efficiency.together_s(zero_3_s, own_s) - own_s, 0.0)
-        base = base + micro_batches * efficiency.micro_batch_s
+        base = base + updates * (adam_s + np.where(layouts.sharded, 0.0, zero_1_s))
+        base = base + np.where(layouts.sharded, efficiency.together_s(updates * zero_3_s, own_s) - own_s, 0.0)
+        base = base + updates * micro_batches * efficiency.micro_batch_s
     return TrainingLaws(
         base_s=base,
         per_token_s=per_token,
@@ -317,6 +339,8 @@ class TrainingChoice:
     seconds: float
     """Seconds of a step's preparation and training, and of moving the state."""
     state_bytes: float
+    host_bytes: float
+    """Bytes in the host's memory of each device, also while it trains."""
 
 
 class TrainingOptions:
@@ -328,11 +352,18 @@ class TrainingOptions:
         backends: tuple[Backend, ...] = ("torch",) if setting.runnable else ("torch", "megatron")
         self.layouts = training_layouts(job, cluster, num_devices, backends=backends)
         # A run meets steps with more than the mean work.
+        state = setting.state
         self.memory = training_memory(
-            job, self.layouts, activations=efficiency.activations, fills_budget=setting.runnable
+            job, self.layouts, activations=efficiency.activations, state=state, fills_budget=setting.runnable
         )
         self.total_bytes, self.state_bytes = total(self.memory), resident_state(self.memory)
-        self.laws = correction.training(training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency))
+        self.host_bytes = np.zeros(len(self.layouts))
+        """Bytes in the host's memory at all times: of an optimizer that is offloaded, and of the gradients it gets."""
+        if state.offload != "none":
+            whole = training_memory(job, self.layouts, state=replace(state, offload="none"))
+            self.host_bytes = whole["optimizer"] + whole["gradients"]
+        laws = training_laws(job, self.layouts, cluster=cluster, efficiency=efficiency, state=state)
+        self.laws = correction.training(laws)
         preparation_s, training_s = training_seconds(self.laws, job.training_tokens, job.training_pairs, num_devices)
         self.seconds = preparation_s + training_s
         rate = cluster.device.host_bytes_per_s * efficiency.host
@@ -344,7 +375,7 @@ class TrainingOptions:
         it where no other is both faster and smaller."""
         found: list[TrainingChoice] = []
         fits = self.total_bytes <= self._setting.usable_bytes
-        in_host = fits & (self.state_bytes <= self._setting.cluster.host_memory_bytes)
+        in_host = fits & (self.state_bytes + self.host_bytes <= self._setting.cluster.host_memory_bytes)
         with_moving = np.where(in_host, self.seconds + self.moving_s, np.inf)
         if np.isfinite(with_moving).any():
             found.append(self._choice(int(with_moving.argmin()), offload=True))
@@ -362,4 +393,5 @@ class TrainingOptions:
             offload=offload,
             seconds=float(self.seconds[index] + (self.moving_s[index] if offload else 0.0)),
             state_bytes=float(self.state_bytes[index]),
+            host_bytes=float(self.host_bytes[index]),
         )

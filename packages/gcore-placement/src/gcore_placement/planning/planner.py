@@ -1,32 +1,20 @@
 """The planner: predict each layout that fits, choose the fastest, and keep the costs of the others."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from math import inf
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
-
-import numpy as np
 
 from gcore_placement.cluster import Cluster, Efficiency
 from gcore_placement.costs import JobCosts
-from gcore_placement.errors import PlacementError, check_known, refusal
+from gcore_placement.errors import check_known, refusal
 from gcore_placement.forecast import STAGES, Correction, Job, StepTime, predict_step
+from gcore_placement.planning.alternatives import Alternative, alternatives
 from gcore_placement.planning.candidates import Candidate, Candidates
 from gcore_placement.planning.layouts import Setting, TrainingLayout, parts_at
 from gcore_placement.planning.options import EnginePlan
-from gcore_placement.quantities import check_positive, gigabytes
+from gcore_placement.planning.unfit import LORA_RANK, least_training_bytes, nothing_fits, settings_to_try
+from gcore_placement.quantities import check_positive
 from gcore_placement.strategies import PLANNED, STRATEGIES, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """A choice that the plan does not make."""
-
-    choice: str
-    """The kind of choice: strategy, policy engine, judge's engine, training."""
-    option: str
-    reason: str
-    """The costs of the option, or why it does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +30,14 @@ class Plan:
     training: TrainingLayout
     offload: bool
     """Weights, gradients and moments go to the host's memory while engines work."""
+    lora_rank: int
+    """Rank of the adapters that are trained in place of all parameters; 0: all are."""
+    optimizer_offload: bool
+    """The optimizer's state is in the host's memory at all times."""
+    trained_parameters: int
+    """Parameters of the policy that are trained."""
+    whole_training_bytes: float
+    """Bytes of each of the devices that training all parameters needs at least, with the optimizer's state on them."""
     costs: JobCosts
     step: StepTime
     memory: Mapping[str, Mapping[str, float]]
@@ -77,6 +73,7 @@ def plan(
     most_num_seqs: int = 1024,
     engine_devices: int | None = None,
     runnable: bool = False,
+    lora_rank: int | None = None,
 ) -> Plan:
     """Choose the strategy, layouts, partition and micro-batches with the shortest predicted step.
 
@@ -90,13 +87,19 @@ def plan(
         most_num_seqs: most sequences of an engine at once, however much memory there is.
         engine_devices: devices of each engine; None: whatever is fastest.
         runnable: only plans that have settings of `gcore-llm train`: torch ranks, whose state is in the host's memory
-            while engines work, and engines within a node, those of a judge over as many devices as the policy's.
+            while engines work, and engines within a node, those of a judge over as many devices as the policy's. Where
+            all parameters cannot be trained with the optimizer's state on the devices, it is in the host's memory;
+            where they cannot so either, adapters are trained.
+        lora_rank: rank of adapters that are trained in place of all parameters; 0: all are trained, and None: adapters
+            are in a runnable plan where nothing else fits.
     """
     if strategy is not None:
         check_known("strategy", strategy, PLANNED)
         if job.judge is None and not STRATEGIES[strategy].is_time_shared:
             raise refusal("strategy", strategy, "colocated, or None, without a judge that the devices are shared with")
     check_positive("most_num_seqs", most_num_seqs)
+    if lora_rank is not None and lora_rank < 0:
+        raise refusal("lora_rank", lora_rank, "an integer of at least 0, or None")
     setting = Setting(
         cluster=cluster,
         job=job,
@@ -106,19 +109,26 @@ def plan(
         engine_devices=engine_devices,
         runnable=runnable,
     )
-    known = Candidates(setting)
+    settings = settings_to_try(setting, lora_rank)
+    for each in settings:
+        known = Candidates(each)
+        if (best := _fastest(known, strategy)) is not None:
+            rank = (lora_rank or LORA_RANK) if each.state.adapter_parameters else 0
+            return _plan(known, best, correction, rank)
+    raise nothing_fits(settings, strategy)
+
+
+def _fastest(known: Candidates, strategy: Strategy | None) -> Candidate | None:
     best: Candidate | None = None
-    for size in cluster.sizes():
+    for size in known.setting.cluster.sizes():
         if best is None or known.work_s / size < best.step_s:
             for candidate in known.of(size, strategy):
                 if best is None or candidate.step_s < best.step_s:
                     best = candidate
-    if best is None:
-        raise PlacementError(_why_nothing_fits(known, strategy))
-    return _plan(known, best, correction)
+    return best
 
 
-def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -> Plan:
+def _plan(known: Candidates, chosen: Candidate, correction: Correction | None, lora_rank: int) -> Plan:
     options, index = known.training(chosen.num_devices), chosen.training.layout
     moving_s = float(options.moving_s[index]) if chosen.training.offload else 0.0
     costs = JobCosts(
@@ -136,6 +146,9 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -
     if chosen.judge:
         judge = chosen.judge.plan(chosen.judge_replicas)
         memory["reward"] = {**parts_at(chosen.judge.memory, chosen.judge_replicas - 1), **state}
+    if sync_bytes := known.sync_bytes(chosen.policy, chosen.training, chosen.num_devices):
+        held = {"training state": chosen.training.state_bytes, "weights": chosen.policy.weights_bytes}
+        memory["weight sync"] = {**held, "on their way": sync_bytes - sum(held.values())}
     return Plan(
         cluster=known.setting.cluster,
         num_devices=chosen.num_devices,
@@ -144,6 +157,10 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -
         judge=judge,
         training=options.layouts[index],
         offload=chosen.training.offload,
+        lora_rank=lora_rank,
+        optimizer_offload=known.setting.state.offload != "none",
+        trained_parameters=int(known.setting.state.adapter_parameters or known.setting.job.policy.num_parameters),
+        whole_training_bytes=least_training_bytes(known.setting, chosen.num_devices),
         costs=costs,
         step=predict_step(
             costs,
@@ -156,131 +173,5 @@ def _plan(known: Candidates, chosen: Candidate, correction: Correction | None) -
         memory=memory,
         usable_bytes=known.setting.usable_bytes,
         correction=None if correction is None else {stage: correction.factor(stage) for stage in STAGES},
-        alternatives=tuple(_alternatives(known, chosen)),
+        alternatives=tuple(alternatives(known, chosen)),
     )
-
-
-_MOST_LAYOUTS = 4
-"""Training layouts to name among those that fit, and among those that do not."""
-_MOST_DOUBLINGS = 6
-"""Doublings of the devices, or halvings of the responses, to try in search of a job that fits."""
-
-
-def _why_nothing_fits(known: Candidates, strategy: Strategy | None) -> str:
-    """Describe what is too large on all devices, and changes with which the job would fit."""
-    cluster, usable = known.setting.cluster, known.setting.usable_bytes
-    lines: list[str] = []
-    size, options = next((size, options) for size in cluster.sizes() if len((options := known.training(size)).layouts))
-    smallest = int(options.total_bytes.argmin())
-    if options.total_bytes[smallest] > usable:
-        parts = sorted(((float(v[smallest]), k) for k, v in options.memory.items()), reverse=True)[:3]
-        most = ", ".join(f"{name} {gigabytes(size)}" for size, name in parts)
-        needs = gigabytes(options.total_bytes[smallest])
-        lines.append(f"training needs at least {needs} on each device ({most}; {options.layouts[smallest]})")
-    for name, engines in (("policy", known.policy), ("judge", known.judge)):
-        if engines is not None:
-            needs, tp = min((engines.least_bytes(tp), tp) for tp in engines.sizes(size))
-            if needs > usable:
-                lines.append(f"an engine of the {name} needs {gigabytes(needs)} on each device even at TP {tp}")
-    host = gigabytes(cluster.host_memory_bytes)
-    lines = lines or [f"roles do not fit on the same devices, nor states into {host} of the host"]
-    fits = ", or ".join(_what_would_fit(known.setting, strategy)) or "nothing that was tried"
-    memory, free = gigabytes(cluster.device.memory_bytes), gigabytes(usable)
-    return (
-        f"nothing fits on {cluster.num_devices} x {cluster.device.name}, of whose {memory} {free} are usable: "
-        f"{'; '.join(lines)}. Would fit: {fits}"
-    )
-
-
-def _what_would_fit(setting: Setting, strategy: Strategy | None) -> Iterable[str]:
-    def fits(**changed: Any) -> bool:
-        known = Candidates(replace(setting, **changed))
-        return any(True for size in known.setting.cluster.sizes() for _ in known.of(size, strategy))
-
-    for doublings in range(1, _MOST_DOUBLINGS + 1):
-        cluster = replace(setting.cluster, num_devices=setting.cluster.num_devices * 2**doublings)
-        if fits(cluster=cluster):
-            yield f"{cluster.num_devices} devices"
-            break
-    lengths = setting.job.response_lengths
-    for halvings in range(1, _MOST_DOUBLINGS + 1):
-        longest = lengths.longest / 2**halvings
-        if fits(job=replace(setting.job, response_lengths=lengths.cut(longest))):
-            yield f"responses of at most {int(longest)} tokens"
-            break
-
-
-def _alternatives(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
-    """Yield the alternatives with one choice changed and the others free, on as many devices."""
-    same_strategy = list(known.of(chosen.num_devices, chosen.strategy))
-    yield from _strategies(known, chosen)
-    yield from _engines(known, same_strategy, chosen)
-    yield from _training(known, chosen)
-
-    offload = not chosen.training.offload
-    best = min((c.step_s for c in same_strategy if c.training.offload == offload), default=inf)
-    reason = _compared(best, chosen.step_s, unfit="does not fit next to the engines")
-    where = "moves to the host for sampling" if offload else "stays on the devices"
-    yield Alternative(choice="training state", option=where, reason=reason)
-
-
-def _strategies(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
-    for strategy in PLANNED:
-        if strategy == chosen.strategy:
-            continue
-        reason = "there is no judge to share the devices with"
-        if known.judge is not None:
-            best = min((c.step_s for c in known.of(chosen.num_devices, strategy)), default=inf)
-            reason = _compared(best, chosen.step_s)
-            if best < inf and not STRATEGIES[strategy].is_time_shared and not STRATEGIES[strategy].follows_load:
-                reason += "; its partition stays where it is as lengths drift"
-        yield Alternative(choice="strategy", option=strategy, reason=reason)
-
-
-def _engines(known: Candidates, same_strategy: list[Candidate], chosen: Candidate) -> Iterable[Alternative]:
-    usable = known.setting.usable_bytes
-    for choice, role, options in (("policy engine", "policy", known.policy), ("judge's engine", "judge", known.judge)):
-        if options is None:
-            continue
-        best: dict[int, float] = {}
-        for candidate in same_strategy:
-            tp = getattr(candidate, role).tp
-            best[tp] = min(candidate.step_s, best.get(tp, inf))
-        for tp in options.sizes(chosen.num_devices):
-            if tp != getattr(chosen, role).tp:
-                needs = options.least_bytes(tp)
-                unfit = f": {gigabytes(needs)} of {gigabytes(usable)}" if needs > usable else " next to the other roles"
-                reason = _compared(best.get(tp, inf), chosen.step_s, unfit=f"does not fit{unfit}")
-                yield Alternative(choice=choice, option=f"TP {tp}", reason=reason)
-
-
-def _training(known: Candidates, chosen: Candidate) -> Iterable[Alternative]:
-    """Yield other sizes and backends, each with its best micro-batches and recomputation; and no recomputation."""
-    options, usable = known.training(chosen.num_devices), known.setting.usable_bytes
-    layouts = options.layouts
-    own = layouts[chosen.training.layout]
-    seconds = options.seconds + (options.moving_s if chosen.training.offload else 0.0)
-    by_sizes: dict[str, list[int]] = {}
-    for index in np.argsort(layouts.tp * layouts.pp * layouts.cp, kind="stable").tolist():
-        by_sizes.setdefault(layouts[index].sizes, []).append(index)
-
-    def reason(indices: list[int]) -> tuple[float, str]:
-        """Return the least seconds of those that fit, and the reason as text."""
-        least_s = min((float(seconds[i]) for i in indices if options.total_bytes[i] <= usable), default=inf)
-        needs = min(float(options.total_bytes[i]) for i in indices)
-        unfit = f"does not fit: {gigabytes(needs)} of {gigabytes(usable)}"
-        return least_s, _compared(least_s, chosen.training.seconds, "to train", unfit=unfit)
-
-    others = {sizes: reason(indices) for sizes, indices in by_sizes.items() if sizes != own.sizes}
-    fit = sorted((found, sizes) for sizes, found in others.items() if found[0] < inf)[:_MOST_LAYOUTS]
-    # Among those that do not fit, the simplest are the ones that a user would ask about.
-    unfit = [(found, sizes) for sizes, found in others.items() if found[0] == inf][:_MOST_LAYOUTS]
-    for (_, why), sizes in [*fit, *unfit]:
-        yield Alternative(choice="training", option=sizes, reason=why)
-    if own.gradient_checkpointing:
-        without = [i for i in by_sizes[own.sizes] if not layouts.recompute[i]]
-        yield Alternative(choice="training", option="no recomputation", reason=reason(without)[1])
-
-
-def _compared(seconds: float, chosen_s: float, what: str = "a step", *, unfit: str = "does not fit") -> str:
-    return f"{seconds:.1f} s {what}, {seconds - chosen_s:+.1f} s" if seconds < inf else unfit

@@ -39,6 +39,7 @@ def predict_layout(
     *,
     strategy: Strategy = "colocated",
     takes_turns: bool = True,
+    host_moves: int | None = None,
     efficiency: Efficiency | None = None,
 ) -> StepTime:
     """Predict the mean time of a step of a placement, as `plan` predicts those that it compares.
@@ -47,13 +48,16 @@ def predict_layout(
         strategy: how policy and judge share the engines' devices; colocated also without a judge.
         takes_turns: ranks are on the engines' devices: states move to the host and back, and engines sleep and wake in
             each step; False: ranks have devices of their own, and nothing moves.
+        host_moves: times in a step that the states of training come from the host and go back; None: once if roles
+            take turns, else never.
     """
     if (judge is None) != (job.judge is None):
         raise refusal("judge", judge, "given with job.judge, and only then")
     own = efficiency or Efficiency()
     num_devices = max(layout.num_ranks, policy.num_devices + (judge.num_devices if judge else 0))
     engines = (_engine(cluster, job, "generation", policy, own), judge and _engine(cluster, job, "reward", judge, own))
-    training = _training(cluster, job, layout, num_devices, own, takes_turns=takes_turns)
+    moves = int(takes_turns) if host_moves is None else host_moves
+    training = _training(cluster, job, layout, num_devices, own, host_moves=moves)
     rooflines = [_roofline(cluster, job, "generation", policy, own)]
     if judge is not None:
         rooflines.append(_roofline(cluster, job, "reward", judge, own))
@@ -74,14 +78,12 @@ def predict_layout(
 
 
 def _training(
-    cluster: Cluster, job: Job, layout: TrainingLayout, num_devices: int, efficiency: Efficiency, *, takes_turns: bool
+    cluster: Cluster, job: Job, layout: TrainingLayout, num_devices: int, efficiency: Efficiency, *, host_moves: int
 ) -> TrainingCosts:
     layouts = TrainingLayouts.of(layout)
     laws = training_laws(job, layouts, cluster=cluster, efficiency=efficiency)
-    moving_s = 0.0
-    if takes_turns:
-        rate = cluster.device.host_bytes_per_s * efficiency.host
-        moving_s = 2 * float(resident_state(training_memory(job, layouts))[0]) / rate
+    rate = cluster.device.host_bytes_per_s * efficiency.host
+    moving_s = host_moves * 2 * float(resident_state(training_memory(job, layouts))[0]) / rate
     costs = laws.costs(0, sync_s=0.0, moving_s=moving_s)
     # Laws are of all devices, of which ranks may be some.
     share = num_devices / layout.num_ranks

@@ -7,6 +7,7 @@ wake takes a 32B model 35 s, of the 30 to 60 s that G-Core (arXiv 2507.22789, se
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gcore_placement.costs import EngineCosts, JobCosts, SwapCosts, TrainingCosts
 from gcore_placement.errors import check_known
@@ -55,11 +56,13 @@ class Scale:
 
 
 SCALES = {
+    37: Scale(num_devices=37, train_batch_size=148, unit_devices=1),
     64: Scale(num_devices=64, train_batch_size=256, unit_devices=4),
     512: Scale(num_devices=512, train_batch_size=1024, unit_devices=16),
     10_000: Scale(num_devices=10_000, train_batch_size=8192, unit_devices=400),
 }
-"""Scales by devices. Batches grow less than clusters do: 64, 32 and 13 responses per device, 16 per prompt."""
+"""Scales by devices. Batches grow less than clusters do: 64, 64, 32 and 13 responses per device, 16 per prompt. On 37
+devices, engines of 4 leave one unassigned."""
 
 _STEADY = TraceRecipe(
     name="steady",
@@ -127,6 +130,33 @@ SCENARIOS = {
 }
 """Trace recipes by name; the scale sets their sizes."""
 
+_STILL = replace(_STEADY, name="no_change", num_steps=80, judge_median=steady(850))
+
+
+def _swinging(name: str, *, is_shuffled: bool = False, **course: Any) -> TraceRecipe:
+    """Return a recipe whose load goes from one role to the other: long responses, then judgements that reason."""
+    response, judge = Drift(first=4000, last=1000, **course), Drift(first=300, last=2400, **course)
+    return replace(_STILL, name=name, response_median=response, judge_median=judge, is_shuffled=is_shuffled)
+
+
+FAMILY = {
+    recipe.name: recipe
+    for recipe in (
+        *(_swinging(f"square_{period}", period=period) for period in (2, 3, 4, 6, 8, 12, 20, 40)),
+        *(_swinging(f"sine_{period}", period=period, shape="sine") for period in (6, 12, 20, 40)),
+        *(_swinging(f"pulse_{period}", period=period, shape="pulse") for period in (4, 10, 20)),
+        _swinging("one_jump", jump_step=40),
+        _swinging("there_and_back", jump_step=27, back_step=53),
+        _swinging("one_drift"),
+        _swinging("coin", period=2, is_shuffled=True),
+        replace(_STILL, name="noise", noise=0.3),
+        replace(_STILL, name="heavy_noise", noise=0.3, noise_freedom=2.0),
+        _STILL,
+    )
+}
+"""Trace recipes by name on which dynamic must not be much slower than the best split: periods in steps, jumps, a drift,
+noise and none of these."""
+
 PUBLISHED = {
     curve.name: curve
     for curve in (
@@ -163,7 +193,7 @@ def scenario(
     costs: JobCosts | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Simulator:
-    """Return the simulator of a scenario: of SCENARIOS or PUBLISHED, for one of JOBS and of SCALES.
+    """Return the simulator of a scenario: of SCENARIOS, FAMILY or PUBLISHED, for one of JOBS and of SCALES.
 
     Args:
         num_steps: the scenario's if None, 60 of a published run; the drift is over as many.
@@ -171,14 +201,15 @@ def scenario(
         costs: in the place of the job's, for as many devices a replica.
         progress: see `Simulator`.
     """
-    known_names = (*SCENARIOS, *PUBLISHED)
+    recipes = SCENARIOS | FAMILY
+    known_names = (*recipes, *PUBLISHED)
     for field, key, known in (("scenario", name, known_names), ("job", job, JOBS), ("devices", num_devices, SCALES)):
         check_known(field, key, known)
     costs, size = costs or JOBS[job], SCALES[num_devices]
     if trace is None and name in PUBLISHED:
         trace = PUBLISHED[name].trace(num_steps=num_steps or 60, num_prompts=size.train_batch_size, seed=seed)
     elif trace is None:
-        trace = sized(SCENARIOS[name], num_steps=num_steps, train_batch_size=size.train_batch_size, seed=seed).trace()
+        trace = sized(recipes[name], num_steps=num_steps, train_batch_size=size.train_batch_size, seed=seed).trace()
     assert costs.reward is not None
     space = PartitionSpace(
         num_devices=num_devices,
@@ -189,7 +220,7 @@ def scenario(
 
 
 def sized(recipe: TraceRecipe, *, num_steps: int | None, train_batch_size: int, seed: int) -> TraceRecipe:
-    """Return the recipe with another number of steps, with jumps at the same fractions of them."""
+    """Return the recipe with another number of steps, with jumps at the same fractions of them; periods stay."""
     steps = recipe.num_steps if num_steps is None else num_steps
 
     def over(drift: Drift) -> Drift:

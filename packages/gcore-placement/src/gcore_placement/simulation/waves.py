@@ -1,6 +1,6 @@
 """Simulate waves of sampling: generated and judged side by side on a partition, or in turns on all devices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,8 +36,7 @@ def policy_requests(waves: Sequence[Wave], num_replicas: int) -> Requests:
 def judge_requests(waves: Sequence[Wave], ready_Q: Floats, num_replicas: int) -> Requests:
     """Return the judgements, dealt in turn to a wave's replicas as responses finish; each reads prompt and response."""
     wave_Q = np.repeat(np.arange(len(waves)), [wave.response_length.size for wave in waves])
-    read = np.concatenate([(w.prompt_length[:, None] + w.response_length).ravel() for w in waves])
-    length = np.concatenate([wave.judge_length.ravel() for wave in waves])
+    read, length = _judgements(waves)
     order = np.lexsort((ready_Q, wave_Q))
     turn = np.arange(len(order)) - wave_starts(waves)[wave_Q]
     return Requests(
@@ -47,6 +46,12 @@ def judge_requests(waves: Sequence[Wave], ready_Q: Floats, num_replicas: int) ->
         context=read[order],
         length=length[order],
     )
+
+
+def _judgements(waves: Sequence[Wave]) -> tuple[Floats, Floats]:
+    """Return the tokens that each judgement reads, and its length, in order of responses: [Q] each."""
+    read = np.concatenate([(w.prompt_length[:, None] + w.response_length).ravel() for w in waves])
+    return read, np.concatenate([wave.judge_length.ravel() for wave in waves])
 
 
 def wave_starts(waves: Sequence[Wave]) -> Ints:
@@ -98,16 +103,9 @@ def simulate_waves(
     outcomes: list[WaveOutcome] = []
     policy, reward = costs.policy, reward_costs(costs)
     replicas = _replicas(costs, place)
-    largest = max(wave.response_length.size for wave in waves)
-    slots = max(
-        number * min(engine.max_num_seqs, -(-largest // number))
-        for engine, number in zip((policy, reward), replicas, strict=True)
-    )
-    at_once = max(1, _MAX_SLOTS // slots)
-    for first in range(0, len(waves), at_once):
-        chunk = waves[first : first + at_once]
+    for chunk in _chunks(costs, waves, place):
         late = (0, 0)
-        if before is not None and not first:
+        if before is not None and not outcomes:
             late = max(0, replicas[0] - before.replicas[0]), max(0, replicas[1] - before.replicas[1])
         generated, judged = run_waves(costs, chunk, place, late, late_s)
         responses, judgements = generated.requests, judged.requests
@@ -144,12 +142,8 @@ def simulate_waves(
                 "imbalance": generation_W * reward_devices - judging_before_W - late_reward * late_before_W,
                 "unassigned": end_W * place.unassigned_devices,
             }
-            alone_Q = judgements.arrival + (
-                (reward.decode_base_s + reward.decode_per_sequence_s) * judgements.length
-                + reward.decode_per_context_token_s * context_tokens(judgements)
-                + reward.prefill_per_token_s * judgements.prefill
-            )
-            uncontended_W = np.maximum.reduceat(alone_Q, starts)
+            alone_Q = _judged_alone_s(reward, judgements.prefill, judgements.length)
+            uncontended_W = np.maximum.reduceat(judgements.arrival + alone_Q, starts)
         columns = {"generation": generating_W, "reward": judging_W, **idle}
         # Values below 0 come from rounding.
         rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
@@ -167,6 +161,16 @@ def simulate_waves(
             for wave in range(len(chunk))
         ]
     return outcomes
+
+
+def _chunks(costs: JobCosts, waves: Sequence[Wave], place: Partition | int) -> Iterator[Sequence[Wave]]:
+    """Yield as many waves as may be simulated at once."""
+    largest = max(wave.response_length.size for wave in waves)
+    engines = zip((costs.policy, reward_costs(costs)), _replicas(costs, place), strict=True)
+    slots = max(number * min(engine.max_num_seqs, -(-largest // number)) for engine, number in engines)
+    at_once = max(1, _MAX_SLOTS // slots)
+    for first in range(0, len(waves), at_once):
+        yield waves[first : first + at_once]
 
 
 def run_waves(
@@ -188,6 +192,32 @@ def run_waves(
     judgements = judge_requests(waves, ready_Q, reward_replicas)
     _delay(judgements, reward_replicas, late[1], late_s)
     return generated, run_replicas(reward_costs(costs), len(waves) * reward_replicas, judgements)
+
+
+def least_seconds(costs: JobCosts, waves: Sequence[Wave], partition: Partition, judging_W: Floats) -> Floats:
+    """Return lower bounds of the seconds of waves on a partition, of which only generation is simulated: [W].
+
+    Args:
+        judging_W: least seconds in which all judges together do a wave's judgements, once all responses are there.
+    """
+    bounds: list[float] = []
+    for chunk in _chunks(costs, waves, partition):
+        responses = policy_requests(chunk, partition.replicas[0])
+        generated = run_replicas(costs.policy, len(chunk) * partition.replicas[0], responses)
+        starts, alone_Q = wave_starts(chunk), _judged_alone_s(reward_costs(costs), *_judgements(chunk))
+        first_W = np.minimum.reduceat(generated.finish, starts)
+        judged_W = np.maximum.reduceat(generated.finish + alone_Q, starts)
+        bounds += np.maximum(first_W + judging_W[len(bounds) :][: len(chunk)], judged_W).tolist()
+    return np.array(bounds)
+
+
+def _judged_alone_s(costs: EngineCosts, read_Q: Floats, length_Q: Floats) -> Floats:
+    """Return the seconds of judgements that have a replica each to themselves: [Q]."""
+    return (
+        (costs.decode_base_s + costs.decode_per_sequence_s) * length_Q
+        + costs.decode_per_context_token_s * (read_Q * length_Q + length_Q**2 / 2)
+        + costs.prefill_per_token_s * read_Q
+    )
 
 
 def reward_costs(costs: JobCosts) -> EngineCosts:

@@ -7,9 +7,12 @@ from typing import Any, Self, cast
 import numpy as np
 
 from gcore_placement.errors import check_known
-from gcore_placement.quantities import Floats, TransformerWorkload, required
+from gcore_placement.quantities import Floats, TransformerWorkload
+from gcore_placement.workload.config_keys import required
 
-MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl")
+MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "deepseek_v2", "deepseek_v3")
+_BIASED_ATTENTION = ("llama", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+"""Types that have biases in attention where the config says so."""
 _VISION_KEYS = ("depth", "hidden_size", "intermediate_size", "out_hidden_size", "patch_size")
 
 
@@ -39,7 +42,7 @@ class ModelShape:
         if config.get("head_dim") is None and model_type == "qwen3":
             # Qwen3's heads have a width of their own where the config names none.
             config = {**config, "head_dim": 128}
-        attention_bias = bool(config.get("attention_bias")) and model_type in ("llama", "qwen3", "qwen3_moe")
+        attention_bias = bool(config.get("attention_bias")) and model_type in _BIASED_ATTENTION
         return cls(
             workload=TransformerWorkload.from_config(config),
             tie_word_embeddings=bool(config.get("tie_word_embeddings")),
@@ -54,10 +57,13 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All parameters; tied embeddings count once."""
         w = self.workload
-        h, i, q, kv = w.hidden_size, w.intermediate_size, w.query_size, w.key_value_size
-        biases = self.qkv_bias * (q + 2 * kv) + self.output_bias * h
-        attention_and_norms = h * (2 * q + 2 * kv) + biases + self.qk_norm * 2 * w.head_dim + 2 * h
-        mixture = w.num_experts * (self.num_expert_parameters + h)
+        h, i = w.hidden_size, w.intermediate_size
+        # With latent attention the matrices that compress have the biases, and their outputs are normalised.
+        biased = w.cached_size + w.q_lora_rank if w.is_latent else w.query_size + w.key_value_size
+        biases = self.qkv_bias * biased + self.output_bias * h
+        norms = self.qk_norm * 2 * w.head_dim + w.kv_lora_rank + w.q_lora_rank + 2 * h
+        attention_and_norms = w.num_attention_weights + biases + norms
+        mixture = w.num_experts * (self.num_expert_parameters + h) + 3 * h * w.shared_experts_size
         dense = 3 * h * i + self.mlp_bias * (2 * i + h)
         mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
         described = w.num_hidden_layers * attention_and_norms + mlps + self.num_outer_parameters
@@ -93,8 +99,8 @@ class ModelShape:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that a token's keys and values are, in all layers."""
-        return 2 * self.workload.num_hidden_layers * self.workload.key_value_size
+        """Numbers that a cache has of a token's keys and values, or of what they are made from, in all layers."""
+        return self.workload.num_hidden_layers * self.workload.cached_size
 
     @property
     def activations_per_token(self) -> int:
@@ -103,24 +109,28 @@ class ModelShape:
         Inputs and outputs of both norms, 4 h; queries and what attention gives, 2 q; keys and values, 2 kv; gate, up,
         their activation and product, 4 i; each once. This is Korthikanti et al. 2022 (arXiv 2205.05198, equation 1)
         for gated MLPs and grouped queries, without dropout and with attention that keeps no scores (arXiv 2205.14135);
-        a mixture of experts has i of all experts that a token goes through, and that many copies of h in and out.
+        a mixture of experts has i of all experts that a token goes through, and that many copies of h in and out of
+        those that are chosen; latent attention has its compressed states besides, before and after their norms.
         """
         w = self.workload
-        outside = 4 * w.hidden_size + 2 * w.query_size + 2 * w.key_value_size
+        outside = 4 * w.hidden_size + w.query_size + w.value_size + w.key_value_size
+        outside += 2 * (w.kv_lora_rank + w.q_lora_rank) + w.qk_rope_head_dim
         dense = 4 * w.intermediate_size
-        mixture = w.num_experts_per_tok * (4 * w.moe_intermediate_size + 2 * w.hidden_size)
+        mixture = w.num_experts_per_tok * (4 * w.moe_intermediate_size + 2 * w.hidden_size) + 4 * w.shared_experts_size
         mlps = w.num_moe_layers * mixture + (w.num_hidden_layers - w.num_moe_layers) * dense
         return outside + -(-mlps // w.num_hidden_layers)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Return the parameters of LoRA adapters of a rank on all linear layers but the head, and not on experts.
+        """Return the parameters of LoRA adapters of a rank on all linear layers but the head and chosen experts.
 
         A layer of n inputs and m outputs has rank x (n + m) more (Hu et al. 2021, arXiv 2106.09685, section 4.1).
         """
         w = self.workload
-        attention = 4 * w.hidden_size + 2 * w.query_size + 2 * w.key_value_size
+        attention = sum(inputs + outputs for inputs, outputs in w.attention_matrices)
         dense = 3 * (w.hidden_size + w.intermediate_size)
-        return rank * (w.num_hidden_layers * attention + (w.num_hidden_layers - w.num_moe_layers) * dense)
+        shared = 3 * (w.hidden_size + w.shared_experts_size) if w.n_shared_experts else 0
+        mlps = (w.num_hidden_layers - w.num_moe_layers) * dense + w.num_moe_layers * shared
+        return rank * (w.num_hidden_layers * attention + mlps)
 
     def parameters_read(self, num_tokens: Floats) -> Floats:
         """Return the parameters that forward passes over so many tokens each read.

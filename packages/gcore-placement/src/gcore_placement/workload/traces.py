@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
@@ -208,23 +208,46 @@ def lengths_from_quantiles(quantiles: ArrayLike, count: int, rng: np.random.Gene
 
 
 _MAX_WAVES = 4
+_MAX_LOG_NOISE = 10.0
+"""Beyond which any median is outside the limits of lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """A value that goes evenly from `first` to `last` over a run; or at once, in step `jump_step`, and maybe back."""
+    """A value that goes evenly from `first` to `last` over a run; at once, in step `jump_step`, and maybe back; or back
+    and forth, with a period."""
 
     first: float
     last: float
     jump_step: int | None = None
     back_step: int | None = None
     """Step from which the value is `first` again after a jump."""
+    period: int | None = None
+    """Steps after which the value starts again from `first`, however many steps the run has; None: it has none."""
+    shape: Literal["square", "sine", "pulse"] = "square"
+    """Course over a period. square: `last` in its second half; sine: to `last` and back, by the logarithm; pulse:
+    `last` in its last step."""
+
+    def __post_init__(self) -> None:
+        if self.shape not in ("square", "sine", "pulse"):
+            raise refusal("shape", self.shape, "square, sine or pulse")
+        if self.period is None:
+            return
+        check_positive("period", self.period)
+        if self.period == 1 or self.jump_step is not None:
+            raise refusal("period", self.period, "at least 2, and no jump_step")
 
     def over(self, num_steps: int) -> Floats:
-        """Return the value of each step, which grows by equal ratios unless it jumps: [num_steps]."""
+        """Return the value of each step, which grows by equal ratios unless it jumps or has a period: [num_steps]."""
+        step = np.arange(num_steps)
+        if self.period is not None:
+            phase = step % self.period / self.period
+            if self.shape == "sine":
+                return self.first * (self.last / self.first) ** ((1 - np.cos(2 * np.pi * phase)) / 2)
+            is_last = phase >= (0.5 if self.shape == "square" else 1 - 1 / self.period)
+            return np.where(is_last, self.last, self.first)
         if self.jump_step is None:
             return np.geomspace(self.first, self.last, num_steps)
-        step = np.arange(num_steps)
         has_jumped = (step >= self.jump_step) & (step < (num_steps if self.back_step is None else self.back_step))
         return np.where(has_jumped, self.last, self.first)
 
@@ -263,6 +286,11 @@ class TraceRecipe(Checked):
     """Prompts of a first wave, and most of any other, over `train_batch_size`: 3 in DAPO's recipe."""
     noise: Amount = 0.0
     """Standard deviation of the logarithm of a step's medians, in addition to the drift."""
+    noise_freedom: float | None = None
+    """Degrees of freedom of the noise, if it has Student's t distribution, whose tails are heavier the fewer they are,
+    and whose scale is `noise`; None: it is normal."""
+    is_shuffled: bool = False
+    """Steps come in an order drawn at random: of a square wave each then has one value or the other, as by a coin."""
     payload_median_bytes: Amount = 0.0
     """Median bytes of a prompt in addition to its tokens."""
     payload_sigma: Amount = 1.0
@@ -274,12 +302,17 @@ class TraceRecipe(Checked):
             check, drift = check_share if name == "acceptance" else check_above_0, getattr(self, name)
             check(f"{name}.first", drift.first)
             check(f"{name}.last", drift.last)
+        if self.noise_freedom is not None:
+            check_above_0("noise_freedom", self.noise_freedom)
 
     def trace(self) -> Trace:
         """Return the trace; it is the same at each call."""
         rng = np.random.default_rng(self.seed)
-        noise = np.exp(self.noise * rng.standard_normal((2, self.num_steps)))
-        waves = [self._waves(float(share), rng) for share in self.acceptance.over(self.num_steps)]
+        size, freedom = (2, self.num_steps), self.noise_freedom
+        deviation = rng.standard_normal(size) if freedom is None else rng.standard_t(freedom, size)
+        noise = np.exp(np.clip(self.noise * deviation, -_MAX_LOG_NOISE, _MAX_LOG_NOISE))
+        order = rng.permutation(self.num_steps) if self.is_shuffled else np.arange(self.num_steps)
+        waves = [self._waves(float(share), rng) for share in self.acceptance.over(self.num_steps)[order]]
         groups_W = np.array([len(wave) for step in waves for wave in step])
         step_G = np.repeat(np.repeat(np.arange(self.num_steps), [len(step) for step in waves]), groups_W)
         wave_G = np.repeat(np.concatenate([np.arange(len(step)) for step in waves]), groups_W)
@@ -293,8 +326,8 @@ class TraceRecipe(Checked):
 
         prompts = self.prompt_median * np.exp(self.prompt_sigma * rng.standard_normal(num_groups))
         payloads = self.payload_median_bytes * np.exp(self.payload_sigma * rng.standard_normal(num_groups))
-        responses = self.response_median.over(self.num_steps) * noise[0]
-        judgements = self.judge_median.over(self.num_steps) * noise[1]
+        responses = self.response_median.over(self.num_steps)[order] * noise[0]
+        judgements = self.judge_median.over(self.num_steps)[order] * noise[1]
         return Trace(
             name=self.name,
             step=step_G,

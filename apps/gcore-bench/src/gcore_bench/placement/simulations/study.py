@@ -3,22 +3,16 @@
 The answers are in docs/reference/open-questions.md.
 """
 
-import multiprocessing
-import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from operator import methodcaller
 from statistics import fmean
-from typing import Any, TypeVar
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from gcore_bench.placement.options import PlacementOptions
+from gcore_bench.placement.simulations.tables import markdown_table, spread, write_sections
+from gcore_bench.placement.simulations.tasks import run_all
 from gcore_placement import (
     Comparison,
     DynamicPartitionConfig,
@@ -32,8 +26,6 @@ from gcore_placement import (
 )
 from gcore_placement.cli.page import page
 from gcore_placement.simulation.scenarios import JOBS, PUBLISHED, SCALES, SCENARIOS, scenario, sized
-
-T = TypeVar("T")
 
 _JOB, _NUM_DEVICES = "32B", 64
 PAYLOAD_BYTES_PER_S = 2e9
@@ -55,41 +47,29 @@ SeededComparison = Sequence[Comparison]
 
 def run_study(options: PlacementOptions) -> str:
     """Answer all questions, and write `tables.md` and `study.html`; return the tables."""
-    folder, num_steps = options.study_folder, options.study_steps or None
+    num_steps, processes = options.study_steps or None, options.num_study_processes
     sizes = [
         (devices, num_steps if steps is None else min(steps, num_steps or steps), names)
         for devices, steps, names in STUDY_SIZES
+        if devices in options.study_devices
     ]
-    few, processes = min(24, num_steps or 24), options.study_processes or os.cpu_count() or 1
+    few = min(24, num_steps or 24)
     drift = drift_study(sizes, processes=processes)
     predictions = prediction_study(num_steps=few, processes=processes)
     breaks = break_study(num_steps=few, processes=processes)
-    parts = {
-        "Dynamic against the best static split": _comparison_table(drift),
+    by_devices = {devices: [seeded for seeded in drift if seeded[0].num_devices == devices] for devices, *_ in sizes}
+    errors = [(f"{error:.3g}", *map(spread, gains)) for error, *gains in predictions]
+    sections = {
+        **{f"Drift on {devices:,} devices": _comparison_table(found) for devices, found in by_devices.items()},
         "Payloads through controllers": _payload_table(),
-        "Wrong costs of the judge": _table(
-            ("believed / true", "split / dynamic, corrected", "split / dynamic, not corrected"),
-            [(f"{error:.3g}", *map(_spread, gains)) for error, *gains in predictions],
+        "Wrong costs of the judge": markdown_table(
+            ("believed / true", "split / dynamic, corrected", "split / dynamic, not corrected"), errors
         ),
         "Conditions broken": _comparison_table(breaks),
     }
-    text = "\n".join(f"## {title}\n\n{table}" for title, table in parts.items())
-    folder.mkdir(exist_ok=True)
-    (folder / "tables.md").write_text(text)
-    (folder / "study.html").write_text(page([seeded[0] for seeded in (*drift, *breaks)]))
+    text = write_sections(options.study_folder, "tables.md", sections)
+    (options.study_folder / "study.html").write_text(page([seeded[0] for seeded in (*drift, *breaks)]))
     return text
-
-
-def run_all(tasks: Sequence[Callable[[], T]], *, processes: int) -> list[T]:
-    """Call independent tasks in so many processes, or in this one if 1, with a bar on the terminal."""
-    console = Console(file=sys.stderr)
-    bar: dict[str, Any] = {"console": console, "disable": not console.is_terminal, "transient": True}
-    if processes == 1:
-        return [task() for task in track(tasks, "comparisons", **bar)]
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        # The last tasks are the largest.
-        results = pool.map(methodcaller("__call__"), reversed(tasks))
-        return list(track(results, "comparisons", len(tasks), **bar))[::-1]
 
 
 def drift_study(
@@ -217,13 +197,13 @@ def _comparison_table(comparisons: Iterable[SeededComparison]) -> str:
             (
                 *(f"{seeded[0].num_devices:,}", seeded[0].name, str(len(seeded[0]["dynamic"].steps))),
                 *(f"{fmean(run.step_s for run in runs):,.0f} s" for runs in by_strategy),
-                *(_spread([c[one].seconds / c[other].seconds for c in seeded]) for one, other in ratios),
+                *(spread([c[one].seconds / c[other].seconds for c in seeded]) for one, other in ratios),
                 *(f"{fmean(run.idle_share for run in runs):.1%}" for runs in by_strategy),
-                _spread(over, digits=1),
+                spread(over, form=".1f"),
                 f"{fmean(c['dynamic'].num_moves for c in seeded):.0f}",
             )
         )
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _payload_table() -> str:
@@ -236,15 +216,4 @@ def _payload_table() -> str:
             seconds, held_bytes, uneven = payload_load(trace, num_controllers=n)
             load = (f"{seconds:,.1f} s", f"{held_bytes / 1e9:,.1f} GB", f"{uneven:.2f}")
             rows.append((f"{size / 1e6:g} MB", str(n), *load))
-    return _table(("payload of a prompt", "controllers", "busiest, a step", "it holds", "max / mean"), rows)
-
-
-def _spread(values: Sequence[float], *, digits: int = 2) -> str:
-    """Format the mean, and the range if there is one."""
-    low, mean, high = (f"{value:.{digits}f}" for value in (min(values), fmean(values), max(values)))
-    return mean if low == high else f"{mean} ({low} to {high})"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown_table(("payload of a prompt", "controllers", "busiest, a step", "it holds", "max / mean"), rows)

@@ -1,0 +1,1 @@
+"""Simulations of placement: the study, and the sweep of loads that change."""
