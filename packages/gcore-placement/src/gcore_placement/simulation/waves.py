@@ -202,8 +202,8 @@ def least_seconds(costs: JobCosts, waves: Sequence[Wave], partition: Partition, 
     """
     bounds: list[float] = []
     for chunk in _chunks(costs, waves, partition):
-        responses = policy_requests(chunk, partition.policy_replicas)
-        generated = run_replicas(costs.policy, len(chunk) * partition.policy_replicas, responses)
+        responses = policy_requests(chunk, partition.replicas[0])
+        generated = run_replicas(costs.policy, len(chunk) * partition.replicas[0], responses)
         starts, alone_Q = wave_starts(chunk), _judged_alone_s(reward_costs(costs), *_judgements(chunk))
         first_W = np.minimum.reduceat(generated.finish, starts)
         judged_W = np.maximum.reduceat(generated.finish + alone_Q, starts)
