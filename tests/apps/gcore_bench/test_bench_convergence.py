@@ -71,22 +71,22 @@ def test_a_page_shows_every_way(tmp_path: Path) -> None:
 
 def test_a_failure_undoes_what_follows_the_checkpoint_that_is_resumed_from() -> None:
     killed = Attempt(
-        started_s=0.0, training_s=2.0, ended_s=5.5, was_killed=True, steps_s=(3.0, 4.0, 5.0), stalls_s=(0.1,)
+        started_s=0.0, training_s=2.0, ended_s=5.5, was_killed=True, work=3.25, steps_s=(3.0, 4.0, 5.0), stalls_s=(0.1,)
     )
     resumed = Attempt(started_s=6.0, training_s=7.0, first_step=2, ended_s=11.0, steps_s=(8.0, 9.0, 10.0))
     row = figures_of(outcome([0.5], killed, resumed), outcome([0.5], WHOLE))
     # Step 2 ended at 4.0, and the third step was complete.
-    assert (row["lost"], row["repeated"], row["restart_s"]) == ([1.5], [1], [1.5])
-    assert row["stretch"] == pytest.approx((3.5 + 4.0) / 6.0)
+    assert (row["lost"], row["lost_s"], row["repeated"], row["restart_s"]) == ([1.25], [1.5], [1], [1.5])
+    assert row["stretch"] == pytest.approx((3.25 + 3) / 5)
     assert row["is_same"]
-    early = replace(killed, first_step=2, steps_s=(), ended_s=2.25)
+    early = replace(killed, first_step=2, steps_s=(), ended_s=2.25, work=0.5)
     row = figures_of(outcome([0.5], early, resumed), outcome([0.5], WHOLE, weights="other"))
-    assert (row["lost"], row["repeated"]) == ([0.25], [0])
+    assert (row["lost"], row["lost_s"], row["repeated"]) == ([0.5], [0.25], [0])
     assert not row["is_same"]
 
 
 def test_conditions_hold_the_failures_of_all_seeds() -> None:
-    killed = Attempt(started_s=0.0, training_s=2.0, ended_s=4.5, was_killed=True, steps_s=(3.0, 4.0), stalls_s=(0.1,))
+    killed = replace(WHOLE, ended_s=4.5, was_killed=True, work=2.5, steps_s=(3.0, 4.0))
     resumed = replace(WHOLE, training_s=5.0)
     facts = {"mean": 2.0, "period": 1, "load": 1.0, "wait_s": 0.4}
     base = outcome([0.5], WHOLE)

@@ -91,7 +91,7 @@ def test_one_driver_is_the_controller_that_carries_all() -> None:
     assert names == {
         DRIVER: (1, True),
         CARRY: (2, True),
-        "1 controllers, by reference": (1, False),
+        "1 controller, by reference": (1, False),
         REFER: (2, False),
     }
 
@@ -168,7 +168,7 @@ def test_bench_measures_payloads(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (part,) = json.loads((tmp_path / "figures.json").read_text())["parts"]
-    names = [DRIVER, CARRY, "1 controllers, by reference", REFER]
+    names = [DRIVER, CARRY, "1 controller, by reference", REFER]
     assert [row["contender"] for row in part["rows"]] == [ALONE, *names] * 2
     assert all(row["resident_bytes"] > 0 and row["cpu_s"] > 0 for row in part["rows"] if row["contender"] != ALONE)
     assert len(part["simulated"]) == 2 * 4

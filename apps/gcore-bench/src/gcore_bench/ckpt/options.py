@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from gcore_bench.harness.options import BenchError, Count, OutputFile, QuickOptions, above, at_least
+from gcore_runs import Bound
 
 TRAINED = ("convergence", "recovery")
 """Parts that make runs of `gcore-llm train`; all others measure libraries."""
@@ -95,6 +96,8 @@ PARTS = {
     ),
 }
 
+_MODEL = Bound(lambda path: path is None or (path / "config.json").is_file(), "a model's folder")
+
 INDEX_BYTES = 80
 """Highest size of the index for each tensor of the part small."""
 
@@ -145,6 +148,8 @@ class CkptOptions(QuickOptions):
     """Held-out problems, which are evaluated before and after training, and by which the warm-up ends."""
     warmup_steps: Count = 500
     """Most steps of the warm-up of the model that all runs start from."""
+    model: Annotated[Path | None, _MODEL] = None
+    """A warmed-up model to start from, such as runs/NAME/model of gcore-llm train; None: one is made."""
     save_periods: tuple[Count, ...] = (1, 4)
     """Steps between two checkpoints."""
     failure_steps: tuple[Annotated[float, above(0, "above 0")], ...] = (2.0, 5.0, 10.0)

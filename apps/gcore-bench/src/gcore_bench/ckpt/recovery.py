@@ -15,12 +15,12 @@ from gcore_bench.ckpt.training_runs import Outcome, Saving, TrainingRuns
 from gcore_bench.harness.report import Row, Session, figure, figures_table, verdict
 
 NOTES = [
-    "Runs with asynchronous checkpoints whose process gets SIGKILL after a random, exponential time of training, and "
-    "which the same command resumes, against the same runs without failures. Work lost: training between the "
-    "checkpoint that is resumed from and the failure; formula: its mean, M - P / (exp(P / M) - 1) of period P and mean "
-    "M. Restart: from the failure until training continues, in a process forked from one that has imported torch. "
-    "Training: its seconds, without restarts, over those without failures; formula: Daly's, M / P (exp((P + C) / M) "
-    "- 1), with the stall C of a checkpoint. Young's and Daly's periods are those of least loss, for measured stalls.",
+    "Runs with asynchronous checkpoints whose process gets SIGKILL after a random, exponential number of steps and "
+    "part of one, and which the same command resumes, against the same runs without failures. Work lost: between the "
+    "checkpoint that is resumed from and the failure; formula: its mean, M - P / (exp(P / M) - 1) of period P and "
+    "mean M. Restart: from the failure until training continues, in a process forked from one that has imported torch. "
+    "All work: over that without failures; formula: Daly's, M / P (exp(P / M) - 1), without the stall of a checkpoint. "
+    "Young's and Daly's periods are those of least loss, for measured stalls.",
 ]
 """Lines without which the figures cannot be judged."""
 
@@ -72,8 +72,8 @@ def run(options: CkptOptions, runs: TrainingRuns, session: Session) -> None:
             assert base is not None, "nothing kills it"
             for mean in options.failure_steps:
                 load, rng = os.getloadavg()[0], np.random.default_rng((seed, round(1000 * mean)))
-                kills_s = rng.exponential(mean * base.step_s, options.most_failures)
-                outcome = runs.make(saving, seed, kills_s=kills_s.tolist())
+                kills = rng.exponential(mean, options.most_failures)
+                outcome = runs.make(saving, seed, kills=kills.tolist())
                 row = {"mean": mean, "period": period, "seed": seed, "load": load, "wait_s": waiting.stall_s}
                 rows.append(row | figures_of(outcome, base))
                 words = f"{rows[-1]['num_failures']} failures, load {load:.1f}" if outcome else "not finished"
@@ -88,25 +88,29 @@ def run(options: CkptOptions, runs: TrainingRuns, session: Session) -> None:
 def figures_of(outcome: Outcome | None, base: Outcome) -> Row:
     """Return the failures of a run and what was lost in each; ``base`` is the same run without any.
 
-    ``lost`` is the training between the checkpoint that was resumed from and the failure, in steps of ``step_s``, of
-    which ``repeated`` steps were complete; ``stretch`` is all training over that without failures.
+    ``lost`` is the work between the checkpoint that was resumed from and the failure, in steps, of which ``repeated``
+    were complete, and ``lost_s`` its seconds; ``stretch`` is all work over that without failures.
     """
     row: Row = {"step_s": base.step_s, "stall_s": base.stall_s, "is_same": None, "num_failures": None}
     if outcome is None:
         return row
-    lost, repeated, restarts = list[float](), list[int](), list[float]()
+    lost, lost_s, repeated, restarts = list[float](), list[float](), list[int](), list[float]()
     for killed, following in pairwise(outcome.attempts):
-        assert following.training_s is not None, "an attempt that was resumed from a checkpoint"
-        lost.append((killed.ended_s - killed.end_of(following.first_step)) / base.step_s)
+        if following.training_s is None:
+            # All was done, and exported, before the failure.
+            continue
+        lost.append(killed.first_step + killed.work - following.first_step)
+        lost_s.append(killed.ended_s - killed.end_of(following.first_step))
         repeated.append(killed.first_step + len(killed.steps_s) - following.first_step)
         restarts.append(following.training_s - killed.ended_s)
     return row | {
         "is_same": outcome.is_same(base),
         "num_failures": len(lost),
         "lost": lost,
+        "lost_s": lost_s,
         "repeated": repeated,
         "restart_s": restarts,
-        "stretch": outcome.train_s / base.train_s,
+        "stretch": outcome.work / base.work,
     }
 
 
@@ -116,9 +120,8 @@ def by_condition(rows: Sequence[Row]) -> list[Row]:
     for mean, period in dict.fromkeys((row["mean"], row["period"]) for row in rows):
         own = [row for row in rows if (row["mean"], row["period"]) == (mean, period)]
         ended = [row for row in own if row["num_failures"] is not None]
-        lost, repeated, restarts = (
-            [value for row in ended for value in row[name]] for name in ("lost", "repeated", "restart_s")
-        )
+        names = ("lost", "lost_s", "repeated", "restart_s")
+        lost, lost_s, repeated, restarts = ([value for row in ended for value in row[name]] for name in names)
         step_s, stall_s, wait_s = (fmean(row[name] for row in own) for name in ("step_s", "stall_s", "wait_s"))
         found.append(
             {
@@ -131,10 +134,10 @@ def by_condition(rows: Sequence[Row]) -> list[Row]:
                 "repeated": fmean(repeated) if repeated else None,
                 "lost": fmean(lost) if lost else None,
                 "predicted_lost": lost_of(period, mean),
-                "lost_s": fmean(lost) * step_s if lost else None,
+                "lost_s": fmean(lost_s) if lost_s else None,
                 "restart_s": fmean(restarts) if restarts else None,
                 "stretch": fmean(row["stretch"] for row in ended) if ended else None,
-                "predicted_stretch": stretch_of(period, mean, stall_s / step_s),
+                "predicted_stretch": stretch_of(period, mean),
                 "step_s": step_s,
                 "stall_s": stall_s,
                 "wait_s": wait_s,
@@ -155,7 +158,7 @@ def failures_table(rows: Sequence[Row], options: CkptOptions) -> Table:
         "formula": figure("predicted_lost", ".2f"),
         "work lost s": figure("lost_s", ".2f"),
         "restart s": figure("restart_s", ".2f"),
-        "training, times": figure("stretch", ".2f"),
+        "all work, times": figure("stretch", ".2f"),
         "of formula": figure("predicted_stretch", ".2f"),
     }
     shown = figures_table(f"a failure, on average; runs of {options.train_steps} steps", *columns)

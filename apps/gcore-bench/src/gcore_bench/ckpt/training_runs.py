@@ -52,6 +52,8 @@ class Attempt:
     ended_s: float
     """When it was killed, or had ended."""
     was_killed: bool = False
+    work: float = 0.0
+    """Steps, and the part of one, that it made until it was killed."""
     steps_s: tuple[float, ...] = ()
     """The end of each step that it made."""
     stalls_s: tuple[float, ...] = ()
@@ -67,6 +69,7 @@ class Attempt:
             first_step=training["step"] if training else 0,
             ended_s=rows[-1]["at_s"],
             was_killed=rows[-1]["event"] == "killed",
+            work=rows[-1].get("after", 0.0),
             steps_s=tuple(row["at_s"] for row in rows if row["event"] == "step"),
             stalls_s=tuple(row["stall_s"] for row in rows if row["event"] == "saved"),
         )
@@ -104,9 +107,9 @@ class Outcome:
         return median(stall for attempt in self.attempts for stall in attempt.stalls_s)
 
     @property
-    def train_s(self) -> float:
-        """Seconds of training, without those of starts and restarts."""
-        return sum(attempt.ended_s - attempt.training_s for attempt in self.attempts if attempt.training_s is not None)
+    def work(self) -> float:
+        """Steps of all attempts, those that failures undid included."""
+        return sum(one.work if one.was_killed else len(one.steps_s) for one in self.attempts)
 
     @property
     def step_s(self) -> float:
@@ -121,23 +124,24 @@ class TrainingRuns:
         self._options, self._folder, self._say = options, folder, say
         self._count = 0
         self._model: Path | None = None
+        start_server(threads=1)
 
-    def make(self, saving: Saving, seed: int, *, kills_s: Sequence[float | None] = (None,)) -> Outcome | None:
+    def make(self, saving: Saving, seed: int, *, kills: Sequence[float | None] = (None,)) -> Outcome | None:
         """Make a run of all steps, and resume it as often as it is killed.
 
-        ``kills_s`` are the seconds of training after which each process is killed, until one is done before that, or is
-        not to be killed. Returns None where all were killed.
+        ``kills`` are the steps after which each process is killed, until one is done before that, or is not to be
+        killed. Returns None where all were killed.
         """
-        model = self._model = self._model or self._made_model()
+        model = self._model = self._model or self._options.model or self._made_model()
         self._count += 1
         name = f"run-{self._count}"
         run = self._folder / "runs" / name
         run.mkdir(parents=True)
         shutil.copytree(model, run / "model")
         config, attempts = self._config(saving, seed, name), list[Attempt]()
-        for kill_s in kills_s:
+        for kill_after in kills:
             events = self._folder / f"{name}-{len(attempts)}.jsonl"
-            attempts.append(self._attempt(config, saving, events, kill_s))
+            attempts.append(self._attempt(config, saving, events, kill_after))
             if not attempts[-1].was_killed:
                 outcome = Outcome(metrics=_metrics(run), weights=_digest(run), attempts=tuple(attempts))
                 shutil.rmtree(run)
@@ -146,16 +150,15 @@ class TrainingRuns:
         return None
 
     def _made_model(self) -> Path:
-        start_server(threads=1)
         self._say("warm-up: the embedded model learns from worked examples")
         # A run of one step, of which only the model that it starts from is needed.
         config = self._config(Saving(period=1), 0, "warm-up", steps=1)
         self._attempt(config, Saving(period=1), self._folder / "warm-up.jsonl", None)
         return self._folder / "runs/warm-up/model"
 
-    def _attempt(self, config: TrainConfig, saving: Saving, events: Path, kill_s: float | None) -> Attempt:
-        """Start or resume a run in a process of its own, which is killed after so many seconds of training."""
-        options = {"config": config, "waits": saving.waits, "events": str(events), "kill_after_s": kill_s}
+    def _attempt(self, config: TrainConfig, saving: Saving, events: Path, kill_after: float | None) -> Attempt:
+        """Start or resume a run in a process of its own, which is killed after so many steps."""
+        options = {"config": config, "waits": saving.waits, "events": str(events), "kill_after": kill_after}
         spec = Spec(work=_WORK, contender=saving.name, folder=str(self._folder), options=options)
         try:
             run_processes([spec])

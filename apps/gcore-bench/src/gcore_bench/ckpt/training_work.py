@@ -18,16 +18,19 @@ from gcore_ckpt import Checkpointer
 from gcore_llm import train
 from gcore_runs import Display, append_json
 
+_FIRST_STEP_S = 1.0
+"""Assumed duration of the first step, before which there is none."""
+
 Note = Callable[..., None]
 """Appends an event to the file of an attempt, with the machine's time."""
 
 
 def run(spec: Spec) -> dict[str, dict[str, float]]:
-    """Start or resume the run of ``config``, to its end or to the moment at which it is to be killed; no figures."""
+    """Start or resume the run of ``config``, to its end or until it has made ``kill_after`` steps; no figures."""
     options = spec.options
     note = partial(_note, Path(options["events"]))
     note("started")
-    display = _Watched(note, kill_after_s=options["kill_after_s"])
+    display = _Watched(note, kill_after=options["kill_after"])
     with _watched_saves(note, waits=options["waits"]):
         train(options["config"], display)
     display.is_over.set()
@@ -40,28 +43,41 @@ def _note(path: Path, event: str, **values: float) -> None:
 
 
 class _Watched(Display):
-    """A display that shows nothing, notes each step, and kills the process some time after training has started."""
+    """A display that shows nothing, notes each step, and kills the process after a number of steps and a part of one.
 
-    def __init__(self, note: Note, *, kill_after_s: float | None) -> None:
+    The part is one of the duration of the step before, so that the work done hardly depends on other work on the cores.
+    """
+
+    def __init__(self, note: Note, *, kill_after: float | None) -> None:
         super().__init__(Console(quiet=True))
         self.is_over = threading.Event()
         """Set once there is nothing left to kill."""
-        self._note_event, self._kill_after_s = note, kill_after_s
+        self._note_event, self._kill_after = note, kill_after
+        self._num_steps, self._step_began_s = 0, 0.0
 
     def phase(self, name: str, *, total: int, done: int = 0) -> None:
         super().phase(name, total=total, done=done)
         if name == "training":
             self._note_event("training", step=done)
-            if self._kill_after_s is not None:
-                threading.Thread(target=self._kill, daemon=True).start()
+            self._step_began_s = time.monotonic()
+            self._kill_in_time(_FIRST_STEP_S)
 
     def progressed(self, step: int, cells: Sequence[tuple[str, str]] = (), *, unit: str = "step") -> None:
         super().progressed(step, cells, unit=unit)
         self._note_event("step", step=step)
+        now_s = time.monotonic()
+        self._num_steps, step_s, self._step_began_s = self._num_steps + 1, now_s - self._step_began_s, now_s
+        self._kill_in_time(step_s)
 
-    def _kill(self) -> None:
-        if not self.is_over.wait(self._kill_after_s):
-            self._note_event("killed")
+    def _kill_in_time(self, step_s: float) -> None:
+        """Kill the process within the next step if it is the one, of about so many seconds."""
+        if self._kill_after is not None and int(self._kill_after) == self._num_steps:
+            delay_s = (self._kill_after - self._num_steps) * step_s
+            threading.Thread(target=self._kill, args=(delay_s,), daemon=True).start()
+
+    def _kill(self, delay_s: float) -> None:
+        if not self.is_over.wait(delay_s):
+            self._note_event("killed", after=self._kill_after or 0.0)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -43,7 +44,7 @@ NOTE = (
     "them where they are. MB/s: the payload over the step. Busiest: the controller with most CPU seconds in a step, "
     "and the highest resident memory of one, with the pages of the object store that it has mapped."
 )
-_NAMES = {True: "controllers that carry", False: "controllers, by reference"}
+_NAMES = {True: " that carry", False: ", by reference"}
 _IN_STORE = 4.0
 """Objects of a step over its payload: from workers, between controllers, to workers, and some of the step before."""
 _NEEDED = 8.0
@@ -53,9 +54,11 @@ _COLORS = ("#d95f02", "#1f5fa8", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a
 
 def contenders(options: ControllerOptions) -> dict[str, tuple[int, bool]]:
     """Return number of controllers and whether they carry features, by name."""
-    own = {f"{n} {_NAMES[is_carried]}": (n, is_carried) for is_carried in (True, False) for n in options.controllers}
-    own = {name: found for name, found in own.items() if found != (1, True)}
-    return {DRIVER: (1, True), **own}
+    found = {DRIVER: (1, True)}
+    for is_carried, n in product((True, False), options.controllers):
+        if (n, is_carried) != (1, True):
+            found[f"{n} controller{'s' * (n > 1)}{_NAMES[is_carried]}"] = (n, is_carried)
+    return found
 
 
 def run(options: ControllerOptions, session: Session) -> None:
