@@ -94,6 +94,13 @@ CHECKED_ELSEWHERE = {
     r"uv run python examples/\w+\.py": "tests/apps/test_examples.py::test_a_quick_example_runs",
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
     r"(uv run )?gcore-bench grpo( --.*)?": f"{BENCH}/test_bench.py::test_bench_measures_gcore_and_trl",
+    r"gcore-bench ckpt --part convergence .*": (
+        f"{BENCH}/test_bench_convergence.py::test_asynchronous_checkpoints_do_not_change_a_run"
+    ),
+    r"gcore-bench ckpt --part recovery .*": (
+        f"{BENCH}/test_bench_convergence.py::test_runs_that_are_killed_end_as_those_that_are_not"
+    ),
+    r"gcore-bench controller --parts payloads .*": f"{BENCH}/test_bench_payloads.py::test_bench_measures_payloads",
     r"(uv run )?gcore-bench ckpt( --.*)?": f"{BENCH}/test_bench_ckpt.py::test_bench_measures_saves_and_loads",
     r"(uv run )?gcore-bench trainer( --.*)?": f"{BENCH}/test_bench_trainer.py::test_bench_measures_the_trainer",
     r"(uv run )?gcore-bench rollout( --.*)?": f"{BENCH}/test_bench_rollout.py::test_bench_measures_rollouts",

@@ -131,7 +131,10 @@ def test_a_step_lasts_from_the_first_to_the_last() -> None:
     early, late = StepFigures(), StepFigures()
     early.steps, early.idle_bytes, early.peak_bytes = [*unmeasured, (200, 203), (300, 304), (400, 401)], 5, 7
     late.steps, late.idle_bytes, late.peak_bytes = [*unmeasured, (201, 205), (301, 303), (400, 402)], 6, 6
-    assert step_row([early, late]) == {"step_s": 4, "idle_bytes": 6.0, "peak_bytes": 7.0}
+    early.resident_bytes, late.resident_bytes = 8, 9
+    early.cpu_s, late.cpu_s = [9.0] * WARMUP_STEPS + [1.0, 2.0, 3.0], [9.0] * WARMUP_STEPS + [2.0, 1.0, 4.0]
+    sizes = {"idle_bytes": 6.0, "peak_bytes": 7.0, "resident_bytes": 9.0}
+    assert step_row([early, late]) == {"step_s": 4, "cpu_s": 2.0, **sizes}
 
 
 def test_the_peak_is_seen() -> None:

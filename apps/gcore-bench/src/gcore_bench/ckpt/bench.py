@@ -14,7 +14,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from gcore_bench.ckpt.options import INDEX_BYTES, LIMITS, PARTS, CkptOptions
+from gcore_bench.ckpt.options import INDEX_BYTES, LIMITS, PARTS, TRAINED, CkptOptions
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.processes import Spec, merge_ranks, run_children
 from gcore_bench.harness.report import Figures, Rounds, Row, Run, Session, figures_table, mb, summarise, verdict
@@ -44,6 +44,9 @@ _SHOWN = ("stall", "durable", "save", "load_cold", "rows_cold", "matmul_saving",
 def run(options: CkptOptions, console: Console) -> None:
     """Measure, print and write the figures that ``options`` asks for."""
     options = options.sized()
+    if options.part in TRAINED:
+        run_trained(options, console)
+        return
     has_figures = False
     with scratch_folder(options.dir) as folder, Session(options, console, notes=notes(options)) as session:
         check_machine(folder, options.size_bytes)
@@ -63,6 +66,16 @@ def run(options: CkptOptions, console: Console) -> None:
             has_figures = has_figures or any(line["seconds"] for line in summary["lines"])
     if not has_figures:
         raise BenchError("no contender has figures; see the failures above")
+
+
+def run_trained(options: CkptOptions, console: Console) -> None:
+    """Make runs of `gcore-llm train`, and report what checkpoints or failures change."""
+    from gcore_bench.ckpt import convergence, recovery
+    from gcore_bench.ckpt.training_runs import TrainingRuns
+
+    part = {"convergence": convergence, "recovery": recovery}[options.part]
+    with scratch_folder(options.dir) as folder, Session(options, console, notes=part.NOTES) as session:
+        part.run(options, TrainingRuns(options, folder, session.say), session)
 
 
 def _has_limits(part: str) -> bool:

@@ -1,11 +1,15 @@
-"""Options of `gcore-bench ckpt`, and its four parts: their contenders and figures."""
+"""Options of `gcore-bench ckpt`, and its parts that measure libraries: their contenders and figures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
-from gcore_bench.harness.options import BenchError, QuickOptions, at_least
+from gcore_bench.harness.options import BenchError, Count, OutputFile, QuickOptions, above, at_least
+from gcore_runs import Bound
+
+TRAINED = ("convergence", "recovery")
+"""Parts that make runs of `gcore-llm train`; all others measure libraries."""
 
 LIMITS = "limits"
 """The contender that measures memory and disk alone, in a process of its own too."""
@@ -92,6 +96,8 @@ PARTS = {
     ),
 }
 
+_MODEL = Bound(lambda path: path is None or (path / "config.json").is_file(), "a model's folder")
+
 INDEX_BYTES = 80
 """Highest size of the index for each tensor of the part small."""
 
@@ -115,9 +121,10 @@ class CkptOptions(QuickOptions):
     The physical limits (memcpy, raw writes, raw reads) are measured in every round too.
     """
 
-    part: Literal["all", "single", "ranks", "loop", "small"] = "all"
+    part: Literal["all", "single", "ranks", "loop", "small", "convergence", "recovery"] = "all"
     """single: one process; ranks: a sharded state over several processes; loop: training steps during a save; small:
-    many tensors of 8 floats."""
+    many tensors of 8 floats; all: these four. convergence: runs of gcore-llm train with asynchronous checkpoints, with
+    synchronous ones and without; recovery: such runs that are killed at random moments and resumed."""
     contenders: tuple[ContenderName, ...] = get_args(ContenderName)
     """Contenders in the order in which they run in every round; a part leaves out those it does not measure."""
     size_gb: Annotated[float, at_least(0.001)] = 2.0
@@ -131,11 +138,44 @@ class CkptOptions(QuickOptions):
     dir: Path = Path(".gcore-bench")
     """Folder, on the disk to measure, in which a fresh one is made for the files; it is removed at the end."""
 
-    QUICK: ClassVar[Mapping[str, Any]] = {"rounds": 1, "size_gb": 0.01, "tensors": 20, "small_tensors": 500}
+    seeds: Count = 3
+    """Runs of each kind in convergence and recovery, each with a seed of its own."""
+    train_steps: Annotated[int, at_least(3)] = 32
+    """Steps of each run."""
+    train_batch_size: Count = 16
+    """Prompts of each step."""
+    held_out: Count = 64
+    """Held-out problems, which are evaluated before and after training, and by which the warm-up ends."""
+    warmup_steps: Count = 500
+    """Most steps of the warm-up of the model that all runs start from."""
+    model: Annotated[Path | None, _MODEL] = None
+    """A warmed-up model to start from, such as runs/NAME/model of gcore-llm train; None: one is made."""
+    save_periods: tuple[Count, ...] = (1, 4)
+    """Steps between two checkpoints."""
+    failure_steps: tuple[Annotated[float, above(0, "above 0")], ...] = (2.0, 5.0, 10.0)
+    """Mean number of steps between two failures in recovery."""
+    most_failures: Count = 60
+    """Failures after which a run of recovery that has not ended is given up."""
+    html: OutputFile = None
+    """File to draw the curves of convergence, or the losses of recovery, to."""
+
+    QUICK: ClassVar[Mapping[str, Any]] = {
+        "rounds": 1,
+        "size_gb": 0.01,
+        "tensors": 20,
+        "small_tensors": 500,
+        "seeds": 1,
+        "train_steps": 3,
+        "train_batch_size": 2,
+        "held_out": 2,
+        "warmup_steps": 4,
+        "save_periods": (1,),
+        "failure_steps": (2.5,),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not any(self.contenders_of(part) for part in self.part_names):
+        if self.part not in TRAINED and not any(self.contenders_of(part) for part in self.part_names):
             expected = ", ".join(PARTS[self.part].contenders)
             raise BenchError(f"contenders is {', '.join(self.contenders)}; expected {expected} in part {self.part}")
 

@@ -1,9 +1,7 @@
 """`gcore-bench controller`: steps of every payload under every contender, in turn, and simulated clusters."""
 
 import asyncio
-import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,10 +13,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from gcore_bench.controller import payloads
+from gcore_bench.controller.cluster import local_cluster
 from gcore_bench.controller.options import ControllerOptions
 from gcore_bench.controller.workload import ALONE, MEMCPY, WARMUP_STEPS, Payload, memcpy_seconds, step_row
 from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.processes import environment, stderr_to
+from gcore_bench.harness.processes import stderr_to
 from gcore_bench.harness.report import (
     Figures,
     Rounds,
@@ -41,15 +41,6 @@ workers and those of the driver, up to four."""
 
 _IN_STORE = 2.0
 _SPARE_BYTES = 128 << 20
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # If the command was started by `uv run`, Ray would build its environment again for every process.
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray warns of four times as many processes; as many start before they are needed.
-    "RAY_worker_maximum_startup_concurrency": "8",
-}
 _VERL_ENVIRONMENT = {"verl": {}, "verl-numpy": {"VERL_DATAPROTO_SERIALIZATION_METHOD": "numpy"}}
 _FLAT, _LESS_OVERHEAD, _OF_MEMCPY = 1.1, 5.0, 0.5
 _AIM_MB = 1024
@@ -60,6 +51,7 @@ NOTES = {
     "dispatch": "dispatch: overhead: step less making the same features and reading them where they are. Of memcpy's "
     "rate: payload a second of overhead over that of a copy into shared memory. Busiest process: resident memory of "
     "the largest control process (RssAnon), sampled every 5 ms, without the pages of the object store.",
+    "payloads": payloads.NOTE,
     "sim": "sim: the real program with the models of gcore-llm simulate. Load: processor seconds of the busiest "
     "controller's own code for a simulated second; the cost of messages is not modelled.",
 }
@@ -84,6 +76,10 @@ def run(options: ControllerOptions, console: Console) -> None:
                 table = dispatch_table(rows, options, fmean(run.load for run in runs))
                 session.add(part, tables=[table], lines=aims(rows), rows=rows, runs=runs, aims=aims(rows))
                 continue
+            if part == "payloads":
+                with stderr_to(session.folder / "log"):
+                    payloads.run(options, session)
+                continue
             sizes = run_sizes(options, say=session.say)
             session.add(part, tables=[scaling_table(sizes)], rows=sizes)
             if options.html is not None:
@@ -96,18 +92,6 @@ def object_store_bytes(options: ControllerOptions, payload_mb: int) -> int:
     return options.object_store_mb << 20 or min(wanted, int(0.45 * psutil.virtual_memory().available))
 
 
-@contextmanager
-def _local_cluster(store_bytes: int) -> Generator[Any]:
-    """Start a new Ray cluster of this machine alone, and yield Ray."""
-    with environment(**_ENVIRONMENT):
-        import ray
-
-        # verl reserves ten cores for each worker; nothing here is scheduled by cores.
-        options: dict[str, Any] = {"num_cpus": 1000, "object_store_memory": store_bytes, "include_dashboard": False}
-        with ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options):
-            yield ray
-
-
 async def _rounds_of(payload_mb: int, options: ControllerOptions, say: Callable[[str], object]) -> list[Run]:
     """Measure a payload; contenders that lack the memory for it are reported and left out."""
     store_bytes = object_store_bytes(options, payload_mb)
@@ -115,7 +99,7 @@ async def _rounds_of(payload_mb: int, options: ControllerOptions, say: Callable[
     rounds = Rounds(f"dispatch {payload_mb} MB", options.rounds, say=say)
     names: list[str] = []
     # A new cluster each time, because a store keeps every page that it has used.
-    with _local_cluster(store_bytes) as ray:
+    with local_cluster(store_bytes) as ray:
         from gcore_bench.controller.contenders.gcore import BenchWorker
 
         for contender in options.contenders:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from gcore_bench.harness.measure import copy_seconds, status_bytes
 from gcore_bench.harness.options import BenchError
 from gcore_bench.harness.report import Figures
 
-Features: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+Features: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 MEMCPY, ALONE = "memcpy", "work alone"
 """Contenders that every payload is compared with."""
@@ -49,6 +49,10 @@ class Payload:
         """Size of all features."""
         return 4 * self.num_samples * self.num_floats
 
+    def empty(self) -> Features:
+        """Return memory for the features of a sample."""
+        return np.empty(self.num_floats, np.float32)
+
     def parts(self, count: int) -> list[list[int]]:
         """Return the samples of each of ``count`` equal slices."""
         size = self.num_samples // count
@@ -63,6 +67,38 @@ class Payload:
         of_length, of_reward = (np.random.default_rng((self.seed, index)) for _ in range(2))
         length = round(_MEDIAN_TOKENS * float(np.exp(_SIGMA * of_length.normal())))
         return {"length": length, "reward": float(of_reward.random() < 0.5)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagePayload(Payload):
+    """Prompts whose images are encoded: [tokens, HIDDEN] in float16 each, as a vision tower gives them."""
+
+    HIDDEN: ClassVar[int] = 1280
+    """Width of the vision towers of Qwen2-VL and Qwen2.5-VL."""
+
+    @classmethod
+    def of(cls, *, nbytes: int, num_samples: int, seed: int) -> "ImagePayload":
+        """Return a payload of about ``nbytes``, of whole tokens."""
+        tokens = max(1, round(nbytes / num_samples / (2 * cls.HIDDEN)))
+        return cls(num_samples=num_samples, num_floats=tokens * cls.HIDDEN, seed=seed)
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.num_samples * self.num_floats
+
+    def empty(self) -> Features:
+        return np.empty((self.num_floats // self.HIDDEN, self.HIDDEN), np.float16)
+
+    def features(self, index: int, out: Features | None = None) -> Features:
+        made = self.empty() if out is None else out
+        # Neighbouring numbers of float16 have neighbouring bits; sums of integers are much faster than of float16.
+        np.add(_base_images(self.num_floats).view(np.uint16), np.uint16(index), out=made.reshape(-1).view(np.uint16))
+        return made
+
+
+@lru_cache(maxsize=1)
+def _base_images(num_floats: int) -> Features:
+    return np.linspace(1.0, 2.0, num_floats, dtype=np.float16)
 
 
 @lru_cache(maxsize=1)
@@ -87,14 +123,17 @@ def check_read(made: Mapping[int, int], read: Sequence[tuple[int, int]]) -> None
 
 
 class StepFigures:
-    """Figures of one control process: start and end of each step on the machine's clock, and its own resident memory.
+    """Figures of one control process: each step's start and end on the machine's clock, CPU seconds, resident memory.
 
-    This (RssAnon) excludes mapped pages of Ray's object store. It is sampled every few milliseconds inside `watched`.
+    Its own memory (RssAnon) excludes mapped pages of Ray's object store, and `resident_bytes` counts them. Both are
+    sampled every few milliseconds inside `watched`.
     """
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, float]] = []
+        self.cpu_s: list[float] = []
         self.idle_bytes = self.peak_bytes = status_bytes("RssAnon")
+        self.resident_bytes = self.idle_bytes + status_bytes("RssShmem")
 
     @contextmanager
     def watched(self) -> Generator[None]:
@@ -103,7 +142,9 @@ class StepFigures:
 
         def watch() -> None:
             while not over.wait(_INTERVAL_S):
-                self.peak_bytes = max(self.peak_bytes, status_bytes("RssAnon"))
+                own_bytes, shared_bytes = status_bytes("RssAnon"), status_bytes("RssShmem")
+                self.peak_bytes = max(self.peak_bytes, own_bytes)
+                self.resident_bytes = max(self.resident_bytes, own_bytes + shared_bytes)
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
@@ -116,19 +157,25 @@ class StepFigures:
     @contextmanager
     def step(self) -> Generator[None]:
         """Record the block as a step."""
-        start_s = time.monotonic()
+        start_s, start_cpu_s = time.monotonic(), time.process_time()
         yield
         self.steps.append((start_s, time.monotonic()))
+        self.cpu_s.append(time.process_time() - start_cpu_s)
 
 
 def step_row(processes: Sequence[StepFigures]) -> Figures:
-    """Return a contender's figures, without the warm-up; a step lasts from its first start to its last end."""
+    """Return a contender's figures, without the warm-up; a step lasts from its first start to its last end.
+
+    ``cpu_s`` are the CPU seconds of the busiest process in a step.
+    """
     steps = zip(*(process.steps[WARMUP_STEPS:] for process in processes), strict=True)
     seconds = [max(end for _, end in step) - min(start for start, _ in step) for step in steps]
     return {
         "step_s": median(seconds),
+        "cpu_s": median(map(max, zip(*(process.cpu_s[WARMUP_STEPS:] for process in processes), strict=True))),
         "idle_bytes": float(max(process.idle_bytes for process in processes)),
         "peak_bytes": float(max(process.peak_bytes for process in processes)),
+        "resident_bytes": float(max(process.resident_bytes for process in processes)),
     }
 
 

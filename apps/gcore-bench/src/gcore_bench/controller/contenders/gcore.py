@@ -2,12 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-import numpy as np
 
 from gcore_bench.controller.workload import WARMUP_STEPS, Features, Payload, StepFigures, check_read, checksum
 from gcore_controller import Context, Reference
@@ -27,6 +25,22 @@ class Sample:
     features: Reference[Features]
 
 
+@dataclass(frozen=True)
+class Carried:
+    """Features that travel inside of a sample's metadata, through every process that these pass."""
+
+    value: Features
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the features."""
+        return self.value.nbytes
+
+    async def get(self) -> Features:
+        """Return the features, which are in this process."""
+        return self.value
+
+
 class BenchWorker:
     """Rollout worker and trainer rank of the same devices."""
 
@@ -35,11 +49,20 @@ class BenchWorker:
 
     async def make(self, payload: Payload, indices: Sequence[int]) -> list[Sample]:
         """Make samples whose features are in the object store."""
+        return self._made(payload, indices, put)
+
+    async def make_carried(self, payload: Payload, indices: Sequence[int]) -> list[Sample]:
+        """Make samples that hold their features."""
+        return self._made(payload, indices, Carried)
+
+    def _made(
+        self, payload: Payload, indices: Sequence[int], keep: Callable[[Features], Reference[Features]]
+    ) -> list[Sample]:
         samples: list[Sample] = []
         for index in indices:
             features = payload.features(index)
             facts = payload.response(index) | {"checksum": checksum(features)}
-            samples.append(Sample(index=index, features=put(features), **facts))
+            samples.append(Sample(index=index, features=keep(features), **facts))
         return samples
 
     async def read(self, samples: Sequence[Sample]) -> list[tuple[int, int]]:
@@ -50,7 +73,7 @@ class BenchWorker:
     async def only_make(self, payload: Payload, indices: Sequence[int]) -> list[int]:
         """Make the same features in memory that is kept between steps of the same samples; return checksums."""
         if [*self._kept] != [*indices]:
-            self._kept = {index: np.empty(payload.num_floats, np.float32) for index in indices}
+            self._kept = {index: payload.empty() for index in indices}
         for index, features in self._kept.items():
             payload.features(index, out=features)
         return await self.only_read()
@@ -75,24 +98,30 @@ async def run_alone(workers: Sequence[Any], payload: Payload, *, num_steps: int)
     return median(seconds[WARMUP_STEPS:])
 
 
-async def dispatch_program(ctx: Context[list[Any]], *, payload: Payload, num_steps: int) -> StepFigures:
-    """Make steps on every controller; ``ctx.roles`` are handles of `BenchWorker`s."""
+async def dispatch_program(
+    ctx: Context[list[Any]], *, payload: Payload, num_steps: int, is_carried: bool = False
+) -> StepFigures:
+    """Make steps on every controller; ``ctx.roles`` are handles of `BenchWorker`s.
+
+    Features stay in the object store; if they are carried they pass through the controllers instead.
+    """
     figures = StepFigures()
     with figures.watched():
         for _ in range(num_steps):
             await ctx.group.barrier()
             with figures.step():
-                await _step(ctx, payload)
+                await _step(ctx, payload, is_carried=is_carried)
     return figures
 
 
-async def _step(ctx: Context[list[Any]], payload: Payload) -> None:
+async def _step(ctx: Context[list[Any]], payload: Payload, *, is_carried: bool) -> None:
     # Every worker has a controller and every controller a part, whichever of them are more.
     num_parts = max(ctx.world_size, len(ctx.roles))
     mine = range(ctx.rank, num_parts, ctx.world_size)
     workers = [ctx.roles[part % len(ctx.roles)] for part in mine]
     slices = payload.parts(num_parts)
-    makes = [worker.make.remote(payload, slices[part]) for worker, part in zip(workers, mine, strict=True)]
+    methods = [worker.make_carried if is_carried else worker.make for worker in workers]
+    makes = [make.remote(payload, slices[part]) for make, part in zip(methods, mine, strict=True)]
     samples: list[Sample] = [sample for found in await asyncio.gather(*makes) for sample in found]
     baseline = await ctx.group.all_reduce(sum(sample.reward for sample in samples)) / payload.num_samples
     seen = [(s.index, s.length, s.checksum, s.reward - baseline) for s in samples]
