@@ -29,7 +29,7 @@ from gcore_bench.harness.report import (
     ratio,
     summarise,
 )
-from gcore_bench.placement.study import payload_load
+from gcore_bench.placement.simulations.study import payload_load
 from gcore_placement.simulation.scenarios import SCALES, SCENARIOS
 
 DRIVER = "one driver"

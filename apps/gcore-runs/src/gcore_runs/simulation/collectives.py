@@ -72,7 +72,7 @@ def training_collectives(
 
     token_pass_s = 0.0
     if workload:
-        state_bytes, kv_bytes = _BFLOAT16 * workload.hidden_size, _BFLOAT16 * 2 * workload.key_value_size
+        state_bytes, kv_bytes = _BFLOAT16 * workload.hidden_size, _BFLOAT16 * workload.key_value_size
         # Of a token's layers each rank of a replica has its stage's, and of its tokens those of its context.
         tensor_s = _TENSOR_GATHERS * gather_s(state_bytes, tp, count=0) / cp
         context_s = _CONTEXT_GATHERS * gather_s(kv_bytes, cp, span=tp * cp, count=0) / tp
