@@ -48,6 +48,22 @@ def test_following_loses_no_more_than_the_bound(advantages: list[float], move_s:
     assert lost <= bound
 
 
+@given(advantages=st.lists(st.floats(-1, 1), min_size=1, max_size=200), move_s=st.sampled_from([0.01, 0.1]))
+def test_the_fixed_partition_does_not_change_with_each_leader(advantages: list[float], move_s: float) -> None:
+    """By the seconds of two partitions alone, each of 1 or 2 a round."""
+    safeguard = Safeguard(np.array([[1.0, 2.0], [2.0, 1.0]]), 0, TOLERANCE)
+    spent, cost_s, widest_s, changes = np.zeros(2), 0.0, 0.0, 0
+    for advantage in advantages:
+        seconds = np.array([1.0 + max(0.0, advantage), 1.0 + max(0.0, -advantage)])
+        before = int(safeguard.state()["fixed"])
+        spent, cost_s = spent + seconds, cost_s + float(seconds[before])
+        widest_s = max(widest_s, float(np.ptp(spent)))
+        safeguard.choose(seconds, before=0, after=0, move_s=move_s, is_within_step=False)
+        changes += safeguard.state()["fixed"] != before
+    assert changes <= 2 + math.log2(max(1.0, widest_s / (3 * move_s)))
+    assert cost_s - spent.min() <= 4 * widest_s + 2 * changes
+
+
 def square(period: int, factor: float) -> Callable[[NDArray[np.int64]], NDArray[np.float64]]:
     return lambda t: np.where(t % period < period / 2, factor, 1 / factor)
 
