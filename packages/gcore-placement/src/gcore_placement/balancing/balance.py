@@ -53,7 +53,7 @@ def balance(
         PlacementError: a number is out of its bounds, or no such parts exist or were found; the message names the
             bound that would do.
 
-    Example:
+    Examples:
         A bound that binds costs evenness. By cost alone both parts get 8, with at most three items one gets 10:
 
         >>> [part.tolist() for part in balance([8, 2, 2, 2, 2], 2)]
