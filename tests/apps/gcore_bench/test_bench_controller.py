@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from rich.console import Console
+from worker_handle import Handle
 
 from gcore_bench.controller import bench, workload
 from gcore_bench.controller.bench import aims, dispatch_rows, dispatch_table, run_sizes, write_page
@@ -65,16 +66,6 @@ def test_samples_that_did_not_arrive_are_found() -> None:
         check_read({1: 10}, [(3, 30)])
     with pytest.raises(BenchError, match="2 samples were read; only 1 of them are distinct"):
         check_read({1: 10}, [(1, 10), (1, 10)])
-
-
-class Handle:
-    """Stands for the handle of an actor."""
-
-    def __init__(self, worker: BenchWorker) -> None:
-        self._worker = worker
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=getattr(self._worker, name))
 
 
 class Recorder(BenchWorker):

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from worker_handle import Handle
 
 from gcore_bench.controller.contenders import gcore
 from gcore_bench.controller.contenders.gcore import BenchWorker, Carried, Sample, dispatch_program
@@ -45,16 +45,6 @@ def test_features_are_those_of_a_vision_tower() -> None:
     out = PAYLOAD.empty()
     assert PAYLOAD.features(3, out=out) is out
     np.testing.assert_array_equal(out, made[3])
-
-
-class Handle:
-    """Stands for the handle of an actor."""
-
-    def __init__(self, worker: BenchWorker) -> None:
-        self._worker = worker
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=getattr(self._worker, name))
 
 
 class Recorder(BenchWorker):

@@ -52,7 +52,6 @@ class LivePlacement:
         judges = (RoleLimits(devices_per_replica=1),) * len(whole.judges)
         self._space = PartitionSpace(num_devices=whole.engines + whole.num_judges, roles=(policy, *judges))
         self._stages = [stage_of(role) for role in ("engine", *whole.judges)]
-        self._horizon_steps = config.horizon_steps
         self._dynamic = self._started_at([whole.engines, *whole.judges.values()])
         self._choice: StrategyChoice | None = None
         if config.strategy == "auto":
@@ -186,7 +185,7 @@ class LivePlacement:
 
     def _started_at(self, devices: Sequence[int]) -> DynamicPartition:
         # Loans within a step change the devices of a role, so that its time on them says nothing of its work.
-        config = DynamicPartitionConfig(horizon_steps=self._horizon_steps, is_corrected=False)
+        config = DynamicPartitionConfig(horizon_steps=self._config.horizon_steps, is_corrected=False)
         return DynamicPartition(self._space, self._space.nearest(*devices), config)
 
 

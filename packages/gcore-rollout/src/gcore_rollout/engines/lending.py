@@ -141,16 +141,17 @@ class LendingEngines:
                 await asyncio.wait([self._loan])
             if self._has_failed:
                 return
+            spare = [pool.spare() for pool in self._pools]
             loan = self._rule.observe(
                 time.monotonic(),
-                idle=[len(pool.spare()) for pool in self._pools],
+                idle=list(map(len, spare)),
                 waiting=[pool.stats().num_waiting for pool in self._pools],
                 finished=[pool.num_finished for pool in self._pools],
                 serving=[pool.num_serving for pool in self._pools],
             )
             if loan is not None:
                 giver, taker = loan
-                self._loan = asyncio.create_task(self._move(self._pools[giver].spare()[0], giver, taker))
+                self._loan = asyncio.create_task(self._move(spare[giver][0], giver, taker))
 
     async def _move(self, engine: Engine[Any, Any], giver: int, taker: int) -> None:
         source, target, start_s = self._pools[giver], self._pools[taker], time.monotonic()
