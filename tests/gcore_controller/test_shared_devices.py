@@ -139,7 +139,7 @@ async def test_ranks_are_on_the_gpus_of_engines(cluster: Cluster) -> None:
         await engines.resize(moved, config)
         assert DeviceMap.of(moved, await engines.devices()).ranks == found.ranks
         # Each engine with a judge on its device, of which a judge reserves nothing either.
-        in_turns = replace(SIZES, engines=4, judges=4, in_turns=True)
+        in_turns = replace(SIZES, engines=4, judges={"judge": 4}, in_turns=True)
         await engines.resize(in_turns, config)
         assert DeviceMap.of(in_turns, await engines.devices()).ranks == found.ranks
         nodes = [
