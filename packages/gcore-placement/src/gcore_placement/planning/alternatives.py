@@ -119,11 +119,14 @@ def _training(known: Candidates, chosen: Candidate) -> Iterator[Alternative]:
     for index in np.argsort(layouts.tp * layouts.pp * layouts.cp, kind="stable").tolist():
         by_sizes.setdefault(layouts[index].sizes, []).append(index)
 
+    def fitting(indices: list[int]) -> list[int]:
+        return [i for i in indices if options.total_bytes[i] <= usable]
+
     def compared(option: str, indices: list[int]) -> Alternative:
-        fitting = [i for i in indices if options.total_bytes[i] <= usable]
-        least = min(fitting or indices, key=lambda i: float(seconds[i]))
+        fit = fitting(indices)
+        least = min(fit or indices, key=lambda i: float(seconds[i]))
         against = ""
-        if not fitting:
+        if not fit:
             # The one that is closest to the memory that there is.
             least = min(indices, key=lambda i: float(options.total_bytes[i]))
             parts = {name: float(sizes[least]) for name, sizes in options.memory.items()}
@@ -132,11 +135,11 @@ def _training(known: Candidates, chosen: Candidate) -> Iterator[Alternative]:
         elif options.state_bytes[least] > chosen.training.state_bytes and not chosen.training.offload:
             more = gigabytes(float(options.state_bytes[least]) - chosen.training.state_bytes)
             against = f"its state leaves {more} less to the engines"
-        return _compared("training", option, float(seconds[least]), chosen, against=against)
+        return _compared("training", option, float(seconds[least]), chosen, against=against, is_unfit=not fit)
 
-    others = [compared(sizes, indices) for sizes, indices in by_sizes.items() if sizes != own.sizes]
-    fit = sorted((each for each in others if not each.reason.startswith("does not fit")), key=_seconds)
-    unfit = [each for each in others if each.reason.startswith("does not fit")]
+    others = {sizes: indices for sizes, indices in by_sizes.items() if sizes != own.sizes}
+    fit = sorted((compared(*other) for other in others.items() if fitting(other[1])), key=_seconds)
+    unfit = [compared(*other) for other in others.items() if not fitting(other[1])]
     # Among those that do not fit, the simplest are the ones that a user would ask about, and the fastest.
     fastest = sorted((each for each in unfit[_MOST_LAYOUTS:] if _seconds(each) < chosen.training.seconds), key=_seconds)
     yield from [*fit[:_MOST_LAYOUTS], *unfit[:_MOST_LAYOUTS], *fastest[:_MOST_LAYOUTS]]
@@ -185,9 +188,16 @@ def _seconds(alternative: Alternative) -> float:
 
 
 def _compared(
-    choice: str, option: str, seconds: float, chosen: Candidate, *, against: str = "", what: str = ""
+    choice: str,
+    option: str,
+    seconds: float,
+    chosen: Candidate,
+    *,
+    against: str = "",
+    what: str = "",
+    is_unfit: bool = False,
 ) -> Alternative:
-    """Return an alternative with its seconds against the plan's, and what else is against it."""
+    """Return an alternative with its seconds against the plan's, and what else is against it, first if it is unfit."""
     is_training = choice == "training" or what == "to train"
     own_s, what = (chosen.training.seconds, "to train") if is_training else (chosen.step_s, "a step")
     if seconds == inf:
@@ -196,6 +206,5 @@ def _compared(
     timed = f"{seconds:.1f} s {what}, {difference_s:+.1f} s"
     if not against and abs(difference_s) < PREDICTION_ERROR * chosen.step_s:
         against = "within the prediction's error"
-    is_unfit = against.startswith("does not fit")
     reason = f"{against}; {timed}" if is_unfit else f"{timed}; {against}" if against else timed
     return Alternative(choice=choice, option=option, reason=reason, seconds=seconds, difference_s=difference_s)
