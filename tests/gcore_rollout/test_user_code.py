@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,15 @@ def press_ctrl_c_when(blocked: threading.Event) -> None:
     threading.Thread(target=press).start()
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Handle SIGINT as in a terminal: a process that a shell started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 @pytest.mark.parametrize("handler", ["runner", "loop"])
 def test_ctrl_c_interrupts_a_reward_that_blocks(handler: str) -> None:
     """The first one: the handler of asyncio is called after the reward has been left, and cancels the run."""
