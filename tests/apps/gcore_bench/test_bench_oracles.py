@@ -35,7 +35,7 @@ def test_published_steps_are_whole() -> None:
         assert step.response_tokens or step.study.startswith("verl")
     rows = {(step.study, step.name) for step in PUBLISHED}
     assert len(rows) == len(PUBLISHED)
-    assert sum(bool(step.fits) for step in PUBLISHED) <= len(PUBLISHED) / 6
+    assert sum(bool(step.fits) for step in PUBLISHED) <= len(PUBLISHED) / 5
     for step in PUBLISHED:
         if step.tokens_per_s:
             devices = step.engine[0] * (1 if step.schedule == "turns" else 2)
@@ -55,13 +55,15 @@ def test_the_page_has_every_published_step() -> None:
     ]
 
 
-def test_constants_of_nemo_rl_are_fitted_to_one_release_on_one_device() -> None:
-    """All rows of later releases and of other devices are held out."""
+def test_constants_of_nemo_rl_are_fitted_to_few_rows() -> None:
+    """Each to a row of its own; all rows of the last release are held out."""
     nemo = [step for step in PUBLISHED if step.program == "NeMo-RL"]
     assert {step.device for step in nemo} == {"H100", "GB200"}
     assert {step.model for step in nemo} >= {"DeepSeek-V3", "Qwen3 235B-A22B", "Llama 3.1 8B"}
-    assert [step.study for step in nemo if step.fits] == [nemo[0].study] * 2
-    assert "0.4" in nemo[0].study
+    fitted = [step for step in nemo if step.fits]
+    assert {step.release for step in fitted} == {"NeMo-RL 0.4", "NeMo-RL 0.5"}
+    assert all(len(step.fits) == 1 for step in fitted)
+    assert len(fitted) == 7
 
 
 @pytest.mark.slow

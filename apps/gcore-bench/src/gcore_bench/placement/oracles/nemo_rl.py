@@ -8,11 +8,18 @@ _PROMPT_TOKENS = 120
 _N = {"DeepSeek-V3": 16}
 _MOST_TOKENS = {"DeepSeek-V3": 1536, "Qwen3 235B-A22B": 8192}
 _FITS = {
-    ("0.4", "Qwen3 30B-A3B", "turns"): ("experts",),
-    ("0.4", "Qwen3 235B-A22B", "one step off"): ("decode_mixture_s",),
+    ("0.4", "H100", "Qwen3 30B-A3B", "turns"): ("experts",),
+    ("0.4", "H100", "Qwen3 235B-A22B", "one step off"): ("decode_mixture_s",),
+    ("0.5", "H100", "Qwen3 30B-A3B", "turns"): ("experts",),
+    ("0.5", "GB200", "Qwen3 32B", "one step off"): ("training",),
+    ("0.5", "GB200", "Llama 3.1 8B", "turns"): ("decode_step_s",),
+    ("0.5", "GB200", "Qwen3 30B-A3B", "turns"): ("experts",),
+    ("0.5", "GB200", "Qwen3 235B-A22B", "turns"): ("decode_mixture_s",),
 }
-"""Rows to which a constant is fitted, of 0.4 alone: of mixtures, the step off of 235B, which generation takes, and the
-turns of 30B, half of which is training, tell their two constants apart."""
+"""Rows to which a constant is fitted. Of mixtures, the step off of 235B, which generation takes, and the turns of 30B,
+half of which is training, tell their two constants apart. Experts train faster from 0.5 on. A GB200 has constants of
+its own, also for dense models: the step off of 32B is training, and the turns of 8B then tell what a decoding step
+adds."""
 
 _ROWS: tuple[tuple[str, str, str, Schedule, int, int, tuple[int, int, int, int], int, float, float], ...] = (
     # Release, device, model, schedule, devices that generate, of each engine, (TP, CP, EP, PP) of training,
@@ -93,7 +100,7 @@ def _step(row: tuple[str, str, str, Schedule, int, int, tuple[int, int, int, int
         response_tokens=response_tokens,
         most_response_tokens=most - _PROMPT_TOKENS,
         reference=True,
-        fits=_FITS.get((version, model, schedule), ()),
+        fits=_FITS.get((version, device, model, schedule), ()),
         measured={"step": step_s},
         tokens_per_s=rate,
     )

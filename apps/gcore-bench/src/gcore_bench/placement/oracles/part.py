@@ -22,7 +22,7 @@ AIM = 0.20
 
 
 def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str, Any]:
-    """Predict each published step, by the laws as they are and by those fitted to its program, and the statements.
+    """Predict each published step and the statements: by the laws as they are, and as fitted to a program on a device.
 
     Returns:
         ``rows``, one for each measured number; ``fits``, the constants of each study; ``statements``.
@@ -31,10 +31,10 @@ def run(options: PlacementOptions, *, say: Callable[[str], object]) -> dict[str,
     rows: list[Row] = []
     fits: dict[str, dict[str, float]] = {}
     start = Fit(efficiency=Efficiency())
-    programs: dict[str, Fit] = {}
+    programs: dict[tuple[str, str], Fit] = {}
     for study, group in groupby(PUBLISHED, key=lambda step: step.study):
         steps = list(group)
-        program = steps[0].program
+        program = steps[0].program, steps[0].device
         fit = programs[program] = fit_study(steps, programs.get(program, start))
         names = list(dict.fromkeys(name for step in steps for name in step.fits))
         values = {**asdict(fit.efficiency), "response_tokens": fit.response_tokens, "sigma": fit.sigma}

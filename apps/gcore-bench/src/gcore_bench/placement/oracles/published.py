@@ -18,7 +18,8 @@ class PublishedStep:
     study: str
     """Its source."""
     program: str
-    """Steps of a program have the same constants; a study has lengths of responses of its own where it fits them."""
+    """Steps of a program on a device have the same constants, until a later study fits its own; a study has lengths of
+    responses of its own where it fits them."""
     model: str
     """One of CONFIGS."""
     device: str
