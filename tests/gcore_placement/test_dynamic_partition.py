@@ -16,7 +16,7 @@ from gcore_placement import (
     RoleLimits,
     RoleLoad,
 )
-from gcore_placement.partition.dynamic_partition import weighted_median
+from gcore_placement.partition.statistics import weighted_median
 
 EAGER = DynamicPartitionConfig(min_gain=0.0, noise_floor=0.0, law_error=0.0, tolerance=1e9)
 """No hysteresis, nothing hedged, no safeguard: the optimum itself is the aim."""

@@ -16,8 +16,8 @@ from gcore_placement import (
     RoleLimits,
     RoleLoad,
 )
-from gcore_placement.partition.dynamic_partition import expected_max
 from gcore_placement.partition.space import stage_seconds
+from gcore_placement.partition.statistics import expected_max
 
 EAGER = DynamicPartitionConfig(min_gain=0.0, noise_floor=0.0, law_error=0.0, tolerance=1e9)
 

@@ -27,7 +27,7 @@ _NUM_STEPS = 20
 """Number of steps in which the most loaded engines are looked for."""
 _SLACK = 0.1
 """A role that waited for less than this fraction of its time was not held up."""
-_FORMAT = 1
+_FORMAT = 2
 """Format of the file of a placement's state; others are not read."""
 
 _logger = logging.getLogger(__name__)

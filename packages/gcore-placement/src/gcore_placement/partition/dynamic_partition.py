@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from gcore_placement.errors import refusal
+from gcore_placement.partition.load_history import Load, LoadHistory
 from gcore_placement.partition.safeguard import Safeguard
 from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, stage_seconds
+from gcore_placement.partition.statistics import NORMAL_NODES, NORMAL_WEIGHTS, expected_max
 from gcore_placement.quantities import (
     Amount,
     Checked,
@@ -18,118 +20,10 @@ from gcore_placement.quantities import (
     check_above_0,
 )
 
-NUM_ROUNDS = 21
-"""Rounds to remember; noise is estimated from the changes between them."""
-_MAX_CORRECTION = 16.0
 _OTHERS = 1e-9
 """Weight of the seconds of roles that are not waited for."""
-_NORMAL_MEDIAN = 0.6745
-"""Median of the absolute value of a standard normal variable."""
-_WORK, _FLOOR, _CORRECTION, _DEVICES, _SIZE = range(5)
-"""Entries of a row, each with a number of every role: work for a size of 1, as a model has it; floors; corrections;
-devices; the size, which all roles have in common."""
-
-Load = tuple[Floats, Floats]
-"""[R] device-seconds of work, and [R] seconds that devices do not shorten."""
-
-
-class LoadHistory:
-    """The last rounds of R roles. A round counts by its size: a handful of prompts decides nothing."""
-
-    def __init__(self, config: "DynamicPartitionConfig", num_roles: int) -> None:
-        self._config, self._num_roles = config, num_roles
-        self.rows: list[list[list[float]]] = []
-
-    def add(self, loads: Sequence[RoleLoad], devices: Sequence[int], size: float) -> None:
-        """Add a round, with the devices of each role."""
-        found = self.corrections.tolist()
-        if self._config.is_corrected:
-            found = [load.correction(d, last) for load, d, last in zip(loads, devices, found, strict=True)]
-        corrections = np.clip(found, 1 / _MAX_CORRECTION, _MAX_CORRECTION).tolist()
-        work, floors = [load.work_device_s / size for load in loads], [load.floor_s for load in loads]
-        row = [work, floors, corrections, list(map(float, devices)), [size] * self._num_roles]
-        self.rows = [*self.rows[1 - NUM_ROUNDS :], row]
-
-    @property
-    def corrections(self) -> Floats:
-        """[R], median corrections of the model's work."""
-        return self._medians(_CORRECTION) if self.rows else np.ones(self._num_roles)
-
-    def settled(self) -> Load:
-        """Return the load of a round of usual size, by medians of the last ones."""
-        return self._medians(_WORK) * self.corrections * self._usual_size(), self._medians(_FLOOR)
-
-    def latest(self, size: float | None = None) -> Load:
-        """Return the last round's load, scaled to a size; None: the usual one."""
-        last = np.array(self.rows[-1])
-        return last[_WORK] * self.corrections * (size or self._usual_size()), last[_FLOOR]
-
-    def noise(self) -> Floats:
-        """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
-        rows = np.array(self.rows)
-        work, size = rows[:, _WORK], self._sizes()
-        # The error of a model may differ between partitions, and is not noise.
-        has_stayed = (np.diff(rows[:, _DEVICES], axis=0) == 0).all(axis=1)
-        if not has_stayed.any() or not work.all():
-            return np.full(self._num_roles, self._config.noise_floor)
-        changes = np.abs(np.diff(np.log(work), axis=0))[has_stayed]
-        weights = np.minimum(size[1:], size[:-1])[has_stayed]
-        found = [weighted_median(change, weights) for change in changes.T]
-        return np.maximum(self._config.noise_floor, np.array(found) / _NORMAL_MEDIAN / np.sqrt(2))
-
-    def deviation(self) -> float:
-        """Return how far the last round's work is off the settled one, in standard deviations; the largest role."""
-        last, settled = np.array(self.rows[-1][_WORK]), self._medians(_WORK)
-        if not (last.all() and settled.all()):
-            return float("inf") if (last != settled).any() else 0.0
-        noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / self._sizes()[-1]))
-        off = np.abs(np.log(last / settled))
-        return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
-
-    def _sizes(self) -> Floats:
-        """Return the rounds' sizes: [num_rounds]."""
-        return np.array(self.rows)[:, _SIZE, 0]
-
-    def _usual_size(self) -> float:
-        """Return the mean size of rounds, weighted by size."""
-        size = self._sizes()
-        return float(size @ size / size.sum())
-
-    def _medians(self, entry: int) -> Floats:
-        """Return medians over as much of the last rounds as `window` rounds of usual size: [R]."""
-        rows, size = np.array(self.rows[::-1]), self._sizes()[::-1]
-        before = np.cumsum(size) - size
-        weights = np.clip(self._config.window * self._usual_size() - before, 0.0, size)
-        return np.array([weighted_median(values, weights) for values in rows[:, entry].T])
-
-
-def weighted_median(values: Floats, weights: Floats) -> float:
-    """Return the value below and above which half of the weight lies; the mean of two where it lies between them."""
-    order = np.argsort(values, kind="stable")
-    values, total = values[order], np.cumsum(weights[order])
-    half = total[-1] / 2
-    low, high = np.searchsorted(total, half * (1 - 1e-9)), np.searchsorted(total, half * (1 + 1e-9), side="right")
-    return float(values[low] + values[min(high, len(values) - 1)]) / 2
-
-
-def expected_max(values_PRK: Floats, weights_K: Floats) -> Floats:
-    """Return the mean of the largest of R independent variables, each with K values of these weights: [P].
-
-    It is the sum of all values, each times what the product of the R distributions rises by there.
-    """
-    all_PV = values_PRK.reshape(len(values_PRK), -1)
-    order = np.argsort(all_PV, axis=1, kind="stable")
-    rises = np.kron(np.eye(values_PRK.shape[1]), weights_K[:, None])
-    """[R * K, R], what each value adds to the distribution of its variable."""
-    below = np.cumsum(rises[order], axis=1).prod(axis=2)
-    return np.einsum("pv,pv->p", np.take_along_axis(all_PV, order, axis=1), np.diff(below, axis=1, prepend=0.0))
-
-
 _MEDIAN_DEVIATION = np.sqrt(np.pi / 2)
 """Standard deviation of the median of many normal variables, over that of their mean."""
-_NODES = np.array([-np.sqrt(3), 0.0, np.sqrt(3)])
-_WEIGHTS = np.array([1, 4, 1]) / 6
-"""Gauss-Hermite quadrature for the mean over a standard normal variable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +43,8 @@ class DynamicPartitionConfig(Checked):
     noise_floor: Amount = 0.05
     """Least noise to assume, as a standard deviation of a load's logarithm."""
     law_error: Amount = 0.1
-    """Error of a role's time by its law, as a standard deviation of its logarithm; added to the noise."""
+    """Least error of a role's time by its law to assume, as a standard deviation of its logarithm; added to the noise.
+    """
     near: Amount = 1.0
     """Devices move as far as pays even if both medians are off by this many of their deviations."""
     far: Amount = 3.0
@@ -177,9 +72,11 @@ class DynamicPartition:
     The scheme of G-Core (arXiv 2507.22789), for any number of roles: generation and rewards co-exist on disjoint
     devices, and devices move from roles that idle to those that are busy. A round is a step, or a wave of dynamic
     sampling. Each role's time is `floor + work / devices`, corrected by what was measured; the load is the median of
-    the last rounds, with a noise estimated from their changes. The best partition is the one in which the slowest
-    role's time, over that noise and what the law may be off by, is shortest in the mean. Devices move where that time
-    falls by more than a move takes, over a horizon, and only as far as it would were the medians off by their noise.
+    the last rounds, with a noise estimated from their changes, and a trend where one is evident. The best partition is
+    the one in which the slowest role's time, over that noise and the error of the law, is shortest in the mean. The
+    error is measured: roles that take about as long are in each other's way, in some jobs hardly and in others by a
+    tenth of a round. Devices move where that time falls by more than a move takes, over a horizon, and only as far as
+    it would were the medians off by their noise.
 
     A last round far off the medians is an outlier or the first after a jump; the next one decides. Until then devices
     go where the time for either load, over the shortest for that load, is least in the worse case. After a jump,
@@ -220,7 +117,7 @@ class DynamicPartition:
         before, move_s = self._followed, self.config.move_within_s if is_within_step else self.config.move_s
         latest = self._history.latest(size)
         # Where the slowest role is as fast, others count.
-        seconds = self._mean_seconds(latest, self.config.law_error) + _OTHERS * self._sum_of_roles(latest[0])
+        seconds = self._mean_seconds(latest, self._history.error()) + _OTHERS * self._sum_of_roles(latest[0])
         self._follow(move_s, is_within_step=is_within_step)
         self._index = self._safeguard.choose(
             seconds,
@@ -260,14 +157,14 @@ class DynamicPartition:
 
     def _seconds(self, load: Load) -> Floats:
         """Return mean seconds over the noise and the error of the law: [num_partitions]."""
-        return self._mean_seconds(load, np.hypot(self._history.noise(), self.config.law_error))
+        return self._mean_seconds(load, np.hypot(self._history.noise(), self._history.error()))
 
     def _mean_seconds(self, load: Load, deviation: float | Floats) -> Floats:
         """Return mean seconds, where the logarithms of work deviate by so much, for each role: [num_partitions]."""
         work, floor = load
-        nodes_RK = (work * np.exp(np.multiply.outer(_NODES, np.broadcast_to(deviation, work.shape)))).T
+        nodes_RK = (work * np.exp(np.multiply.outer(NORMAL_NODES, np.broadcast_to(deviation, work.shape)))).T
         seconds_PRK = floor[:, None] + nodes_RK / self.space.role_devices[:, :, None]
-        return expected_max(seconds_PRK, _WEIGHTS)
+        return expected_max(seconds_PRK, NORMAL_WEIGHTS)
 
     def _follow(self, move_s: float, *, is_within_step: bool) -> None:
         config, now = self.config, self._followed

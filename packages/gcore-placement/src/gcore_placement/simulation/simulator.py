@@ -31,9 +31,9 @@ WORK = tuple(_WORK_OF_STAGE.values())
 IDLE = ("long_tail", "waiting_for_reward", "waiting_for_weights", "swap", "imbalance", "unassigned")
 """Causes of idleness that a simulation distinguishes, by the ledger's names."""
 
-_HELD_UP = 0.2
+_HELD_UP = 0.3
 """A reward that is done later than without any contention, by more than this share, held up the wave itself. The last
-judgements of a wave meet engines that are full, and take longer than alone where no device is short: that is not work.
+judgements of a wave meet engines that are full, and take longer than alone: up to this share that is the law's error.
 """
 _BOUND = 1 - 1e-9
 """Factor of lower bounds, which rounding must not let exceed what they bound."""
