@@ -89,14 +89,18 @@ def test_controllers_everywhere_train_alike(cli: Cli, own_args: list[str]) -> No
 
 
 def test_a_run_continues_with_other_controllers(cli: Cli, own_args: list[str], tiny: Path) -> None:
-    """Saved with four controllers in one process, resumed with two on a cluster, which ask one engine of a judge."""
+    """Saved with four controllers in one process, resumed with two on a cluster, which ask one engine of a judge.
+
+    Adapters are trained, and alone sent to the engines of two ranks.
+    """
     judge = ["--reward-model.kind", "judge", "--reward-model.path", str(tiny), "--reward-model.judge.pattern", r"(\d)"]
     options = ["--reward-model.judge.max-response-length", "24", "--reward-model.judge.unparsable-score", "0.25"]
-    two = [*own_args, *judge, *options, "--trainer.test-freq", "2"]
+    two = [*own_args, *judge, *options, "--trainer.test-freq", "2", "--actor.lora-rank", "4"]
     four = option_set(two, "--trainer.total-training-steps", "4")
     cli.ok(*four, "--name", "alone")
     cli.ok(*two, "--controllers", "4", "--name", "moved")
-    finished = cli(*four, "--runtime", "ray", "--controllers", "2", "--name", "moved")
+    ray = ["--runtime", "ray", "--controllers", "2", "--trainer.num-processes", "2", "--ray.weight-sync", "delta"]
+    finished = cli(*four, *ray, "--name", "moved")
     assert finished.code == 0, finished
     assert "resuming after step 2 of 4" in finished.out
     assert_same_metrics(cli.cwd / "runs/moved", cli.cwd / "runs/alone")
@@ -120,14 +124,6 @@ def kills(command: Command, run: Path, *, seed: int) -> Iterator[str]:
             return
         os.kill(rng.choice(found), signal.SIGKILL)
         yield kind
-
-
-def test_adapters_alone_are_sent(cli: Cli, own_args: list[str]) -> None:
-    args = [*own_args, "--actor.lora-rank", "4", "--trainer.tensorboard", "False"]
-    cli.ok(*args, "--name", "here")
-    sizes = ["--controllers", "2", "--trainer.num-processes", "2"]
-    cli.ok(*args, "--name", "ray", "--runtime", "ray", *sizes, "--ray.weight-sync", "delta")
-    assert_same_metrics(cli.cwd / "runs/ray", cli.cwd / "runs/here")
 
 
 def test_every_prompt_is_trained_on_once_despite_kills(cli: Cli, own_args: list[str]) -> None:

@@ -76,7 +76,6 @@ RUNS: dict[str, GoldenRun] = {
     "train-4-controllers": GoldenRun(args=(*TRAIN, "--controllers", "4")),
     "train-ppo": GoldenRun(args=(*TRAIN, "--algorithm.adv-estimator", "gae")),
     "train-partial-rollout": GoldenRun(args=PARTIAL, has_long_tail=True),
-    "train-ray": GoldenRun(args=(*TRAIN, "--runtime", "ray", "--controllers", "2"), is_exact=False),
     "train-megatron": GoldenRun(args=(*TRAIN, *MEGATRON, *TENSOR_PARALLEL), is_exact=False),
     "simulate": GoldenRun(
         args=(
@@ -97,7 +96,7 @@ RUNS: dict[str, GoldenRun] = {
         ),
     ),
 }
-SLOW = ("train-ray", "train-megatron", "train-4-controllers", "train-partial-rollout", "diffusion-train")
+SLOW = ("train-megatron", "train-4-controllers", "train-partial-rollout", "diffusion-train")
 """Runs of several processes, and others that take long."""
 
 FIRST_STEPS = 3
