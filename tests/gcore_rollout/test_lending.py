@@ -296,6 +296,11 @@ async def test_idle_engines_of_two_models_help_a_third(tied: TinyModel) -> None:
     assert tokens(await collect(cluster.all.engines[2], *requests)) == await alone(tied, requests, is_new=False)
     assert cluster.lent == [("engine 1", 0, 2), ("judge 1", 1, 2)]
     assert [len(pool.engines) for pool in cluster.pools] == [1, 1, 3]
+    # After the call they are taken back.
+    assert not cluster.all.is_sampling
+    cluster.all.arrange([2, 2, 1])
+    await cluster.all.settle()
+    assert [len(pool.engines) for pool in cluster.pools] == [2, 2, 1]
     await cluster.close()
 
 

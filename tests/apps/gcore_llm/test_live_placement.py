@@ -1,19 +1,24 @@
 """Engines that move between the policy and the judge while a run continues, or are both in turns."""
 
+import asyncio
 import itertools
 import os
 import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from command_line import Cli, assert_same_metrics, option_set, read_rows
 from hypothesis import given, strategies as st
 
 from gcore_controller import Sizes, Span
+from gcore_rollout.engines.lending import LendingEngines
 from gcore_runs.actor_engines import role_shares
 from gcore_runs.live_placement import LivePlacement
+from gcore_runs.on_ray import arrange_as_noticed
 from gcore_runs.settings.run_config import PlacementConfig
 
 DYNAMIC, AUTO = PlacementConfig(strategy="dynamic"), PlacementConfig(strategy="auto")
@@ -199,6 +204,38 @@ def test_a_placement_of_other_sizes_or_settings_is_not_resumed(file: Path) -> No
     fewer = replace(WHOLE, ranks=2)
     assert LivePlacement(fewer, DYNAMIC, file).sizes == fewer
     assert LivePlacement(WHOLE, replace(DYNAMIC, horizon_steps=5), file).sizes == WHOLE
+
+
+class Lending:
+    """Keeps how many engines each role was to have."""
+
+    is_sampling = False
+
+    def __init__(self) -> None:
+        self.arranged: list[list[int]] = []
+
+    def arrange(self, counts: list[int]) -> None:
+        self.arranged.append(counts)
+
+
+async def test_what_was_lent_returns_after_each_step() -> None:
+    """Where the next step samples already, engines move for a new partition alone."""
+    lending, actors = Lending(), SimpleNamespace(engines=[0, 1, 2], judges={"judge": [3]})
+    ctx: Any = SimpleNamespace(roles=actors, rank=0, world_size=1, notices=asyncio.Queue[Sizes]())
+    task = asyncio.create_task(arrange_as_noticed(ctx, cast(LendingEngines, lending)))
+
+    async def after(engines: int, judges: int) -> list[list[int]]:
+        ctx.notices.put_nowait(Sizes(controllers=1, engines=engines, judges={"judge": judges}, ranks=1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return lending.arranged
+
+    assert await after(3, 1) == [[3, 1]]
+    assert await after(3, 1) == [[3, 1]] * 2
+    lending.is_sampling = True
+    assert await after(3, 1) == [[3, 1]] * 2
+    assert await after(2, 2) == [[3, 1], [3, 1], [2, 2]]
+    task.cancel()
 
 
 SLOW = """

@@ -204,7 +204,7 @@ async def _run_controller(
                 num_engines = sum(len(role.replicas.engines) for role in roles)
                 lending = lend(roles, devices=devices, announce=announce)
                 policy, *judging = lending.engines
-                moving = asyncio.create_task(_move_as_noticed(ctx, lending))
+                moving = asyncio.create_task(arrange_as_noticed(ctx, lending))
                 to_close.callback(moving.cancel)
         else:
             assert connect_policy is not None, "connect_policy is None; expected a function where there are no engines"
@@ -225,10 +225,16 @@ async def _run_controller(
         await run_controller(job, ctx, services, ctx.report)
 
 
-async def _move_as_noticed(ctx: Context[Handles], lending: LendingEngines) -> None:
-    """Move this controller's engines between the roles whenever the backend gives notice of other sizes."""
+async def arrange_as_noticed(ctx: Context[Handles], lending: LendingEngines) -> None:
+    """Give each role as many of this controller's engines as the sizes say that the backend sends after each step.
+
+    Those that were lent return, unless a call samples already: it has lent them for its own queues.
+    """
     counts = [len(actors) for actors in (ctx.roles.engines, *ctx.roles.judges.values())]
     num_places = [sum(len(range(r, n, ctx.world_size)) for n in counts) for r in range(ctx.world_size)]
+    arranged: Sizes | None = None
     while True:
         sizes: Sizes = await ctx.notices.get()
-        lending.arrange(role_shares([sizes.engines, *sizes.judges.values()], num_places, ctx.rank))
+        if sizes != arranged or not lending.is_sampling:
+            lending.arrange(role_shares([sizes.engines, *sizes.judges.values()], num_places, ctx.rank))
+        arranged = sizes

@@ -46,8 +46,8 @@ class LendingEngines:
     """The engines of models, such as those of a policy and of its judges, that help each other while they sample.
 
     While a call samples, the rule observes them. An engine that it lends leaves its model's replicas, becomes an engine
-    of another model, and takes over requests that wait there. It stays until it is lent again. Before engines are put
-    to sleep, one that is on its way arrives.
+    of another model, and takes over requests that wait there. It stays until it is lent again, or `arrange` takes it
+    back. Before engines are put to sleep, one that is on its way arrives.
 
     An engine can be lent if it is idle, or if the others of its model have places for the last samples that it runs,
     which they continue (`EngineReplicas.spare`): so a long tail ends on few engines. Engines whose draws depend on seed
@@ -82,6 +82,11 @@ class LendingEngines:
         self._wanted: Sequence[int] | None = None
         """Engines that each model is to have once all are awake; None: as many as it has."""
         self._has_failed = False
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a call samples."""
+        return self._num_calls > 0
 
     def begin(self) -> None:
         """A call samples from here to `end`."""

@@ -191,7 +191,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         if isinstance(event, Stepped) and placement is not None:
             event.metrics.update(placement.metrics())
         if isinstance(event, Reached) and not event.is_last and placement is not None:
-            await self._move_engines(placement.sizes)
+            await self._arrange_engines(placement.sizes)
         await recorder(event)
         self._is_updating = isinstance(event, Updating)
         if isinstance(event, Stepped) and placement is not None:
@@ -201,20 +201,22 @@ class RayBackend(Generic[JobT, ConfigT]):
             if placement is not None and (sizes := placement.sizes) != (now := self.config.sizes):
                 raise PlacementMovedError(_move(now, sizes))
 
-    async def _move_engines(self, sizes: Sizes) -> None:
-        """Have the controllers move their engines between the roles, if all of them have some of both.
+    async def _arrange_engines(self, sizes: Sizes) -> None:
+        """Have the controllers bring the engines of their roles to the sizes, if all of them have some of each role.
 
-        The actors' handles stay those of their first roles, until `RoleActors.resize` brings them to the sizes.
+        Engines that were lent within the step return, too. The actors' handles stay those of their first roles, until
+        `RoleActors.resize` brings them to the sizes.
         """
         before = self.config.sizes
         fewest = min(before.engines, sizes.engines, *before.judges.values(), *sizes.judges.values())
-        if sizes == before or before.in_turns or sizes.in_turns or fewest < sizes.controllers:
+        if before.in_turns or sizes.in_turns or fewest < sizes.controllers:
             return
         assert self._controllers is not None
-        self.config = self._asked.with_sizes(sizes)
         await self._controllers.notify(sizes)
-        if self.announce is not None:
-            self.announce(_move(before, sizes))
+        if sizes != before:
+            self.config = self._asked.with_sizes(sizes)
+            if self.announce is not None:
+                self.announce(_move(before, sizes))
 
     async def _settle(self, *, keeps_models: bool) -> bool:
         """Start the processes that there is capacity for, end those that are too many; return whether models stay."""
