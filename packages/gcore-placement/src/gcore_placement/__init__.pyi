@@ -33,10 +33,8 @@ from .forecast import (
     predict_step as predict_step,
 )
 from .ledger import Ledger as Ledger, StepIntervals as StepIntervals, read_spans as read_spans
-from .partition.dynamic_partition import (
-    DynamicPartition as DynamicPartition,
-    DynamicPartitionConfig as DynamicPartitionConfig,
-)
+from .partition.config import DynamicPartitionConfig as DynamicPartitionConfig
+from .partition.dynamic_partition import DynamicPartition as DynamicPartition
 from .partition.lending import LendingRule as LendingRule
 from .partition.space import (
     EngineWork as EngineWork,

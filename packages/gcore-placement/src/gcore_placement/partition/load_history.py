@@ -1,10 +1,10 @@
-"""What the last rounds say: the load of the next one, its noise and trend, and by how much the law is off."""
+"""The last rounds of a run: the load that they predict, its noise and trend, and the error of the law."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gcore_placement.partition.config import DynamicPartitionConfig
 from gcore_placement.partition.space import RoleLoad
 from gcore_placement.partition.statistics import (
     NORMAL_MEDIAN,
@@ -15,9 +15,6 @@ from gcore_placement.partition.statistics import (
     weighted_median,
 )
 from gcore_placement.quantities import Floats
-
-if TYPE_CHECKING:
-    from gcore_placement.partition.dynamic_partition import DynamicPartitionConfig
 
 NUM_ROUNDS = 21
 """Rounds to remember; noise is estimated from the changes between them."""
@@ -45,7 +42,7 @@ Load = tuple[Floats, Floats]
 class LoadHistory:
     """The last rounds of R roles. A round counts by its size: a handful of prompts decides nothing."""
 
-    def __init__(self, config: "DynamicPartitionConfig", num_roles: int) -> None:
+    def __init__(self, config: DynamicPartitionConfig, num_roles: int) -> None:
         self._config, self._num_roles = config, num_roles
         self.rows: list[list[list[float]]] = []
 

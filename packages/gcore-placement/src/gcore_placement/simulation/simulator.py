@@ -10,7 +10,8 @@ import numpy as np
 from gcore_placement.costs import EngineCosts, JobCosts, training_seconds
 from gcore_placement.errors import refusal
 from gcore_placement.ledger import WORK as _WORK_OF_STAGE
-from gcore_placement.partition.dynamic_partition import DynamicPartition, DynamicPartitionConfig
+from gcore_placement.partition.config import DynamicPartitionConfig
+from gcore_placement.partition.dynamic_partition import DynamicPartition
 from gcore_placement.partition.space import Partition, PartitionSpace, RoleLoad, engine_load
 from gcore_placement.quantities import Floats
 from gcore_placement.simulation.waves import (

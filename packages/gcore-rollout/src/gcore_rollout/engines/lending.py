@@ -85,7 +85,7 @@ class LendingEngines:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether a call samples."""
+        """True while a call samples."""
         return self._num_calls > 0
 
     def begin(self) -> None:
