@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from gcore_bench.harness.options import BenchError
+from gcore_runs.command_line import ends_with_its_reader
 
 _BENCHES = {
     "grpo": "GRPO steps under gcore and TRL's GRPOTrainer or verl: the same task, model, batch and step count",
@@ -34,7 +35,11 @@ _USAGE = "\n".join(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; wrong input, or a contender that fails, ends it with exit code 2 and one message."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    with ends_with_its_reader():
+        _run(list(sys.argv[1:] if argv is None else argv))
+
+
+def _run(args: Sequence[str]) -> None:
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE)
         raise SystemExit(0 if args else 2)

@@ -1,8 +1,10 @@
 """Shared parts of the apps' command lines: find a command, run it, and report errors in one line."""
 
 import os
+import select
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +46,7 @@ EXIT_CODES = """exit codes:
   2    wrong input, or a reward, engine or training process that failed; one message
   3    the run was completed, but no step had anything to learn from: all rewards alike, or none
   130  interrupted by Ctrl-C or SIGTERM
+  141  the reader of the output, such as head, has gone
 """
 
 
@@ -53,6 +56,29 @@ class RunArgs:
 
     run: tyro.conf.Positional[Path]
     """The run's folder."""
+
+
+@contextmanager
+def ends_with_its_reader() -> Generator[None]:
+    """End the process with exit code 141, as SIGPIPE would, where the reader of its output has gone."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
+        # Python would report it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(141) from None
+
+
+def _reader_has_gone() -> bool:
+    """Return whether the output is a pipe that nobody reads any more."""
+    output = select.poll()
+    output.register(1, 0)
+    return bool(output.poll(0))
 
 
 def run_command(
@@ -67,7 +93,13 @@ def run_command(
 
     ``not_resumed`` are commands that do not continue after an interruption when they are called again.
     """
-    args = list(sys.argv[1:] if argv is None else argv)
+    with ends_with_its_reader():
+        _run_command(app, commands, list(sys.argv[1:] if argv is None else argv), usage, not_resumed)
+
+
+def _run_command(
+    app: str, commands: Mapping[str, Command], args: Sequence[str], usage: str, not_resumed: Collection[str]
+) -> None:
     if not args or args[0] in ("-h", "--help"):
         print(f"{usage}\n{EXIT_CODES}", end="")
         raise SystemExit(0 if args else 2)
@@ -84,6 +116,8 @@ def run_command(
         print(f"{app}: interrupted{how_to_resume}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            raise
         if not isinstance(error, OSError) and not isinstance(error, _expected_errors()):
             raise
         print(f"{app}: error: {said(error) if isinstance(error, OSError) else one_line(error)}", file=sys.stderr)
@@ -197,9 +231,5 @@ def logs_command(app: str, args: Sequence[str]) -> None:
     try:
         for line in merged_lines(folder, role=parsed.role, rank=parsed.rank, last=parsed.lines, follow=parsed.follow):
             print(line, flush=parsed.follow)
-        sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:
-        # The reader, such as head, has closed the pipe; Python would report it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
