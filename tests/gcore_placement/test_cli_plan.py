@@ -55,6 +55,20 @@ def test_adapters_are_the_answer_where_all_parameters_do_not_fit(
     assert "lora_rank = 8" in capsys.readouterr().out
 
 
+def test_updates_of_fewer_prompts_take_longer(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each exchanges gradients; the plan's settings have them, too."""
+    job = ["plan", "--model", models / "policy", "--gpus", 8, "--train-batch-size", 256]
+    training_s: list[float] = []
+    for size in (0, 256, 16):
+        assert run(*job, "--ppo-mini-batch-size", size, "--json") == 0
+        training_s.append(json.loads(capsys.readouterr().out)["step"]["training_s"])
+    assert training_s[0] == training_s[1] < training_s[2]
+    assert run(*job, "--ppo-mini-batch-size", 16, "--toml") == 0
+    assert "ppo_mini_batch_size = 16" in capsys.readouterr().out
+    assert run(*job, "--ppo-mini-batch-size", -1) == 2
+    assert "ppo_mini_batch_size is -1" in capsys.readouterr().err
+
+
 def test_a_plan_is_corrected_by_what_a_run_has_kept(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

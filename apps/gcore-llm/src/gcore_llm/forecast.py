@@ -46,4 +46,5 @@ def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], Mod
         critic=shape_of(model_folder(config.critic.model or str(model))) if has_critic(config) else None,
         compute_bytes=2 if config.dtype == "bfloat16" else 4,
         old_log_probs=config.algorithm.old_log_probs == "trainer",
+        ppo_mini_batch_size=config.actor.ppo_mini_batch_size,
     )

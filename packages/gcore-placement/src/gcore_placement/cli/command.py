@@ -69,6 +69,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         int,
         ("--gpus-per-node", 8, "devices of a node"),
         ("--train-batch-size", 512, "prompts that a step trains on"),
+        ("--ppo-mini-batch-size", 0, "prompts of an update; 0: all of the step, in one update"),
         ("--n", 8, "responses to each"),
         ("--max-num-seqs", 1024, "most sequences of an engine at once"),
     )
@@ -151,6 +152,7 @@ def _job(arguments: argparse.Namespace) -> Job:
         prompt_lengths=lengths("prompt"),
         response_lengths=lengths("response"),
         train_batch_size=arguments.train_batch_size,
+        ppo_mini_batch_size=arguments.ppo_mini_batch_size,
         n=arguments.n,
         acceptance=arguments.acceptance,
         judge=judge,

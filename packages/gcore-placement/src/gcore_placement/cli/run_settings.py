@@ -53,6 +53,7 @@ def _settings(plan: Plan, job: Job, model: str, judge: str) -> Settings:
         },
         "actor": {
             "ppo_max_token_len": training.ppo_max_token_len,
+            **({"ppo_mini_batch_size": int(job.ppo_mini_batch_size)} if job.ppo_mini_batch_size else {}),
             "enable_gradient_checkpointing": training.gradient_checkpointing,
             **({"lora_rank": plan.lora_rank} if plan.lora_rank else {}),
             **({"offload": "optimizer"} if plan.optimizer_offload else {}),
