@@ -75,7 +75,7 @@ def ends_with_its_reader() -> Generator[None]:
 
 
 def _reader_has_gone() -> bool:
-    """Return whether the output is a pipe that nobody reads any more."""
+    """Return whether the output is a pipe whose other end is closed."""
     output = select.poll()
     output.register(1, 0)
     return bool(output.poll(0))
