@@ -33,13 +33,10 @@ _USAGE = "\n".join(
 )
 
 
+@ends_with_its_reader()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; wrong input, or a contender that fails, ends it with exit code 2 and one message."""
-    with ends_with_its_reader():
-        _run(list(sys.argv[1:] if argv is None else argv))
-
-
-def _run(args: Sequence[str]) -> None:
+    args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(_USAGE)
         raise SystemExit(0 if args else 2)

@@ -67,18 +67,13 @@ def ends_with_its_reader() -> Generator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        if not _reader_has_gone():
-            raise
+        output = select.poll()
+        output.register(1, 0)
+        if not output.poll(0):
+            raise  # it is another pipe, such as one to a process of the run
         # Python would report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(141) from None
-
-
-def _reader_has_gone() -> bool:
-    """Return whether the output is a pipe whose other end is closed."""
-    output = select.poll()
-    output.register(1, 0)
-    return bool(output.poll(0))
 
 
 def run_command(
@@ -93,15 +88,10 @@ def run_command(
 
     ``not_resumed`` are commands that do not continue after an interruption when they are called again.
     """
-    with ends_with_its_reader():
-        _run_command(app, commands, list(sys.argv[1:] if argv is None else argv), usage, not_resumed)
-
-
-def _run_command(
-    app: str, commands: Mapping[str, Command], args: Sequence[str], usage: str, not_resumed: Collection[str]
-) -> None:
+    args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
-        print(f"{usage}\n{EXIT_CODES}", end="")
+        with ends_with_its_reader():
+            print(f"{usage}\n{EXIT_CODES}", end="")
         raise SystemExit(0 if args else 2)
     command, rest = args[0], args[1:]
     if command not in commands:
@@ -110,14 +100,13 @@ def _run_command(
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        commands[command](rest)
+        with ends_with_its_reader():
+            commands[command](rest)
     except KeyboardInterrupt:
         how_to_resume = "" if command in not_resumed else "; the same command continues from the last finished step"
         print(f"{app}: interrupted{how_to_resume}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_gone():
-            raise
         if not isinstance(error, OSError) and not isinstance(error, _expected_errors()):
             raise
         print(f"{app}: error: {said(error) if isinstance(error, OSError) else one_line(error)}", file=sys.stderr)

@@ -27,7 +27,8 @@ the line rises by more than the second, from the first round to the last."""
 _ERROR_ROUNDS = 3
 """Rounds from whose errors that of the law is taken."""
 _ERRORS = np.linspace(0.0, 0.5, 51)
-"""Errors of the law among which that of a round is looked for."""
+_FACTORS_EK = np.exp(np.multiply.outer(_ERRORS, NORMAL_NODES))
+"""Errors of the law among which that of a round is looked for, and what each makes of a role's time."""
 _SENSITIVE = 0.03
 """A round tells the error where the largest one would make it longer by more than this share."""
 _ROUNDING = 1e-9
@@ -146,10 +147,9 @@ def measured_error(seconds_R: Floats, finish_s: float) -> float:
     slowest_s = float(seconds_R.max())
     if not slowest_s:
         return -1.0
-    factors_EK = np.exp(np.multiply.outer(_ERRORS, NORMAL_NODES))
     # One role alone would be longer in the mean, too, by its own error.
-    longer_E = expected_max(seconds_R[:, None] / slowest_s * factors_EK[:, None], NORMAL_WEIGHTS)
-    longer_E = np.maximum.accumulate(longer_E / (factors_EK @ NORMAL_WEIGHTS))
+    longer_E = expected_max(seconds_R[:, None] / slowest_s * _FACTORS_EK[:, None], NORMAL_WEIGHTS)
+    longer_E = np.maximum.accumulate(longer_E / (_FACTORS_EK @ NORMAL_WEIGHTS))
     if longer_E[-1] < 1 + _SENSITIVE:
         return -1.0
     longer = finish_s / slowest_s
