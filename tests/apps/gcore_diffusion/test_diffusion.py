@@ -242,10 +242,11 @@ def test_controllers_and_engines_elsewhere_make_the_same_images(cli: Cli, own_ar
 
 
 @pytest.mark.slow
-def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str]) -> None:
+@pytest.mark.parametrize("lora_rank", ["0", "2"])
+def test_ranks_in_local_processes_train_alike(cli: Cli, own_args: list[str], lora_rank: str) -> None:
     """Two ranks have copies of the parameters, and then, continued, share them, also those of the reference."""
     args = [*own_args, "--actor.loss.kl-loss-coef", "0.1", "--algorithm.old-log-probs", "trainer"]
-    args += ["--trainer.test-freq", "1"]
+    args += ["--actor.lora-rank", lora_rank, "--trainer.test-freq", "1"]
     cli.ok(*args, "--name", "one")
     args = [*args, "--trainer.num-processes", "2", "--rollout.colocated", "true", "--name", "ranks"]
     cli.ok(*option_set(args, "--trainer.total-training-steps", "1"))
