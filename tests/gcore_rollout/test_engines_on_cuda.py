@@ -13,10 +13,12 @@ from tiny_pipelines import flow_pipeline
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gcore_rollout import DiffusersEngine, HFEngine, RolloutError, UnsupportedModelError, visible_gpus
+from gcore_rollout.engines.diffusion import engine as diffusion_engine
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Prefill, SlotCache
 from gcore_rollout.engines.hf.plain_attention import Rule
 from gcore_rollout.engines.hf.static import _Graphs  # pyright: ignore[reportPrivateUsage]  # recorded on CUDA alone
+from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.vllm.options import OwnGenerators
 
 
@@ -51,13 +53,26 @@ def test_prompts_in_float32_have_equal_heads(
     assert found == [(num_heads, num_heads == 2)]
 
 
+class Hosted:
+    """Records when weights leave a device that there is not, and when they come back."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def leave(self, version: int) -> None:
+        self._calls.append(f"leave {version}")
+
+    def come(self) -> None:
+        self._calls.append("come")
+
+
 @pytest.fixture
 def engine(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An engine that takes its device for a GPU once its model is checked; ``calls`` are those of the device."""
     made: Any = HFEngine.from_pretrained(tied.path, max_num_seqs=4, max_model_len=64, decode_mode="static")
     made.calls = []
     made._device = made._decoder._device = torch.device("cuda:1")
-    monkeypatch.setattr(made._model, "to", lambda device: made.calls.append(f"to {device}"))
+    made._hosted = Hosted(made.calls)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.calls.append(f"synchronize {device}"))
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: made.calls.append("empty cache"))
     return made
@@ -65,9 +80,9 @@ def engine(tied: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 async def test_sleep_gives_the_memory_to_other_processes(engine: Any) -> None:
     await engine.sleep()
-    assert engine.calls == ["to cpu", "empty cache"]
+    assert engine.calls == ["leave 0", "empty cache"]
     await engine.wake()
-    assert engine.calls[2:] == ["to cuda:1"]
+    assert engine.calls[2:] == ["come"]
 
 
 async def test_an_update_ends_before_its_tensors_may_change(engine: Any, tied: TinyModel) -> None:
@@ -224,19 +239,55 @@ async def test_a_check_allows_rounding_of_tensor_cores(tied: TinyModel, monkeypa
 async def test_a_pipeline_gives_its_memory_to_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offloads: bool
 ) -> None:
-    engine: Any = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path), offload_text_encoders=offloads)
+    made: list[list[torch.nn.Module]] = []
     calls: list[str] = []
+
+    def hosted(modules: list[torch.nn.Module], device: torch.device) -> Hosted:
+        del device
+        made.append(modules)
+        return Hosted(calls)
+
+    monkeypatch.setattr(diffusion_engine, "HostWeights", hosted)
+    engine: Any = DiffusersEngine.from_pretrained(flow_pipeline(tmp_path), offload_text_encoders=offloads)
+    [moved], parts = made, engine.pipeline
     engine._device = torch.device("cuda:0")
-    for name in ("transformer", "text_encoder", "text_encoder_2"):
-        monkeypatch.setattr(getattr(engine.pipeline, name), "to", lambda to, name=name: calls.append(f"{name} to {to}"))
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty cache"))
-    moved = {"transformer"} if offloads else {"transformer", "text_encoder", "text_encoder_2"}
+    assert parts.transformer in moved
+    assert [own in moved for own in (parts.text_encoder, parts.text_encoder_2)] == [not offloads] * 2
     await engine.sleep()
-    assert calls.pop() == "empty cache"
-    assert {*calls} == {f"{name} to cpu" for name in moved}
-    calls.clear()
     await engine.wake()
-    assert {*calls} == {f"{name} to cuda:0" for name in moved}
+    assert calls == ["leave 0", "empty cache", "come"]
+
+
+def test_weights_in_host_memory_are_copied_once_a_version() -> None:
+    """Here the device is the CPU itself, from whose tensors these copies are apart."""
+    one, two = torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(3)
+    one.bias = two.bias  # shared
+    hosted = HostWeights([one, two], torch.device("cpu"))
+    tensors = [one.weight, *two.parameters(), *two.buffers()]
+    values = [tensor.data.clone() for tensor in tensors]
+
+    def are_same() -> bool:
+        return all(torch.equal(tensor, value) for tensor, value in zip(tensors, values, strict=True))
+
+    hosted.come()
+    assert are_same()
+    hosted.leave(version=0)
+    places = [tensor.data_ptr() for tensor in tensors]
+    assert are_same()
+    assert max(places) - min(places) < 64 * len(tensors), "one block"
+    hosted.come()
+    assert {*places}.isdisjoint(tensor.data_ptr() for tensor in tensors)
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.data.add_(1)
+        value.add_(1)
+    hosted.leave(version=1)
+    assert are_same()
+    assert [tensor.data_ptr() for tensor in tensors] == places, "the same memory"
+    hosted.come()
+    one.weight.data.add_(1)
+    hosted.leave(version=1)
+    assert are_same(), "of the same version, and not copied"
 
 
 def test_generators_of_the_gpu_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Whole passes of packed models on CUDA, by fake tensors: kernels, types and arguments are checked as there."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionMaskInterface,
     AutoModelForCausalLM,
@@ -21,8 +23,10 @@ from transformers import (
 from gcore_trainer import PackedModel, Sample, compile_layers
 from gcore_trainer.packing.row import describe_mask
 from gcore_trainer.torch import activations
+from gcore_trainer.torch.accumulating_linear import accumulate_gradients
 from gcore_trainer.torch.packed_model import ATTENTION_NAME, register
 
+ADDMM = torch.addmm
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -102,6 +106,54 @@ def test_a_pass_is_flash_attention_and_waits_for_nothing(
     assert ("empty_like" in operations.names) == ("activation_offload" in options), "pinned memory of the host"
     calls = operations.names.count("_flash_attention_forward")
     assert calls == 2, "one of each layer"
+
+
+def add_product(
+    total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype, out: torch.Tensor
+) -> None:
+    """Do what `torch.addmm` does on CUDA alone; kernels there take this type of a sum."""
+    with FakeTensorMode():
+        total_, a_, b_ = (torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (total, a, b))
+        ADDMM(total_, a_, b_, out_dtype=out_dtype, out=total_)
+    out.copy_(total + a.to(out_dtype) @ b.to(out_dtype))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_matrix_products_add_gradients_up(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two passes, one of them checkpointed; tests/gpu has the kernels."""
+    monkeypatch.setattr(torch, "addmm", add_product)
+    layer = torch.nn.Linear(8, 4, bias=has_bias, dtype=torch.bfloat16)
+    layer.forward = accumulate_gradients(layer)
+    wanted = [torch.ones(p.shape) for p in layer.parameters()]
+    for parameter, total in zip(layer.parameters(), wanted, strict=True):
+        parameter.grad_dtype = torch.float32
+        parameter.grad = total.clone()
+    for length, is_checkpointed in ((5, False), (3, True)):
+        x = torch.linspace(-1, 2, length * 8).bfloat16().view(1, length, 8).requires_grad_()
+        grad = torch.linspace(3, -1, length * 4).bfloat16().view(1, length, 4)
+        out = checkpoint(layer, x, use_reentrant=False) if is_checkpointed else layer(x)
+        out.backward(grad)
+        torch.testing.assert_close(x.grad, grad @ layer.weight)
+        wanted[0] += grad[0].float().T @ x[0].float()
+        if has_bias:
+            wanted[1] += grad[0].float().sum(0)
+    for parameter, total in zip(layer.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, total, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear_layers_without_a_float32_sum_are_torchs(dtype: torch.dtype) -> None:
+    layer = torch.nn.Linear(8, 4, dtype=dtype)
+    other = copy.deepcopy(layer)
+    layer.forward = accumulate_gradients(layer)
+    x = torch.linspace(-1, 1, 40).to(dtype).view(5, 8)
+    for own in (layer, other):
+        for _ in range(2):
+            own(x.requires_grad_()).square().sum().backward()
+    for a, b in zip(layer.parameters(), other.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 # Dynamo looks at the gradient of every tensor, also of those that have none.

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_cases import ON_CUDA, load_packed
+from torch.utils.checkpoint import checkpoint
 
 from gcore_trainer.packing import head, layer_kernels, logit_kernels
+from gcore_trainer.torch.accumulating_linear import accumulate_gradients
 
 pytestmark = ON_CUDA
 DTYPES = (torch.float32, torch.bfloat16)
@@ -55,3 +57,27 @@ def test_moments_and_gradients_of_logits(width: int) -> None:
     wanted *= pulls[:, None]
     torch.testing.assert_close(found[0].double(), wanted, rtol=1e-4, atol=1e-6)
     assert torch.equal(found[1], found[0].bfloat16())
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_linear_layers_are_added_up_in_float32(dtype: torch.dtype, has_bias: bool) -> None:
+    """Of two passes, one of them checkpointed, on top of what is there."""
+    layer = torch.nn.Linear(72, 40, bias=has_bias, device="cuda", dtype=dtype)
+    for parameter in layer.parameters():
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
+    layer.forward = accumulate_gradients(layer)
+    totals = [torch.ones_like(parameter, dtype=torch.float64) for parameter in layer.parameters()]
+    for length, is_checkpointed in ((33, False), (20, True)):
+        x, grad = (random(1, length, width).to(dtype).requires_grad_() for width in (72, 40))
+        out = checkpoint(layer, x, use_reentrant=False) if is_checkpointed else layer(x)
+        out.backward(grad)
+        torch.testing.assert_close(out, torch.nn.functional.linear(x, layer.weight, layer.bias))
+        torch.testing.assert_close(x.grad, grad @ layer.weight)
+        totals[0] += grad[0].double().T @ x[0].double()
+        if has_bias:
+            totals[1] += grad[0].double().sum(0)
+    for parameter, total in zip(layer.parameters(), totals, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.double(), total, rtol=1e-5, atol=1e-4)

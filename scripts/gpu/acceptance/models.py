@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qw
 
 from acceptance.trial import Trial
 from gcore_placement import Efficiency, Job, Lengths, ModelShape, TrainingLayout
-from gcore_placement.planning.layouts import TrainingLayouts, total, training_memory
+from gcore_placement.planning.layouts import TrainingLayouts, TrainingState, total, training_memory
 from gcore_trainer import OptimizerConfig, PackedModel, PolicyLossConfig, PolicyObjective, Sample, TorchTrainer
 
 Family = Literal["qwen2", "qwen3"]
@@ -23,6 +23,8 @@ _SIZES = {
     "0.5B": (896, 4864, 24, 14, 2),
     "1.5B": (1536, 8960, 28, 12, 2),
     "3B": (2048, 11_008, 36, 16, 2),
+    "7B": (3584, 18_944, 28, 28, 4),
+    "32B": (5120, 27_648, 64, 40, 8),
 }
 """Hidden size, intermediate size, layers, heads and key-value heads of Qwen2.5."""
 _SMALL = (64, 128, 2, 4, 2)
@@ -40,7 +42,7 @@ def model_config(trial: Trial, size: str, family: Family = "qwen2") -> PreTraine
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 32_768,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": size in ("0.5B", "1.5B", "3B"),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -75,19 +77,26 @@ def model_folder(trial: Trial, size: str, family: Family = "qwen2") -> Path:
     return path
 
 
-def load_packed(trial: Trial, size: str, *, gradient_checkpointing: bool) -> PackedModel:
+def load_packed(
+    trial: Trial, size: str, *, gradient_checkpointing: bool, checkpointed_layers: float = 1.0
+) -> PackedModel:
     """Load the model in training as gcore-llm does on this device."""
     return PackedModel.from_pretrained(
         model_folder(trial, size),
         device=trial.device,
         compute_dtype=compute_dtype(trial),
         gradient_checkpointing=gradient_checkpointing,
+        checkpointed_layers=checkpointed_layers,
     )
 
 
-def load_trainer(trial: Trial, size: str, *, gradient_checkpointing: bool) -> TorchTrainer:
+def load_trainer(
+    trial: Trial, size: str, *, gradient_checkpointing: bool, checkpointed_layers: float = 1.0
+) -> TorchTrainer:
     """Load the model with its optimizer and the loss of GRPO."""
-    packed = load_packed(trial, size, gradient_checkpointing=gradient_checkpointing)
+    packed = load_packed(
+        trial, size, gradient_checkpointing=gradient_checkpointing, checkpointed_layers=checkpointed_layers
+    )
     return TorchTrainer(packed, optimizer=_OPTIMIZER, objective=PolicyObjective(PolicyLossConfig()))
 
 
@@ -148,8 +157,13 @@ def model_shape(trial: Trial, size: str) -> ModelShape:
     return ModelShape.from_config(model_config(trial, size).to_dict())
 
 
-def predicted_bytes(trial: Trial, size: str, groups: Groups, *, max_tokens: int, gradient_checkpointing: bool) -> float:
-    """Predict the peak bytes of the device in a step on these groups by gcore-placement's memory law."""
+def predicted_bytes(
+    trial: Trial, size: str, groups: Groups, *, max_tokens: int, gradient_checkpointing: bool, share: float = 1.0
+) -> float:
+    """Predict the peak bytes of the device in a step on these groups by gcore-placement's memory law.
+
+    With gradient checkpointing, ``share`` is the share of the layers that are computed again.
+    """
     longest = Lengths.recorded(np.concatenate([np.array(own) for own in groups.responses]))
     job = Job(
         policy=model_shape(trial, size),
@@ -167,5 +181,6 @@ def predicted_bytes(trial: Trial, size: str, groups: Groups, *, max_tokens: int,
         gradient_checkpointing=gradient_checkpointing,
         ppo_max_token_len=max(max_tokens, groups.longest),
     )
-    parts = training_memory(job, TrainingLayouts.of(layout), activations=Efficiency().activations)
+    state = TrainingState(checkpointed_share=share)
+    parts = training_memory(job, TrainingLayouts.of(layout), activations=Efficiency().activations, state=state)
     return float(total(parts)[0])

@@ -1,6 +1,7 @@
-"""Parts 6 to 8: the `hf` engine's speed, weights for an engine in another process, and memory that is given back."""
+"""Parts 6 to 8 and 13: the `hf` engine's speed, weights for one in another process, and memory that is given back."""
 
 import asyncio
+import gc
 import multiprocessing
 from functools import partial
 from multiprocessing.connection import Connection
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from acceptance.models import compute_dtype, load_trainer, model_folder, vocab_size
+from acceptance.models import compute_dtype, load_trainer, model_config, model_folder, vocab_size
 from acceptance.trial import Trial
 from gcore_rollout import Completion, EngineProcess, HFEngine, Request, SamplingParams, SharedCudaWeights, open_weights
 
@@ -77,12 +78,39 @@ def sleep(trial: Trial) -> None:
         trial.count("trainer: tensors that differ after waking", different, at_most=0)
 
 
+def large_swaps(trial: Trial) -> None:
+    """Measure swaps of engines of 7B, a fourth of 32B, and of 32B where it fits; their weights are in memory alone."""
+    for size, needed_gb in (("7B", 20), ("32B", 70)):
+        if trial.device.startswith("cuda") and torch.cuda.mem_get_info()[0] < needed_gb * 1e9:
+            trial.note(f"{size}: needs a device with {needed_gb} GB of free memory.")
+            continue
+        with trial.attempt(size):
+            _swap(trial, size)
+        gc.collect()
+        if trial.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+def _swap(trial: Trial, size: str) -> None:
+    with torch.device(trial.device):
+        model: Any = AutoModelForCausalLM.from_config(model_config(trial, size), dtype=compute_dtype(trial))
+    engine = HFEngine(model, eos_token_ids=(), max_num_seqs=1)
+    trial.figure(f"{size}: weights", sum(parameter.nbytes for parameter in model.parameters()) / 1e9, "GB")
+    for time, version in (("first", 1), ("with new weights", 2), ("with the same weights", None)):
+        if version is not None:
+            asyncio.run(engine.update_weights(model.named_parameters(), version=version))
+        trial.figure(f"{size}: to sleep, {time}", trial.timed(lambda: asyncio.run(engine.sleep())), "s")
+        trial.figure(f"{size}: to wake, {time}", trial.timed(lambda: asyncio.run(engine.wake())), "s")
+
+
 def _moved(trial: Trial, name: str, call: Any, owner: Any) -> None:
-    """Put an engine or a trainer to sleep and wake it; ``call`` runs what its methods return."""
-    seconds = trial.timed(lambda: call(owner.sleep()))
-    _used(trial, f"{name} asleep", at_most=0.5)
-    trial.figure(f"{name}: to sleep", seconds, "s")
-    trial.figure(f"{name}: to wake", trial.timed(lambda: call(owner.wake())), "s")
+    """Put an engine or a trainer to sleep and wake it, twice; ``call`` runs what its methods return."""
+    for time in ("the first time", "again"):
+        seconds = trial.timed(lambda: call(owner.sleep()))
+        if time == "the first time":
+            _used(trial, f"{name} asleep", at_most=0.5)
+        trial.figure(f"{name}: to sleep, {time}", seconds, "s")
+        trial.figure(f"{name}: to wake, {time}", trial.timed(lambda: call(owner.wake())), "s")
 
 
 def _used(trial: Trial, name: str, **bounds: float) -> None:

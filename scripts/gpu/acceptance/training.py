@@ -25,6 +25,9 @@ from gcore_trainer import Sample, token_scores
 
 _AIMS = {"0.5B": 33.0, "1.5B": 42.0, "3B": 47.0}
 """Percent of the peak."""
+_USABLE = 0.92
+"""Share of a device's memory that is planned with, as in gcore-placement."""
+_SHARES = (0.0, 0.25, 0.5, 0.75)
 _NUM_SHAPES = 20
 _MAX_TOKENS = 16_384
 """Tokens of a micro-batch."""
@@ -74,25 +77,38 @@ def utilisation(trial: Trial) -> None:
 
 
 def _step(trial: Trial, size: str, kind: str, *, peak: float, aim: float) -> None:
-    checkpointed = size != "0.5B"
     num = 2 if trial.is_small else 8
     groups = equal_groups(trial, num=num) if kind == "equal" else lognormal_groups(trial, num=num)
     costs = groups.flops(model_shape(trial, size))
     max_tokens = max(_MAX_TOKENS // 16 if trial.is_small else _MAX_TOKENS, *groups.tokens)
+    share = _checkpointed_share(trial, size, groups, max_tokens)
     samples = groups.samples(trial, seed=0)
     parts = micro_batches(groups.tokens, max_tokens=max_tokens, costs=costs)
     batches = [[sample for group in part.tolist() for sample in samples[group]] for part in parts]
-    trainer = load_trainer(trial, size, gradient_checkpointing=checkpointed)
+    trainer = load_trainer(trial, size, gradient_checkpointing=share > 0, checkpointed_layers=share or 1.0)
     trainer.train_step(batches)
     with peak_memory(trial) as peaks:
         seconds = min(trial.timed(lambda: trainer.train_step(batches)) for _ in range(1 if trial.is_small else 3))
     name = f"{size}, {kind}"
+    trial.figure(f"{name}: layers that are computed again", 100 * share, "%")
     trial.figure(f"{name}: model FLOPs of the peak", 100 * sum(costs) / seconds / peak, "%", at_least=aim)
     trial.figure(f"{name}: tokens", sum(groups.tokens) / seconds, "per second")
-    predicted = predicted_bytes(trial, size, groups, max_tokens=max_tokens, gradient_checkpointing=checkpointed)
+    predicted = _predicted(trial, size, groups, max_tokens, share)
     for measured in peaks:
         trial.figure(f"{name}: peak memory", measured / 1e9, "GB", at_most=predicted / 1e9)
         trial.figure(f"{name}: peak memory over the law's", measured / predicted)
+
+
+def _checkpointed_share(trial: Trial, size: str, groups: Groups, max_tokens: int) -> float:
+    """Return the share of the layers that are computed again: as few as fit, as in a run that leaves this to gcore."""
+    if not trial.device.startswith("cuda"):
+        return 1.0
+    most = _USABLE * torch.cuda.mem_get_info()[1]
+    return next((s for s in _SHARES if _predicted(trial, size, groups, max_tokens, s) <= most), 1.0)
+
+
+def _predicted(trial: Trial, size: str, groups: Groups, max_tokens: int, share: float) -> float:
+    return predicted_bytes(trial, size, groups, max_tokens=max_tokens, gradient_checkpointing=share > 0, share=share)
 
 
 def head(trial: Trial) -> None:

@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and rotary embeddings of transformers' layers as one kernel each, on CUDA.
+"""Norms, gated MLPs and rotary embeddings of transformers' layers as one kernel each, on CUDA; and linear layers.
 
 A layer is recognised by what it computes: on other weights and inputs its own forward pass has to give what the kernel
 does. What differs, such as rotations of neighbouring pairs, stays as it is.
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from gcore_trainer.torch.accumulating_linear import accumulate_gradients
 
 _logger = logging.getLogger(__name__)
 _ROTATION = "apply_rotary_pos_emb"
@@ -29,6 +31,9 @@ def fuse_layers(model: nn.Module, device: torch.device) -> int:
     """
     fused: dict[type, Callable[[nn.Module], Forward] | None] = {}
     count = 0
+    for linear in _accumulating(model):
+        linear.forward = _marked(accumulate_gradients(linear))
+        count += 1
     for module in list(model.modules()):
         kind = type(module)
         if kind not in fused:
@@ -37,6 +42,21 @@ def fuse_layers(model: nn.Module, device: torch.device) -> int:
             module.forward = make(module)
             count += 1
     return count
+
+
+def _accumulating(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers that are trained, without the last one of each checkpointed layer.
+
+    With torch's own, whose input is saved before its product, checkpointing leaves that product out when it computes
+    the layer again.
+    """
+    checkpointed = [m for m in model.modules() if isinstance(vars(m).get("forward"), partial)]
+    last = {id(own[-1]) for layer in checkpointed if (own := _linear_layers(layer))}
+    return [m for m in _linear_layers(model) if m.weight.requires_grad and id(m) not in last]
+
+
+def _linear_layers(module: nn.Module) -> list[nn.Linear]:
+    return [m for m in module.modules() if isinstance(m, nn.Linear) and type(m) is nn.Linear]
 
 
 def restore_layers(model: nn.Module) -> None:
@@ -75,8 +95,12 @@ def _is_equal(agrees: Callable[[torch.device], bool], device: torch.device) -> b
 
 
 def _fused(module: nn.Module, function: Forward) -> Forward:
-    vars(function)["is_fused"] = True
-    return MethodType(function, module)
+    return _marked(MethodType(function, module))
+
+
+def _marked(method: Any) -> Forward:
+    vars(method.__func__)["is_fused"] = True
+    return method
 
 
 def _random(*shape: int, device: torch.device) -> torch.Tensor:

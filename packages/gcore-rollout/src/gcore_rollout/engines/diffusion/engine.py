@@ -18,6 +18,7 @@ from gcore_rollout.engines.diffusion.pipeline_call import PipelineCall
 from gcore_rollout.engines.diffusion.recording import Recorded, StepAbortedError, Tape, load_pipeline
 from gcore_rollout.engines.diffusion.text_encoders import HostedEncoders
 from gcore_rollout.engines.diffusion.types import Conditions, ImageRequest, ImageSample, ImageSampling
+from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import HeldWeights
 from gcore_rollout.engines.queueing import Control, QueueingEngine, Sample, SampleFilter, check_weights, sample_seeds
 from gcore_rollout.errors import RequestError, RolloutError, UnsupportedModelError
@@ -88,8 +89,11 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
         self._recorded = Recorded(pipeline, component)
         self.pipeline = pipeline
         self._device: torch.device = pipeline.device if device is None else torch.device(device)
-        self._hosted = HostedEncoders(pipeline, self._device) if offload_text_encoders else None
-        self._move_pipeline(self._device)
+        hosted = HostedEncoders(pipeline, self._device).modules if offload_text_encoders else []
+        parts = [own for own in pipeline.components.values() if isinstance(own, torch.nn.Module) and own not in hosted]
+        for part in parts:
+            part.to(self._device)
+        self._hosted = HostWeights(parts, self._device)
         if compiles:
             compile_blocks(self._recorded.denoiser)
         self._dtype = next(self._recorded.denoiser.parameters()).dtype
@@ -153,20 +157,12 @@ class DiffusersEngine(QueueingEngine[ImageRequest, ImageSample]):
             yield
 
     async def _control(self, name: Control) -> None:
-        if name in ("sleep", "discard"):
-            self._move_pipeline(torch.device("cpu"))
-            if self._device.type != "cpu":
-                # Other processes on the device need it.
-                torch.accelerator.empty_cache()
+        if name in ("sleep", "discard") and self._device.type != "cpu":
+            self._hosted.leave(self._version)
+            # Other processes on the device need it.
+            torch.accelerator.empty_cache()
         elif name in ("wake", "wake_weights"):
-            self._move_pipeline(self._device)
-
-    def _move_pipeline(self, device: torch.device) -> None:
-        """Move all models but those that stay in host memory."""
-        staying = self._hosted.modules if self._hosted is not None else []
-        for component in self.pipeline.components.values():
-            if isinstance(component, torch.nn.Module) and component not in staying:
-                component.to(device)
+            self._hosted.come()
 
     def _num_running(self) -> int:
         return len(self._running[1]) if self._running else 0

@@ -1,18 +1,17 @@
 """Text encoders that are on the device only while prompts are encoded."""
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import torch
 
+from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.errors import UnsupportedModelError
 
 
 class HostedEncoders:
     """Keeps the text encoders of a pipeline in host memory, and copies them to the device for each call of theirs.
 
-    Their weights do not change: nothing is copied back. Host memory is pinned where the device is CUDA.
+    Their weights do not change: nothing is copied back.
 
     Args:
         pipeline: its method ``encode_prompt`` is replaced.
@@ -28,29 +27,14 @@ class HostedEncoders:
         if not self.modules or not hasattr(pipeline, "encode_prompt"):
             kind = type(pipeline).__name__
             raise UnsupportedModelError(f"{kind} has no text encoder; expected one with offload_text_encoders")
-        self._device = device
-        self._kept = [(tensor, _host_copy(tensor.data, device)) for tensor in self._tensors()]
+        self._weights = HostWeights(self.modules, device)
         self._encode = pipeline.encode_prompt
         pipeline.encode_prompt = self._encode_prompt
-        self.leave()
-
-    def leave(self) -> None:
-        """Free what the encoders have of the device's memory."""
-        for tensor, kept in self._kept:
-            tensor.data = kept
+        self._weights.leave(version=0)
 
     def _encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
-        for tensor, kept in self._kept:
-            tensor.data = kept.to(self._device, non_blocking=True, copy=True)
+        self._weights.come()
         try:
             return self._encode(*args, **kwargs)
         finally:
-            self.leave()
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        return chain(*(chain(module.parameters(), module.buffers()) for module in self.modules))
-
-
-def _host_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    host = tensor.to("cpu")
-    return host.pin_memory() if device.type == "cuda" else host
+            self._weights.leave(version=0)

@@ -16,6 +16,7 @@ from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Decode, DecodeMode, Prefill, SlotCache, pack, round_up
 from gcore_rollout.engines.hf.memory import MemoryPlan, drop_weights, restore_weights
 from gcore_rollout.engines.hf.vision import embed_images
+from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import FinishReason, HeldWeights, Request, SamplingParams
 from gcore_rollout.engines.queueing import (
     Control,
@@ -132,6 +133,7 @@ class HFEngine(InProcessEngine):
         self._is_borrowing = False
         self._dropped: dict[torch.nn.Parameter, torch.Size] = {}
         """Shapes of the parameters while they have no memory."""
+        self._hosted = HostWeights([self._model], self._device)
 
     @classmethod
     def from_pretrained(
@@ -248,13 +250,13 @@ class HFEngine(InProcessEngine):
         if name in ("wake", "wake_weights"):
             restore_weights(self._dropped)
             self._dropped = {}
-            self._model.to(self._device)
+            self._hosted.come()
         elif name in ("sleep", "discard"):
             self._drop_cache()
             if name == "discard":
                 self._dropped, self._is_borrowing = drop_weights(self._model), False
             elif self._device.type != "cpu":
-                self._model.to("cpu")
+                self._hosted.leave(self._version)
             if self._device.type != "cpu":
                 torch.accelerator.empty_cache()
 

@@ -1,0 +1,109 @@
+"""Weights of a model in host memory while an engine sleeps, or between two calls of a part of it."""
+
+import mmap
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+_ALIGNMENT = 64
+"""Bytes to whose multiples each tensor's place is rounded up."""
+
+
+class HostWeights:
+    """Moves parameters and buffers of modules from a device to host memory and back.
+
+    The host memory is one block, which is kept for the next time: its pages are taken once, and pinned once where the
+    device is CUDA, exactly as many as are needed (torch's own pinned memory takes up to twice that). Weights that have
+    not changed since are not copied again: to leave then takes no time.
+
+    Args:
+        modules: tensors that several of them share are moved once.
+        device: where they are when they are not in host memory.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
+        self._modules, self._device = modules, device
+        self._version: int | None = None
+        self._block = _Block(0)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._are_away = False
+
+    @torch.no_grad()
+    def leave(self, version: int) -> None:
+        """Free the device's memory. While they are in host memory, tensors have their values there.
+
+        Args:
+            version: of the weights; those of the same version as the last time are not copied.
+        """
+        if version != self._version:
+            self._version = None
+            tensors = list(self._tensors())
+            needed = sum(_padded_bytes(tensor) for tensor in tensors)
+            if len(self._block) != needed:
+                self._copies, self._block = [], _Block(0)
+                self._block = _Block(needed, is_pinned=self._device.type == "cuda")
+            self._copies = list(zip(tensors, self._block.split(tensors), strict=True))
+            for tensor, copy in self._copies:
+                copy.copy_(tensor.data, non_blocking=True)
+            self._synchronize()
+            self._version = version
+        for tensor, copy in self._copies:
+            tensor.data = copy
+        self._are_away = True
+
+    @torch.no_grad()
+    def come(self) -> None:
+        """Copy the tensors back to the device, if they have left it."""
+        for tensor, copy in self._copies if self._are_away else ():
+            tensor.data = copy.to(self._device, non_blocking=True, copy=True)
+        self._are_away = False
+        # An update on another stream may follow.
+        self._synchronize()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for module in self._modules:
+            for tensor in chain(module.parameters(), module.buffers()):
+                found.setdefault(id(tensor), tensor)
+        return iter(found.values())
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class _Block:
+    """Host memory in huge pages where the system has them; pinned pages are unregistered before they are freed."""
+
+    def __init__(self, size_bytes: int, *, is_pinned: bool = False) -> None:
+        self._pages = mmap.mmap(-1, max(1, size_bytes))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes, self._size = torch.frombuffer(self._pages, dtype=torch.uint8), size_bytes
+        # Where CUDA cannot pin as much, copies are slower, and right.
+        self._is_pinned = is_pinned and not int(_cudart().cudaHostRegister(self._bytes.data_ptr(), size_bytes, 0))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_pinned", False):
+            _cudart().cudaHostUnregister(self._bytes.data_ptr())
+
+    def split(self, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield a piece of the block for each tensor, of its shape and type."""
+        start = 0
+        for tensor in like:
+            piece = self._bytes[start : start + tensor.nbytes]
+            yield piece.view(tensor.dtype).view(tensor.shape)
+            start += _padded_bytes(tensor)
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
