@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from gcore_trainer import PackedModel, Sample, compile_layers
+from gcore_trainer.packing.accumulating_linear import accumulate_gradients
 from gcore_trainer.packing.row import describe_mask
 from gcore_trainer.torch import activations
-from gcore_trainer.torch.accumulating_linear import accumulate_gradients
 from gcore_trainer.torch.packed_model import ATTENTION_NAME, register
 
 ADDMM = torch.addmm

@@ -8,7 +8,7 @@ from gpu_cases import ON_CUDA, load_packed
 from torch.utils.checkpoint import checkpoint
 
 from gcore_trainer.packing import head, layer_kernels, logit_kernels
-from gcore_trainer.torch.accumulating_linear import accumulate_gradients
+from gcore_trainer.packing.accumulating_linear import accumulate_gradients
 
 pytestmark = ON_CUDA
 DTYPES = (torch.float32, torch.bfloat16)

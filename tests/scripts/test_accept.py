@@ -28,7 +28,7 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "gpu-report.json").read_text())
     assert report["machine"]["device"] == "cpu"
     assert {"torch", "transformers", "commit", "date", "host"} <= report["machine"].keys()
-    assert [part["number"] for part in report["parts"]] == [part.number for part in PARTS] == list(range(1, 13))
+    assert [part["number"] for part in report["parts"]] == [part.number for part in PARTS] == list(range(1, 14))
     for part in report["parts"]:
         assert part["status"] in ("met", "measured"), part
         assert part["figures"]
@@ -77,11 +77,11 @@ def test_help_names_every_part() -> None:
     assert all(f" {part.number} {part.name}\n" in finished.stdout for part in PARTS)
 
 
-@pytest.mark.parametrize("parts", ["13", "x", "1,,2", ""])
+@pytest.mark.parametrize("parts", ["14", "x", "1,,2", ""])
 def test_parts_that_do_not_exist_are_refused(parts: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--parts", parts])
-    assert "expected numbers of 1 to 12, with commas between them" in capsys.readouterr().err
+    assert "expected numbers of 1 to 13, with commas between them" in capsys.readouterr().err
 
 
 def test_without_time_parts_are_not_run(tmp_path: Path) -> None:

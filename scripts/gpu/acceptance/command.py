@@ -19,7 +19,7 @@ from acceptance.report import Figure, Result, number, read_results, write_result
 from acceptance.wheels import WheelError, download, install
 
 _DESCRIPTION = """\
-Measure gcore on one GPU, in twelve parts, and write gpu-report.md and gpu-report.json.
+Measure gcore on one GPU, in thirteen parts, and write gpu-report.md and gpu-report.json.
 
 It needs torch 2.11 or newer with CUDA, transformers 5, and no network: models are random, in the shapes of Qwen2.5.
 The packages are used from their source folders. What else they need is installed from a folder of wheels:
@@ -32,7 +32,7 @@ after each part. Calls with the same --out and other --parts add to one report, 
 
   scripts/gpu/accept --out report --parts 1,2,4,5 --budget-minutes 9
   scripts/gpu/accept --out report --parts 3 --budget-minutes 9
-  scripts/gpu/accept --out report --parts 6,7,8,9,10,11,12 --budget-minutes 9
+  scripts/gpu/accept --out report --parts 6,7,8,9,10,11,12,13 --budget-minutes 9
 
 The exit code is 0 when the run is complete, whatever it has measured; with --strict 1 if a part failed, was not run or
 missed an aim.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gcore_trainer.torch.accumulating_linear import accumulate_gradients
+from gcore_trainer.packing.accumulating_linear import accumulate_gradients
 
 _logger = logging.getLogger(__name__)
 _ROTATION = "apply_rotary_pos_emb"

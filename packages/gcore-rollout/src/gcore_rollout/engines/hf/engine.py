@@ -122,8 +122,7 @@ class HFEngine(InProcessEngine):
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._cache = SlotCache(num_layers=text_config.num_hidden_layers)
         self._rows = Rows(max_num_seqs)
-        # transformers has names of its own for parameters of these models.
-        names: list[str] = [] if vision is None else list(model.state_dict())
+        names: list[str] = [] if vision is None else list(model.state_dict())  # of parameters, transformers' own
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
         first = {id(parameter): self._published(name) for name, parameter in model.named_parameters()}
         # The first name of each parameter by all of its names: a tied head is the embedding.
@@ -131,8 +130,7 @@ class HFEngine(InProcessEngine):
         self._sources: dict[str, str] = {self._published(name): first[id(p)] for name, p in named}
         # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
-        self._dropped: dict[torch.nn.Parameter, torch.Size] = {}
-        """Shapes of the parameters while they have no memory."""
+        self._dropped: dict[torch.nn.Parameter, torch.Size] = {}  # Shapes of the parameters without memory.
         self._hosted = HostWeights([self._model], self._device)
 
     @classmethod
