@@ -10,8 +10,10 @@ import pytest
 from command_line import Cli, option_set, step_rows
 
 from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
-from gcore_llm.forecast import run_forecast
-from gcore_llm.reward_config import RewardModelConfig
+from gcore_llm.forecast import planner_job, run_forecast, slowest_judge
+from gcore_llm.learning.device_plan import shape_of
+from gcore_llm.recipes.shapes import shape_folder
+from gcore_llm.reward_config import FurtherJudgeConfig, JudgeConfig, RewardModelConfig
 from gcore_placement import Correction, PlacementError
 from gcore_placement.quantities import lengths_of
 
@@ -51,6 +53,21 @@ def test_measurements_correct_predictions(tiny: Path, tmp_path: Path) -> None:
     assert again.stepped(metrics(100.0, longest=200.0))["forecast/error"] == pytest.approx(0.0, abs=1e-9)
     assert Correction.load(path).factor("training") > 0
     assert again.stepped({"sampling/groups": 0.0}) == {}
+
+
+@pytest.mark.parametrize(("num_engines", "slowest"), [(1, "judge_style"), (30, "judge")])
+def test_the_slowest_of_several_judges_is_predicted(num_engines: int, slowest: str, tiny: Path) -> None:
+    """One of 0.5B, and a larger one, of 7B, that has as many engines or 30 times as many."""
+    small, large = (str(shape_folder(f"Qwen2.5-{size}-Instruct")) for size in ("0.5B", "7B"))
+    style = FurtherJudgeConfig(path=large, num_processes=num_engines, max_response_length=64)
+    judges = RewardModelConfig(
+        kind="judge", path=small, judge=JudgeConfig(num_processes=1, max_response_length=64), judges={"style": style}
+    )
+    run = config(tiny, runtime="ray", reward_model=judges, rollout=RolloutConfig(num_processes=2))
+    found = slowest_judge(run, shape_of)
+    assert found is not None
+    assert found.role == slowest
+    assert planner_job(run, tiny, shape_of).judge == shape_of(Path(found.path))
 
 
 def test_engines_of_one_device_each(tiny: Path, tmp_path: Path) -> None:

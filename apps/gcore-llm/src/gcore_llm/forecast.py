@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gcore_llm.config import TrainConfig
 from gcore_llm.learning.trainer_worker import has_critic, has_reference
+from gcore_llm.reward_config import RunJudge
 from gcore_placement import Forecast, Job, Lengths, ModelShape
 from gcore_runs import model_folder
 from gcore_runs.simulation.forecast import forecast_job, model_shape
@@ -20,19 +21,36 @@ def run_forecast(config: TrainConfig, model: Path, path: Path) -> Forecast:
     rollout = config.rollout
     num_engines = len(rollout.urls) or max(1, rollout.num_processes)
     job = planner_job(config, model)
-    return forecast_job(config, job, path, num_engines=num_engines, most_num_seqs=rollout.max_num_seqs)
+    judge = slowest_judge(config)
+    num_judges = config.sizes.judges[judge.role] if judge else 0
+    return forecast_job(
+        config, job, path, num_engines=num_engines, num_judges=num_judges, most_num_seqs=rollout.max_num_seqs
+    )
+
+
+def slowest_judge(config: TrainConfig, shape_of: Callable[[Path], ModelShape] = model_shape) -> RunJudge | None:
+    """Return the judge that the others are done before, by the parameters and tokens of each and its engines.
+
+    None: the run starts no judge.
+    """
+    started = [own for own in config.reward_model.all_judges.values() if own.role in config.judges]
+
+    def work(own: RunJudge) -> float:
+        model, counts = shape_of(Path(own.path)), config.sizes.judges
+        return model.num_parameters * own.settings.max_response_length / counts[own.role]
+
+    # Of one, the model need not be known.
+    return max(started, key=work) if len(started) > 1 else next(iter(started), None)
 
 
 def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], ModelShape] = model_shape) -> Job:
-    """Return a run's models and lengths for the planner.
+    """Return a run's models and lengths for the planner, with the slowest one of its judges.
 
     Args:
         model: the policy's folder.
         shape_of: returns the shape of the model in a folder.
     """
-    data, judges = config.data, config.reward_model.all_judges.values()
-    # Of several judges the first is predicted.
-    judged = next((own for own in judges if own.role in config.judges), None)
+    data, judged = config.data, slowest_judge(config, shape_of)
     return Job(
         policy=shape_of(model),
         prompt_lengths=Lengths.recorded([data.max_prompt_length]),

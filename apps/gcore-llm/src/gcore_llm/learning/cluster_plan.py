@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from gcore_llm.config import TrainConfig
-from gcore_llm.forecast import planner_job
+from gcore_llm.forecast import planner_job, slowest_judge
 from gcore_llm.learning.device_plan import check_fits, plan_memory, shape_of, training_layout
 from gcore_placement import (
     STRATEGIES,
@@ -151,10 +151,11 @@ def _predicted(
         return EngineLayout(num_engines=count, devices_per_engine=size, max_num_seqs=most)
 
     plans, judge, strategy = memory.values(), None, config.strategy
-    if job.judge is not None:
+    if (slowest := slowest_judge(config, shape_of)) is not None:
         _, read, written = job.engine_role("reward")
         held = [plan.judge_kv_tokens for plan in plans]
-        judge = engines(sizes.num_judges, sizes.devices_per_judge, held, read.longest + written.longest)
+        number = config.sizes.judges[slowest.role]
+        judge = engines(number, sizes.devices_per_judge, held, read.longest + written.longest)
     held = [plan.kv_tokens for plan in plans]
     policy = engines(sizes.num_engines, sizes.devices_per_engine, held, job.longest_sequence)
     is_time_shared = job.judge is None or STRATEGIES[strategy].is_time_shared

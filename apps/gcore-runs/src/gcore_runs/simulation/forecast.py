@@ -33,16 +33,17 @@ _MOST = 1e6
 """Largest correction, for devices without a data sheet and models too small to be limited by arithmetic."""
 
 
-def forecast_job(config: BaseRLConfig, job: Job, path: Path, *, num_engines: int, most_num_seqs: int) -> Forecast:
+def forecast_job(
+    config: BaseRLConfig, job: Job, path: Path, *, num_engines: int, num_judges: int, most_num_seqs: int
+) -> Forecast:
     """Return the forecast of a job with ``num_engines`` engines, each of which generates at most ``most_num_seqs``.
 
-    See `gcore_llm.forecast.run_forecast`.
+    ``num_judges`` are the engines of ``job.judge``; 0 without one. See `gcore_llm.forecast.run_forecast`.
     """
     correction = Correction(most=_MOST)
     if path.exists():
         correction.load_state(Correction.load(path).state())
     is_time_shared, num_ranks = STRATEGIES[config.strategy].is_time_shared, config.trainer.num_processes
-    num_judges = max(1, config.sizes.num_judges) if job.judge else 0
     in_all = max(num_engines, num_judges) if is_time_shared else num_engines + num_judges
     num_devices = max(in_all, num_ranks)
     cluster = Cluster(num_devices=num_devices, device=_device(config.device), devices_per_node=num_devices)
