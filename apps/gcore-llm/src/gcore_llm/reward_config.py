@@ -76,7 +76,8 @@ class RunJudge:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(Checked, section="reward_model"):
-    """A model that scores responses, alone or together with the reward function."""
+    """A model that scores responses, alone or together with the reward function. Further judges have a table each,
+    judges.NAME, on the command line --reward-model.judges.NAME.path and so on."""
 
     kind: Literal["none", "judge", "classifier", "server"] = "none"
     """judge: a language model asked for a verdict; classifier: a sequence classifier of one label, as gcore-llm
@@ -88,7 +89,7 @@ class RewardModelConfig(Checked, section="reward_model"):
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     judges: dict[str, FurtherJudgeConfig] = field(default_factory=dict[str, FurtherJudgeConfig])
     """Further judges, by the names of their parts of the score, such as style: each has a path, a weight, and the
-    settings of reward_model.judge; on the command line --reward-model.judges.NAME.path and so on."""
+    settings of reward_model.judge."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
