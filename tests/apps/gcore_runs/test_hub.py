@@ -38,6 +38,7 @@ for settings in json.load(sys.stdin):
     try:
         config = resolve(merge(TrainConfig(device="cpu", name="named"), settings))
         found = {"model": config.model, "files": config.data.train_files}
+        found["judges"] = {name: judge.path for name, judge in config.reward_model.judges.items()}
         found["folder"] = sorted(file.name for file in model_folder(config.model).iterdir())
         files = [file for source in config.data.train_files for file in open_rows(source)]
         found["rows"] = [dict(row) for file in files for row in file.rows]
@@ -84,13 +85,20 @@ def test_by_name_and_then_without_a_network(hub: StandInHub, tmp_path: Path) -> 
             "train_files": ["hf://org/sums/main", "hf://org/sums/hard:train"],
             "val_files": ["hf://org/sums/main:test"],
         },
+        "reward_model": {"judges": {"style": {"path": "org/tiny", "weight": 2.0}}},
     }
     [first] = resolved(hub, tmp_path, settings)
     assert first["model"] == f"org/tiny@{model}"
+    assert first["judges"] == {"style": f"org/tiny@{model}"}
     assert first["files"] == [f"hf://org/sums@{data}/main", f"hf://org/sums@{data}/hard:train"]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(first["folder"])
     assert [row["answer"] for row in first["rows"]] == ["1", "2", "7"]
-    pinned = {"model": first["model"], "data": {"train_files": first["files"]}}
+    judges = {"style": {"path": first["judges"]["style"]}}
+    pinned = {
+        "model": first["model"],
+        "data": {"train_files": first["files"]},
+        "reward_model": {"judges": judges},
+    }
     num_requests = len(hub.requests)
     assert resolved(hub, tmp_path, pinned) == [first], "what is pinned is not looked up again"
     assert hub.requests[num_requests:] == []

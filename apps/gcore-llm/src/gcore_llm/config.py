@@ -178,7 +178,8 @@ class TrainConfig(BaseRLConfig):
     """LLM RLHF: GRPO on a reasoning-gym task, or on your own prompts and reward."""
 
     model_settings: ClassVar[tuple[str, ...]] = (
-        *("model", "critic.model", "reward_model.path", "rollout.speculative.model", "distillation.teachers"),
+        *("model", "critic.model", "reward_model.path", "reward_model.judges.*.path", "rollout.speculative.model"),
+        "distillation.teachers",
     )
     may_change: ClassVar[tuple[str, ...]] = (
         *BaseRLConfig.may_change,

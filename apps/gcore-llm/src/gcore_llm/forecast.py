@@ -36,7 +36,7 @@ def slowest_judge(config: TrainConfig, shape_of: Callable[[Path], ModelShape] = 
     started = [own for own in config.reward_model.all_judges.values() if own.role in config.judges]
 
     def work(own: RunJudge) -> float:
-        model, counts = shape_of(Path(own.path)), config.sizes.judges
+        model, counts = shape_of(model_folder(own.path)), config.sizes.judges
         return model.num_parameters * own.settings.max_response_length / counts[own.role]
 
     # Of one, the model need not be known.
@@ -57,7 +57,7 @@ def planner_job(config: TrainConfig, model: Path, shape_of: Callable[[Path], Mod
         response_lengths=Lengths.recorded([data.max_response_length]),
         train_batch_size=data.train_batch_size,
         n=config.rollout.n,
-        judge=shape_of(Path(judged.path)) if judged else None,
+        judge=shape_of(model_folder(judged.path)) if judged else None,
         judge_lengths=Lengths.recorded([judged.settings.max_response_length]) if judged else None,
         reference=has_reference(config),
         teachers=[shape_of(model_folder(name)) for name in config.distillation.teachers],

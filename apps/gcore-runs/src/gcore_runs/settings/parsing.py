@@ -324,15 +324,27 @@ def resolve(config: ConfigT) -> ConfigT:
         before = str(_resumed(config).get("dtype", "auto"))
         changes["dtype"] = before if before != "auto" else "bfloat16" if parsed.type == "cuda" else "float32"
     resolved = dataclasses.replace(config, **changes)
-    models = {name: attrgetter(name)(config) for name in config.model_settings}
+    models = _models(config)
     names = [name for value in models.values() for name in ((value,) if isinstance(value, str) else value)]
     data = getattr(config, "data", None)
     sources = {f"data.{name}": getattr(data, name) for name in ("train_files", "val_files")} if data else {}
     if any(map(is_hub_model, names)) or any("hf://" in source for own in sources.values() for source in own):
         from gcore_runs.data.hub import pinned
 
-        return merge(resolved, pinned(models, sources, _resumed(config), is_hub_model))
+        return merge(resolved, _nested(pinned(models, sources, _resumed(config), is_hub_model)))
     return resolved
+
+
+def _models(config: BaseRunConfig) -> dict[str, str | Sequence[str]]:
+    """Return the folders and names of the run's models, by dotted name."""
+    found: dict[str, str | Sequence[str]] = {}
+    for name in config.model_settings:
+        table, is_table, field = name.partition(".*.")
+        own = attrgetter(table)(config)
+        found |= (
+            {f"{table}.{key}.{field}": getattr(entry, field) for key, entry in own.items()} if is_table else {name: own}
+        )
+    return found
 
 
 def is_hub_model(name: str) -> bool:

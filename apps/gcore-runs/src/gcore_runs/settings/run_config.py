@@ -144,7 +144,7 @@ class BaseRunConfig(Checked):
     """Settings, and beginnings of their names, that a resumed run may change; * stands for any text."""
 
     model_settings: ClassVar[tuple[str, ...]] = ("model",)
-    """Settings, by dotted name, that are a model's folder or its name on the Hugging Face Hub."""
+    """Settings, by dotted name, that are a model's folder or its name on the Hugging Face Hub; * is each of a table."""
 
     name: Annotated[str, _FOLDER_NAME] = "default"
     """The run's folder is RUNS_DIR/NAME."""
