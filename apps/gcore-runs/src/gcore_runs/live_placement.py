@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class _Sampling:
-    """How all roles sampled in a period."""
+    """The sampling of all roles in a period."""
 
     loads: Sequence[RoleLoad]
     start_s: float
@@ -79,9 +79,9 @@ class LivePlacement:
         self._move_s = self._move_within_s = 0.0
         self._moved_at_s: float | None = None
         self._waves: list[Round] = []
-        """Those of the present step that were reported."""
+        """The waves of the present step so far."""
         self._are_rounds = False
-        """Whether each of them is a round of the partition."""
+        """Whether each of these waves is a round of the partition."""
         self._load_state()
 
     @property
