@@ -287,6 +287,17 @@ def test_a_prompt_of_a_step_counts_once(tmp_path: Path, steps: list[list[int]], 
     assert [sizes[0] for *_, sizes, _ in history] == expected[-len(history) :]
 
 
+def test_a_change_that_outlasts_a_wave_is_measured_whole(file: Path) -> None:
+    placement = LivePlacement(Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=1), DYNAMIC, file)
+    wave = wave_of(placement, 1, num_prompts=2, gen_s=1.0, reward_s=1.0)
+    wave.work.spans["engine 0"] = [span("swap", 90.0, 99.0), span("swap", 100.5, 101.0)]
+    placement.observe_wave(wave)
+    last = wave_of(placement, 2, num_prompts=2, gen_s=1.0, reward_s=1.0)
+    last.work.spans["engine 0"] = [span("swap", 101.0 + 1e-5, 103.0)]
+    placement.observe({"timing_s/step": 10.0}, last)
+    assert placement.metrics()["placement/move_within_s"] == pytest.approx(2.5, abs=1e-4)
+
+
 def test_nothing_moves_within_a_step_of_turns(file: Path) -> None:
     placement = LivePlacement(Sizes(controllers=1, engines=1, judges={"judge": 1}, ranks=1), AUTO, file)
     placement.swap_s = 2.0
@@ -376,40 +387,49 @@ def judged(own_args: list[str], tiny: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) -> None:
-    """To the judge, or to both roles in turns; samples and training are those of a run in one process."""
-    cli.ok(*judged, "--name", "inline")
-    ray = [*judged, "--runtime", "ray", "--placement.horizon-steps", "1000", "--placement.strategy"]
+    """To the judge, or to both roles in turns; samples and training are those of a run in one process.
+
+    To the judge between two waves of the first step: no verdict waits for a place, so that no engine is lent before.
+    """
+    rare = option_set(judged, "--reward-model.judge.pattern", r"([37])\d")
+    rare = option_set(option_set(rare, "--reward-model.judge.n", "1"), "--trainer.total-training-steps", "2")
+    reward = rare.index("--reward")
+    rare = rare[:reward] + rare[reward + 2 :]
+    cli.ok(*rare, "--name", "inline")
+    ray = ["--runtime", "ray", "--placement.horizon-steps", "1000", "--placement.strategy"]
     sizes = ["--controllers", "2", "--rollout.num-processes", "3", "--reward-model.judge.num-processes", "2"]
-    finished = cli(*ray, "dynamic", *sizes)
+    finished = cli(*rare, *ray, "dynamic", *sizes)
     assert finished.code == 0, finished
     assert "1 engine moved from the policy to the judge: 2 generate and 3 judge now\n" in finished.out
     assert "continuing after" not in finished.out
     assert_same_metrics(cli.cwd / "runs/default", cli.cwd / "runs/inline")
     rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
-    assert (rows[0]["placement/engines"], rows[0]["placement/judges"]) == (3, 2)
-    assert (rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (2, 3)
-    assert rows[-1]["placement/move_s"] > 0
-    spans = read_rows(cli.cwd / "runs/default/spans.jsonl")
-    swaps_s = [stop - start for step in spans for stage, start, stop in step["devices"]["engine 2"] if stage == "swap"]
-    assert rows[-1]["placement/move_s"] == pytest.approx(max(swaps_s), abs=1e-3)
-    last = spans[-1]["devices"]
+    assert rows[0]["sampling/waves"] > 1
+    assert [(row["placement/engines"], row["placement/judges"]) for row in rows] == [(2, 3)] * 2, "from 3 and 2"
+    first, *_, last = [step["devices"] for step in read_rows(cli.cwd / "runs/default/spans.jsonl")]
+    gen = {name: [own for own in spans if own[0] == "gen"] for name, spans in first.items() if name[:6] == "engine"}
+    assert any(stage == "swap" for stage, *_ in first["engine 2"])
+    others_start_s = min(max(start_s for _, start_s, _ in gen[name]) for name in ("engine 0", "engine 1"))
+    assert max(stop_s for *_, stop_s in gen["engine 2"]) < others_start_s, "in the first wave alone"
+    assert rows[-1]["placement/move_within_s"] > 0
     stages = {name: {stage for stage, *_ in own} for name, own in last.items() if not name.startswith("trainer")}
     assert [name for name, own in sorted(stages.items()) if own == {"gen", "sync"}] == ["engine 0", "engine 1"]
     assert [name for name, own in sorted(stages.items()) if own == {"reward"}] == ["engine 2", "judge 0", "judge 1"]
 
     # Resumed, it starts as it was left.
-    longer = option_set([*ray, "dynamic", *sizes], "--trainer.total-training-steps", "6")
+    longer = option_set([*rare, *ray, "dynamic", *sizes], "--trainer.total-training-steps", "3")
     finished = cli(*longer, "--resume", "auto")
     assert finished.code == 0, finished
     rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
-    assert (rows[-1]["step"], rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (6, 2, 3)
+    assert (rows[-1]["step"], rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (3, 2, 3)
     assert "moved" not in finished.out
 
     # Of two devices one would idle, so both soon do both.
-    finished = cli(*ray, "auto", "--rollout.num-processes", "1", "--name", "turns")
+    cli.ok(*judged, "--name", "inline-turns")
+    finished = cli(*judged, *ray, "auto", "--rollout.num-processes", "1", "--name", "turns")
     assert finished.code == 0, finished
     assert "2 devices generate and judge in turns now; continuing after step 3" in finished.out
-    assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/inline")
+    assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/inline-turns")
     for row in read_rows(cli.cwd / "runs/turns/spans.jsonl")[3:]:
         engines = {name: spans for name, spans in row["devices"].items() if not name.startswith("trainer")}
         assert engines.keys() == {"engine 0", "engine 1"}

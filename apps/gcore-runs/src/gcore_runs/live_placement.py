@@ -28,6 +28,8 @@ _NUM_ROUNDS = 20
 """Number of rounds in which the most loaded engines are looked for."""
 _SLACK = 0.1
 """A role that waited for less than this fraction of its time was not held up."""
+_CUT_S = 1e-3
+"""Two spans of a device that are closer are one."""
 _FORMAT = 3
 """Format of the file of a placement's state; others are not read."""
 
@@ -82,6 +84,8 @@ class LivePlacement:
         """The waves of the present step so far."""
         self._are_rounds = False
         """Whether each of these waves is a round of the partition."""
+        self._began_s = math.inf
+        """Time of the first request of the present step."""
         self._load_state()
 
     @property
@@ -99,9 +103,11 @@ class LivePlacement:
             sizes, self._waves = self.sizes, []
             fewest = min(sizes.engines, *sizes.judges.values())
             self._are_rounds = not sizes.in_turns and fewest >= sizes.controllers
+            self._began_s = math.inf
         self._waves.append(wave)
         if self._are_rounds and (found := self._loads(wave.work)) is not None:
-            self._observe_round(wave, found, is_within_step=True)
+            work = DeviceWork.merged(own.work for own in self._waves)
+            self._observe_round(wave, found, work, is_within_step=True)
             self._save()
 
     def observe(self, metrics: Mapping[str, float], last: Round) -> None:
@@ -116,9 +122,11 @@ class LivePlacement:
             self._move_s = max(0.0, pause_s, *_swaps_s(work))
             self._moved_at_s = None
         left = last if len(rounds) > 1 and self._are_rounds else whole
+        if left is whole:
+            self._began_s = math.inf
         found = self._loads(left.work)
         if found is not None and not before.in_turns:
-            self._observe_round(left, found, is_within_step=False)
+            self._observe_round(left, found, work, is_within_step=False)
         if left is not whole and self._choice is not None:
             found = self._loads(work)
         if found is None:
@@ -129,12 +137,13 @@ class LivePlacement:
             self._moved_at_s = now_s
         self._save()
 
-    def _observe_round(self, done: Round, found: _Sampling, *, is_within_step: bool) -> None:
+    def _observe_round(self, done: Round, found: _Sampling, work: DeviceWork, *, is_within_step: bool) -> None:
+        """Observe a round; ``work`` is that of its step so far."""
         if not done.num_prompts:
             return
-        # Engines change their role at any time of a round but the first of a step, which wakes them first.
-        first_s = found.start_s if done.number == 1 else -math.inf
-        self._move_within_s = max(_swaps_s(done.work, first_s, found.end_s), default=self._move_within_s)
+        # Before the first request engines wake.
+        self._began_s = min(self._began_s, found.start_s)
+        self._move_within_s = max(_swaps_s(work, self._began_s, found.end_s), default=self._move_within_s)
         moves_s = {"move_s": self._move_s, "move_within_s": self._move_within_s}
         self._dynamic.config = replace(self._dynamic.config, **moves_s)
         self._dynamic.observe(*found.loads, size=done.num_prompts, is_within_step=is_within_step)
@@ -249,6 +258,15 @@ def _covered_s(spans: Sequence[Span]) -> float:
 
 
 def _swaps_s(work: DeviceWork, first_s: float = -math.inf, end_s: float = math.inf) -> list[float]:
-    """Return the seconds of each swap that started in a period."""
-    swaps = (span for own in work.spans.values() for span in own if span.stage == "swap")
-    return [span.end_s - span.start_s for span in swaps if first_s <= span.start_s < end_s]
+    """Return the seconds of each swap that started in a period; the end of a round cuts one in two."""
+    found: list[float] = []
+    for own in work.spans.values():
+        swaps = sorted((s.start_s, s.end_s) for s in own if s.stage == "swap" and first_s <= s.start_s < end_s)
+        last_end_s = -math.inf
+        for start_s, stop_s in swaps:
+            if start_s - last_end_s < _CUT_S:
+                found[-1] += stop_s - last_end_s
+            else:
+                found.append(stop_s - start_s)
+            last_end_s = stop_s
+    return found
