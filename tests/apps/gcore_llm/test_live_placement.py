@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import json
 import os
 import re
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +14,9 @@ from typing import Any, cast
 
 import pytest
 from command_line import Cli, assert_same_metrics, option_set, read_rows
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gcore_controller import Sizes, Span
+from gcore_controller import DeviceWork, Round, Sizes, Span
 from gcore_rollout.engines.lending import LendingEngines
 from gcore_runs.actor_engines import role_shares
 from gcore_runs.live_placement import LivePlacement
@@ -37,6 +39,13 @@ def span(stage: str, start_s: float, end_s: float) -> Span:
     return Span(stage=stage, start_s=start_s, end_s=end_s)
 
 
+def observe(placement: LivePlacement, metrics: dict[str, float], devices: dict[str, list[Span]]) -> None:
+    """A step of one round."""
+    generated = {name.removeprefix("perf/generated/"): int(value) for name, value in metrics.items()}
+    work = DeviceWork(spans=devices, generated=Counter(generated))
+    placement.observe(metrics, Round(number=1, num_prompts=8, work=work))
+
+
 def step_of(placement: LivePlacement, *, gen_s: float, reward_s: float) -> None:
     """A step in which all generation takes so many engine-seconds, and all verdicts so many judge-seconds."""
     sizes = placement.sizes
@@ -47,7 +56,7 @@ def step_of(placement: LivePlacement, *, gen_s: float, reward_s: float) -> None:
     for i in range(sizes.num_judges):
         busy_s = reward_s / sizes.num_judges
         devices[f"judge {i}"] = [span("reward", 1.0 + reward_end_s - busy_s, 1.0 + reward_end_s)]
-    placement.observe({"timing_s/step": reward_end_s}, devices)
+    observe(placement, {"timing_s/step": reward_end_s}, devices)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,7 @@ def test_engines_of_three_roles_follow_the_load(busy: str, file: Path) -> None:
             for stage, seconds in work_s.items()
             for i in range(of_each[stage])
         }
-        placement.observe({"timing_s/step": 1.0}, devices)
+        observe(placement, {"timing_s/step": 1.0}, devices)
         return [placement.sizes.engines, *placement.sizes.judges.values()]
 
     stages, found = ("gen", "reward", "reward/style"), [0, 0, 0]
@@ -103,13 +112,13 @@ def test_an_engine_that_is_hardly_full_does_little(file: Path) -> None:
     def measured(*, gen: float, reward: float) -> dict[str, float]:
         return {"timing_s/step": 20.0, "perf/generated/gen": gen, "perf/generated/reward": reward}
 
-    placement.observe(measured(gen=4000.0, reward=1000.0), full)
+    observe(placement, measured(gen=4000.0, reward=1000.0), full)
     for _ in range(8):
         sizes = placement.sizes
         gen_s = 40.0 / sizes.engines
         devices = {f"engine {i}": [span("gen", 0.0, gen_s)] for i in range(sizes.engines)}
         devices |= {f"judge {i}": [span("reward", 0.5, gen_s + 0.3)] for i in range(sizes.num_judges)}
-        placement.observe(measured(gen=8000.0, reward=500.0), devices)
+        observe(placement, measured(gen=8000.0, reward=500.0), devices)
     assert placement.sizes == Sizes(controllers=1, engines=3, judges={"judge": 1}, ranks=1)
 
 
@@ -129,7 +138,7 @@ def test_a_step_without_verdicts_is_not_evidence(file: Path) -> None:
     placement = LivePlacement(Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=1), DYNAMIC, file)
     for _ in range(5):
         devices = {"engine 0": [span("gen", 0.0, 1.0)], "trainer 0": [span("train", 1.0, 2.0)]}
-        placement.observe({"timing_s/step": 1.0}, devices)
+        observe(placement, {"timing_s/step": 1.0}, devices)
     assert placement.sizes.engines == 2
 
 
@@ -139,7 +148,7 @@ def turns_of(placement: LivePlacement, *, gen_s: float, reward_s: float, swap_s:
     times_s = [1.0, 1.0 + gen_s / count, 1.0 + gen_s / count + swap_s, 1.0 + (gen_s + reward_s) / count + swap_s]
     row = [span("gen", *times_s[:2]), span("swap", *times_s[1:3]), span("reward", *times_s[2:])]
     devices = {f"engine {i}": row for i in range(count)}
-    placement.observe({"timing_s/step": times_s[3], "sampling/waves": 1.0}, devices)
+    observe(placement, {"timing_s/step": times_s[3], "sampling/waves": 1.0}, devices)
 
 
 def test_two_devices_take_turns_where_one_role_has_most_to_do(file: Path) -> None:
@@ -168,7 +177,7 @@ def test_swaps_before_sampling_are_not_those_of_the_placement(file: Path) -> Non
         step_of(placement, gen_s=90.0, reward_s=10.0)
     assert placement.sizes == replace(whole, engines=2, judges={"judge": 2}, in_turns=True)
     row = [span("swap", 0, 50), span("gen", 100, 145), span("swap", 145, 147), span("reward", 147, 152)]
-    placement.observe({"timing_s/step": 200.0, "sampling/waves": 1.0}, {f"device {i}": row for i in range(2)})
+    observe(placement, {"timing_s/step": 200.0, "sampling/waves": 1.0}, {f"device {i}": row for i in range(2)})
     assert placement.swap_s == pytest.approx(2.0)
 
 
@@ -194,6 +203,116 @@ def test_a_resumed_run_has_the_placement_that_it_was_left_with(config: Placement
         seen.append(lasting.sizes)
     assert any(sizes != seen[0] for sizes in seen)
     assert made("other.json").sizes == lasting.sizes
+
+
+def wave_of(
+    placement: LivePlacement, number: int, *, num_prompts: int, gen_s: float, reward_s: float, swap_s: float = 0.0
+) -> Round:
+    """A wave, or the last round of a step, in which each prompt takes so many engine-seconds and judge-seconds.
+
+    A device that changes its role while it lasts needs ``swap_s``.
+    """
+    sizes, start_s = placement.sizes, 100.0 * number
+    work_s = {"gen": (gen_s, sizes.engines), "reward": (reward_s, sizes.num_judges)}
+    spans = {
+        f"{stage} {i}": [span(stage, start_s, start_s + num_prompts * seconds / count)]
+        for stage, (seconds, count) in work_s.items()
+        for i in range(count)
+    }
+    if swap_s:
+        spans["reward 0"].append(span("swap", start_s - 1.0, start_s - 1.0 + swap_s))
+    return Round(number=number, num_prompts=num_prompts, work=DeviceWork(spans=spans))
+
+
+def test_engines_move_between_the_waves_of_a_step(file: Path) -> None:
+    """After a jump of the load the second wave of its first step runs on another partition, and the third on the best.
+
+    Placement starts again from its file after each round, as after a failure, and decides the same.
+    """
+    whole = Sizes(controllers=1, engines=4, judges={"judge": 4}, ranks=1)
+    placement, metrics = LivePlacement(whole, DYNAMIC, file), {"timing_s/step": 10.0}
+    for _ in range(4):
+        placement.observe_wave(wave_of(placement, 1, num_prompts=8, gen_s=1.0, reward_s=3.0))
+        placement.observe(metrics, wave_of(placement, 2, num_prompts=4, gen_s=1.0, reward_s=3.0))
+    assert placement.sizes.engines == 2
+    found: list[int] = []
+    for number in (1, 2):
+        placement.observe_wave(wave_of(placement, number, num_prompts=8, gen_s=9.0, reward_s=3.0, swap_s=0.5))
+        found.append(placement.sizes.engines)
+        assert LivePlacement(whole, DYNAMIC, file).sizes == placement.sizes
+    assert 2 < found[0] <= found[1] == 6
+    placement.observe(metrics, wave_of(placement, 3, num_prompts=2, gen_s=9.0, reward_s=3.0))
+    assert placement.sizes.engines == 6
+    assert placement.metrics()["placement/move_within_s"] == pytest.approx(0.5)
+
+
+def test_a_move_within_a_step_must_earn_itself_in_the_next_round(file: Path) -> None:
+    """The first jump is followed after its wave, the second only after its step, because a change took 20 s."""
+    placement = LivePlacement(Sizes(controllers=1, engines=4, judges={"judge": 4}, ranks=1), DYNAMIC, file)
+    seen: list[int] = []
+    for gen_s, swap_s in [(1.0, 0.0), (3.0, 20.0), (1.0, 0.0)]:
+        for number in (1, 2):
+            placement.observe_wave(
+                wave_of(placement, number, num_prompts=8, gen_s=gen_s, reward_s=4 - gen_s, swap_s=swap_s)
+            )
+            seen.append(placement.sizes.engines)
+        placement.observe(
+            {"timing_s/step": 30.0}, wave_of(placement, 3, num_prompts=8, gen_s=gen_s, reward_s=4 - gen_s)
+        )
+        seen.append(placement.sizes.engines)
+    assert seen[:3] == [2, 2, 2]
+    assert seen[3] > 2
+    assert seen[5] == seen[6] == seen[7] == 6 > seen[8]
+    assert placement.metrics()["placement/move_within_s"] == pytest.approx(20.0)
+
+
+@given(st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=4), st.booleans())
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_prompt_of_a_step_counts_once(tmp_path: Path, steps: list[list[int]], share: bool) -> None:
+    """Where controllers share a judge, nothing can move within a step, which is then one round."""
+    whole = Sizes(controllers=2, engines=2, judges={"judge": 1 if share else 4}, ranks=1)
+    (tmp_path / "partition.json").unlink(missing_ok=True)
+    placement = LivePlacement(whole, DYNAMIC, tmp_path / "partition.json")
+    for waves in steps:
+        *reported, last = (
+            wave_of(placement, number, num_prompts=count, gen_s=2.0, reward_s=1.0)
+            for number, count in enumerate(waves, start=1)
+        )
+        for wave in reported:
+            placement.observe_wave(wave)
+        placement.observe({"timing_s/step": 10.0}, last)
+    history = json.loads((tmp_path / "partition.json").read_text())["dynamic"]["history"]
+    assert all(work == pytest.approx([2.0, 1.0]) for work, *_ in history), "of a prompt"
+    expected = [sum(waves) for waves in steps] if share else [count for waves in steps for count in waves]
+    assert [sizes[0] for *_, sizes, _ in history] == expected[-len(history) :]
+
+
+def test_a_change_that_outlasts_a_wave_is_measured_whole(file: Path) -> None:
+    placement = LivePlacement(Sizes(controllers=1, engines=2, judges={"judge": 2}, ranks=1), DYNAMIC, file)
+    wave = wave_of(placement, 1, num_prompts=2, gen_s=1.0, reward_s=1.0)
+    wave.work.spans["engine 0"] = [span("swap", 90.0, 99.0), span("swap", 100.5, 101.0)]
+    placement.observe_wave(wave)
+    last = wave_of(placement, 2, num_prompts=2, gen_s=1.0, reward_s=1.0)
+    last.work.spans["engine 0"] = [span("swap", 101.0 + 1e-5, 103.0)]
+    placement.observe({"timing_s/step": 10.0}, last)
+    assert placement.metrics()["placement/move_within_s"] == pytest.approx(2.5, abs=1e-4)
+
+
+def test_nothing_moves_within_a_step_of_turns(file: Path) -> None:
+    placement = LivePlacement(Sizes(controllers=1, engines=1, judges={"judge": 1}, ranks=1), AUTO, file)
+    placement.swap_s = 2.0
+    for _ in range(3):
+        step_of(placement, gen_s=90.0, reward_s=10.0)
+    assert placement.sizes.in_turns
+    before = placement.sizes
+    for number in (1, 2):
+        placement.observe_wave(wave_of(placement, number, num_prompts=4, gen_s=10.0, reward_s=1.0, swap_s=70.0))
+        assert placement.sizes == before
+    assert placement.swap_s == 2.0
+    last = wave_of(placement, 3, num_prompts=4, gen_s=10.0, reward_s=1.0, swap_s=1.0)
+    placement.observe({"timing_s/step": 10.0, "sampling/waves": 3.0}, last)
+    # All turns of the step.
+    assert placement.swap_s == pytest.approx((70.0 + 70.0 + 1.0) / 3)
 
 
 def test_a_placement_of_other_sizes_or_settings_is_not_resumed(file: Path) -> None:
@@ -230,6 +349,9 @@ async def test_what_was_lent_returns_after_each_step() -> None:
         await asyncio.sleep(0)
         return lending.arranged
 
+    lending.is_sampling = True
+    assert await after(3, 1) == []
+    lending.is_sampling = False
     assert await after(3, 1) == [[3, 1]]
     assert await after(3, 1) == [[3, 1]] * 2
     lending.is_sampling = True
@@ -265,40 +387,49 @@ def judged(own_args: list[str], tiny: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_engines_of_a_run_go_where_they_are_needed(cli: Cli, judged: list[str]) -> None:
-    """To the judge, or to both roles in turns; samples and training are those of a run in one process."""
-    cli.ok(*judged, "--name", "inline")
-    ray = [*judged, "--runtime", "ray", "--placement.horizon-steps", "1000", "--placement.strategy"]
+    """To the judge, or to both roles in turns; samples and training are those of a run in one process.
+
+    To the judge between two waves of the first step: no verdict waits for a place, so that no engine is lent before.
+    """
+    rare = option_set(judged, "--reward-model.judge.pattern", r"([37])\d")
+    rare = option_set(option_set(rare, "--reward-model.judge.n", "1"), "--trainer.total-training-steps", "2")
+    reward = rare.index("--reward")
+    rare = rare[:reward] + rare[reward + 2 :]
+    cli.ok(*rare, "--name", "inline")
+    ray = ["--runtime", "ray", "--placement.horizon-steps", "1000", "--placement.strategy"]
     sizes = ["--controllers", "2", "--rollout.num-processes", "3", "--reward-model.judge.num-processes", "2"]
-    finished = cli(*ray, "dynamic", *sizes)
+    finished = cli(*rare, *ray, "dynamic", *sizes)
     assert finished.code == 0, finished
     assert "1 engine moved from the policy to the judge: 2 generate and 3 judge now\n" in finished.out
     assert "continuing after" not in finished.out
     assert_same_metrics(cli.cwd / "runs/default", cli.cwd / "runs/inline")
     rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
-    assert (rows[0]["placement/engines"], rows[0]["placement/judges"]) == (3, 2)
-    assert (rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (2, 3)
-    assert rows[-1]["placement/move_s"] > 0
-    spans = read_rows(cli.cwd / "runs/default/spans.jsonl")
-    swaps_s = [stop - start for step in spans for stage, start, stop in step["devices"]["engine 2"] if stage == "swap"]
-    assert rows[-1]["placement/move_s"] == pytest.approx(max(swaps_s), abs=1e-3)
-    last = spans[-1]["devices"]
+    assert rows[0]["sampling/waves"] > 1
+    assert [(row["placement/engines"], row["placement/judges"]) for row in rows] == [(2, 3)] * 2, "from 3 and 2"
+    first, *_, last = [step["devices"] for step in read_rows(cli.cwd / "runs/default/spans.jsonl")]
+    gen = {name: [own for own in spans if own[0] == "gen"] for name, spans in first.items() if name[:6] == "engine"}
+    assert any(stage == "swap" for stage, *_ in first["engine 2"])
+    others_start_s = min(max(start_s for _, start_s, _ in gen[name]) for name in ("engine 0", "engine 1"))
+    assert max(stop_s for *_, stop_s in gen["engine 2"]) < others_start_s, "in the first wave alone"
+    assert rows[-1]["placement/move_within_s"] > 0
     stages = {name: {stage for stage, *_ in own} for name, own in last.items() if not name.startswith("trainer")}
     assert [name for name, own in sorted(stages.items()) if own == {"gen", "sync"}] == ["engine 0", "engine 1"]
     assert [name for name, own in sorted(stages.items()) if own == {"reward"}] == ["engine 2", "judge 0", "judge 1"]
 
     # Resumed, it starts as it was left.
-    longer = option_set([*ray, "dynamic", *sizes], "--trainer.total-training-steps", "6")
+    longer = option_set([*rare, *ray, "dynamic", *sizes], "--trainer.total-training-steps", "3")
     finished = cli(*longer, "--resume", "auto")
     assert finished.code == 0, finished
     rows = [row for row in read_rows(cli.cwd / "runs/default/metrics.jsonl") if "placement/judges" in row]
-    assert (rows[-1]["step"], rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (6, 2, 3)
+    assert (rows[-1]["step"], rows[-1]["placement/engines"], rows[-1]["placement/judges"]) == (3, 2, 3)
     assert "moved" not in finished.out
 
     # Of two devices one would idle, so both soon do both.
-    finished = cli(*ray, "auto", "--rollout.num-processes", "1", "--name", "turns")
+    cli.ok(*judged, "--name", "inline-turns")
+    finished = cli(*judged, *ray, "auto", "--rollout.num-processes", "1", "--name", "turns")
     assert finished.code == 0, finished
     assert "2 devices generate and judge in turns now; continuing after step 3" in finished.out
-    assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/inline")
+    assert_same_metrics(cli.cwd / "runs/turns", cli.cwd / "runs/inline-turns")
     for row in read_rows(cli.cwd / "runs/turns/spans.jsonl")[3:]:
         engines = {name: spans for name, spans in row["devices"].items() if not name.startswith("trainer")}
         assert engines.keys() == {"engine 0", "engine 1"}

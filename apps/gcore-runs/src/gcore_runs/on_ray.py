@@ -226,15 +226,16 @@ async def _run_controller(
 
 
 async def arrange_as_noticed(ctx: Context[Handles], lending: LendingEngines) -> None:
-    """Give each role as many of this controller's engines as the sizes say that the backend sends after each step.
+    """Give each role as many of this controller's engines as the sizes say that the backend sends.
 
-    Those that were lent return, unless a call samples already: it has lent them for its own queues.
+    It does so after each step, and between waves of sampling where they change. Engines that were lent return, unless
+    a call samples already: it has lent them for its own queues.
     """
-    counts = [len(actors) for actors in (ctx.roles.engines, *ctx.roles.judges.values())]
-    num_places = [sum(len(range(r, n, ctx.world_size)) for n in counts) for r in range(ctx.world_size)]
-    arranged: Sizes | None = None
+    arranged = [len(actors) for actors in (ctx.roles.engines, *ctx.roles.judges.values())]
+    num_places = [sum(len(range(r, n, ctx.world_size)) for n in arranged) for r in range(ctx.world_size)]
     while True:
         sizes: Sizes = await ctx.notices.get()
-        if sizes != arranged or not lending.is_sampling:
-            lending.arrange(role_shares([sizes.engines, *sizes.judges.values()], num_places, ctx.rank))
-        arranged = sizes
+        counts = [sizes.engines, *sizes.judges.values()]
+        if counts != arranged or not lending.is_sampling:
+            lending.arrange(role_shares(counts, num_places, ctx.rank))
+        arranged = counts

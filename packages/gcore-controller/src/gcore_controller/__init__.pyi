@@ -35,6 +35,7 @@ from .rlhf.events import (
     RewardsFailed as RewardsFailed,
     Stepped as Stepped,
     Updating as Updating,
+    WaveSampled as WaveSampled,
 )
 from .rlhf.mixture import Joined as Joined, Mixture as Mixture
 from .rlhf.modality import (
@@ -51,6 +52,7 @@ from .rlhf.modality import (
     Wave as Wave,
 )
 from .rlhf.permutation import FeistelPermutation as FeistelPermutation
+from .rlhf.rounds import DeviceWork as DeviceWork, Round as Round
 from .rlhf.step import RLHFLoop as RLHFLoop
 from .runtimes.backend import Backend as Backend, Recovery as Recovery, SizedConfig as SizedConfig, Sizes as Sizes
 from .runtimes.inline import (

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import FrameType
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -35,7 +35,7 @@ from gcore_controller import (
     TrainerGroup,
     Updating,
 )
-from gcore_placement import Ledger
+from gcore_placement import STRATEGIES, Ledger
 from gcore_rollout import Failure
 from gcore_runs.loop.best import BEST, SINCE_BEST, compared, is_best, is_due, keep_best
 from gcore_runs.loop.learning_signal import SIGNAL, reason
@@ -194,8 +194,11 @@ class RunJob(RunStart, ABC, Generic[ConfigT]):
         """Return the program of the job, to be run by a runtime on every controller."""
         from gcore_controller import RLHFLoop
 
+        follows_load = self.config.runtime == "ray" and STRATEGIES[self.config.strategy].follows_load
+        loop = replace(self.config.loop, reports_waves=follows_load)
+
         async def run(ctx: Context[Any]) -> None:
-            await RLHFLoop(ctx, self.modality(), self.config.loop, self, recorder).run()
+            await RLHFLoop(ctx, self.modality(), loop, self, recorder).run()
 
         return run
 

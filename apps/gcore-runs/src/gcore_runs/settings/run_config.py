@@ -197,12 +197,12 @@ class PlacementConfig(Checked, section="placement"):
 
     strategy: Strategy | None = None
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
-    then, between steps, engines move from roles that idle to those that are busy, as long as that saves more than
-    it costs. colocated: each of rollout.num-processes devices has an engine of every role, and all generate, then all
-    judge; the engines that wait are asleep. auto: dynamic, or colocated where that takes less, swaps included. None or
+    then, between steps and waves of sampling, engines move from roles that idle to those that are busy, where it saves
+    more than it costs. colocated: each of rollout.num-processes devices has an engine of every role, and all generate,
+    then all judge; those that wait sleep. auto: dynamic, or colocated where that takes less, swaps included. None or
     unset: dynamic on a cluster with GPUs, more engines than roles, and schedule sync; otherwise split."""
     horizon_steps: Count = 20
-    """Steps over which a move must save more time than it takes; how long moves take is measured."""
+    """Steps over which a move between two of them must save more time than it takes, which is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import Context, StageTimer
 from gcore_controller.errors import StateError
+from gcore_controller.rlhf.exchange import exchange
 from gcore_controller.rlhf.modality import (
     GroupT,
     IndexedT,
@@ -33,6 +34,7 @@ from gcore_controller.rlhf.modality import (
     Wave,
 )
 from gcore_controller.rlhf.permutation import FeistelPermutation
+from gcore_controller.rlhf.rounds import Round, StepRounds
 from gcore_controller.trainer_group import State
 
 RowT = TypeVar("RowT")
@@ -248,29 +250,6 @@ class DynamicSampler(Generic[IndexedT]):
         self.surplus = [decode(g) for g in state["surplus"]]
 
 
-async def exchange(
-    groups: Sequence[IndexedT],
-    costs: Sequence[float],
-    *,
-    balance: Callable[[list[float], int], Sequence[Sequence[int]]],
-    group: Collectives,
-) -> list[IndexedT]:
-    """Redistribute all controllers' groups so that each gets about the same cost; see `Modality.balance`.
-
-    The first controller computes the assignment, since all controllers may share one process. Only groups that change
-    owners are sent. Returns this controller's new share, by prompt index.
-    """
-    mine = [(g.prompt_index, cost) for g, cost in zip(groups, costs, strict=True)]
-    everyones = sorted(entry for part in await group.all_gather(mine) for entry in part)
-    parts = balance([cost for _, cost in everyones], group.world_size) if group.rank == 0 else None
-    owner = {everyones[i][0]: rank for rank, part in enumerate(await group.broadcast(parts)) for i in part}
-    outgoing: list[list[IndexedT]] = [[] for _ in range(group.world_size)]
-    for entry in groups:
-        outgoing[owner[entry.prompt_index]].append(entry)
-    incoming = await group.all_to_all(outgoing)
-    return sorted((g for part in incoming for g in part), key=lambda g: g.prompt_index)
-
-
 @dataclass(eq=False)
 class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     """Samples the training batches of a run; all controllers do so together."""
@@ -283,8 +262,12 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     """The first batch is for the step after it."""
     state: InitVar[State | None]
     """State of the controller to resume from."""
+    report: InitVar[Callable[[Round], Awaitable[None]] | None] = None
+    """Called by the first controller with each wave that another one follows; see `StepRounds`."""
 
-    def __post_init__(self, first_step: int, state: State | None) -> None:
+    def __post_init__(
+        self, first_step: int, state: State | None, report: Callable[[Round], Awaitable[None]] | None
+    ) -> None:
         ctx, modality, config = self.ctx, self.modality, self.config
         self._step = first_step
         self._loader = PromptLoader(
@@ -303,6 +286,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             self._sampler.load_state(state["sampler"], modality.group_from_state)
             self._unfinished = [modality.unfinished_from_state(g) for g in state.get("unfinished", [])]
         self._shared = SharedPrompts(self._loader, ctx.group)
+        self._rounds = StepRounds(ctx, report)
         # Whether every trained token must come from the present weights.
         self._is_on_policy = config.schedule == "sync" and not config.partial_rollout
         self._max_staleness = 0 if self._is_on_policy else config.max_staleness
@@ -334,12 +318,18 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         state = {"loader": self._loader.state(), "sampler": sampler.state(lambda g: g.state()), "unfinished": left}
         filtered = [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
         return TrainingBatch(
-            groups=groups, num_groups=sampled.num_groups, metrics=metrics, state=state, filtered=filtered
+            groups=groups,
+            num_groups=sampled.num_groups,
+            metrics=metrics,
+            state=state,
+            rounds=self._rounds.end_step(),
+            filtered=filtered,
         )
 
     async def _sample_wave(self, count: int) -> list[GroupT]:
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
         ctx, config = self.ctx, self.config
+        await self._rounds.next_wave(count)
         if config.partial_rollout:
             groups = [g if self._is_fresh(g.oldest_version) else g.restarted() for g in self._unfinished]
             unfinished = [(group, self._loader.row(group.prompt_index)) for group in groups]

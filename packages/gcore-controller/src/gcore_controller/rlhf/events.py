@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gcore_controller.context import Span
+from gcore_controller.rlhf.rounds import Round
 from gcore_controller.trainer_group import State
 
 _logger = logging.getLogger(__name__)
@@ -25,6 +26,13 @@ class Updating:
     """The models are between two steps from here to `Reached`."""
 
 
+@dataclass(frozen=True)
+class WaveSampled:
+    """A wave was sampled, and the next one of its step starts once this is received; see `RLHFConfig.reports_waves`."""
+
+    round: Round
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
     """A step was made."""
@@ -35,6 +43,8 @@ class Stepped:
     """Where the time of each controller went, by rank."""
     devices: dict[str, list[Span]]
     """Where the time of each device went, by name."""
+    last: Round
+    """The part of the step that was not reported as `WaveSampled`."""
     samples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """A few of the step's samples; see `Modality.samples`."""
 
@@ -64,7 +74,7 @@ class Announced:
     line: str
 
 
-Event = Evaluated | Updating | Stepped | RewardsFailed | Reached | Announced
+Event = Evaluated | Updating | WaveSampled | Stepped | RewardsFailed | Reached | Announced
 Recorder = Callable[[Event], Awaitable[None]]
 
 

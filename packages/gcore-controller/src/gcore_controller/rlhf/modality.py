@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from gcore_controller.context import Context, DeviceTimers, Span
+from gcore_controller.rlhf.rounds import Round
 from gcore_controller.trainer_group import PolicyEngine, PolicyTrainer, State
 
 Schedule = Literal["sync", "one_step_off", "async"]
@@ -39,6 +40,9 @@ class RLHFConfig:
     """Threads that read prompts ahead."""
     log_samples: int = 0
     """Samples of each step that are recorded, of all controllers together; see `Modality.samples`."""
+    reports_waves: bool = False
+    """Report each wave of sampling that another one follows in its step (`WaveSampled`), to decide what runs where
+    between them; with schedule sync."""
     max_failed_share: float = 1.0
     """Largest fraction of failed reward calls that a run tolerates."""
 
@@ -181,6 +185,8 @@ class TrainingBatch(Generic[GroupT]):
     metrics: dict[str, float]
     state: State
     """State of the batch producer after this batch."""
+    rounds: Sequence[Round]
+    """The rounds in which it was sampled: the waves that were reported, and the rest, whose work is not known yet."""
     filtered: Sequence[GroupT] = ()
     """This controller's groups that were sampled for the batch and dropped, because they carry no signal."""
     spans: Sequence[Span] = ()

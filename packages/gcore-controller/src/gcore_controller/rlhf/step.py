@@ -2,16 +2,16 @@
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
-from gcore_controller.context import Context, Span, StageTimer, merge_spans, on_wall_clock, seconds_by_stage
+from gcore_controller.context import Context, Span, StageTimer, on_wall_clock, seconds_by_stage
 from gcore_controller.errors import RewardFailuresError
 from gcore_controller.rlhf.batch_producer import BatchProducer
-from gcore_controller.rlhf.events import Evaluated, Reached, Recorder, RewardsFailed, Stepped, Updating
+from gcore_controller.rlhf.events import Evaluated, Reached, Recorder, RewardsFailed, Stepped, Updating, WaveSampled
 from gcore_controller.rlhf.modality import (
     EvaluationT,
     FailureLog,
@@ -25,6 +25,7 @@ from gcore_controller.rlhf.modality import (
     TrainingBatch,
     UpdateT,
 )
+from gcore_controller.rlhf.rounds import DeviceWork, Round
 from gcore_controller.trainer_group import State
 from gcore_controller.turns import Turn
 
@@ -53,7 +54,8 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
             self.modality.load_state(state)
         if config.schedule != "sync":
             ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
-        producer = BatchProducer(ctx, self.modality, config, first_step=start.first_step, state=state)
+        report = self._report_wave if config.reports_waves and config.schedule == "sync" else None
+        producer = BatchProducer(ctx, self.modality, config, first_step=start.first_step, state=state, report=report)
         self._batches = _ScheduledBatches(producer, ctx.timer, config, config.total_steps - start.first_step)
 
     async def run(self) -> None:
@@ -125,6 +127,9 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         """Have the trainer and the engines swap places, where they share devices."""
         await self.ctx.roles.learner.take_turn(turn, self.ctx.timer)
 
+    async def _report_wave(self, wave: Round) -> None:
+        await self.recorder(WaveSampled(wave))
+
     def _forget_times(self) -> None:
         """Discard the times until now, which belong to no step."""
         self.ctx.timer.drain()
@@ -140,7 +145,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         step_s: float,
     ) -> None:
         """Gather all controllers' parts of the record of a step; rank 0 passes them to the recorder."""
-        ctx, devices = self.ctx, self.ctx.roles.devices
+        ctx = self.ctx
         spans = ctx.timer.drain()
         now_s = ctx.clock()
         ahead = {f"sampling {ctx.rank}": on_wall_clock(batch.spans, now_s, ctx.wall_clock)} if batch.spans else {}
@@ -149,10 +154,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         own = _Part(
             state={**batch.state, **self.modality.state()},
             spans=on_wall_clock(spans, now_s, ctx.wall_clock),
-            # Controllers of one process share the timers; the first to drain them reports everything.
-            generated=Counter(devices.generated),
-            num_lent=devices.num_lent,
-            devices=ahead | devices.drain(),
+            work=DeviceWork.merged([DeviceWork(spans=ahead), DeviceWork.drained(ctx.roles.devices)]),
             load=(self._cpu_s - before_s) / step_s if ctx.roles.owns_process else None,
             rewards=self._failures.drain(),
             samples=samples,
@@ -160,15 +162,16 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         parts = await ctx.group.all_gather(own)
         failures, failed = self._failures.merge([part.rewards for part in parts])
         if ctx.rank == 0:
-            generated = sum((part.generated for part in parts), Counter[str]())
-            num_lent = sum(part.num_lent for part in parts)
+            *waves, last = batch.rounds
+            last = replace(last, work=DeviceWork.merged(part.work for part in parts))
+            work = DeviceWork.merged([*(wave.work for wave in waves), last.work])
             metrics = {
                 **metrics,
                 **{f"timing_s/{stage}": value for stage, value in seconds_by_stage([*spans, *batch.spans]).items()},
                 "timing_s/step": step_s,
                 "perf/throughput": metrics.get(self.modality.throughput_of, 0.0) / step_s,
-                **{f"perf/generated/{stage}": float(number) for stage, number in generated.items()},
-                **({"placement/lent": float(num_lent)} if num_lent else {}),
+                **{f"perf/generated/{stage}": float(number) for stage, number in work.generated.items()},
+                **({"placement/lent": float(work.num_lent)} if work.num_lent else {}),
                 **failed,
             }
             loads = [part.load for part in parts if part.load is not None]
@@ -176,11 +179,12 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
                 metrics |= {"controller/load/max": max(loads), "controller/load/mean": sum(loads) / len(loads)}
             if failures:
                 await self.recorder(RewardsFailed(step=step, failures=failures))
-            merged = merge_spans(part.devices for part in parts)
             all_spans, states = [part.spans for part in parts], [part.state for part in parts]
             numbered = sorted((row for part in parts for row in part.samples), key=lambda row: row[0])
             shown = [row for _, row in numbered[: self.config.log_samples]]
-            await self.recorder(Stepped(step=step, metrics=metrics, spans=all_spans, devices=merged, samples=shown))
+            await self.recorder(
+                Stepped(step=step, metrics=metrics, spans=all_spans, devices=work.spans, last=last, samples=shown)
+            )
             is_last = step == self.config.total_steps
             await self.recorder(Reached(step=step, controllers=states, is_last=is_last))
         self._failures.check()
@@ -192,9 +196,7 @@ class _Part:
 
     state: State
     spans: list[Span]
-    devices: dict[str, list[Span]]
-    generated: Counter[str]
-    num_lent: int
+    work: DeviceWork
     load: float | None
     rewards: RewardCalls
     samples: Sequence[tuple[int, dict[str, Any]]]

@@ -10,9 +10,10 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 import ray
 
-from gcore_controller.context import Context, Span, run_until_done
+from gcore_controller.context import Context, run_until_done
 from gcore_controller.errors import ClusterError, ControllerDiedError, ControllerError, RankCodeError, RankError
-from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating
+from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating, WaveSampled
+from gcore_controller.rlhf.rounds import Round
 from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import ActorRole, RoleActors
 from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch, check_capacity, free_resources
@@ -31,7 +32,7 @@ ConfigT = TypeVar("ConfigT", bound=SizedConfig)
 
 
 class Placement(Protocol):
-    """Decides after every step which engines generate and which judge, for each judge."""
+    """Decides after every step, and between its waves of sampling, which engines generate and which judge."""
 
     swap_s: float | None
     """Seconds that it takes to put engines of all roles to sleep and to wake them; None: to be measured."""
@@ -46,8 +47,11 @@ class Placement(Protocol):
         """The sizes, with the engines as they are to be divided now."""
         ...
 
-    def observe(self, metrics: Mapping[str, float], devices: Mapping[str, Sequence[Span]]) -> None:
-        """Take in a step, and when each device worked in it."""
+    def observe_wave(self, wave: Round) -> None:
+        """Take in a wave of sampling that another one follows in the same step."""
+
+    def observe(self, metrics: Mapping[str, float], last: Round) -> None:
+        """Take in a step, and its last round: what is left of it after the waves that were taken in."""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the present division."""
@@ -188,6 +192,12 @@ class RayBackend(Generic[JobT, ConfigT]):
                 self._announced.add(event.line)
                 self.announce(event.line)
             return
+        if isinstance(event, WaveSampled):
+            if placement is not None:
+                placement.observe_wave(event.round)
+                if placement.sizes != self.config.sizes:
+                    await self._arrange_engines(placement.sizes)
+            return
         if isinstance(event, Stepped) and placement is not None:
             event.metrics.update(placement.metrics())
         if isinstance(event, Reached) and not event.is_last and placement is not None:
@@ -195,7 +205,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         await recorder(event)
         self._is_updating = isinstance(event, Updating)
         if isinstance(event, Stepped) and placement is not None:
-            placement.observe(event.metrics, event.devices)
+            placement.observe(event.metrics, event.last)
         if isinstance(event, Reached) and not event.is_last:
             self._capacity.check_growth()
             if placement is not None and (sizes := placement.sizes) != (now := self.config.sizes):
