@@ -54,7 +54,7 @@ from gcore_runs import (
     read_jsonl,
     shown,
 )
-from gcore_runs.engines import Instrumentation, device_timers
+from gcore_runs.engines import Instrumentation, device_timers, engines_in_turns
 from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ async def start(
         sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            turns, sharing = None, [policy, *filter(None, [judge])] if config.takes_turns else []
+            turns, sharing = None, engines_in_turns(config, policy, [*filter(None, [judge])])
             for engine in sharing:
                 # The trainer has the first turn.
                 await engine.sleep()

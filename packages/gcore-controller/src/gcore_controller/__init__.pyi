@@ -52,7 +52,13 @@ from .rlhf.modality import (
 )
 from .rlhf.permutation import FeistelPermutation as FeistelPermutation
 from .rlhf.step import RLHFLoop as RLHFLoop
-from .runtimes.backend import Backend as Backend, Recovery as Recovery, SizedConfig as SizedConfig, Sizes as Sizes
+from .runtimes.backend import (
+    LENT as LENT,
+    Backend as Backend,
+    Recovery as Recovery,
+    SizedConfig as SizedConfig,
+    Sizes as Sizes,
+)
 from .runtimes.inline import (
     InlineBackend as InlineBackend,
     InlineCollectives as InlineCollectives,
