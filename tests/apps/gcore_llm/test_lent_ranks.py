@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command_line import Cli, metrics_of, option_set, read_rows
+from command_line import Cli, metrics_of, option_set, read_rows, step_rows
 
 LENT = ["--placement.lend-ranks", "true"]
 # Its calls are in the middle of sampling; the second engine on a rank's device is killed once.
@@ -25,8 +25,8 @@ def reward(prompt, completion, row):
 
 
 def comparable(run: Path) -> list[dict[str, float]]:
-    """Metrics but for the load, and the rounding that is between engine and trainer."""
-    left_out = ("training/rollout_", "controller/")
+    """Metrics but for the load, the number of lent engines, and the rounding that is between engine and trainer."""
+    left_out = ("training/rollout_", "controller/", "placement/lent")
     return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in metrics_of(run)]
 
 
@@ -49,6 +49,7 @@ def test_ranks_lend_their_devices_while_the_policy_samples(cli: Cli, own_args: l
     expected = comparable(cli.cwd / "runs/static")
     for name in ("killed", "cluster"):
         assert comparable(cli.cwd / "runs" / name) == expected
+        assert [row["placement/lent"] for row in step_rows(cli.cwd / "runs" / name)] == [2.0, 2.0]
         for row in read_rows(cli.cwd / "runs" / name / "spans.jsonl"):
             assert {*row["devices"]} == {"engine 0", "device 0", "device 1"}
             for device, spans in row["devices"].items():

@@ -155,7 +155,9 @@ async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerSer
     # Ray shows a controller the GPU that it reserves, or none.
     device = job.config.engine_device if job.config.gpus_per_controller else "cpu"
     rewards = build_rewards(job.config, judge=own.judges.get("judge"), device=device)
-    learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing)
+    learner = RayTrainerClient(
+        ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing, lending=own.lending
+    )
     roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))
 

@@ -157,7 +157,7 @@ async def start_engine(
     )
 
 
-def _gpus(settings: EngineConfig, config: TrainConfig, num_lent: int) -> list[str]:
+def _gpus(settings: EngineConfig, config: TrainConfig, num_lent: int = 0) -> list[str]:
     """Return the GPU of each process of an engine; none for one that has no processes, or is on no GPU.
 
     The last ``num_lent`` are on those of the training ranks.

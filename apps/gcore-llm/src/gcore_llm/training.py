@@ -272,7 +272,9 @@ async def _run_controller(
             policy=own.policy,
             **scoring_roles(config, tokenizer, rewards),
             policy_slots=own.num_engines * config.rollout.max_num_seqs,
-            learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of, sharing=own.sharing),
+            learner=RayTrainerClient(
+                ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of, sharing=own.sharing, lending=own.lending
+            ),
             devices=own.devices,
             owns_process=True,
         )

@@ -40,30 +40,32 @@ class ActorEngines:
         world_size: int,
         instrumentation: Instrumentation,
         start_timeout_s: float,
-        lent: Sequence[EngineHandle] = (),
+        lent: Sequence[EngineHandle] | None = None,
     ) -> Self:
         """Connect to every ``world_size``-th actor from the ``rank``-th; where they are few, controllers share one.
 
         Engines that died are connected to again, after Ray has restarted them. Of ``lent`` ones, which are asleep,
-        controllers have every ``world_size``-th, too, but the last ones have those that are left over.
+        controllers have every ``world_size``-th, too, but the last ones have those that are left over; None: the run
+        lends none.
         """
         own = replace(instrumentation, role=role)
         engines = cls(own, len(actors) >= world_size, start_timeout_s=start_timeout_s)
         share = list(enumerate(actors))[rank % len(actors) :: world_size]
         named = {f"{role} {number}": actor for number, actor in share}
-        named |= {f"{LENT} {i}": lent[i] for i in range(world_size - 1 - rank, len(lent), world_size)}
+        sleepers = list(enumerate(lent or ()))[world_size - 1 - rank :: world_size]
+        named |= {f"{LENT} {number}": actor for number, actor in sleepers}
         found = await asyncio.gather(*(engines._connect(name, actor) for name, actor in named.items()))
-        newest, sleepers = max(client.weight_version for client in found), found[len(share) :]
+        newest, asleep = max(client.weight_version for client in found), found[len(share) :]
         engines.replicas = EngineReplicas(
             [client for client in found if client.weight_version == newest],
             restart=engines._reconnect,
             announce=instrumentation.announce,
-            lent=sleepers,
+            lent=None if lent is None else asleep,
         )
         for client in found:
             # Engines that an earlier job has left with older weights.
             if client.weight_version < newest:
-                await engines.replicas.add(client, is_lent=client in sleepers)
+                await engines.replicas.add(client, is_lent=client in asleep)
         return engines
 
     async def take_over(self, name: str, others: "ActorEngines") -> Engine[Any, Any]:

@@ -24,7 +24,7 @@ from gcore_rollout import (
 from gcore_runs import Bound, Checked, Count, NonNegative, UserError, at_least, logged
 
 if TYPE_CHECKING:
-    from gcore_controller import DeviceTimers
+    from gcore_controller import DeviceTimers, Lending
     from gcore_rollout import Engine, RequestT, SampleT, WeightRecord
     from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 
@@ -346,6 +346,17 @@ def engines_in_turns(
     if config.lends_ranks:
         return [policy]
     return [policy, *judges] if config.takes_turns else []
+
+
+def lending_of(config: "BaseRLConfig") -> "Lending | None":
+    """Return how ranks lend their devices; None: they do not."""
+    if not config.lends_ranks:
+        return None
+    from gcore_controller import Lending
+    from gcore_placement import LendChoice
+
+    count, is_auto = config.sizes.num_lent, config.placement.lend_ranks == "auto"
+    return Lending(num_engines=count, rule=LendChoice(engines=config.sizes.engines, lent=count) if is_auto else None)
 
 
 def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:

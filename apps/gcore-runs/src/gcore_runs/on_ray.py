@@ -20,6 +20,7 @@ from gcore_controller import (
     Context,
     DeviceTimers,
     Handles,
+    Lending,
     RayBackend,
     Recorder,
     RoleActors,
@@ -41,7 +42,7 @@ from gcore_rollout import (
 )
 from gcore_runs import BaseRLConfig, RunJob, UserError, log_to, logged, logs_of
 from gcore_runs.actor_engines import ActorEngines, lend, role_shares
-from gcore_runs.engines import Instrumentation, allocator_variables, engines_in_turns
+from gcore_runs.engines import Instrumentation, allocator_variables, engines_in_turns, lending_of
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.node_logs import NodeLogs
 
@@ -61,6 +62,8 @@ class ControllerServices:
     devices: DeviceTimers
     sharing: Sequence[Engine[Any, Any]] = ()
     """The engines that share devices with training ranks, and take turns with them; the policy's first."""
+    lending: Lending | None = None
+    """The loan of the ranks' devices, if that is what turns are for."""
 
 
 ConnectPolicy = Callable[[ConfigT, Instrumentation, int, int], Awaitable[tuple[Engine[Any, Any], int]]]
@@ -222,6 +225,7 @@ async def _run_controller(
             devices=devices,
             num_engines=num_engines,
             sharing=engines_in_turns(config, policy, judging),
+            lending=lending_of(config),
         )
         await run_controller(job, ctx, services, ctx.report)
 

@@ -92,4 +92,4 @@ from .trainer_group import (
     TrainerWorker as TrainerWorker,
     deal as deal,
 )
-from .turns import DeviceTurns as DeviceTurns
+from .turns import DeviceTurns as DeviceTurns, Lending as Lending, LendRule as LendRule

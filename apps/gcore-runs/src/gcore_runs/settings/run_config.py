@@ -177,10 +177,11 @@ class PlacementConfig(Checked, section="placement"):
     unset: dynamic on a cluster with GPUs, more engines than roles, and schedule sync; otherwise split."""
     horizon_steps: Count = 20
     """Steps over which a move must save more time than it takes; how long moves take is measured."""
-    lend_ranks: bool = False
+    lend_ranks: bool | Literal["auto"] = False
     """true: while the policy samples, the training ranks are asleep, and each device of theirs has a further engine of
-    the policy, besides the rollout.num-processes ones with devices of their own; it sleeps while the ranks work. With
-    runtime inline or ray and schedule sync, and not with rollout.colocated, where all engines share devices so."""
+    the policy, besides the rollout.num-processes ones with devices of their own; it sleeps while the ranks work. auto:
+    in the steps in which that saves more time than the swaps take, as measured. With runtime inline or ray and schedule
+    sync, and not with rollout.colocated, where all engines share devices so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,5 +383,6 @@ class BaseRLConfig(BaseRunConfig, ABC):
             (self.rollout.colocated is True, "rollout.colocated true, where all engines share the devices of ranks"),
             (strategy not in (None, "split"), f"placement.strategy {strategy!r}; 'split' or None take it"),
             (not has_own, "rollout.num_processes 0 or servers; 1 or more engines have devices of their own"),
+            (not self.sizes.num_lent, "trainer.num_processes below rollout.tensor_parallel_size"),
         ):
             self.require("placement.lend_ranks", not unfit, f"false with {why}")

@@ -22,14 +22,14 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         *,
         restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]] | None,
         announce: Callable[[str], None] | None,
-        lent: Collection[Engine[RequestT, SampleT]] = (),
+        lent: Collection[Engine[RequestT, SampleT]] | None,
     ) -> None:
         versions = {engine.weight_version for engine in engines}
         if len(versions) != 1:
             raise ValueError(f"weight versions of engines are {sorted(versions)}; expected one version of one or more")
         (self._version,) = versions
-        self._replicas = [Replica(engine, is_lent=engine in lent) for engine in engines]
-        self._has_lent = bool(lent)
+        self._replicas = [Replica(engine, is_lent=engine in (lent or ())) for engine in engines]
+        self._all_sleep = lent is None
         self._restart = restart
         self._announce = announce or (lambda _: None)
         self._expected: tuple[int, Digests] | None = None
@@ -135,7 +135,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
 
     def _sleeps(self, replica: Replica[RequestT, SampleT]) -> bool:
         """Return whether `sleep` and `wake` are for this replica."""
-        return replica.is_lent or not self._has_lent
+        return replica.is_lent or self._all_sleep
 
     @property
     def _sleepers(self) -> list[Replica[RequestT, SampleT]]:
@@ -230,7 +230,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
 
         It serves once it has the current weights: at once if the pool still holds them.
         """
-        self._has_lent |= is_lent
+        self._all_sleep &= not is_lent
         await self._add(Replica(engine, is_lent=is_lent))
 
     async def remove(self, engine: Engine[RequestT, SampleT], *, drain: bool = True) -> None:
@@ -334,7 +334,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     async def _replace(
         self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]], name: str, *, is_lent: bool
     ) -> None:
-        if is_lent or not self._has_lent:
+        if is_lent or self._all_sleep:
             await self._may_start.wait()
         try:
             engine = await restart()

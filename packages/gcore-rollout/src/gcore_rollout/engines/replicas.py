@@ -76,7 +76,7 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
             engine's ``name``, if it has one), why it died and what is done. It must not block.
         lent: those of the engines on devices that something else has at times: they alone `sleep` and `wake`, while the
             others serve. An update of the weights that they sleep through is made up for by the next one. With `sleep`,
-            replacements of theirs wait until `wake`, those of the others start at once.
+            replacements of theirs wait until `wake`, those of the others start at once. None: all sleep and wake.
 
     Raises:
         ValueError: there are no engines, or their weight versions differ.
@@ -89,7 +89,7 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
         restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]] | None = None,
         max_deaths: int = 3,
         announce: Callable[[str], None] | None = None,
-        lent: Collection[Engine[RequestT, SampleT]] = (),
+        lent: Collection[Engine[RequestT, SampleT]] | None = None,
     ) -> None:
         super().__init__(engines, restart=restart, announce=announce, lent=lent)
         if max_deaths < 1:
@@ -345,7 +345,8 @@ async def start_replicas(
         if isinstance(error, BaseException):
             await asyncio.gather(*(engine.close() for engine in engines))
             raise error
-    return EngineReplicas(engines, restart=restart, announce=announce, lent=engines[num_replicas - num_lent :])
+    lent = engines[num_replicas - num_lent :] if num_lent else None
+    return EngineReplicas(engines, restart=restart, announce=announce, lent=lent)
 
 
 def visible_gpus(device: str) -> list[str]:

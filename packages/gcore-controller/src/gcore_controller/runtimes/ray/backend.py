@@ -66,8 +66,8 @@ class Handles:
     """Engines of the policy; controller r uses every ``world_size``-th from the r-th."""
     judges: Mapping[ActorRole, Sequence[Any]]
     """Engines of each judge, by its role; divided likewise, or shared by several controllers."""
-    lent: Sequence[Any]
-    """Engines of the policy on the devices of ranks that are lent, divided likewise from the last controller on."""
+    lent: Sequence[Any] | None
+    """Engines of the policy on the devices of ranks, divided from the last controller on; None: none are lent."""
     ranks: RankHandles
     shared_devices: Mapping[str, str]
     """The device of each engine, judge and rank that shares one, by names; see `DeviceTimers`."""
@@ -126,7 +126,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         handles = Handles(
             engines=self.engines.handles["engine"],
             judges={role: own for role, own in self.engines.handles.items() if role not in ("engine", LENT)},
-            lent=self.engines.handles.get(LENT, ()),
+            lent=self.engines.handles.get(LENT),
             ranks=self.learner.ranks,
             shared_devices=self._devices.names,
             folder=Path.cwd(),
