@@ -96,7 +96,7 @@ def own_args(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def reproducible(run: Path) -> list[dict[str, Any]]:
-    clocks = ("timing_s/", "perf/throughput", "ledger/")
+    clocks = ("timing_s/", "perf/throughput", "ledger/", "placement/")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in read_rows(run / "metrics.jsonl")]
 
 

@@ -54,7 +54,9 @@ def test_ranks_lend_their_devices_while_the_policy_samples(cli: Cli, own_args: l
             assert {*row["devices"]} == {"engine 0", "device 0", "device 1"}
             for device, spans in row["devices"].items():
                 own = {"gen", "sync"} if device == "engine 0" else {"gen", "swap", "prepare", "train", "sync"}
-                assert {stage for stage, *_ in spans} == own
+                found = {stage for stage, *_ in spans}
+                # A replacement may not be there before the next step is over.
+                assert found == own or (name == "killed" and device == "device 1" and own - found <= {"gen"})
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ def forecast_job(config: BaseRLConfig, job: Job, path: Path, *, num_engines: int
 
     See `gcore_llm.forecast.run_forecast`.
     """
+    if config.placement.lend_ranks is True:
+        num_engines += config.sizes.num_lent
     correction = Correction(most=_MOST)
     if path.exists():
         correction.load_state(Correction.load(path).state())
