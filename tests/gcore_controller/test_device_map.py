@@ -38,6 +38,18 @@ def test_judges_on_the_devices_of_engines() -> None:
     assert "trainer 2" not in shared.names
 
 
+def test_engines_on_the_devices_of_ranks() -> None:
+    """Two ranks for each lent engine of two devices, and a fifth with a device of its own."""
+    sizes = Sizes(controllers=1, engines=1, judges={"judge": 1}, ranks=5, devices_per_engine=2, lends_ranks=True)
+    assert (sizes.num_lent, sizes.num_own_ranks, sizes.num_reserved) == (2, 1, 10)
+    assert str(sizes) == "1 controller, 1 engine, 2 lent engines, 1 judge and 5 training ranks"
+    own = [Device("a", ["0", "1"]), Device("a", ["2", "3"])]
+    found = DeviceMap.of(sizes, [*own, Device("b", ["0", "1"]), Device("a", ["4", "5"])])
+    assert [(device.node, *device.gpus) for device in found.ranks] == [("a", "4"), ("a", "5"), ("b", "0"), ("b", "1")]
+    ranks = {f"trainer {rank}": f"device {1 - rank // 2}" for rank in range(4)}
+    assert found.names == {"lent 0": "device 0", "lent 1": "device 1", **ranks}
+
+
 def test_roles_on_one_device_are_timed_together() -> None:
     timers = DeviceTimers(shared={"engine 0": "device 0", "trainer 0": "device 0"})
     for name, stage in (("engine 0", "gen"), ("trainer 0", "train"), ("trainer 1", "train")):

@@ -18,9 +18,11 @@ from gcore_controller import (
     Event,
     Generated,
     InlineBackend,
+    Lending,
     RLHFConfig,
     RLHFLoop,
     RunStart,
+    SharedTrainerClient,
     StageTimer,
     Stepped,
     run_simulated,
@@ -227,3 +229,56 @@ async def test_what_ended_a_run_is_told_before_a_swap_that_fails() -> None:
     with pytest.raises(ValueError, match="no reward") as caught:
         await backend.run(None, cast(Any, None))
     assert "trainer and engines could not swap places: RuntimeError('engine 0 is gone')" in caught.value.__notes__[-1]
+
+
+@dataclass
+class Alternating:
+    """Ranks lend their devices in every second step."""
+
+    lends: bool = False
+    seen: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
+
+    def observe(self, *, generation_s: float, generated: float, swap_s: float) -> bool:
+        self.seen.append((generation_s, generated, swap_s))
+        self.lends = not self.lends
+        return self.lends
+
+
+class SlowTrainer(SleepingTrainer):
+    async def sleep(self) -> None:
+        await asyncio.sleep(0.25)
+        await super().sleep()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_lend_their_devices_in_the_steps_in_which_a_rule_says_so(world_size: int) -> None:
+    """Engines wake for an update of their weights; without it they sleep through the step, in which nothing swaps."""
+    device, rule, devices = SharedDevice(), Alternating(), DeviceTimers()
+    engine = SleepingSynthesizer(seconds=0.01, device=device)
+    turns = DeviceTurns(SlowTrainer(device), engine, devices=devices, ranks=[0])
+    lent: list[int] = []
+
+    async def program(ctx: Context[Any]) -> None:
+        client = SharedTrainerClient[Any](
+            cast("Any", None), ctx.group, devices, turns=turns, lending=Lending(num_engines=3, rule=rule)
+        )
+        timer = StageTimer(ctx.clock)
+        await client.take_turn("sync", timer)
+        for _ in range(4):
+            await client.take_turn("sampling", timer)
+            with timer.stage("gen"):
+                await asyncio.sleep(0.5)
+            devices.generated["gen"] = 7
+            await client.take_turn("training", timer)
+            await client.take_turn("sync", timer)
+            if ctx.rank == 0:
+                lent.append(devices.num_lent)
+                devices.drain()
+            timer.drain()
+            await ctx.group.barrier()
+
+    run_simulated(program, roles=None, world_size=world_size)
+    assert lent == [0, 3, 0, 3]
+    assert rule.seen == [(0.5, 7, swap_s) for swap_s in (0.0, 0.25, 0.0, 0.25)]
+    loan = ["+engine weights", "-trainer", "+engine weights engine cache", "-engine dropped", "+trainer"]
+    assert device.log == 2 * loan

@@ -61,9 +61,17 @@ in_turns = st.builds(
     ranks_in_turns=st.booleans(),
     judges_in_turns=st.just(value=True),
 )
+lending = st.builds(
+    RoleSizes,
+    training=layouts,
+    num_engines=few,
+    devices_per_engine=few,
+    num_judges=st.integers(0, 2),
+    lends_ranks=st.just(value=True),
+)
 
 
-@given(cluster=clusters, sizes=st.one_of(role_sizes, in_turns))
+@given(cluster=clusters, sizes=st.one_of(role_sizes, in_turns, lending))
 def test_everything_is_placed_once_and_within_nodes_or_refused(cluster: Cluster, sizes: RoleSizes) -> None:
     try:
         found = map_devices(cluster, sizes)
@@ -80,12 +88,15 @@ def check(found: DeviceMap, cluster: Cluster) -> None:
     assert {role: len(processes) for role, processes in placed.items()} == {
         **counts,
         "training rank": sizes.training.num_ranks,
+        "lent engine": sizes.num_lent,
     }
+    assert not {slot for slots in found.lent for slot in slots} - {*found.ranks}
     for stage in get_args(Stage):
         busy = [slot for role in found.awake(stage) for slot in chain.from_iterable(placed[role])]
         assert len(set(busy)) == len(busy)
         assert all(slot.node * cluster.devices_per_node + slot.gpu < cluster.num_devices for slot in busy)
     widths: dict[MappedRole, int] = {"policy engine": sizes.devices_per_engine, "judge": sizes.devices_per_judge}
+    widths["lent engine"] = sizes.devices_per_engine
     for role, width in widths.items():
         assert all(len(slots) == width and len({slot.node for slot in slots}) == 1 for slots in placed[role])
     # Ranks of one TP and CP group are neighbours on one node.
@@ -144,9 +155,25 @@ def test_all_devices_train_and_the_judge_has_some_of_them() -> None:
     assert found.on(found.judges[0][0]) == {"judge": 0, "training rank": 6}
 
 
+def test_ranks_lend_their_devices_to_engines_of_two() -> None:
+    found = map_devices(cluster_of(8), sizes_of(layout(dp=5), 1, devices_per_engine=2, lends_ranks=True))
+    assert [[slot.gpu for slot in slots] for slots in found.lent] == [[0, 1], [2, 3]]
+    assert found.on(found.ranks[3]) == {"training rank": 3, "lent engine": 1}
+    assert found.awake("generation") == ["reward model", "lent engine", "policy engine", "judge"]
+    assert found.awake("training") == ["reward model", "training rank", "policy engine", "judge"]
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
+        (
+            sizes_of(layout(dp=6), 1, devices_per_engine=4, lends_ranks=True),
+            "",
+        ),
+        (
+            sizes_of(layout(dp=12), 1, devices_per_engine=3, lends_ranks=True),
+            "devices_per_engine is 3; expected a divisor of the ranks of each node with lends_ranks",
+        ),
         (sizes_of(layout(tp=16), 1), "tensor_model_parallel_size is 16; expected at most 8, the devices of a node"),
         (
             sizes_of(layout(tp=4, cp=4), 1),
@@ -186,6 +213,7 @@ def test_what_does_not_fit_is_named(sizes: RoleSizes, expected: str) -> None:
             {"num_judges": 1, "devices_per_judge": 2, "judges_in_turns": True},
             "devices_per_judge is 2; expected devices_per_engine",
         ),
+        ({"lends_ranks": True, "ranks_in_turns": True}, "lends_ranks is True; expected false with ranks_in_turns"),
     ],
 )
 def test_contradictions_are_refused(changed: dict[str, Any], expected: str) -> None:

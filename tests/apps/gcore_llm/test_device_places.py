@@ -59,6 +59,12 @@ def test_processes_see_the_gpus_that_they_are_given(monkeypatch: pytest.MonkeyPa
     places = [sampling._gpus(own, config) for own in (config.rollout, judge)]  # pyright: ignore[reportPrivateUsage]
     assert places == [["6"], ["7"]]
     assert sampling._gpus(config.rollout, replace(config, device="cpu")) == []  # pyright: ignore[reportPrivateUsage]
+    config = replace(config, trainer=replace(config.trainer, num_processes=2))
+    # The last two are on the devices of ranks, which are lent.
+    assert sampling._gpus(config.rollout, config, 2) == ["7", "4", "6"]  # pyright: ignore[reportPrivateUsage]
+
+
+few_ranks = st.integers(1, 40)
 
 
 def cluster_of(num_devices: int, devices_per_node: int) -> Cluster:
@@ -125,6 +131,25 @@ def test_ray_has_ranks_where_the_planned_map_has_them(
         names = {"policy engine": "engine", "judge": "judge"}
         rows = {live.names[f"{names[role]} {number}"] for role, number in on_device.items() if role in names}
         assert rows == {live.names[f"trainer {rank}"]}
+
+
+@given(cluster=st.builds(cluster_of, st.integers(1, 32), st.integers(1, 8)), size=st.integers(1, 4), ranks=few_ranks)
+def test_ray_has_ranks_that_lend_their_devices_where_the_planned_map_has_them(
+    cluster: Cluster, size: int, ranks: int
+) -> None:
+    sizes = RoleSizes(training=layout_of(ranks), num_engines=1, devices_per_engine=size, lends_ranks=True)
+    try:
+        planned = map_devices(cluster, sizes)
+    except PlacementError:
+        return
+    blocks = [on_ray.Device(f"{b[0].node:02}", [str(s.gpu) for s in b]) for b in planned.lent]
+    counts = Sizes(controllers=1, engines=1, ranks=ranks, devices_per_engine=size, lends_ranks=True)
+    live = on_ray.DeviceMap.of(counts, [on_ray.Device("own"), *blocks])
+    found = [(int(device.node), *map(int, device.gpus)) for device in live.ranks]
+    assert found == [(slot.node, slot.gpu) for slot in planned.ranks[: len(found)]]
+    assert len(found) == counts.ranks - counts.num_own_ranks == sizes.num_lent * size
+    for rank, slot in enumerate(planned.ranks[: len(found)]):
+        assert live.names[f"trainer {rank}"] == live.names[f"lent {planned.on(slot)['lent engine']}"]
 
 
 @given(

@@ -54,7 +54,7 @@ from gcore_runs import (
     read_jsonl,
     shown,
 )
-from gcore_runs.engines import Instrumentation, device_timers
+from gcore_runs.engines import Instrumentation, device_timers, engines_in_turns
 from gcore_trainer import pipeline_component
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ async def start(
         sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)
         if not is_on_ray:
-            turns, sharing = None, [policy, *filter(None, [judge])] if config.takes_turns else []
+            turns, sharing = None, engines_in_turns(config, policy, [*filter(None, [judge])])
             for engine in sharing:
                 # The trainer has the first turn.
                 await engine.sleep()
@@ -155,7 +155,9 @@ async def _run_controller(job: Job, ctx: "Context[Handles]", own: "ControllerSer
     # Ray shows a controller the GPU that it reserves, or none.
     device = job.config.engine_device if job.config.gpus_per_controller else "cpu"
     rewards = build_rewards(job.config, judge=own.judges.get("judge"), device=device)
-    learner = RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing)
+    learner = RayTrainerClient(
+        ctx.roles.ranks, ctx.group, own.devices, cost_of=num_passes, sharing=own.sharing, lending=own.lending
+    )
     roles = Roles(policy=own.policy, rewards=rewards, devices=own.devices, learner=learner, owns_process=True)
     await job.program(recorder)(ctx.with_roles(roles))
 

@@ -146,17 +146,22 @@ async def start_engine(
         return engine
     # All processes that generate at the same time share the cores.
     judges = sum(judge.num_processes for judge in config.judges.values())
+    num_lent = config.sizes.num_lent if settings is config.rollout else 0
     return await instrumentation.start(
         engine_factory(settings, config, model, eos_token_ids=eos_token_ids),
         settings.num_processes,
-        num_threads=max(1, config.threads // (max(1, config.rollout.num_processes) + judges)),
+        num_threads=max(1, config.threads // (max(1, config.rollout.num_processes) + config.sizes.num_lent + judges)),
         preload=settings.kind.preload,
-        gpus=_gpus(settings, config),
+        gpus=_gpus(settings, config, num_lent),
+        num_lent=num_lent,
     )
 
 
-def _gpus(settings: EngineConfig, config: TrainConfig) -> list[str]:
-    """Return the GPU of each process of an engine; none for one that has no processes, or is on no GPU."""
+def _gpus(settings: EngineConfig, config: TrainConfig, num_lent: int = 0) -> list[str]:
+    """Return the GPU of each process of an engine; none for one that has no processes, or is on no GPU.
+
+    The last ``num_lent`` are on those of the training ranks.
+    """
     if not settings.num_processes or not (gpus := visible_gpus(config.device)):
         return []
     from gcore_llm.learning.device_places import engine_gpus, training_gpus
@@ -168,7 +173,8 @@ def _gpus(settings: EngineConfig, config: TrainConfig) -> list[str]:
     training, takes_turns = training_gpus(config, len(gpus)), config.takes_turns
     count = settings.num_processes * size
     places = engine_gpus(len(gpus), count, training, takes_turns=takes_turns, first=first)
-    return [",".join(gpus[place] for place in places[i : i + size]) for i in range(0, count, size)]
+    places += engine_gpus(len(gpus), num_lent * size, training, takes_turns=True)
+    return [",".join(gpus[place] for place in places[i : i + size]) for i in range(0, len(places), size)]
 
 
 @dataclass(frozen=True, kw_only=True)

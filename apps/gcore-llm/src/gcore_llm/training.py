@@ -44,7 +44,7 @@ from gcore_runs import (
     model_folder,
     resolve,
 )
-from gcore_runs.engines import EngineConfig, Instrumentation, device_timers
+from gcore_runs.engines import EngineConfig, Instrumentation, device_timers, engines_in_turns
 from gcore_trainer import merge_lora, read_adapters
 
 if TYPE_CHECKING:
@@ -192,22 +192,22 @@ async def _start_inline(
     instrumentation: Instrumentation,
 ) -> Backend[Job, TrainConfig]:
     """Load the model in a folder for every role that needs it, in this process."""
-    devices, takes_turns = instrumentation.devices or DeviceTimers(), config.takes_turns
+    devices = instrumentation.devices or DeviceTimers()
     # vLLM sets process-wide state as it starts, so it comes first.
     eos = eos_token_ids(scoring["tokenizer"], model)
     policy = await start_policy(config, model, eos_token_ids=eos, instrumentation=instrumentation)
+    sharing = engines_in_turns(config, policy, judges)
     try:
-        if takes_turns:
+        for engine in sharing:
             # The trainer has the first turn.
-            for engine in (policy, *judges):
-                await engine.sleep()
+            await engine.sleep()
         learner = start_trainer(config, model, run.checkpoints)
     except BaseException:
         await policy.close()
         raise
     turns = None
-    if takes_turns:
-        turns = DeviceTurns(learner, policy, judges, devices=devices, ranks=range(config.trainer.num_processes))
+    if sharing:
+        turns = DeviceTurns(learner, policy, sharing[1:], devices=devices, ranks=range(config.trainer.num_processes))
     roles = SamplingRoles(policy=policy, devices=devices, **scoring)
     return inline_backend(config, shared=roles, roles=Roles, learner=learner, close=policy.close, turns=turns)
 
@@ -272,7 +272,9 @@ async def _run_controller(
             policy=own.policy,
             **scoring_roles(config, tokenizer, rewards),
             policy_slots=own.num_engines * config.rollout.max_num_seqs,
-            learner=RayTrainerClient(ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of, sharing=own.sharing),
+            learner=RayTrainerClient(
+                ctx.roles.ranks, ctx.group, own.devices, cost_of=cost_of, sharing=own.sharing, lending=own.lending
+            ),
             devices=own.devices,
             owns_process=True,
         )

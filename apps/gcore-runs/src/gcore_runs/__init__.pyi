@@ -75,6 +75,7 @@ from .settings.bounds import (
     multiple_of as multiple_of,
     within as within,
 )
+from .settings.cluster_config import RayConfig as RayConfig
 from .settings.data_config import BaseDataConfig as BaseDataConfig
 from .settings.parsing import (
     as_option as as_option,
@@ -98,7 +99,6 @@ from .settings.run_config import (
     BaseTrainerConfig as BaseTrainerConfig,
     PlacementConfig as PlacementConfig,
     RanksConfig as RanksConfig,
-    RayConfig as RayConfig,
     RLTrainerConfig as RLTrainerConfig,
 )
 from .training_ranks import BaseTrainerWorker as BaseTrainerWorker

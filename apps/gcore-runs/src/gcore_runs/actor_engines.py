@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
-from gcore_controller import ActorRole, DeviceTimers
+from gcore_controller import LENT, ActorRole, DeviceTimers
 from gcore_placement import LendingRule
 from gcore_rollout import Engine, EngineHandle, EngineReplicas, LendingEngines, RayEngine
 from gcore_runs.engines import Instrumentation
@@ -40,26 +40,32 @@ class ActorEngines:
         world_size: int,
         instrumentation: Instrumentation,
         start_timeout_s: float,
+        lent: Sequence[EngineHandle] | None = None,
     ) -> Self:
         """Connect to every ``world_size``-th actor from the ``rank``-th; where they are few, controllers share one.
 
-        Engines that died are connected to again, after Ray has restarted them.
+        Engines that died are connected to again, after Ray has restarted them. Of ``lent`` ones, which are asleep,
+        controllers have every ``world_size``-th, too, but the last ones have those that are left over; None: the run
+        lends none.
         """
         own = replace(instrumentation, role=role)
         engines = cls(own, len(actors) >= world_size, start_timeout_s=start_timeout_s)
         share = list(enumerate(actors))[rank % len(actors) :: world_size]
         named = {f"{role} {number}": actor for number, actor in share}
+        sleepers = list(enumerate(lent or ()))[world_size - 1 - rank :: world_size]
+        named |= {f"{LENT} {number}": actor for number, actor in sleepers}
         found = await asyncio.gather(*(engines._connect(name, actor) for name, actor in named.items()))
-        newest = max(client.weight_version for client in found)
+        newest, asleep = max(client.weight_version for client in found), found[len(share) :]
         engines.replicas = EngineReplicas(
             [client for client in found if client.weight_version == newest],
             restart=engines._reconnect,
             announce=instrumentation.announce,
+            lent=None if lent is None else asleep,
         )
         for client in found:
             # Engines that an earlier job has left with older weights.
             if client.weight_version < newest:
-                await engines.replicas.add(client)
+                await engines.replicas.add(client, is_lent=client in asleep)
         return engines
 
     async def take_over(self, name: str, others: "ActorEngines") -> Engine[Any, Any]:
@@ -83,7 +89,9 @@ class ActorEngines:
 
     async def _reconnect(self) -> Engine[Any, Any]:
         serving = set(map(id, self.replicas.engines))
-        name, dead = next((name, client) for name, client in self._clients.items() if id(client) not in serving)
+        gone = [(name, client) for name, client in self._clients.items() if id(client) not in serving]
+        # One that is not lent, if there are such: the replacements of these do not wait.
+        name, dead = min(gone, key=lambda entry: entry[0].startswith(LENT))
         # Another call must not find it.
         del self._clients[name]
         try:

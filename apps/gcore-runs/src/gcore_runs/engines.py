@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 # By attribute: settings are read without importing engines.
 import gcore_rollout
+from gcore_controller import LENT
 from gcore_rollout import (
     EngineKind,
     JudgeModel,
@@ -23,7 +24,7 @@ from gcore_rollout import (
 from gcore_runs import Bound, Checked, Count, NonNegative, UserError, at_least, logged
 
 if TYPE_CHECKING:
-    from gcore_controller import DeviceTimers
+    from gcore_controller import DeviceTimers, Lending
     from gcore_rollout import Engine, RequestT, SampleT, WeightRecord
     from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 
@@ -286,21 +287,24 @@ class Instrumentation:
         num_threads: int,
         preload: tuple[str, ...],
         gpus: Sequence[str] = (),
+        num_lent: int = 0,
     ) -> "Engine[RequestT, SampleT]":
         """Start ``count`` replicas in processes of their own, which log to files; 0: one, in this process.
 
-        See `start_replicas` for the other arguments.
+        ``num_lent`` more are on the devices of training ranks; see `start_replicas` for the other arguments.
         """
         if not count:
             return self.instrument(make(), 0)
+        names = [(self.role, i) for i in range(count)] + [(LENT, i) for i in range(num_lent)]
         return await gcore_rollout.start_replicas(
-            lambda place: partial(logged, self.logs, self.role, place, make) if self.logs else make,
-            count,
+            lambda place: partial(logged, self.logs, *names[place], make) if self.logs else make,
+            len(names),
             num_threads=num_threads,
             preload=preload,
             gpus=gpus,
-            wrap=self.instrument,
+            wrap=lambda engine, place: self.instrument(engine, "{} {}".format(*names[place])),
             announce=self.announce,
+            num_lent=num_lent,
         )
 
 
@@ -314,6 +318,10 @@ def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
     """
     from gcore_controller import DeviceTimers
 
+    if config.lends_ranks:
+        count, size = config.sizes.num_lent, config.devices_per_engine
+        places = {f"{LENT} {i}": i for i in range(count)} | {f"trainer {r}": r // size for r in range(count * size)}
+        return DeviceTimers(shared={name: f"device {i}" for name, i in places.items()})
     if not config.takes_turns:
         return DeviceTimers()
     engines, size = config.rollout.num_processes, config.devices_per_engine
@@ -326,6 +334,29 @@ def device_timers(config: "BaseRLConfig") -> "DeviceTimers":
         place |= {f"{role} {i}": first + i for i in range(judge.num_processes)} or {f"{role} 0": 0}
         first += judge.num_processes
     return DeviceTimers(shared={name: f"device {i % num_gpus if num_gpus else i}" for name, i in place.items()})
+
+
+def engines_in_turns(
+    config: "BaseRLConfig", policy: "Engine[Any, Any]", judges: "Sequence[Engine[Any, Any]]"
+) -> "list[Engine[Any, Any]]":
+    """Return the engines that take turns with the training ranks, the policy's first; none if all have their devices.
+
+    Where ranks are lent, it is the policy's alone, of which the lent ones sleep and wake.
+    """
+    if config.lends_ranks:
+        return [policy]
+    return [policy, *judges] if config.takes_turns else []
+
+
+def lending_of(config: "BaseRLConfig") -> "Lending | None":
+    """Return how ranks lend their devices; None: they do not."""
+    if not config.lends_ranks:
+        return None
+    from gcore_controller import Lending
+    from gcore_placement import LendChoice
+
+    count, is_auto = config.sizes.num_lent, config.placement.lend_ranks == "auto"
+    return Lending(num_engines=count, rule=LendChoice(engines=config.sizes.engines, lent=count) if is_auto else None)
 
 
 def allocator_variables(config: "BaseRunConfig") -> dict[str, str]:

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gcore_controller import (
+    LENT,
     ActorRole,
     Announcer,
     ClusterError,
     Context,
     DeviceTimers,
     Handles,
+    Lending,
     RayBackend,
     Recorder,
     RoleActors,
@@ -40,7 +42,7 @@ from gcore_rollout import (
 )
 from gcore_runs import BaseRLConfig, RunJob, UserError, log_to, logged, logs_of
 from gcore_runs.actor_engines import ActorEngines, lend, role_shares
-from gcore_runs.engines import Instrumentation, allocator_variables
+from gcore_runs.engines import Instrumentation, allocator_variables, engines_in_turns, lending_of
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.node_logs import NodeLogs
 
@@ -60,6 +62,8 @@ class ControllerServices:
     devices: DeviceTimers
     sharing: Sequence[Engine[Any, Any]] = ()
     """The engines that share devices with training ranks, and take turns with them; the policy's first."""
+    lending: Lending | None = None
+    """The loan of the ranks' devices, if that is what turns are for."""
 
 
 ConnectPolicy = Callable[[ConfigT, Instrumentation, int, int], Awaitable[tuple[Engine[Any, Any], int]]]
@@ -130,7 +134,8 @@ async def start_ray_backend(
     """
     _connect_to_cluster(config)
     logs = logs_of(checkpoints.absolute())
-    factories: dict[ActorRole, Callable[[ConfigT], EngineFactory]] = {"engine": engine, **judges}
+    lent = {LENT: engine} if config.lends_ranks else {}
+    factories: dict[ActorRole, Callable[[ConfigT], EngineFactory]] = {"engine": engine, **judges, **lent}
 
     def factory(role: ActorRole, config: ConfigT, process: tuple[ActorRole, int]) -> EngineFactory:
         return partial(logged, logs, *process, partial(_with_allocator, config, factories[role](config)))
@@ -197,7 +202,7 @@ async def _run_controller(
             if traits.is_time_shared:
                 await engine.sleep()
         if ctx.roles.engines:
-            engines = await connected("engine", ctx.roles.engines)
+            engines = await connected("engine", ctx.roles.engines, lent=ctx.roles.lent)
             policy, num_engines = engines.replicas, len(engines.replicas.engines)
             roles = [engines, *judges.values()]
             if traits.follows_load and judges and all(role.are_own for role in roles):
@@ -214,13 +219,13 @@ async def _run_controller(
             if not takes_turns:
                 await policy.wake()
             policy, *judging = TimeSharedEngines([policy, *judging], first_is_awake=not takes_turns).engines
-        sharing = [policy, *judging] if takes_turns else []
         services = ControllerServices(
             policy=policy,
             judges=dict(zip(judges, judging, strict=True)),
             devices=devices,
             num_engines=num_engines,
-            sharing=sharing,
+            sharing=engines_in_turns(config, policy, judging),
+            lending=lending_of(config),
         )
         await run_controller(job, ctx, services, ctx.report)
 

@@ -54,7 +54,13 @@ from .rlhf.modality import (
 from .rlhf.permutation import FeistelPermutation as FeistelPermutation
 from .rlhf.rounds import DeviceWork as DeviceWork, Round as Round
 from .rlhf.step import RLHFLoop as RLHFLoop
-from .runtimes.backend import Backend as Backend, Recovery as Recovery, SizedConfig as SizedConfig, Sizes as Sizes
+from .runtimes.backend import (
+    LENT as LENT,
+    Backend as Backend,
+    Recovery as Recovery,
+    SizedConfig as SizedConfig,
+    Sizes as Sizes,
+)
 from .runtimes.inline import (
     InlineBackend as InlineBackend,
     InlineCollectives as InlineCollectives,
@@ -88,4 +94,4 @@ from .trainer_group import (
     TrainerWorker as TrainerWorker,
     deal as deal,
 )
-from .turns import DeviceTurns as DeviceTurns
+from .turns import DeviceTurns as DeviceTurns, Lending as Lending, LendRule as LendRule

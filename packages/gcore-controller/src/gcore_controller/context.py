@@ -38,7 +38,7 @@ class StageTimer:
     """Record the periods of stages; of several that run, the latest counts, so that no second counts twice."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._entered: dict[object, str] = {}
         self.current: str | None = None
         """Name of the running stage."""
@@ -57,6 +57,11 @@ class StageTimer:
             del self._entered[entry]
             self._switch()
 
+    def seconds(self, stage: str) -> float:
+        """Return the seconds of a stage since the last `drain`."""
+        self._cut()
+        return sum(span.end_s - span.start_s for span in self._spans if span.stage == stage)
+
     def drain(self) -> list[Span]:
         """Return the spans since the last call, in order; a running stage is cut here and continues."""
         self._cut()
@@ -70,7 +75,7 @@ class StageTimer:
             self.current = stage
 
     def _cut(self) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         if self.current is not None and now_s > self._since_s:
             self._spans.append(Span(stage=self.current, start_s=self._since_s, end_s=now_s))
         self._since_s = now_s
@@ -96,7 +101,7 @@ class DeviceTimers:
         self.generated: Counter[str] = Counter()
         """Number of tokens, or images, generated in each stage since the last `drain`."""
         self.num_lent = 0
-        """Engines that changed their role within a step, since the last `drain`."""
+        """Engines that changed their role within a step, or sampled on the devices of ranks, since the last `drain`."""
         self._clock, self._wall_clock = clock, wall_clock
         self._shared = shared
         self._timers: dict[str, StageTimer] = {}

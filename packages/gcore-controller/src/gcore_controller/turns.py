@@ -1,14 +1,31 @@
 """Turns of a trainer group and of engines that share devices: which of them is in the devices' memory at a stage."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gcore_controller.context import DeviceTimers, rank_name
+from gcore_controller.collectives.base import Collectives
+from gcore_controller.context import DeviceTimers, StageTimer, rank_name
 
 Turn = Literal["sampling", "training", "sync"]
 """A stage that has the devices: sampling, with the engines awake; training, with the trainer; sync, with the trainer
 and the weights of the policy's engine, but not its keys and values."""
+
+
+class LendRule(Protocol):
+    """Decides whether training ranks lend their devices to engines; `gcore_placement.LendChoice` is one."""
+
+    @property
+    def lends(self) -> bool:
+        """True if they do in the next step."""
+        ...
+
+    def observe(self, *, generation_s: float, generated: float, swap_s: float) -> bool:
+        """Observe the seconds of generation of a step, the tokens or images that were generated, and the seconds of all
+        swaps since the last call; return `lends`."""
+        ...
 
 
 class SleepingTrainer(Protocol):
@@ -100,6 +117,54 @@ class DeviceTurns:
                 await self._trainer.wake()
             else:
                 await self._trainer.sleep()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lending:
+    """The loan of the devices of training ranks to engines while the policy samples."""
+
+    num_engines: int
+    """Engines on the devices of all ranks."""
+    rule: LendRule | None = None
+    """Decides, on the first controller, after the sampling of each step; None: they are lent in each step."""
+
+
+@dataclass(eq=False)
+class TurnChoice:
+    """A controller's choice of turns, the same on all: in steps in which nothing is lent, the ranks keep theirs."""
+
+    lending: Lending | None
+    """None: turns are taken in each step."""
+    group: Collectives
+    devices: DeviceTimers
+
+    def __post_init__(self) -> None:
+        self._rule = self.lending.rule if self.lending is not None else None
+        self._lends = self._rule is None or self._rule.lends
+        self._swap_s = 0.0
+
+    async def chosen(self, turn: Turn, timer: StageTimer) -> Turn:
+        """Return the turn to take where the loop is at ``turn``; every controller makes the same calls."""
+        if turn != "training":
+            return turn if self._lends else "training"
+        if self.lending is not None and self._lends and self.group.rank == 0:
+            self.devices.num_lent += self.lending.num_engines
+        if self._rule is not None:
+            if self.group.rank == 0:
+                seconds, generated = timer.seconds("gen"), self.devices.generated["gen"]
+                self._rule.observe(generation_s=seconds, generated=generated, swap_s=self._swap_s)
+            self._swap_s = 0.0
+            # An update comes before the next turn of sampling: engines that wake then get its weights.
+            self._lends = await self.group.broadcast(self._rule.lends)
+        return turn
+
+    @contextmanager
+    def swapping(self, timer: StageTimer) -> Generator[None]:
+        """Attribute the time inside the block to a swap."""
+        start_s = timer.clock()
+        with timer.stage("swap"):
+            yield
+        self._swap_s += timer.clock() - start_s
 
 
 async def _all(swaps: Iterable[Awaitable[None]]) -> None:

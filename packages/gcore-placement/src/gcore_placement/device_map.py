@@ -10,7 +10,7 @@ from gcore_placement.planning.layouts import TrainingLayout
 from gcore_placement.quantities import Checked, Positive
 
 Place = TypeVar("Place")
-MappedRole = Literal["policy engine", "judge", "reward model", "training rank"]
+MappedRole = Literal["policy engine", "judge", "reward model", "training rank", "lent engine"]
 """A role that has devices."""
 
 
@@ -40,6 +40,13 @@ class RoleSizes(Checked):
     ranks_in_turns: bool = False
     """Training ranks are on the devices of engines and judges, which sleep while the ranks work; where there are more
     ranks than such devices, the rest have their own."""
+    lends_ranks: bool = False
+    """Devices of ranks have further engines of the policy, which are awake while the ranks are asleep."""
+
+    @property
+    def num_lent(self) -> int:
+        """Engines on the devices of ranks that are lent."""
+        return self.training.num_ranks // self.devices_per_engine if self.lends_ranks else 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,6 +58,8 @@ class RoleSizes(Checked):
         if self.judges_in_turns and self.num_judges and self.devices_per_judge != self.devices_per_engine:
             accepted = f"devices_per_engine ({self.devices_per_engine}) in turns"
             raise refusal("devices_per_judge", self.devices_per_judge, accepted)
+        if self.lends_ranks and self.ranks_in_turns:
+            raise refusal("lends_ranks", True, "false with ranks_in_turns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +73,12 @@ class DeviceMap:
     ranks: Sequence[Slot]
     """Sorted by node and GPU, those on the devices of engines and those on their own; see `rank_place`."""
 
+    @property
+    def lent(self) -> Sequence[Sequence[Slot]]:
+        """The slots of the engines on the devices of ranks, in the order of these."""
+        size = self.sizes.devices_per_engine
+        return [self.ranks[i * size : (i + 1) * size] for i in range(self.sizes.num_lent)]
+
     def placed(self) -> Mapping[MappedRole, Sequence[Sequence[Slot]]]:
         """Return the slots of the processes of each role."""
         return {
@@ -71,13 +86,16 @@ class DeviceMap:
             "judge": self.judges,
             "reward model": [[slot] for slot in self.reward_models],
             "training rank": [[slot] for slot in self.ranks],
+            "lent engine": self.lent,
         }
 
     def awake(self, stage: Literal["generation", "reward", "training"]) -> Collection[MappedRole]:
         """Return the roles that are awake at a stage."""
         found: list[MappedRole] = ["reward model"]
-        if stage == "training" or not self.sizes.ranks_in_turns:
+        if stage == "training" or not (self.sizes.ranks_in_turns or self.sizes.lends_ranks):
             found.append("training rank")
+        elif self.sizes.lends_ranks:
+            found.append("lent engine")
         if stage != "training" or not self.sizes.ranks_in_turns:
             if stage != "reward" or not self.sizes.judges_in_turns:
                 found.append("policy engine")
@@ -150,7 +168,11 @@ def map_devices(cluster: Cluster, sizes: RoleSizes) -> DeviceMap:
         ranks = [*shared, *own]
         _check_groups(ranks, together)
     [*reward_models] = (slot for [slot] in found["num_reward_models"])
-    return DeviceMap(sizes=sizes, engines=engines, judges=judges, reward_models=reward_models, ranks=ranks)
+    placed = DeviceMap(sizes=sizes, engines=engines, judges=judges, reward_models=reward_models, ranks=ranks)
+    if any(len({slot.node for slot in slots}) > 1 for slots in placed.lent):
+        accepted = "a divisor of the ranks of each node with lends_ranks"
+        raise refusal("devices_per_engine", sizes.devices_per_engine, accepted)
+    return placed
 
 
 def engine_order(places: Sequence[Place], training: Collection[Place], *, takes_turns: bool) -> list[Place]:

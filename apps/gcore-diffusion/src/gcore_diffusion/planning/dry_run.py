@@ -155,7 +155,7 @@ def _pixels(config: DiffusionConfig) -> str:
 
 def _peak(config: DiffusionConfig, found: Plan) -> float:
     sizes = [sum(items.values()) for items in found.memory.values()]
-    is_apart = config.takes_turns or config.runtime == "ray"
+    is_apart = config.takes_turns or config.lends_ranks or config.runtime == "ray"
     return max(sizes) if is_apart else sum(sizes)
 
 
@@ -167,6 +167,8 @@ def _print_memory(config: DiffusionConfig, found: Plan, device: Device) -> None:
         where = f"{max(ranks, engines)} GPUs" if config.takes_turns else f"{ranks + engines} GPUs"
     how = "take turns" if config.takes_turns else "are in memory at the same time"
     print(f"{where} of {device.name}: {ranks} training ranks and {engines} engines, which {how}; GB of each")
+    if num_lent := config.sizes.num_lent:
+        print(f"and {num_lent} engines on the GPUs of ranks, which take turns with these (placement.lend_ranks)")
     if config.runtime == "ray" and config.reward.has_models and (share := config.ray.gpus_per_reward_model):
         print(f"and {share * config.controllers:g} for the reward, {share:g} a controller (ray.gpus_per_reward_model)")
     rows: list[list[str]] = []

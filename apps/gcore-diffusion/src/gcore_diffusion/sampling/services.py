@@ -87,12 +87,16 @@ async def start_engines(
     Each is in this process, or several in their own; for a trial there is one of each.
     """
     judge = config.reward.judge
-    num_engines, num_judges = config.rollout.num_processes, judge.num_processes
+    num_engines, num_judges, num_lent = config.rollout.num_processes, judge.num_processes, config.sizes.num_lent
     if is_trial:
-        num_engines, num_judges = 0, int(judge.kind.needs_own_process)
-    num_threads = max(1, config.threads // max(1, num_engines + num_judges))
+        num_engines, num_judges, num_lent = 0, int(judge.kind.needs_own_process), 0
+    num_threads = max(1, config.threads // max(1, num_engines + num_lent + num_judges))
     policy: Engine[Any, Any] = await instrumentation.start(
-        sampler_factory(config, model=model), num_engines, num_threads=num_threads, preload=PRELOAD_DIFFUSERS
+        sampler_factory(config, model=model),
+        num_engines,
+        num_threads=num_threads,
+        preload=PRELOAD_DIFFUSERS,
+        num_lent=num_lent,
     )
     to_close.push_async_callback(policy.close)
     if not config.reward.is_judged:

@@ -36,6 +36,7 @@ _RESIDENTS: Mapping[MappedRole, Resident] = {
     "training rank": "trainer",
     "policy engine": "policy engine",
     "judge": "judge",
+    "lent engine": "policy engine",
 }
 _SETTINGS = {
     "num_engines": "rollout.num_processes",
@@ -100,6 +101,7 @@ def _role_sizes(config: TrainConfig, model: Path) -> RoleSizes:
         num_reward_models=config.controllers if judged.kind == "classifier" else 0,
         judges_in_turns=counts.in_turns and counts.num_judges > 0,
         ranks_in_turns=config.takes_turns,
+        lends_ranks=config.lends_ranks,
     )
 
 
@@ -157,7 +159,7 @@ def _predicted(
         number = config.sizes.judges[slowest.role]
         judge = engines(number, sizes.devices_per_judge, held, read.longest + written.longest)
     held = [plan.kv_tokens for plan in plans]
-    policy = engines(sizes.num_engines, sizes.devices_per_engine, held, job.longest_sequence)
+    policy = engines(sizes.num_engines + sizes.num_lent, sizes.devices_per_engine, held, job.longest_sequence)
     is_time_shared = job.judge is None or STRATEGIES[strategy].is_time_shared
     return predict_layout(
         cluster,
@@ -166,7 +168,7 @@ def _predicted(
         policy,
         judge,
         strategy="colocated" if is_time_shared else "split",
-        takes_turns=sizes.ranks_in_turns,
+        takes_turns=sizes.ranks_in_turns or sizes.lends_ranks,
     )
 
 
@@ -235,6 +237,8 @@ def _print_map(plan: ClusterPlan, device: Device) -> None:
     print_table("", columns, sections)
     if sizes.ranks_in_turns:
         print("ranks and engines take turns on their GPUs (rollout.colocated): while one works, the other is asleep")
+    elif sizes.lends_ranks:
+        print("ranks lend their GPUs to engines (placement.lend_ranks): while one works, the other is asleep")
     else:
         print("ranks and engines have GPUs of their own (rollout.colocated false)")
     if sizes.judges_in_turns:

@@ -54,7 +54,7 @@ def plan_memory(
     others: dict[str, float] = {}
     if judged.kind == "classifier" and residents is None:
         others["reward model"] = float(job.compute_bytes * count_parameters(Path(judged.path)))
-    is_auto = rollout.colocated == "auto" and config.can_take_turns and residents is None
+    is_auto = rollout.colocated == "auto" and config.can_take_turns and residents is None and not config.lends_ranks
     is_mapped, strategy = residents is not None, config.strategy
     engine = EngineSettings(
         max_num_seqs=rollout.max_num_seqs,
@@ -62,7 +62,7 @@ def plan_memory(
         copies_weights=_copied(config),
         devices_per_engine=rollout.tensor_parallel_size,
         devices_per_judge=judged.judge.tensor_parallel_size,
-        takes_turns=None if is_auto else config.takes_turns,
+        takes_turns=None if is_auto else config.takes_turns or config.lends_ranks,
         judge_takes_turns=is_mapped and config.judge[1] is not None and STRATEGIES[strategy].is_time_shared,
     )
     layout, state = training_layout(config, job.policy), _state(config, job.policy, device)
@@ -130,7 +130,7 @@ def planned(config: TrainConfig, say: Callable[[str], None]) -> TrainConfig:
     for line in [*summary(plan, device), *checkpointing(config, is_auto=is_auto)]:
         say(line)
     rollout = config.rollout
-    rollout = replace(rollout, colocated=plan.takes_turns)
+    rollout = replace(rollout, colocated=plan.takes_turns and not config.lends_ranks)
     if "gpu_memory_utilization" in rollout.kind.own_options and rollout.gpu_memory_utilization is None:
         rollout = replace(rollout, gpu_memory_utilization=plan.gpu_memory_utilization)
     if "kv_cache_bytes" in rollout.kind.own_options and rollout.kv_cache_bytes is None:
@@ -144,6 +144,8 @@ def _shares_gpu(config: TrainConfig) -> bool:
 
     if config.runtime != "inline" or config.rollout.is_on_servers or not config.device.startswith("cuda"):
         return False
+    if config.lends_ranks:
+        return True
     count = torch.cuda.device_count()
     ranks, rollout = training_gpus(config, count), config.rollout
     engines = engine_gpus(

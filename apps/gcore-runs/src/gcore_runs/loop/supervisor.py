@@ -25,7 +25,7 @@ from gcore_controller import (
     share_trainer,
 )
 from gcore_rollout import EngineDiedError, EngineStartError, RolloutError
-from gcore_runs.engines import allocator_variables
+from gcore_runs.engines import allocator_variables, lending_of
 from gcore_runs.errors import UserError, said
 from gcore_runs.logs import log_to
 from gcore_runs.loop.best import best_step, has_ended
@@ -389,7 +389,7 @@ def inline_backend(
         world_size=config.controllers,
         learner=learner,
         program=lambda job, recorder: share_trainer(
-            learner, job.program(recorder), roles=roles, num_ranks=num_ranks, turns=turns
+            learner, job.program(recorder), roles=roles, num_ranks=num_ranks, turns=turns, lending=lending_of(config)
         ),
         close_services=close,
         turns=turns,

@@ -10,7 +10,8 @@ from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
 from gcore_runs.errors import UserError
 from gcore_runs.settings.adapters import AdapterSettings
-from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
+from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative
+from gcore_runs.settings.cluster_config import LocalCheckpointsConfig, RayConfig
 from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
 from gcore_trainer import ConfigError, MegatronConfig, ParallelConfig
@@ -165,35 +166,8 @@ class BaseRunConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayConfig(Checked, section="ray"):
-    """The cluster, where runtime is ray. All its nodes see the files of this machine under the same paths."""
-
-    address: str = ""
-    """HOST:PORT of its head; empty: what RAY_ADDRESS names, or a new one on this machine, for this run. Its token is
-    that of RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."""
-    cpus_per_process: Amount = 1.0
-    """CPUs that each controller, engine and training rank reserves."""
-    gpus_per_engine: Amount = 1.0
-    """GPUs that each engine, of the policy or a judge, reserves where device is cuda; parts of one may be shared."""
-    gpus_per_rank: Amount = 1.0
-    """GPUs that each training rank reserves where device is cuda."""
-    gpus_per_reward_model: Amount = 1.0
-    """GPUs that each controller reserves for reward models that are no engines, such as a classifier or CLIP, where
-    device is cuda."""
-    elastic: bool = True
-    """Where nodes are lost or missing, continue with as many processes as the cluster has capacity for, and grow to the
-    numbers of controllers, engines and ranks that are set as nodes join; False: the run ends without that capacity."""
-    weight_sync: Literal["full", "delta"] = "full"
-    """full: ranks send all new weights. delta: what has changed, where that is less, as in bfloat16 at small learning
-    rates; ranks and engines then keep a copy of what they send and have in the host's memory. With actor.lora-rank
-    delta sends the adapters alone, after the frozen weights; engines keep these, and ranks keep no copy."""
-    timeout_s: Annotated[float, above(0, "above 0")] = 600.0
-    """Seconds until the cluster has capacity for the processes of a role, and they have started."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Checked, section="placement"):
-    """Division of the engines of a run on ray between the policy and the judges; all ranks train."""
+    """Division of a run's devices: of engines on ray between the policy and the judges, and of ranks in a step."""
 
     strategy: Strategy | None = None
     """split: rollout.num-processes engines generate, reward-model.judge.num-processes judge. dynamic: this at first;
@@ -203,20 +177,11 @@ class PlacementConfig(Checked, section="placement"):
     unset: dynamic on a cluster with GPUs, more engines than roles, and schedule sync; otherwise split."""
     horizon_steps: Count = 20
     """Steps over which a move between two of them must save more time than it takes, which is measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalCheckpointsConfig(Checked, section="local_checkpoints"):
-    """Checkpoints on the machines, besides those of trainer.save-freq: so frequent that a rank that dies costs a step.
-
-    Each machine has a copy of the next one's: of several, any one may be lost with its folder.
-    """
-
-    folder: str = ""
-    """Folder that each machine has of its own, such as one on its disk or in /dev/shm, for two checkpoints at a time;
-    $NAME stands for a variable of the rank's environment. Empty: none."""
-    save_freq: Count = 1
-    """Steps between them."""
+    lend_ranks: bool | Literal["auto"] = False
+    """true: while the policy samples, the training ranks are asleep, and each device of theirs has a further engine of
+    the policy, besides the rollout.num-processes ones with devices of their own; it sleeps while the ranks work. auto:
+    in the steps in which that saves more time than the swaps take, as measured. With runtime inline or ray and schedule
+    sync, and not with rollout.colocated, where all engines share devices so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +233,8 @@ class BaseRLConfig(BaseRunConfig, ABC):
                 )
         if self.placement.strategy not in (None, "split"):
             self._check_placement()
+        if self.lends_ranks:
+            self._check_lending()
 
     @property
     @abstractmethod
@@ -314,8 +281,14 @@ class BaseRLConfig(BaseRunConfig, ABC):
     def takes_turns(self) -> bool:
         """True if trainer and engines share devices: while one works, the other is asleep."""
         if self.rollout.colocated == "auto":
-            return self.runtime == "ray" and self.device.startswith("cuda") and self.can_take_turns
+            is_on_gpus = self.runtime == "ray" and self.device.startswith("cuda")
+            return is_on_gpus and self.can_take_turns and not self.lends_ranks
         return self.rollout.colocated
+
+    @property
+    def lends_ranks(self) -> bool:
+        """True if further engines of the policy are on the devices of the ranks, and one of both is asleep."""
+        return self.placement.lend_ranks is not False
 
     @property
     def can_take_turns(self) -> bool:
@@ -328,13 +301,15 @@ class BaseRLConfig(BaseRunConfig, ABC):
         engines, is_sync = self.num_engines, self.loop.schedule == "sync"
         num_judges = sum(judge.num_processes or 1 for judge in self.judges.values())
         can_move = num_judges > 0 and engines > 0 and engines + num_judges > 1 + len(self.judges) and is_sync
+        can_move &= not self.lends_ranks
         has_gpus = self.runtime == "ray" and self.device.startswith("cuda")
         return self.placement.strategy or ("dynamic" if can_move and has_gpus else "split")
 
     @property
     def engines_sleep(self) -> bool:
         """True if engines are asleep while the trainer, or those of the other role, work."""
-        return self.takes_turns or self.strategy == "auto" or STRATEGIES[self.strategy].is_time_shared
+        shares_ranks = self.takes_turns or self.lends_ranks
+        return shares_ranks or self.strategy == "auto" or STRATEGIES[self.strategy].is_time_shared
 
     @property
     def num_engines(self) -> int:
@@ -365,6 +340,7 @@ class BaseRLConfig(BaseRunConfig, ABC):
             in_turns=in_turns,
             devices_per_engine=self.devices_per_engine,
             ranks_in_turns=self.takes_turns,
+            lends_ranks=self.lends_ranks,
         )
 
     def with_sizes(self, sizes: Sizes) -> Self:
@@ -397,3 +373,16 @@ class BaseRLConfig(BaseRunConfig, ABC):
                     f"{self.judge_section(role)}.num_processes is {judge.num_processes}; expected "
                     f"rollout.num_processes={engines}, or 0 for as many, with placement.strategy 'colocated'"
                 )
+
+    def _check_lending(self) -> None:
+        strategy, schedule = self.placement.strategy, self.loop.schedule
+        has_own = self.num_engines > 0 and (self.runtime == "ray" or self.rollout.num_processes > 0)
+        for unfit, why in (
+            (self.runtime == "sim", "runtime 'sim', whose roles have devices of their own"),
+            (schedule != "sync", f"trainer.schedule {schedule!r}, whose ranks train while the policy samples"),
+            (self.rollout.colocated is True, "rollout.colocated true, where all engines share the devices of ranks"),
+            (strategy not in (None, "split"), f"placement.strategy {strategy!r}; 'split' or None take it"),
+            (not has_own, "rollout.num_processes 0 or servers; 1 or more engines have devices of their own"),
+            (not self.sizes.num_lent, "trainer.num_processes below rollout.tensor_parallel_size"),
+        ):
+            self.require("placement.lend_ranks", not unfit, f"false with {why}")

@@ -40,6 +40,8 @@ def forecast_job(
 
     ``num_judges`` are the engines of ``job.judge``; 0 without one. See `gcore_llm.forecast.run_forecast`.
     """
+    if config.placement.lend_ranks is True:
+        num_engines += config.sizes.num_lent
     correction = Correction(most=_MOST)
     if path.exists():
         correction.load_state(Correction.load(path).state())

@@ -7,6 +7,9 @@ from typing import Literal, Protocol, Self, TypeVar
 from gcore_controller.rlhf.events import Recorder
 from gcore_controller.trainer_group import TrainerGroup
 
+LENT = "lent"
+"""The role of engines of the policy on the devices of ranks that are lent, in names and as a `RoleActors` has it."""
+
 JobT_contra = TypeVar("JobT_contra", contravariant=True)
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 
@@ -69,10 +72,22 @@ class Sizes:
     ranks_in_turns: bool = False
     """Ranks are on the devices of engines and judges, which are asleep while the ranks work, and the other way round;
     where there are more ranks than those, the rest have devices of their own."""
+    lends_ranks: bool = False
+    """The devices of the ranks have further engines of the policy, which are awake while the ranks are asleep."""
 
     @property
     def num_processes(self) -> int:
-        return self.controllers + self.engines + self.num_judges + self.ranks
+        return self.controllers + self.engines + self.num_lent + self.num_judges + self.ranks
+
+    @property
+    def shares_ranks(self) -> bool:
+        """True if engines take turns with ranks, on the same devices."""
+        return self.ranks_in_turns or self.lends_ranks
+
+    @property
+    def num_lent(self) -> int:
+        """Engines of the policy on the devices of ranks that are lent."""
+        return self.ranks // self.devices_per_engine if self.lends_ranks else 0
 
     @property
     def num_judges(self) -> int:
@@ -82,7 +97,7 @@ class Sizes:
     @property
     def num_engine_places(self) -> int:
         """Places of engines and judges, each of ``devices_per_engine`` devices."""
-        return self.engines if self.in_turns else self.engines + self.num_judges
+        return self.engines if self.in_turns else self.engines + self.num_lent + self.num_judges
 
     @property
     def num_reserved(self) -> int:
@@ -91,13 +106,13 @@ class Sizes:
 
     @property
     def num_own_ranks(self) -> int:
-        """Ranks on devices of their own."""
-        return (
-            max(0, self.ranks - self.num_engine_places * self.devices_per_engine) if self.ranks_in_turns else self.ranks
-        )
+        """Ranks on devices that no engine has reserved."""
+        places = self.num_engine_places if self.ranks_in_turns else self.num_lent
+        return max(0, self.ranks - places * self.devices_per_engine)
 
     def __str__(self) -> str:
-        parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.num_judges, "judge")]
+        parts = [(self.controllers, "controller"), (self.engines, "engine"), (self.num_lent, "lent engine")]
+        parts.append((self.num_judges, "judge"))
         names = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
         return f"{', '.join(names)} and {self.ranks} training rank{'s' * (self.ranks > 1)}"
 

@@ -41,7 +41,7 @@ from gcore_controller.trainer_group import (
     check_weights,
     digests_of,
 )
-from gcore_controller.turns import DeviceTurns, Turn
+from gcore_controller.turns import DeviceTurns, Lending, Turn, TurnChoice
 
 T = TypeVar("T")
 JobT = TypeVar("JobT")
@@ -270,9 +270,12 @@ class SharedTrainerClient(Generic[BatchT]):
     """Number of ranks whose work is recorded."""
     turns: DeviceTurns | None = None
     """The turns of the ranks and the engines on the devices that they share; None: they have devices of their own."""
+    lending: Lending | None = None
+    """The loan of the ranks' devices, if that is what turns are for."""
 
     def __post_init__(self) -> None:
         self._ranks = [rank_name(rank) for rank in range(self.num_ranks)]
+        self._choice = TurnChoice(self.lending, self.group, self.devices)
 
     @property
     def num_replicas(self) -> int:
@@ -299,9 +302,9 @@ class SharedTrainerClient(Generic[BatchT]):
         return await self.group.broadcast(metrics)
 
     async def take_turn(self, turn: Turn, timer: StageTimer) -> None:
-        if self.turns is None or turn == self.turns.current:
+        if self.turns is None or (turn := await self._choice.chosen(turn, timer)) == self.turns.current:
             return
-        with timer.stage("swap"):
+        with self._choice.swapping(timer):
             # No controller's calls are cut short.
             await self.group.barrier()
             if self.group.rank == 0:
@@ -329,16 +332,17 @@ def share_trainer(
     roles: Callable[..., OwnRolesT],
     num_ranks: int = 0,
     turns: DeviceTurns | None = None,
+    lending: Lending | None = None,
 ) -> Callable[[Context[Any]], Coroutine[Any, Any, None]]:
     """Return the program for controllers of this process that share a trainer group.
 
     ``program`` is for a controller that has a `TrainerClient`, in the class ``roles``, which has the fields of the
     shared roles and ``learner``, the client. ``num_ranks`` is the number of ranks whose work is recorded; ``turns`` are
-    those of the ranks and the engines, where they share devices.
+    those of the ranks and the engines, where they share devices; ``lending`` says when, where ranks lend theirs.
     """
 
     async def run(ctx: Context[Any]) -> None:
-        client = SharedTrainerClient(trainer, ctx.group, ctx.roles.devices, num_ranks=num_ranks, turns=turns)
+        client = SharedTrainerClient(trainer, ctx.group, ctx.roles.devices, num_ranks, turns, lending)
         await program(ctx.with_roles(roles(**vars(ctx.roles), learner=client)))
 
     return run

@@ -2,44 +2,15 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, Generic
 
 import torch
 
 from gcore_rollout.engines.protocol import Digests, Engine, EngineStats, RequestT, SampleT, check_weights
+from gcore_rollout.engines.replica import Replica
 from gcore_rollout.errors import EngineDiedError, RolloutError, WrongWeightsError
 from gcore_rollout.weight_sync.shared_weights import FirstSeen, SharedCudaWeights, SharedWeights, share_a_gpu
-
-
-@dataclass(eq=False)
-class Replica(Generic[RequestT, SampleT]):
-    """One of the engines and its outstanding work."""
-
-    engine: Engine[RequestT, SampleT]
-    is_replacement: bool = False
-    has_weights: bool = True
-    """Whether its weights are the current ones."""
-    leaves: bool = False
-    has_finished: bool = False
-    work: int = 0
-    places: int = 0
-    """Most samples that it was seen to run at once."""
-    tasks: dict[asyncio.Task[None], Any] = field(default_factory=dict[asyncio.Task[None], Any])
-    """Tasks that wait for its samples, each with the part of a request that it waits for, in order of submission."""
-
-    def __post_init__(self) -> None:
-        self.before = self.engine.stats()
-
-    @property
-    def serves(self) -> bool:
-        return self.has_weights and not self.leaves
-
-    def tokens(self) -> tuple[int, int]:
-        """Return the numbers of prompt and completion tokens since it joined the pool."""
-        now, before = self.engine.stats(), self.before
-        return now.prompt_tokens - before.prompt_tokens, now.completion_tokens - before.completion_tokens
 
 
 class ReplicaPool(Generic[RequestT, SampleT]):
@@ -51,12 +22,14 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         *,
         restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]] | None,
         announce: Callable[[str], None] | None,
+        lent: Collection[Engine[RequestT, SampleT]] | None,
     ) -> None:
         versions = {engine.weight_version for engine in engines}
         if len(versions) != 1:
             raise ValueError(f"weight versions of engines are {sorted(versions)}; expected one version of one or more")
         (self._version,) = versions
-        self._replicas = [Replica(engine) for engine in engines]
+        self._replicas = [Replica(engine, is_lent=engine in (lent or ())) for engine in engines]
+        self._all_sleep = lent is None
         self._restart = restart
         self._announce = announce or (lambda _: None)
         self._expected: tuple[int, Digests] | None = None
@@ -127,18 +100,18 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Put all replicas to sleep, and replacements that are being started; those of later deaths start after `wake`.
 
-        If all have died, the next `update_weights` starts one.
+        If all have died, the next `update_weights` starts one. Where some are lent, these alone sleep and wake.
         """
         while self._restarts and self._may_start.is_set():
             await asyncio.wait(self._restarts)
         self._may_start.clear()
         before = self._is_asleep, self._are_weights_asleep
         # First, because a replica that joins meanwhile is not called.
-        self._is_asleep = self._are_weights_asleep = True
+        self._set_asleep(cache=True, weights=True)
         try:
-            await self._all(lambda engine: engine.sleep(keep_weights=keep_weights))
+            await self._all(lambda engine: engine.sleep(keep_weights=keep_weights), self._sleepers)
         except Exception:
-            self._is_asleep, self._are_weights_asleep = before
+            self._set_asleep(*before)
             if not self._is_asleep:
                 self._may_start.set()
             raise
@@ -146,15 +119,32 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     async def wake(self, *, weights: bool = True, cache: bool = True) -> None:
         before = self._is_asleep, self._are_weights_asleep
         # First, because a replica that joins meanwhile is not called.
-        self._is_asleep &= not cache
-        self._are_weights_asleep &= not weights
+        self._set_asleep(self._is_asleep and not cache, self._are_weights_asleep and not weights)
         try:
-            await self._all(lambda engine: engine.wake(weights=weights, cache=cache))
+            await self._all(lambda engine: engine.wake(weights=weights, cache=cache), self._sleepers)
         except Exception:
-            self._is_asleep, self._are_weights_asleep = before
+            self._set_asleep(*before)
             raise
         if not self._is_asleep:
             self._may_start.set()
+
+    def _set_asleep(self, cache: bool, weights: bool) -> None:
+        self._is_asleep, self._are_weights_asleep = cache, weights
+        for replica in self._replicas:
+            replica.is_asleep = replica.is_lent and cache
+
+    def _sleeps(self, replica: Replica[RequestT, SampleT]) -> bool:
+        """Return whether `sleep` and `wake` are for this replica."""
+        return replica.is_lent or self._all_sleep
+
+    @property
+    def _sleepers(self) -> list[Replica[RequestT, SampleT]]:
+        return [replica for replica in self._replicas if self._sleeps(replica)]
+
+    @property
+    def _with_weights(self) -> list[Replica[RequestT, SampleT]]:
+        """The replicas whose weights are in memory; without lent ones all are asked, and refuse if they are asleep."""
+        return [r for r in self._replicas if not (r.is_lent and self._are_weights_asleep)]
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Update all replicas; weights that cannot be read again are first written to shared memory, once for all.
@@ -200,7 +190,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     async def _broadcast_weights(self, kept: Any, version: int) -> bool:
         """Update all replicas, and return whether any of them has the weights now."""
         async with self._changing:
-            replicas = list(self._replicas)
+            replicas = self._with_weights
             sources = [kept] * len(replicas)
             if isinstance(kept, SharedCudaWeights):
                 gpus = [getattr(replica.engine, "weights_gpu", None) for replica in replicas]
@@ -221,6 +211,9 @@ class ReplicaPool(Generic[RequestT, SampleT]):
                 elif agreed or isinstance(outcome, EngineDiedError):
                     self._bury(replica, outcome.reason if isinstance(outcome, EngineDiedError) else str(outcome))
             if agreed:
+                for replica in self._replicas:
+                    # Lent ones that are asleep miss this update, and serve after a later one.
+                    replica.has_weights &= replica in replicas
                 self._version = version
                 self._current = (kept, kept.num_writes)
             elif refusals:
@@ -230,14 +223,15 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     async def check_weights(self, digests: Digests) -> None:
         """Compare the weights of all replicas, and those of replacements until the next update, with digests."""
         self._expected = self._version, digests
-        await self._all(lambda engine: check_weights(engine, digests))
+        await self._all(lambda engine: check_weights(engine, digests), self._with_weights)
 
-    async def add(self, engine: Engine[RequestT, SampleT]) -> None:
+    async def add(self, engine: Engine[RequestT, SampleT], *, is_lent: bool = False) -> None:
         """Add a replica; its weights must not be newer than those of the others (`ValueError`).
 
         It serves once it has the current weights: at once if the pool still holds them.
         """
-        await self._add(Replica(engine))
+        self._all_sleep &= not is_lent
+        await self._add(Replica(engine, is_lent=is_lent))
 
     async def remove(self, engine: Engine[RequestT, SampleT], *, drain: bool = True) -> None:
         """Remove a replica, which stays open; return when it has no more work of this pool.
@@ -273,7 +267,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     def start_replacement(self, name: str) -> None:
         """Start a replica in place of one of this name that was removed, as for one that died."""
         if self._restart is not None and not self._closed:
-            self._keep(self._restarts, self._replace(self._restart, name))
+            self._keep(self._restarts, self._replace(self._restart, name, is_lent=False))
 
     async def close(self) -> None:
         self._closed = True
@@ -294,10 +288,14 @@ class ReplicaPool(Generic[RequestT, SampleT]):
     def _has_fault(self, error: WrongWeightsError) -> None:
         self._fault = error
 
-    async def _all(self, call: "Callable[[Engine[RequestT, SampleT]], Awaitable[None]]") -> None:
-        """Call all replicas: bury those that are dead, and raise what any other call raised."""
+    async def _all(
+        self,
+        call: "Callable[[Engine[RequestT, SampleT]], Awaitable[None]]",
+        called: "Sequence[Replica[RequestT, SampleT]] | None" = None,
+    ) -> None:
+        """Call replicas, by default all: bury those that are dead, and raise what any other call raised."""
         self._check_open()
-        replicas = list(self._replicas)
+        replicas = list(self._replicas if called is None else called)
         outcomes = await asyncio.gather(*(call(replica.engine) for replica in replicas), return_exceptions=True)
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, EngineDiedError):
@@ -321,7 +319,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         hopeless = replica.is_replacement and not replica.has_finished
         then = f"not replaced, {len(self._replicas)} of its kind are left"
         if self._restart is not None and not (self._closed or replica.leaves or hopeless):
-            self._keep(self._restarts, self._replace(self._restart, name))
+            self._keep(self._restarts, self._replace(self._restart, name, is_lent=replica.is_lent))
             then = "a replacement is being started"
         if not self._closed:
             self._announce(f"{name} is gone: {reason}; {then}")
@@ -333,8 +331,11 @@ class ReplicaPool(Generic[RequestT, SampleT]):
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def _replace(self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]], name: str) -> None:
-        await self._may_start.wait()
+    async def _replace(
+        self, restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]], name: str, *, is_lent: bool
+    ) -> None:
+        if is_lent or self._all_sleep:
+            await self._may_start.wait()
         try:
             engine = await restart()
         except Exception as error:
@@ -342,7 +343,7 @@ class ReplicaPool(Generic[RequestT, SampleT]):
             self._announce(f"no replacement of {name} could be started: {error!r}")
             return
         try:
-            await self._add(Replica(engine, is_replacement=True))
+            await self._add(Replica(engine, is_replacement=True, is_lent=is_lent))
         except Exception as error:
             if isinstance(error, WrongWeightsError):
                 self._has_fault(error)
@@ -368,7 +369,8 @@ class ReplicaPool(Generic[RequestT, SampleT]):
                 await check_weights(engine, self._expected[1])
             if self._is_paused:
                 await engine.pause()
-            if self._is_asleep:
+            if self._is_asleep and self._sleeps(replica):
+                replica.is_asleep = replica.is_lent
                 await engine.sleep()
                 if not self._are_weights_asleep:
                     await engine.wake(cache=False)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +14,8 @@ from gcore_rollout.engines.protocol import AnySample, Engine, RequestT, SampleT
 from gcore_rollout.engines.queueing import Call
 from gcore_rollout.engines.registry import PRELOAD_HF
 from gcore_rollout.engines.remote.process import EngineProcess
-from gcore_rollout.engines.replica_pool import Replica, ReplicaPool
+from gcore_rollout.engines.replica import Replica
+from gcore_rollout.engines.replica_pool import ReplicaPool
 from gcore_rollout.errors import EngineDiedError, WrongWeightsError
 
 _logger = logging.getLogger(__name__)
@@ -73,6 +74,9 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
         max_deaths: how many replicas may die with the same sample before its call fails: it may be what kills them.
         announce: called with a line when a replica has died, and when its replacement fails: which one it was (the
             engine's ``name``, if it has one), why it died and what is done. It must not block.
+        lent: those of the engines on devices that something else has at times: they alone `sleep` and `wake`, while the
+            others serve. An update of the weights that they sleep through is made up for by the next one. With `sleep`,
+            replacements of theirs wait until `wake`, those of the others start at once. None: all sleep and wake.
 
     Raises:
         ValueError: there are no engines, or their weight versions differ.
@@ -85,8 +89,9 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
         restart: Callable[[], Awaitable[Engine[RequestT, SampleT]]] | None = None,
         max_deaths: int = 3,
         announce: Callable[[str], None] | None = None,
+        lent: Collection[Engine[RequestT, SampleT]] | None = None,
     ) -> None:
-        super().__init__(engines, restart=restart, announce=announce)
+        super().__init__(engines, restart=restart, announce=announce, lent=lent)
         if max_deaths < 1:
             raise ValueError(f"max_deaths is {max_deaths}; expected at least 1")
         self._max_deaths = max_deaths
@@ -298,6 +303,7 @@ async def start_replicas(
     gpus: Sequence[str] = (),
     wrap: Callable[[Engine[Any, Any], int], Engine[Any, Any]] = lambda engine, _: engine,
     announce: Callable[[str], None] | None = None,
+    num_lent: int = 0,
 ) -> EngineReplicas[Any, Any]:
     """Start an engine in each of ``num_replicas`` processes.
 
@@ -307,6 +313,7 @@ async def start_replicas(
         gpus: as CUDA_VISIBLE_DEVICES names them; each process sees one, by its place. Empty: they see what this one
             sees.
         wrap: called with each engine and its place; returns the replica.
+        num_lent: how many of them, the last ones, are lent; see `EngineReplicas`.
 
     Raises:
         Exception: a process did not start; the others are closed.
@@ -323,7 +330,8 @@ async def start_replicas(
         return wrap(engine, place)
 
     async def restart() -> Engine[Any, Any]:
-        place = min(pids, key=lambda place: Path(f"/proc/{pids[place]}").exists())
+        # Of several dead ones, one that is not lent: the replacements of these do not wait.
+        place = min(pids, key=lambda place: (Path(f"/proc/{pids[place]}").exists(), place))
         dead = pids.pop(place)
         try:
             return await start(place)
@@ -337,7 +345,8 @@ async def start_replicas(
         if isinstance(error, BaseException):
             await asyncio.gather(*(engine.close() for engine in engines))
             raise error
-    return EngineReplicas(engines, restart=restart, announce=announce)
+    lent = engines[num_replicas - num_lent :] if num_lent else None
+    return EngineReplicas(engines, restart=restart, announce=announce, lent=lent)
 
 
 def visible_gpus(device: str) -> list[str]:

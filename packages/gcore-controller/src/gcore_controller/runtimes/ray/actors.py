@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from gcore_controller.errors import ControllerError
-from gcore_controller.runtimes.backend import SizedConfig, Sizes
+from gcore_controller.runtimes.backend import LENT, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.devices import Device
 
 _ANSWER_TIMEOUT_S = 10.0
@@ -30,7 +30,8 @@ _DEATHS = {
 }
 
 ActorRole = str
-"""``engine``, of the policy, or a judge's: ``judge``, or ``judge_`` and a name of its own."""
+"""``engine``, of the policy, ``lent``, of the policy on the devices of ranks that are lent, or a judge's: ``judge``, or
+``judge_`` and a name of its own."""
 Factory = Callable[[], Any]
 """Builds an engine in a process of its own."""
 ConfigT = TypeVar("ConfigT", bound=SizedConfig)
@@ -161,7 +162,7 @@ class RoleActors(Generic[ConfigT]):
         Actors that answer stay. Where a role has too many, they get an engine of another role, in the same process.
         In turns, judges have actors of their own, each on the device of an engine.
         """
-        wanted: dict[ActorRole, int] = {"engine": sizes.engines, **sizes.judges}
+        wanted: dict[ActorRole, int] = {"engine": sizes.engines, LENT: sizes.num_lent, **sizes.judges}
         if self._is_in_turns and (
             any(len(handles) != wanted[role] for role, handles in self.handles.items())
             # Their nodes may be lost, and they start on no other; nor do they follow an engine that did.
@@ -191,7 +192,8 @@ class RoleActors(Generic[ConfigT]):
                     handle = spare.pop().becoming(factory)
                 else:
                     handle = await self._started(factory, config, neighbour)
-                others = [] if sizes.in_turns else [other for other in self.handles if other != role]
+                is_fixed = sizes.in_turns or role == LENT
+                others = [] if is_fixed else [other for other in self.handles if other not in (role, LENT)]
                 handle = handle.lendable(role, {other: self.factory(other, config, process) for other in others})
                 handles.append(handle)
         await self._end(spare)
@@ -199,7 +201,7 @@ class RoleActors(Generic[ConfigT]):
     @property
     def _judges(self) -> list[list[Any]]:
         """The handles of each judge's actors."""
-        return [handles for role, handles in self.handles.items() if role != "engine"]
+        return [handles for role, handles in self.handles.items() if role not in ("engine", LENT)]
 
     async def _have_moved(self) -> bool:
         """Return whether a judge is not there, or on another node than the engine whose device it shares."""
@@ -217,18 +219,24 @@ class RoleActors(Generic[ConfigT]):
         if not self._is_in_turns:
             # With one judge, the last engines of the policy become the last of the judge.
             own += reversed([handle for judges in self._judges for handle in judges])
+        own += self.handles.get(LENT, [])
         return await asyncio.gather(*(handle.actor.__ray_call__.remote(_device) for handle in own))
 
     async def end_turn(self, *, timeout_s: float) -> None:
-        """Put all engines that there are to sleep, of whichever role; those that do not answer in time have died."""
-        handles = [handle for handles in self.handles.values() for handle in handles]
-        asleep = [future_of(self.put_to_sleep(handle)) for handle in handles]
+        """Put the engines on devices of ranks to sleep; those that do not answer in time have died."""
+        asleep = [future_of(self.put_to_sleep(handle)) for handle in self._with_ranks]
         if asleep:
             await asyncio.wait(asleep, timeout=timeout_s)
 
     async def sleep(self, *, timeout_s: float) -> None:
-        """Put the engines of all roles to sleep, once they are ready, with the weights that they have."""
-        await asyncio.gather(*(self._sleep(h, timeout_s) for handles in self.handles.values() for h in handles))
+        """Put the engines on devices of ranks to sleep, once they are ready, with the weights that they have."""
+        await asyncio.gather(*(self._sleep(handle, timeout_s) for handle in self._with_ranks))
+
+    @property
+    def _with_ranks(self) -> list[Any]:
+        """The handles of the engines that take turns with ranks: the lent ones or, without any, those of all roles."""
+        roles = [LENT] if LENT in self.handles else [*self.handles]
+        return [handle for role in roles for handle in self.handles[role]]
 
     async def _sleep(self, handle: Any, timeout_s: float) -> None:
         engine = await self.connect(handle, start_timeout_s=timeout_s)

@@ -14,7 +14,7 @@ from gcore_controller.context import Context, run_until_done
 from gcore_controller.errors import ClusterError, ControllerDiedError, ControllerError, RankCodeError, RankError
 from gcore_controller.rlhf.events import Announced, Event, Reached, Recorder, Stepped, Updating, WaveSampled
 from gcore_controller.rlhf.rounds import Round
-from gcore_controller.runtimes.backend import Recovery, SizedConfig, Sizes
+from gcore_controller.runtimes.backend import LENT, Recovery, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.actors import ActorRole, RoleActors
 from gcore_controller.runtimes.ray.cluster import CapacityChangedError, CapacityWatch, check_capacity, free_resources
 from gcore_controller.runtimes.ray.controllers import RayControllers
@@ -70,6 +70,8 @@ class Handles:
     """Engines of the policy; controller r uses every ``world_size``-th from the r-th."""
     judges: Mapping[ActorRole, Sequence[Any]]
     """Engines of each judge, by its role; divided likewise, or shared by several controllers."""
+    lent: Sequence[Any] | None
+    """Engines of the policy on the devices of ranks, divided from the last controller on; None: none are lent."""
     ranks: RankHandles
     shared_devices: Mapping[str, str]
     """The device of each engine, judge and rank that shares one, by names; see `DeviceTimers`."""
@@ -127,7 +129,8 @@ class RayBackend(Generic[JobT, ConfigT]):
     async def run(self, job: JobT, recorder: Recorder) -> None:
         handles = Handles(
             engines=self.engines.handles["engine"],
-            judges={role: handles for role, handles in self.engines.handles.items() if role != "engine"},
+            judges={role: own for role, own in self.engines.handles.items() if role not in ("engine", LENT)},
+            lent=self.engines.handles.get(LENT),
             ranks=self.learner.ranks,
             shared_devices=self._devices.names,
             folder=Path.cwd(),
@@ -138,7 +141,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         try:
             await run_until_done(run, self._watch_capacity(), self._observe_stages())
         finally:
-            if self.config.sizes.ranks_in_turns:
+            if self.config.sizes.shares_ranks:
                 # The models may be saved now, for which they wake. An engine that died is replaced by `recover`.
                 await self.engines.end_turn(timeout_s=_SLEEP_TIMEOUT_S)
 
@@ -256,7 +259,7 @@ class RayBackend(Generic[JobT, ConfigT]):
         if self._controllers is None:
             needs = {"CPU": config.ray.cpus_per_process, "GPU": config.gpus_per_controller}
             check_capacity(needs, config.sizes.controllers)
-        takes_turns = config.sizes.ranks_in_turns
+        takes_turns = config.sizes.shares_ranks
         if takes_turns and keeps_models:
             # New engines start where ranks are.
             await self.learner.sleep()

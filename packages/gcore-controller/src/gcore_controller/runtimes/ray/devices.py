@@ -7,7 +7,7 @@ from typing import Any
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gcore_controller.context import rank_name
-from gcore_controller.runtimes.backend import Sizes
+from gcore_controller.runtimes.backend import LENT, Sizes
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,34 @@ class DeviceMap:
 
         Args:
             devices: those of the engines, and then those that judges have of their own, the last judge's first: so a
-                device keeps its place when its engine changes its role.
+                device keeps its place when its engine changes its role. Last those of lent engines.
         """
+        if sizes.lends_ranks:
+            lent = devices[len(devices) - sizes.num_lent :]
+            slots, place = _sorted_slots(lent, sizes), {f"{LENT} {i}": i for i in range(sizes.num_lent)}
+            return cls._with_ranks(slots, sizes, place)
         if not sizes.ranks_in_turns:
             # At most engines and judges take turns.
             shared = sizes.judges if sizes.in_turns else {}
             return cls(names={f"{role} {i}": f"engine {i}" for role, number in shared.items() for i in range(number)})
         count = len(devices)
-        slots = [(i, part) for i, device in enumerate(devices) for part in device.split(sizes.devices_per_engine)]
-        slots.sort(key=lambda slot: (slot[1].node, [(len(gpu), gpu) for gpu in slot[1].gpus]))
         place = {f"engine {i}": i for i in range(sizes.engines)}
         judges = [f"{role} {i}" for role, number in sizes.judges.items() for i in range(number)]
         place |= {name: int(name.split()[1]) if sizes.in_turns else count - 1 - i for i, name in enumerate(judges)}
-        place |= {rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])}
+        return cls._with_ranks(_sorted_slots(devices, sizes), sizes, place)
+
+    @classmethod
+    def _with_ranks(
+        cls, slots: "Sequence[tuple[int, Device]]", sizes: Sizes, engines: Mapping[str, int]
+    ) -> "DeviceMap":
+        place = {**engines, **{rank_name(rank): i for rank, (i, _) in enumerate(slots[: sizes.ranks])}}
         return cls(
             ranks=[part for _, part in slots[: sizes.ranks]],
             names={name: f"device {i}" for name, i in place.items()},
         )
+
+
+def _sorted_slots(devices: Sequence[Device], sizes: Sizes) -> list[tuple[int, Device]]:
+    """Return each device that a rank can be on, with the place of the engine's device that it is part of."""
+    slots = [(i, part) for i, device in enumerate(devices) for part in device.split(sizes.devices_per_engine)]
+    return sorted(slots, key=lambda slot: (slot[1].node, [(len(gpu), gpu) for gpu in slot[1].gpus]))

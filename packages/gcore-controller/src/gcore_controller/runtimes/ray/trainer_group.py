@@ -38,7 +38,7 @@ from gcore_controller.trainer_group import (
     sleep,
     wake,
 )
-from gcore_controller.turns import DeviceTurns, SleepingEngine, Turn
+from gcore_controller.turns import DeviceTurns, Lending, SleepingEngine, Turn, TurnChoice
 
 
 class TrainingRank:
@@ -217,13 +217,15 @@ class RayTrainerClient(Generic[BatchT]):
     """Work of a micro-batch, in any unit."""
     sharing: Sequence[SleepingEngine] = ()
     """This controller's engines, the policy's first, where engines and ranks share devices and take turns."""
+    lending: Lending | None = None
+    """The loan of the ranks' devices, if that is what turns are for."""
     _sent: Any = field(default=None, init=False)
     """The weights that were sent last."""
 
     def __post_init__(self) -> None:
         # Those that this controller asks to do what all do.
         self._own_ranks = range(self.group.rank, len(self.ranks.actors), self.group.world_size)
-        self._turns = None
+        self._turns, self._choice = None, TurnChoice(self.lending, self.group, self.devices)
         if self.sharing:
             policy, *others = self.sharing
             self._turns = DeviceTurns(self, policy, others, devices=self.devices, ranks=self._own_ranks, current=None)
@@ -257,9 +259,9 @@ class RayTrainerClient(Generic[BatchT]):
         return await self.group.broadcast(answers.get(0)) if owners else {}
 
     async def take_turn(self, turn: Turn, timer: StageTimer) -> None:
-        if self._turns is None or turn == self._turns.current:
+        if self._turns is None or (turn := await self._choice.chosen(turn, timer)) == self._turns.current:
             return
-        with timer.stage("swap"):
+        with self._choice.swapping(timer):
             # No controller's calls are cut short, and nothing wakes where something of another controller is awake.
             await self.group.barrier()
             await self._turns.take(turn, all_asleep=self.group.barrier)
