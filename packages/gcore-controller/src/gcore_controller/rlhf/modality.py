@@ -231,6 +231,11 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         del ctx
         return False
 
+    def expected_work(self, prompt: PromptT) -> float:
+        """Return how long a prompt is expected to take, in any unit: controllers take the longest of a wave first."""
+        del prompt
+        return 0.0
+
     @abstractmethod
     async def generate(self, ctx: Context[RolesT], wave: Wave[PromptT]) -> Generated[GroupT]:
         """Sample and score the prompts of a wave, in the stages ``gen`` and ``reward``."""
@@ -300,10 +305,17 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         del ctx, step
         return None
 
+    def sampling_state(self) -> State:
+        """Return what `generate` has learned until now, which a checkpoint has to hold; the same on every controller.
+
+        With a schedule other than sync it is ahead of what is trained on, and saved with the batch that it belongs to.
+        """
+        return {}
+
     def state(self) -> State:
         """Return what a checkpoint has to hold besides models and groups; the same on every controller."""
         return {}
 
     def load_state(self, state: State) -> None:
-        """Restore `state`, which is part of a controller's whole state."""
+        """Restore `state` and `sampling_state`, which are parts of the first controller's whole state."""
         del state

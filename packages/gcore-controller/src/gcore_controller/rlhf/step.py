@@ -50,7 +50,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         state = None
         if start.controllers is not None:
             state = _resharded(start.controllers, ctx.rank, ctx.world_size)
-            self.modality.load_state(state)
+            self.modality.load_state(start.controllers[0])
         if config.schedule != "sync":
             ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
         producer = BatchProducer(ctx, self.modality, config, first_step=start.first_step, state=state)
