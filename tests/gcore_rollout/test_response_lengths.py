@@ -133,3 +133,28 @@ async def test_work_is_counted_in_expected_tokens(tied: TinyModel) -> None:
     await collect(replicas, *requests)
     assert [engine.stats().completion_tokens for engine in engines] == [40, 400]
     await replicas.close()
+
+
+async def test_a_response_that_reaches_the_length_defers_its_prompt(tied: TinyModel) -> None:
+    """Other groups are those of a run without such a length, and deferred ones are cut short at once."""
+    engine = HFEngine.from_pretrained(tied.path, max_num_seqs=4, eos_token_ids=EOS_TOKEN_IDS)
+    roles = RolloutRoles(policy=engine, reward=RewardRunner(no_reward), tokenizer=Digits())
+    timer: Any = type("Timer", (), {"stage": lambda _, __: nullcontext()})()
+    prompts = [(i, prompt_of(i)) for i in range(12)]
+    found: list[dict[int, Group]] = []
+    for max_tokens, defers in ((64, False), (48, True)):
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=1.5)
+        generation = Generation(roles=roles, sampling=sampling, n=2, seed=1, timer=timer, defers=defers)
+        groups, unfinished = await generation.run(prompts)
+        found.append({group.prompt_index: group for group in groups})
+        assert unfinished == []
+    whole, short = found
+    long = [index for index, group in whole.items() if group.lengths.max() >= 48]
+    assert generation.deferred == long
+    assert 0 < len(long) < 12
+    assert set(short) == set(range(12)) - set(long)
+    for index, group in short.items():
+        for one, other in zip(group.responses, whole[index].responses, strict=True):
+            assert np.array_equal(one.token_ids, other.token_ids)
+    assert engine.stats().num_running == engine.stats().num_waiting == 0
+    await engine.close()

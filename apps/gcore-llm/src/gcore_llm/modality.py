@@ -136,9 +136,11 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         return float(self._history.expected(prompt) or self._sampling.max_tokens)
 
     async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
+        most = self._sampling.max_tokens
+        max_tokens = min(most, wave.max_length or most)
         generation = Generation(
             roles=ctx.roles,
-            sampling=self._sampling,
+            sampling=replace(self._sampling, max_tokens=max_tokens),
             n=self._config.rollout.n,
             seed=self._config.seed,
             timer=ctx.timer,
@@ -147,10 +149,14 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             quota=wave.quota,
             source_key=self._source_key,
             history=self._history,
+            defers=max_tokens < most,
         )
         groups, unfinished = await generation.run(wave.prompts, unfinished=wave.unfinished, take=wave.take)
         self._history.add([own for part in await ctx.group.all_gather(generation.measured) for own in part])
-        return Generated(groups=groups, unfinished=unfinished)
+        return Generated(groups=groups, unfinished=unfinished, deferred=generation.deferred)
+
+    def longest(self, group: Group) -> int:
+        return int(group.lengths.max())
 
     def group_from_state(self, state: State) -> Group:
         return Group.from_state(state)

@@ -86,6 +86,8 @@ class Generation:
 
     source_key: str = ""
     """Column of a row that names its source, for the groups; empty: none does."""
+    defers: bool = False
+    """Cut a group short when a response reaches ``max_tokens``, and leave it out; its prompt index is in `deferred`."""
     history: LengthHistory | None = None
     """Lengths of earlier responses: prompts whose responses are expected to be longest start first, and engines divide
     work by expected lengths. Not with a quota, where the order decides which groups are complete."""
@@ -97,6 +99,7 @@ class Generation:
         self._generated = asyncio.Event()
         self._greedy = replace(self.sampling, temperature=0.0)
         self.measured: list[MeasuredLength] = []
+        self.deferred: list[int] = []
 
     async def run(
         self,
@@ -132,7 +135,8 @@ class Generation:
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             raise first from first.__cause__
-        scored = [p for p in self._pending.values() if not p.num_failed]
+        self.deferred = [index for index, p in self._pending.items() if p.is_deferred]
+        scored = [p for p in self._pending.values() if not (p.num_failed or p.is_deferred)]
         complete = [(p.group(self.source_key), p.prompt) for p in scored if not p.partial]
         self.measured = [MeasuredLength.of(prompt, group.lengths.tolist()) for group, prompt in complete]
         groups = [group for group, _ in complete]
@@ -204,6 +208,12 @@ class Generation:
         num_whole, is_cut = 0, False
         async for completion in self.roles.policy.generate(requests):
             group = self._pending[int(completion.request_id.removesuffix("/greedy"))]
+            if self.defers and completion.finish_reason == "length" and not group.is_deferred:
+                group.is_deferred = True
+                await self.roles.policy.abort([str(group.prompt_index), f"{group.prompt_index}/greedy"])
+            if group.is_deferred:
+                self._end_of_response()
+                continue
             if completion.finish_reason == "abort":
                 group.partial.append(completion)
                 self._end_of_response()
@@ -282,6 +292,7 @@ class _PendingGroup:
     expected_tokens: int | None = None
     num_failed = 0
     """Responses without a score."""
+    is_deferred = False
 
     def __init__(self, before: UnfinishedGroup, prompt: Prompt, n: int) -> None:
         self.before, self.prompt, self.prompt_index = before, prompt, before.prompt_index

@@ -25,6 +25,7 @@ from gcore_controller.rlhf.modality import (
     Wave,
 )
 from gcore_controller.rlhf.prompts import PromptLoader, SharedPrompts
+from gcore_controller.rlhf.tail_batching import TailBatching, TailWave
 from gcore_controller.trainer_group import State
 
 SampleWave = Callable[[int], Awaitable[list[IndexedT]]]
@@ -135,13 +136,27 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             num_workers=config.num_workers,
             timer=ctx.timer,
         )
-        waves = config.max_num_gen_batches if config.filter_groups else 1
-        self._sampler = DynamicSampler[GroupT](group=ctx.group, max_waves=waves)
+        waves = config.max_num_gen_batches if config.filter_groups else None
+        self._tail = None
+        if config.tail_batching:
+            if config.schedule != "sync" or config.partial_rollout:
+                raise ValueError(
+                    f"schedule is {config.schedule!r} and partial_rollout {config.partial_rollout} with tail_batching; "
+                    "expected 'sync' and False, by which deferred prompts are sampled again by the present weights"
+                )
+            quota, rate = config.train_batch_size, config.over_sample_rate
+            self._tail = TailBatching(
+                quota=quota, over_sample_rate=rate, max_length=config.short_length, max_waves=waves
+            )
+            waves = self._tail.max_waves
+        self._sampler = DynamicSampler[GroupT](group=ctx.group, max_waves=waves or 1)
         self._unfinished: Sequence[UnfinishedGroup] = ()
         if state is not None:
             self._loader.load_state(state["loader"])
             self._sampler.load_state(state["sampler"], modality.group_from_state)
             self._unfinished = [modality.unfinished_from_state(g) for g in state.get("unfinished", [])]
+            if self._tail is not None:
+                self._tail.load_state(state["tail"])
         self._shared = SharedPrompts(self._loader, ctx.group)
         # Whether every trained token must come from the present weights.
         self._is_on_policy = config.schedule == "sync" and not config.partial_rollout
@@ -160,11 +175,17 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         self._wave_groups, self._num_dropped = [], 0
         sampler.surplus = [g for g in before if self._is_fresh(g.oldest_version)]
         num_stale = len(before) - len(sampler.surplus)
+        if self._tail is not None:
+            self._tail.start()
         sampled = await sampler.collect(self.config.train_batch_size, self._sample_wave)
         if self._is_on_policy:
             self._check_versions(sampled.groups)
             # The next step has other weights.
-            num_stale += len(sampler.surplus)
+            if self._tail is not None:
+                surplus = [group.prompt_index for group in sampler.surplus]
+                self._tail.finish([i for part in await self.ctx.group.all_gather(surplus) for i in part])
+            else:
+                num_stale += len(sampler.surplus)
             sampler.surplus = []
         metrics = await self._metrics(sampled, num_stale)
         with self.ctx.timer.stage("prepare"):
@@ -172,6 +193,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             groups = await exchange(sampled.groups, costs, balance=modality.balance, group=self.ctx.group)
         left = [group.state() for group in self._unfinished]
         state = {"loader": self._loader.state(), "sampler": sampler.state(lambda g: g.state()), "unfinished": left}
+        if self._tail is not None:
+            state["tail"] = self._tail.state()
         if self.ctx.rank == 0:
             state |= modality.sampling_state()
         filtered = [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
@@ -182,6 +205,7 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     async def _sample_wave(self, count: int) -> list[GroupT]:
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
         ctx, config = self.ctx, self.config
+        planned = self._tail.next_wave(count) if self._tail else TailWave(num_new=count)
         if config.partial_rollout:
             groups = [g if self._is_fresh(g.oldest_version) else g.restarted() for g in self._unfinished]
             unfinished = [(group, self._loader.row(group.prompt_index)) for group in groups]
@@ -191,19 +215,29 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             wave = Wave(step=self._step, prompts=prompts, unfinished=unfinished, quota=quota)
             num_prompts = len(unfinished) + len(prompts)
         elif self.modality.takes_prompts(ctx):
-            own = self._loader.take(count)
-            await self._shared.open(sorted(own, key=lambda entry: -self.modality.expected_work(entry[1])))
-            wave = Wave(step=self._step, take=self._shared.take)
-            # Any controller may take any prompt; the first one counts them all.
-            num_prompts = count if ctx.rank == 0 else 0
+            own = sorted(self._prompts(planned), key=lambda entry: -self.modality.expected_work(entry[1]))
+            await self._shared.open(own)
+            wave = Wave(step=self._step, take=self._shared.take, max_length=planned.max_length)
+            num_prompts = len(own)
         else:
-            wave = Wave(step=self._step, prompts=self._loader.take(count))
+            wave = Wave(step=self._step, prompts=self._prompts(planned), max_length=planned.max_length)
             num_prompts = len(wave.prompts)
         generated = await self.modality.generate(ctx, wave)
         self._unfinished = generated.unfinished
         self._wave_groups += generated.groups
-        self._num_dropped += num_prompts - len(generated.groups) - len(generated.unfinished)
+        # Controllers may have taken prompts from others: the numbers are right over all of them.
+        self._num_dropped += num_prompts - sum(map(len, (generated.groups, generated.unfinished, generated.deferred)))
+        if self._tail is not None:
+            longest = [self.modality.longest(group) for group in generated.groups]
+            parts = await ctx.group.all_gather((generated.deferred, longest))
+            deferred, lengths = ([value for own in column for value in own] for column in zip(*parts, strict=True))
+            self._tail.sampled(planned, deferred, lengths)
         return [g for g in generated.groups if g.has_signal] if config.filter_groups else generated.groups
+
+    def _prompts(self, planned: TailWave) -> list[tuple[int, PromptT]]:
+        """Return this controller's prompts of a wave."""
+        again = planned.again[self.ctx.rank :: self.ctx.world_size]
+        return [*((index, self._loader.row(index)) for index in again), *self._loader.take(planned.num_new)]
 
     def _is_fresh(self, version: int | None) -> bool:
         """Return whether samples are young enough; None: nothing has been generated yet."""
@@ -239,4 +273,6 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             metrics["sampling/oldest_version"] = float(min((v for v in versions if v is not None), default=0))
             metrics["sampling/dropped_groups"] = float(num_dropped)
             metrics["sampling/unfinished_groups"] = float(num_unfinished)
+        if self._tail is not None:
+            metrics |= self._tail.metrics()
         return metrics | self.modality.sampled_metrics(parts)
