@@ -198,7 +198,7 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
         *(
             (
                 ["--rollout.tail-batching", "True", *options],
-                f"rollout.tail_batching is True; expected false with {other}",
+                f"rollout.tail_batching is true; expected false with {other}",
             )
             for other, options in (
                 ("trainer.schedule 'async'", ["--trainer.schedule", "async"]),
