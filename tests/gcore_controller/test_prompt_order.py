@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gcore_controller import FeistelPermutation, Joined, Mixture, PromptLoader
-from gcore_controller.rlhf.batch_producer import ShardedSampler
+from gcore_controller.rlhf.prompts import ShardedSampler
 
 
 @given(st.integers(1, 700), st.integers(0, 2**40), st.integers(0, 5))

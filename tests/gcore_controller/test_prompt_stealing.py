@@ -30,10 +30,11 @@ def test_a_wave_has_the_same_prompts_on_any_controller(run: Run, world_size: int
     sizes = [8, 3, 1, 16]
 
     async def program(ctx: Ctx) -> list[list[tuple[int, str]]]:
-        prompts = SharedPrompts(loader_of(ctx), ctx.group)
+        loader = loader_of(ctx)
+        prompts = SharedPrompts(loader, ctx.group)
         waves: list[list[tuple[int, str]]] = []
         for wave, size in enumerate(sizes):
-            prompts.open(size)
+            await prompts.open(loader.take(size))
             waves.append([])
             while taken := await prompts.take(1 + (ctx.rank + wave) % 3):
                 waves[-1] += taken
@@ -50,8 +51,9 @@ def test_the_idle_take_from_the_loaded(run: Run) -> None:
     others_are_done = asyncio.Event()
 
     async def program(ctx: Ctx) -> list[int]:
-        prompts = SharedPrompts(loader_of(ctx), ctx.group)
-        prompts.open(18)
+        loader = loader_of(ctx)
+        prompts = SharedPrompts(loader, ctx.group)
+        await prompts.open(loader.take(18))
         mine = [index for index, _ in await prompts.take(1)]
         await ctx.group.barrier()
         if ctx.rank == 0:
@@ -70,11 +72,31 @@ def test_the_idle_take_from_the_loaded(run: Run) -> None:
 
 def test_own_prompts_come_first(run: Run) -> None:
     async def program(ctx: Ctx) -> list[int]:
-        prompts = SharedPrompts(loader_of(ctx), ctx.group)
-        prompts.open(12)
+        loader = loader_of(ctx)
+        prompts = SharedPrompts(loader, ctx.group)
+        await prompts.open(loader.take(12))
         taken = await prompts.take(4)
         await ctx.group.barrier()
         assert await prompts.take(4) == []
         return [index for index, _ in taken]
 
     assert run(program, 3) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+
+
+def test_a_slice_is_taken_in_its_owners_order(run: Run) -> None:
+    """Also by others, and in each of several waves, whose slices differ in size."""
+
+    async def program(ctx: Ctx) -> list[list[int]]:
+        loader = loader_of(ctx)
+        prompts = SharedPrompts(loader, ctx.group)
+        waves: list[list[int]] = []
+        for size in (7, 4):
+            await prompts.open(loader.take(size)[::-1])
+            waves.append([])
+            if ctx.rank == 1:
+                while taken := await prompts.take(1):
+                    waves[-1] += [index for index, _ in taken]
+            await ctx.group.barrier()
+        return waves
+
+    assert run(program, 2)[1] == [[5, 3, 1, 6, 4, 2, 0], [9, 7, 10, 8]]

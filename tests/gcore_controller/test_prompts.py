@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from gcore_controller.context import StageTimer, seconds_by_stage
 from gcore_controller.errors import StateError
-from gcore_controller.rlhf.batch_producer import PromptLoader, ShardedSampler
+from gcore_controller.rlhf.prompts import PromptLoader, ShardedSampler
 
 sizes = st.integers(1, 30)
 seeds = st.integers(0, 2**31)

@@ -77,12 +77,20 @@ def _random_model(config: Qwen2Config, seed: int) -> Any:
 
 
 def make_request(
-    name: str, length: int, *, max_tokens: int = 16, temperature: float = 1.0, n: int = 1, seed: int = 0
+    name: str,
+    length: int,
+    *,
+    max_tokens: int = 16,
+    temperature: float = 1.0,
+    n: int = 1,
+    seed: int = 0,
+    expected_tokens: int | None = None,
 ) -> Request:
     """A request whose prompt of ``length`` tokens depends on ``name``."""
     tokens = np.random.default_rng(list(name.encode())).integers(0, VOCAB_SIZE, length)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    return Request(request_id=name, prompt_token_ids=tuple(tokens.tolist()), sampling=sampling, n=n, seed=seed)
+    fields: dict[str, Any] = {"sampling": sampling, "n": n, "seed": seed, "expected_tokens": expected_tokens}
+    return Request(request_id=name, prompt_token_ids=tuple(tokens.tolist()), **fields)
 
 
 async def collect(engine: Engine, *requests: Request) -> Found:

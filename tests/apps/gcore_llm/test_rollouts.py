@@ -41,6 +41,35 @@ def test_long_responses_continue_in_later_steps(cli: Cli, own_args: list[str], c
 
 
 @pytest.mark.slow
+def test_long_responses_wait_for_a_step_of_their_own(cli: Cli, own_args: list[str], chatty: Path) -> None:
+    """Deferred prompts are kept in checkpoints: an interrupted run continues as one that was not."""
+    tail = [
+        "--rollout.tail-batching",
+        "True",
+        "--rollout.over-sample-rate",
+        "1",
+        "--rollout.short-response-length",
+        "24",
+    ]
+    args = [*args_of(own_args, chatty, 5), *tail]
+    for name in ("--rollout.partial-rollout", "--rollout.over-sample-rate"):
+        place = args.index(name)
+        del args[place : place + 2]
+    cli.ok(*args, "--name", "whole")
+    rows = step_rows(cli.cwd / "runs/whole")
+    assert all(row["sampling/groups"] == 8 for row in rows)
+    assert any(row["sampling/long_round"] for row in rows)
+    assert all(row["sampling/deferred_groups"] > 0 for row in rows if not row["sampling/long_round"])
+    assert all(row["sampling/oldest_version"] == row["step"] - 1 for row in rows)
+
+    cli.ok(*option_set(args, "--trainer.total-training-steps", "2"), "--name", "parted")
+    cli.ok(*args, "--name", "parted")
+    for row, expected in zip(step_rows(cli.cwd / "runs/parted"), rows, strict=True):
+        same = [name for name in expected if not name.startswith(("timing_s/", "perf/", "ledger/", "forecast/"))]
+        assert {name: row[name] for name in same} == {name: expected[name] for name in same}
+
+
+@pytest.mark.slow
 def test_stale_responses_are_generated_again(cli: Cli, own_args: list[str], chatty: Path) -> None:
     cli.ok(*args_of(own_args, chatty, 4), "--rollout.max-staleness", "1")
     rows = step_rows(cli.cwd / "runs/default")
@@ -165,6 +194,25 @@ def test_a_broken_environment(cli: Cli, own_args: list[str], chatty: Path) -> No
         (
             ["--rollout.partial-rollout", "True", "--algorithm.adv-estimator", "remax"],
             "expected false with algorithm.adv_estimator 'remax'",
+        ),
+        *(
+            (
+                ["--rollout.tail-batching", "True", *options],
+                f"rollout.tail_batching is true; expected false with {other}",
+            )
+            for other, options in (
+                ("trainer.schedule 'async'", ["--trainer.schedule", "async"]),
+                ("rollout.partial_rollout true", ["--rollout.partial-rollout", "True"]),
+                ("several turns", ["--rollout.multi-turn.environment", "x.py:f"]),
+            )
+        ),
+        (
+            ["--rollout.tail-batching", "True", "--rollout.over-sample-rate", "0"],
+            "rollout.over_sample_rate is 0.0; expected above 0 with rollout.tail_batching",
+        ),
+        (
+            ["--rollout.tail-batching", "True", "--rollout.short-response-length", "4096"],
+            "rollout.short_response_length is 4096; expected below data.max_response_length=",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -95,9 +95,9 @@ EVERYTHING = replace(
 )
 
 
-@pytest.mark.parametrize("partial_rollout", [False, True])
-def test_device_seconds_add_up(partial_rollout: bool) -> None:
-    steps = simulate(replace(EVERYTHING, partial_rollout=partial_rollout)).steps
+@pytest.mark.parametrize("fields", [{}, {"partial_rollout": True}, {"tail_batching": True}])
+def test_device_seconds_add_up(fields: dict[str, bool]) -> None:
+    steps = simulate(replace(EVERYTHING, **fields)).steps
     assert [step.step for step in steps] == [1, 2, 3]
     for step in steps:
         assert step.device_s.keys() == set(COLUMNS)

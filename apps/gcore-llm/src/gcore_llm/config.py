@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from gcore_controller import RLHFConfig
+from gcore_llm.data.task_config import TaskConfig as TaskConfig
 from gcore_llm.evaluation.config import ValConfig
 from gcore_llm.learning.config import ActorConfig, CriticConfig, DistillationConfig, WarmupConfig as WarmupConfig
 from gcore_llm.reward_config import JudgeConfig, RewardCallsConfig, RewardModelConfig
@@ -14,7 +15,6 @@ from gcore_runs import (
     BaseAlgorithmConfig,
     BaseDataConfig,
     BaseRLConfig,
-    Checked,
     Count,
     Fraction,
     NonNegative,
@@ -34,26 +34,6 @@ from gcore_trainer import (
     advantage_estimators,
     get_advantage_estimator,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskConfig(Checked, section="task"):
-    """A reasoning-gym task, generated instead of read from files."""
-
-    name: str = ""
-    """Task of reasoning-gym, such as chain_sum; empty: prompts come from data.train-files."""
-    params: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The task's own settings, of the types that reasoning-gym gives them; on the command line --task.params.NAME and a
-    number, true or false, text, several values, or a TOML value such as '{a = [1, 2]}'; None where it is accepted."""
-    num_train: Count = 10_000
-    """Training problems to generate; those that are also held out are left out."""
-    num_val: Count = 256
-    """Held-out problems to generate."""
-
-    def check_only_source(self, train_files: tuple[str, ...], *, of: str) -> None:
-        """Raise `UserError` if there are files, too."""
-        if train_files and self.name:
-            raise UserError(f"task.name is {self.name!r} and data.train_files is set; expected one source of {of}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +85,15 @@ class RolloutConfig(PolicyEngineConfig, section="rollout"):
     partial_rollout: bool = False
     """Start more prompts than are needed, stop when enough groups are complete, and continue the others in the next
     step, under its weights: no step waits for the longest responses."""
+    tail_batching: bool = False
+    """Defer prompts with a long response to a few long steps, each of a whole batch of them; all others are short, and
+    sample some more prompts than they need. Every prompt is trained on once, by samples of the present weights."""
+    short_response_length: NonNegative = 0
+    """In tail batching, the length at which a response defers its prompt, in tokens; 0: it starts as a quantile of the
+    first step's lengths and follows the share that is deferred, which shall be half of the additional prompts."""
     over_sample_rate: Amount = 0.5
-    """In partial rollout, how many more prompts are started, as a share of those that are needed."""
+    """In partial rollout and in tail batching's short steps, how many more prompts are started, as a share of those
+    that are needed."""
     max_staleness: Count = 8
     """Responses with a token by weights of more than this many steps before are generated again from scratch."""
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
@@ -233,6 +220,8 @@ class TrainConfig(BaseRLConfig):
         super().__post_init__()
         self.task.check_only_source(self.data.train_files, of="prompts")
         self._check_group()
+        samples_more = self.rollout.over_sample_rate > 0 or not self.rollout.tail_batching
+        self.require("rollout.over_sample_rate", samples_more, "above 0 with rollout.tail_batching")
         algorithm, rollout = self.algorithm, self.rollout
         longest, response = self.data.max_length, self.data.max_response_length
         together = f"data.max_prompt_length + data.max_response_length = {longest}"
@@ -240,6 +229,8 @@ class TrainConfig(BaseRLConfig):
         self.require("actor.ppo_max_token_len", self.actor.ppo_max_token_len >= longest, expected)
         fits = self.algorithm.overlong.buffer_len <= response
         self.require("algorithm.overlong.buffer_len", fits, f"at most data.max_response_length={response}")
+        is_below = f"below data.max_response_length={response}"
+        self.require("rollout.short_response_length", rollout.short_response_length < response, is_below)
         has_old = algorithm.old_log_probs == "trainer" or self.actor.router_replay != "R2"
         replay = "actor.router_replay 'R2', which replays the pass for the old log-probs"
         self.require("algorithm.old_log_probs", has_old, f"'trainer' with {replay}")
@@ -252,13 +243,21 @@ class TrainConfig(BaseRLConfig):
         overlapped = f"trainer.schedule {own.schedule!r}" if own.schedule != "sync" else ""
         simulated = "runtime 'sim'" if self.runtime == "sim" else ""
         partial, pairwise, turns = "rollout.partial_rollout", "reward_model.judge.pairwise", "rollout.colocated"
-        is_set = {partial: rollout.partial_rollout, pairwise: self.reward_model.is_pairwise}
+        tail, continued = "rollout.tail_batching", f"{partial} true" if rollout.partial_rollout else ""
+        is_set = {
+            partial: rollout.partial_rollout,
+            pairwise: self.reward_model.is_pairwise,
+            tail: rollout.tail_batching,
+        }
         is_set[turns] = self.takes_turns
         for name, other, reason in (
             (partial, several_turns, "because an environment cannot wait for the next step"),
             (partial, greedy, "whose greedy responses are of the present weights"),
             (pairwise, several_turns, "because one response to one prompt is compared"),
             (pairwise, greedy, "whose greedy response is in no group"),
+            (tail, overlapped, "whose batches are not by the present weights"),
+            (tail, continued, "which continues long responses instead"),
+            (tail, several_turns, "whose episodes end by other limits, too"),
             (turns, overlapped, "which samples while it trains"),
             (turns, simulated, "whose roles have devices of their own"),
         ):
@@ -341,6 +340,8 @@ class TrainConfig(BaseRLConfig):
             super().loop,
             schedule=self.trainer.schedule,
             partial_rollout=self.rollout.partial_rollout,
+            tail_batching=self.rollout.tail_batching,
+            short_length=self.rollout.short_response_length,
             over_sample_rate=self.rollout.over_sample_rate,
             max_staleness=self.rollout.max_staleness,
             num_workers=self.data.num_workers,

@@ -21,7 +21,7 @@ from gcore_controller import (
     TrainingBatch,
     Wave,
 )
-from gcore_llm.config import AlgorithmConfig, TrainConfig
+from gcore_llm.config import TrainConfig
 from gcore_llm.evaluation.evaluate import Evaluation, evaluate, val_sets
 from gcore_llm.learning.preparation import (
     choose,
@@ -36,6 +36,7 @@ from gcore_llm.learning.preparation import (
     single_responses,
     speed,
     split_in_micro_batches,
+    unscored_samples,
     warning,
 )
 from gcore_llm.learning.trainer_worker import has_critic, has_reference, needs_old_log_probs
@@ -46,6 +47,7 @@ from gcore_rollout import (
     FailureLog,
     Generation,
     Group,
+    LengthHistory,
     Prompt,
     RewardRunner,
     RolloutRoles,
@@ -55,7 +57,7 @@ from gcore_rollout import (
     sampled_part,
 )
 from gcore_runs import STAGE_CELLS, BaseRunRecorder, Cell, RunJob, model_folder, write_jsonl
-from gcore_trainer import Images, MicroBatch, Sample, with_distillation
+from gcore_trainer import MicroBatch, Sample, with_distillation
 
 _logger = logging.getLogger(__name__)
 
@@ -116,6 +118,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         self._distillation = job.config.distillation
         self._source_key = job.config.distillation.read_column
         self._keeps_cache = job.config.trainer.schedule == "async"
+        self._history = LengthHistory()
         self.saves_evaluated = job.config.trainer.export == "best"
 
     @property
@@ -129,10 +132,15 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         """Return whether the engine is the controller's own; a shared one needs no prompts from other controllers."""
         return ctx.roles.policy_slots is not None
 
+    def expected_work(self, prompt: Prompt) -> float:
+        return float(self._history.expected(prompt) or self._sampling.max_tokens)
+
     async def generate(self, ctx: Context[Roles], wave: Wave[Prompt]) -> Generated[Group]:
+        most = self._sampling.max_tokens
+        max_tokens = min(most, wave.max_length or most)
         generation = Generation(
             roles=ctx.roles,
-            sampling=self._sampling,
+            sampling=replace(self._sampling, max_tokens=max_tokens),
             n=self._config.rollout.n,
             seed=self._config.seed,
             timer=ctx.timer,
@@ -140,9 +148,15 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
             compares=True,
             quota=wave.quota,
             source_key=self._source_key,
+            history=self._history,
+            defers=max_tokens < most,
         )
         groups, unfinished = await generation.run(wave.prompts, unfinished=wave.unfinished, take=wave.take)
-        return Generated(groups=groups, unfinished=unfinished)
+        self._history.add([own for part in await ctx.group.all_gather(generation.measured) for own in part])
+        return Generated(groups=groups, unfinished=unfinished, deferred=generation.deferred)
+
+    def longest(self, group: Group) -> int:
+        return int(group.lengths.max())
 
     def group_from_state(self, state: State) -> Group:
         return Group.from_state(state)
@@ -235,17 +249,23 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
         sets = val_sets(self._job.prompts, self._config, ctx.roles.graders)
         return await evaluate(ctx.roles, sets, group=ctx.group, timer=ctx.timer, clock=ctx.clock)
 
+    def sampling_state(self) -> State:
+        """Return the lengths of earlier responses."""
+        return {"lengths": self._history.state()}
+
     def state(self) -> State:
         """Return the state of the KL penalty."""
         return {"kl": self._kl.state()}
 
     def load_state(self, state: State) -> None:
         self._kl.load_state(state["kl"])
+        if "lengths" in state:
+            self._history.load_state(state["lengths"])
 
     async def _scored(self, ctx: Context[Roles], groups: list[Group], *, needs_old: bool) -> list[list[Sample]]:
         """Return each group's samples, scored as the algorithm needs by the models before their first update."""
         learner = ctx.roles.learner
-        samples = [_samples(group, self._config.algorithm) for group in groups]
+        samples = [unscored_samples(group, self._config.algorithm) for group in groups]
         if not (needs_old or self._has_reference or self._has_critic):
             return samples
         pairs = self._split(ctx, groups)
@@ -299,7 +319,7 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
     async def _log_probs(self, ctx: Context[Roles], groups: list[Group]) -> list[NDArray[np.float32]]:
         """Return the trainer's log-probs, [R], of each group's first response."""
         pairs = self._split(ctx, groups)
-        samples = [_samples(group, self._config.algorithm)[0] for group in groups]
+        samples = [unscored_samples(group, self._config.algorithm)[0] for group in groups]
         found = await ctx.roles.learner.score("actor", [[samples[g] for g, _ in batch] for batch in pairs])
         of_group = dict(zip((g for g, _ in chain(*pairs)), chain(*found), strict=True))
         return [of_group[g] for g in range(len(groups))]
@@ -316,27 +336,6 @@ class LLM(Modality[Roles, Prompt, Group, list[MicroBatch], Evaluation]):
     def _seed(self, ctx: Context[Roles], step: int) -> int:
         """Return the seed of this controller's choices for a comparison."""
         return hash((self._config.seed, step, ctx.rank)) % 2**63
-
-
-def _samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
-    """Return the samples to train on, without advantages yet; no token of a filtered response counts."""
-    images = None
-    if group.images is not None:
-        pixels = group.images.pixels()
-        images = Images(pixel_values=pixels.pixel_values, grid_thw=pixels.grid_thw)
-    return [
-        Sample(
-            prompt_ids=group.prompt_ids,
-            response_ids=r.token_ids,
-            response_mask=np.zeros(r.token_ids.shape, np.bool_)
-            if r.truncated and algorithm.overlong.filter
-            else r.mask,
-            old_log_probs=r.log_probs if algorithm.old_log_probs == "rollout" else None,
-            rollout_log_probs=r.log_probs,
-            images=images,
-        )
-        for r in group.responses
-    ]
 
 
 class RunRecorder(BaseRunRecorder[Job, Evaluation]):

@@ -32,7 +32,8 @@ _PROG = "gcore-llm simulate"
 _SETTINGS = {
     **{name: name for name in ("seed", "controllers", "model")},
     **{name: f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")},
-    **{name: f"rollout.{name}" for name in ("n", "partial_rollout", "over_sample_rate")},
+    **{name: f"rollout.{name}" for name in ("n", "partial_rollout", "tail_batching", "short_response_length")},
+    "over_sample_rate": "rollout.over_sample_rate",
     **{name: f"algorithm.{name}" for name in ("filter_groups", "max_num_gen_batches", "old_log_probs")},
     **{name: f"actor.{name}" for name in ("ppo_mini_batch_size", "ppo_max_token_len")},
     "kl_loss_coef": "actor.loss.kl_loss_coef",
@@ -130,6 +131,7 @@ def read_run(path: str, max_steps: int) -> MeasuredRun:
         "runtime is 'sim'": config.runtime == "sim",
         f"algorithm.adv_estimator is {estimator!r}": estimator in ("gae", "remax"),
         "rollout.partial_rollout is true": rollout.partial_rollout,
+        "rollout.tail_batching is true": rollout.tail_batching,
         "rollout.multi_turn makes several turns": rollout.multi_turn.is_used,
         f"actor.ppo_epochs is {epochs}": epochs > 1,
     }

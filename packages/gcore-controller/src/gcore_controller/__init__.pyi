@@ -19,12 +19,7 @@ from .errors import (
     RankCodeError as RankCodeError,
     RankError as RankError,
 )
-from .rlhf.batch_producer import (
-    DynamicSampler as DynamicSampler,
-    PromptLoader as PromptLoader,
-    ShardedSampler as ShardedSampler,
-    SharedPrompts as SharedPrompts,
-)
+from .rlhf.batch_producer import DynamicSampler as DynamicSampler
 from .rlhf.events import (
     Announced as Announced,
     Announcer as Announcer,
@@ -52,6 +47,11 @@ from .rlhf.modality import (
     Wave as Wave,
 )
 from .rlhf.permutation import FeistelPermutation as FeistelPermutation
+from .rlhf.prompts import (
+    PromptLoader as PromptLoader,
+    ShardedSampler as ShardedSampler,
+    SharedPrompts as SharedPrompts,
+)
 from .rlhf.rounds import DeviceWork as DeviceWork, Round as Round
 from .rlhf.step import RLHFLoop as RLHFLoop
 from .runtimes.backend import (

@@ -90,9 +90,11 @@ from .errors import (
 )
 from .generation import (
     Generation as Generation,
-    Group as Group,
     GroupComparison as GroupComparison,
     RolloutRoles as RolloutRoles,
+)
+from .groups import (
+    Group as Group,
     SampledPart as SampledPart,
     sampled_metrics as sampled_metrics,
     sampled_part as sampled_part,
@@ -132,6 +134,7 @@ from .multi_turn.environment import (
     hermes_calls as hermes_calls,
 )
 from .multi_turn.episode import Episode as Episode, EpisodeEnd as EpisodeEnd, run_episode as run_episode
+from .response_lengths import LengthHistory as LengthHistory, MeasuredLength as MeasuredLength
 from .responses import (
     Prompt as Prompt,
     PromptImages as PromptImages,

@@ -1,107 +1,23 @@
 """Groups of responses and their generation by one controller; rewards are computed while others are generated."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gcore_rollout.engines.protocol import Completion, Engine, Request, SamplingParams
 from gcore_rollout.errors import EpisodeError, RequestError, RewardError
-from gcore_rollout.multi_turn.episode import Episode, EpisodeEnd, run_episode
-from gcore_rollout.responses import Prompt, PromptImages, Response, UnfinishedGroup
+from gcore_rollout.groups import Group
+from gcore_rollout.multi_turn.episode import Episode, run_episode
+from gcore_rollout.response_lengths import LengthHistory, MeasuredLength
+from gcore_rollout.responses import Prompt, Response, UnfinishedGroup
 from gcore_rollout.rewards.registry import EnvironmentRole
-from gcore_rollout.rewards.reward import Failed, FailureLog, Scored, part_means
+from gcore_rollout.rewards.reward import Failed, FailureLog, Scored
 from gcore_rollout.rewards.runner import RewardRunner
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
-    """The responses to one prompt."""
-
-    prompt_index: int
-    """Position of the prompt in the run's global order."""
-    prompt_ids: NDArray[np.int64]
-    responses: list[Response]
-    greedy_score: float | None = None
-    """Score of the greedy response, where the algorithm compares with it."""
-    images: PromptImages | None = None
-    """Images of the prompt."""
-    source: str = ""
-    """The prompt's row in the column `Generation.source_key`; empty: there is none."""
-
-    @property
-    def oldest_version(self) -> int:
-        """Oldest weight version that generated any token."""
-        return min(int(r.weight_versions[slice(None) if r.mask is None else r.mask].min()) for r in self.responses)
-
-    @property
-    def scores(self) -> list[float]:
-        return [r.score for r in self.responses]
-
-    @property
-    def has_signal(self) -> bool:
-        """True if the responses differ in score, so that their advantages do."""
-        return len(set(self.scores)) > 1
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Response lengths in tokens, shape [n]."""
-        return np.array([r.token_ids.size for r in self.responses])
-
-    def state(self) -> dict[str, Any]:
-        """Return plain arrays and numbers for a checkpoint."""
-        own = {**vars(self), "responses": [dict(vars(r)) for r in self.responses]}
-        return {"ticket": own.pop("prompt_index"), **own, "images": self.images and self.images.state()}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Group":
-        """Return the group that `state` gave this state for."""
-        own: dict[str, Any] = {**state, "responses": [Response(**r) for r in state["responses"]]}
-        images = own.pop("images", None)
-        return cls(prompt_index=own.pop("ticket"), **own, images=images and PromptImages.from_state(images))
-
-
-SampledPart = tuple[NDArray[np.float64], list[Mapping[str, float]], Counter[str]]
-"""[N, 4] score, length, whether it was cut off, and prompt length of each response; parts of the scores; ends of
-episodes."""
-
-
-def sampled_part(groups: Sequence[Group]) -> SampledPart:
-    """Return one controller's part of `sampled_metrics`."""
-    responses = [(group, response) for group in groups for response in group.responses]
-    columns = [(r.score, r.token_ids.size, r.truncated, g.prompt_ids.size) for g, r in responses]
-    ends = Counter[str](r.end for _, r in responses if r.end is not None)
-    return np.array(columns, np.float64).reshape(-1, 4), [r.parts for _, r in responses if r.parts], ends
-
-
-def sampled_metrics(parts: Sequence[SampledPart]) -> dict[str, float]:
-    """Return metrics of all controllers' responses, under verl's names; without responses there are none of them."""
-    rows = np.concatenate([own for own, *_ in parts])
-    metrics: dict[str, float] = {}
-    if len(rows):
-        scores, lengths, truncated, prompts = rows.T
-        metrics |= {
-            "critic/score/mean": scores.mean(),
-            "critic/score/max": scores.max(),
-            "critic/score/min": scores.min(),
-            "response_length/mean": lengths.mean(),
-            "response_length/max": lengths.max(),
-            "response_length/clip_ratio": truncated.mean(),
-            "prompt_length/mean": prompts.mean(),
-            "perf/total_num_tokens": lengths.sum() + prompts.sum(),
-        }
-    if explained := [part for _, own, _ in parts for part in own]:
-        metrics |= part_means(explained)
-    ends = sum((own for *_, own in parts), start=Counter[str]())
-    if total := ends.total():
-        metrics |= {f"multi_turn/end/{end}": ends[end] / total for end in get_args(EpisodeEnd)}
-    return {name: float(value) for name, value in metrics.items()}
-
 
 Take = Callable[[int], Awaitable[Sequence[tuple[int, Prompt]]]]
 """Returns at most so many further prompts with their prompt indices; none: there are no more."""
@@ -170,6 +86,11 @@ class Generation:
 
     source_key: str = ""
     """Column of a row that names its source, for the groups; empty: none does."""
+    defers: bool = False
+    """Cut a group short when a response reaches ``max_tokens``, and leave it out; its prompt index is in `deferred`."""
+    history: LengthHistory | None = None
+    """Lengths of earlier responses: prompts whose responses are expected to be longest start first, and engines divide
+    work by expected lengths. Not with a quota, where the order decides which groups are complete."""
 
     def __post_init__(self) -> None:
         self._pending: dict[int, _PendingGroup] = {}
@@ -177,6 +98,8 @@ class Generation:
         self._num_generating = 0
         self._generated = asyncio.Event()
         self._greedy = replace(self.sampling, temperature=0.0)
+        self.measured: list[MeasuredLength] = []
+        self.deferred: list[int] = []
 
     async def run(
         self,
@@ -186,6 +109,8 @@ class Generation:
         take: Take | None = None,
     ) -> tuple[list[Group], list[UnfinishedGroup]]:
         """Generate and score ``n`` responses to each prompt.
+
+        The lengths of the responses are in `measured` afterwards.
 
         Args:
             prompts: with their prompt indices; all are generated at once.
@@ -210,8 +135,10 @@ class Generation:
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             raise first from first.__cause__
-        scored = [p for p in self._pending.values() if not p.num_failed]
+        self.deferred = [index for index, p in self._pending.items() if p.is_deferred]
+        scored = [p for p in self._pending.values() if not (p.num_failed or p.is_deferred)]
         complete = [(p.group(self.source_key), p.prompt) for p in scored if not p.partial]
+        self.measured = [MeasuredLength.of(prompt, group.lengths.tolist()) for group, prompt in complete]
         groups = [group for group, _ in complete]
         if self.compares and self.roles.comparison is not None:
             with self.timer.stage("reward"):
@@ -243,11 +170,18 @@ class Generation:
         """Start to generate and score all missing responses to some prompts."""
         groups = [_PendingGroup(before, prompt, self.n) for before, prompt in prompts]
         self._pending |= {group.prompt_index: group for group in groups}
+        if self.history is not None and self.quota is None:
+            for group in groups:
+                group.expected_tokens = self.history.expected(group.prompt)
+            # Those of which nothing is known are as long as any could be.
+            most = self.sampling.max_tokens
+            groups.sort(key=lambda group: -(group.expected_tokens or most))
         if self.roles.environment is None:
             requests = [self._request(group) for group in groups]
             if self.with_greedy:
                 plain: dict[str, Any] = {"sampling": self._greedy, "n": 1, "seed": 0, "indices": None, "prefixes": ()}
-                requests += [replace(r, request_id=f"{r.request_id}/greedy", **plain) for r in requests]
+                greedy = [replace(r, request_id=f"{r.request_id}/greedy", **plain) for r in requests]
+                requests = sorted([*requests, *greedy], key=lambda r: -r.work_per_sample)
             if requests:
                 self._launch(sum(len(request.sample_indices) for request in requests), self._complete(requests))
             return
@@ -265,6 +199,7 @@ class Generation:
             seed=hash((self.seed, group.prompt_index)),
             indices=tuple(i for i in range(self.n) if i not in group.responses),
             prefixes=tuple(group.before.partial),
+            expected_tokens=group.expected_tokens,
             images=() if prompt.images is None else prompt.images.encoded(),
         )
 
@@ -273,6 +208,12 @@ class Generation:
         num_whole, is_cut = 0, False
         async for completion in self.roles.policy.generate(requests):
             group = self._pending[int(completion.request_id.removesuffix("/greedy"))]
+            if self.defers and completion.finish_reason == "length" and not group.is_deferred:
+                group.is_deferred = True
+                await self.roles.policy.abort([str(group.prompt_index), f"{group.prompt_index}/greedy"])
+            if group.is_deferred:
+                self._end_of_response()
+                continue
             if completion.finish_reason == "abort":
                 group.partial.append(completion)
                 self._end_of_response()
@@ -348,8 +289,10 @@ class _PendingGroup:
     """A group whose responses are being generated and scored."""
 
     greedy_score: float | None = None
+    expected_tokens: int | None = None
     num_failed = 0
     """Responses without a score."""
+    is_deferred = False
 
     def __init__(self, before: UnfinishedGroup, prompt: Prompt, n: int) -> None:
         self.before, self.prompt, self.prompt_index = before, prompt, before.prompt_index

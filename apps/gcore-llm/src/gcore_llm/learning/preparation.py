@@ -22,6 +22,7 @@ from gcore_trainer import (
     AdaptiveKLController,
     AdvantageConfig,
     FixedKLController,
+    Images,
     Sample,
     check_finite_tokens,
     follow_divergence,
@@ -49,6 +50,27 @@ def kl_controller(config: KLControlConfig) -> FixedKLController:
     if config.type == "fixed":
         return FixedKLController(kl_coef=config.kl_coef)
     return AdaptiveKLController(kl_coef=config.kl_coef, target_kl=config.target_kl, horizon=config.horizon)
+
+
+def unscored_samples(group: Group, algorithm: AlgorithmConfig) -> list[Sample]:
+    """Return the samples to train on, without advantages yet; no token of a filtered response counts."""
+    images = None
+    if group.images is not None:
+        pixels = group.images.pixels()
+        images = Images(pixel_values=pixels.pixel_values, grid_thw=pixels.grid_thw)
+    return [
+        Sample(
+            prompt_ids=group.prompt_ids,
+            response_ids=r.token_ids,
+            response_mask=np.zeros(r.token_ids.shape, np.bool_)
+            if r.truncated and algorithm.overlong.filter
+            else r.mask,
+            old_log_probs=r.log_probs if algorithm.old_log_probs == "rollout" else None,
+            rollout_log_probs=r.log_probs,
+            images=images,
+        )
+        for r in group.responses
+    ]
 
 
 async def prepare(

@@ -237,7 +237,7 @@ class SimConfig(BaseSimConfig):
 class SimulateConfig(SimConfig):
     """The program of `train` on simulated devices. Lengths are in tokens."""
 
-    lengths: ClassVar = ("max_prompt_length", "max_response_length", "ppo_max_token_len")
+    lengths: ClassVar = ("max_prompt_length", "max_response_length", "short_response_length", "ppo_max_token_len")
     """The settings that are whole units of ``token_unit``."""
 
     controllers: Count = 8
@@ -266,8 +266,12 @@ class SimulateConfig(SimConfig):
     """Most waves of sampling a step."""
     partial_rollout: bool = False
     """Continue long responses in the next step, as rollout.partial-rollout of train."""
+    tail_batching: bool = False
+    """Defer prompts with long responses to a few long steps, as rollout.tail-batching of train."""
+    short_response_length: NonNegative = 0
+    """Longest response of the others, as rollout.short-response-length of train."""
     over_sample_rate: float = 0.5
-    """Further prompts to start in partial rollout, as a share of those that are needed."""
+    """Further prompts to start in partial rollout or tail batching, as a share of those that are needed."""
     old_log_probs: Literal["rollout", "trainer"] = "rollout"
     """trainer: the trainer scores all responses before the first of several updates."""
     kl_loss_coef: float = 0.0

@@ -75,7 +75,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         self._state = state
         self._replicas = [_TimedReplica(state, self._finished) for _ in range(num_replicas)]
         self._loads = np.zeros(num_replicas, dtype=np.intp)
-        """Unfinished samples of each replica."""
+        """Work of the unfinished samples of each replica."""
         self._holds: frozenset[str] = frozenset()
         """Reasons for which the replicas stand still: pause, sleep (of keys and values), weights (asleep)."""
         self._num_prompt_tokens = self._num_completion_tokens = 0.0
@@ -144,14 +144,16 @@ class ModelledEngine(Generic[RequestT, SampleT]):
 
     def _submit(self, requests: Sequence[RequestT], call: Call[SampleT]) -> None:
         """Divide requests over replicas; the part of one that a replica takes is at most its fair share of all."""
-        fair_share = max(1, (int(self._loads.sum()) + call.pending) // len(self._replicas))
+        work = sum(len(request.sample_indices) * request.work_per_sample for request in requests)
+        fair_share = (int(self._loads.sum()) + work) / len(self._replicas)
         new: dict[int, list[_Sample[RequestT, SampleT]]] = {}
         for request in requests:
             indices = request.sample_indices
-            num_parts = min(len(self._replicas), -(-len(indices) // fair_share))
+            largest = max(1, int(fair_share / request.work_per_sample))
+            num_parts = min(len(self._replicas), -(-len(indices) // largest))
             for start, stop in pairwise(len(indices) * i // num_parts for i in range(num_parts + 1)):
                 replica = int(self._loads.argmin())
-                self._loads[replica] += stop - start
+                self._loads[replica] += (stop - start) * request.work_per_sample
                 new.setdefault(replica, []).extend(self._samples(request, indices[start:stop], call, replica))
         for replica, samples in new.items():
             self._replicas[replica].submit(samples, now_s())
@@ -176,7 +178,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
 
     def _finished(self, samples: list[_Sample[RequestT, SampleT]]) -> None:
         for sample in samples:
-            self._loads[sample.replica] -= 1
+            self._loads[sample.replica] -= sample.request.work_per_sample
         for sample in samples:
             self._hand_over(sample, sample.length)
 
@@ -189,7 +191,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
             taken += replica.withdraw(which, now_s())
             replica.changed()
         for sample, _ in taken:
-            self._loads[sample.replica] -= 1
+            self._loads[sample.replica] -= sample.request.work_per_sample
         return taken
 
     def _hand_over(self, sample: _Sample[RequestT, SampleT], num_steps: float, *, is_aborted: bool = False) -> None:
@@ -200,7 +202,7 @@ class ModelledEngine(Generic[RequestT, SampleT]):
         sample.call.finished.put_nowait(made)
 
     def _check_idle(self, call: str) -> None:
-        if num_unfinished := int(self._loads.sum()):
+        if num_unfinished := sum(replica.num_running + replica.num_waiting for replica in self._replicas):
             raise RolloutError(
                 f"{num_unfinished} samples are unfinished; expected none before {call}: abort or finish them"
             )

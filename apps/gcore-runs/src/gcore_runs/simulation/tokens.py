@@ -196,7 +196,9 @@ class SimulatedTokens(SimulatedModality[Request, Completion]):
         config = self._config
         u = uniform(self._seed, _LENGTH_STREAM, request.seed, index)
         if config.prompt_share:
-            u = blend(uniform(self._seed, _PROMPT_STREAM, request.seed), u, config.prompt_share)
+            # A prompt is all of one token, which no other prompt has.
+            own = uniform(self._seed, _PROMPT_STREAM, request.prompt_token_ids[0])
+            u = blend(own, u, config.prompt_share)
         return _drawn_length(u, config.response_length, config.token_unit)
 
 

@@ -1,25 +1,17 @@
-"""The half of the loop that samples: prompts in a resumable order, and waves of them until a step has its groups.
+"""The half of the loop that samples: waves of prompts until a step has its groups.
 
 Dynamic sampling is that of DAPO (arXiv 2503.14476, section 3.2) and G-Core (arXiv 2507.22789): a group whose responses
 all score alike has no gradient, so other prompts are drawn in its place. Controllers sample on their own and meet once
 a wave, to count.
 """
 
-import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from functools import lru_cache, partial
-from typing import Any, Generic, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
-from torch.utils import data
-from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
+from typing import Any, Generic
 
 from gcore_controller.collectives.base import Collectives
-from gcore_controller.context import Context, StageTimer
-from gcore_controller.errors import StateError
+from gcore_controller.context import Context
 from gcore_controller.rlhf.exchange import exchange
 from gcore_controller.rlhf.modality import (
     GroupT,
@@ -33,165 +25,14 @@ from gcore_controller.rlhf.modality import (
     UnfinishedGroup,
     Wave,
 )
-from gcore_controller.rlhf.permutation import FeistelPermutation
+from gcore_controller.rlhf.prompts import PromptLoader, SharedPrompts
 from gcore_controller.rlhf.rounds import Round, StepRounds
+from gcore_controller.rlhf.tail_batching import TailBatching, TailWave
 from gcore_controller.trainer_group import State
 
-RowT = TypeVar("RowT")
 SampleWave = Callable[[int], Awaitable[list[IndexedT]]]
 """Draw this many prompts on all controllers together, generate and score this controller's share of them; return the
 groups worth keeping."""
-
-
-@lru_cache(maxsize=16)
-def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64] | FeistelPermutation:
-    """Return the order of the rows in an epoch; of more than 2**20 rows it is computed entry by entry."""
-    if num_rows > 2**20:
-        return FeistelPermutation(num_rows, seed=seed, epoch=epoch)
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
-
-
-def _first_index(start: int, rank: int, world_size: int) -> int:
-    """Return the first prompt index from ``start`` on that belongs to a controller."""
-    return start + (rank - start) % world_size
-
-
-class ShardedSampler(data.Sampler[int]):
-    """Yields one controller's rows in an endless, shuffled order: every ``world_size``-th prompt index.
-
-    Prompt index i stands for entry ``i mod num_rows`` of a permutation of the rows that is drawn for epoch
-    ``i // num_rows``. It belongs to controller ``i mod world_size``.
-    """
-
-    def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
-        if num_rows < 1:
-            raise ValueError(f"num_rows is {num_rows}; expected at least 1")
-        self._num_rows, self._seed = num_rows, seed
-        self._indices = partial(itertools.count, _first_index(start, rank, world_size), world_size)
-
-    def row(self, prompt_index: int) -> int:
-        """Return the number of the row that a prompt index stands for."""
-        epoch, entry = divmod(prompt_index, self._num_rows)
-        return int(permutation(self._num_rows, self._seed, epoch)[entry])
-
-    def __iter__(self) -> Iterator[int]:
-        return map(self.row, self._indices())
-
-
-@dataclass(eq=False)
-class PromptLoader(Generic[RowT]):
-    """Loads one controller's slice of a data set, prefetched by torchdata and resumed from one number.
-
-    ``rows`` are the data set; indexing may be slow (it happens in ``num_workers`` threads, in order). ``seed`` is that
-    of the shuffle; a `Mixture` has an order of its own. The ``timer`` times the waits for rows as its stage ``data``.
-    """
-
-    rows: Sequence[RowT]
-    _: KW_ONLY
-    seed: int
-    rank: int = 0
-    world_size: int = 1
-    num_workers: int = 0
-    timer: StageTimer = field(default_factory=StageTimer)
-    cursor: int = field(default=0, init=False)
-    """The first prompt index of the next `take` over all controllers."""
-
-    def __post_init__(self) -> None:
-        self._open()
-
-    def _open(self) -> None:
-        own = {"rank": self.rank, "world_size": self.world_size, "start": self.cursor}
-        self._order = ShardedSampler(len(self.rows), seed=self.seed, **own)
-        if order := getattr(self.rows, "order", None):
-            self._order.row = order(self.seed)
-        node: Any = SamplerWrapper(self._order)
-        node = ParallelMapper(node, self.rows.__getitem__, num_workers=self.num_workers, in_order=True)
-        self._iterator: Iterator[RowT] = iter(Loader(node))
-
-    def take(self, count: int) -> list[tuple[int, RowT]]:
-        """Advance by ``count`` rows over all controllers, and return this controller's, each with its prompt index.
-
-        All controllers together get exactly ``count`` rows, whatever their number: a controller gets none if there are
-        fewer rows than controllers.
-        """
-        first = _first_index(self.cursor, self.rank, self.world_size)
-        self.cursor += count
-        with self.timer.stage("data"):
-            return [(index, next(self._iterator)) for index in range(first, self.cursor, self.world_size)]
-
-    def row(self, prompt_index: int) -> RowT:
-        """Return the row that a prompt index stands for."""
-        with self.timer.stage("data"):
-            return self.rows[self._order.row(prompt_index)]
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the data set so far."""
-        return self.cursor / len(self.rows)
-
-    def state(self) -> dict[str, int]:
-        """Return the position in the global order, the same on every controller after the same calls of `take`."""
-        return {"cursor": self.cursor, "num_rows": len(self.rows), "seed": self.seed}
-
-    def load_state(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken, with any number of controllers.
-
-        Raises:
-            StateError: it was taken on a data set of another size, or another shuffle.
-        """
-        for name in ("num_rows", "seed"):
-            if state[name] != (own := self.state()[name]):
-                raise StateError(f"{name} of the saved position is {state[name]}; expected {own}, as this data set has")
-        self.cursor = state["cursor"]
-        self._open()
-
-
-class SharedPrompts(Generic[RowT]):
-    """Waves of prompts from which a controller takes its own slice first, and then one by one those of others.
-
-    Where response lengths have heavy tails or depend on the prompt, the slowest slice would determine the time of the
-    step. The prompts of a wave do not depend on which controllers take them. Every controller opens the same waves, and
-    meets the others in a collective between two of them.
-    """
-
-    def __init__(self, loader: PromptLoader[RowT], group: Collectives) -> None:
-        self._loader = loader
-        self._group = group
-        # The prompts of a slice are numbered from the first wave on, which starts at this prompt index.
-        self._base = loader.cursor
-        self._num_earlier = 0
-        self._own: list[tuple[int, RowT]] = []
-        self._others: list[int] = []
-
-    def open(self, count: int) -> None:
-        """Open the next wave, of ``count`` prompts in all slices together."""
-        self._num_earlier += len(self._own)
-        self._own = self._loader.take(count)
-        ranks = range(self._group.world_size)
-        self._others = [*ranks[self._group.rank + 1 :], *ranks[: self._group.rank]]
-
-    async def take(self, count: int) -> list[tuple[int, RowT]]:
-        """Return at most ``count`` further prompts with their prompt indices; none: the wave is complete.
-
-        A call returns prompts of the own slice or of others, so that a controller can start on its own first.
-        """
-        _, places = await self._places(self._group.rank, count)
-        taken = [self._own[place - self._num_earlier] for place in places]
-        if taken:
-            return taken
-        while len(taken) < count and self._others:
-            first, places = await self._places(victim := self._others.pop(0), 1)
-            for place in places:
-                index = first + place * self._group.world_size
-                taken.append((index, self._loader.row(index)))
-                self._others.append(victim)
-        return taken
-
-    async def _places(self, owner: int, count: int) -> tuple[int, range]:
-        """Take numbers of prompts in a slice, up to the end of this wave; return its first prompt index, too."""
-        first = _first_index(self._base, owner, self._group.world_size)
-        limit = len(range(first, self._loader.cursor, self._group.world_size))
-        return first, await self._group.take_tickets(count, counter="prompts", at=owner, limit=limit)
 
 
 @dataclass(kw_only=True)
@@ -278,13 +119,27 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             num_workers=config.num_workers,
             timer=ctx.timer,
         )
-        waves = config.max_num_gen_batches if config.filter_groups else 1
-        self._sampler = DynamicSampler[GroupT](group=ctx.group, max_waves=waves)
+        waves = config.max_num_gen_batches if config.filter_groups else None
+        self._tail = None
+        if config.tail_batching:
+            if config.schedule != "sync" or config.partial_rollout:
+                raise ValueError(
+                    f"schedule is {config.schedule!r} and partial_rollout {config.partial_rollout} with tail_batching; "
+                    "expected 'sync' and False, by which deferred prompts are sampled again by the present weights"
+                )
+            quota, rate = config.train_batch_size, config.over_sample_rate
+            self._tail = TailBatching(
+                quota=quota, over_sample_rate=rate, max_length=config.short_length, max_waves=waves
+            )
+            waves = self._tail.max_waves
+        self._sampler = DynamicSampler[GroupT](group=ctx.group, max_waves=waves or 1)
         self._unfinished: Sequence[UnfinishedGroup] = ()
         if state is not None:
             self._loader.load_state(state["loader"])
             self._sampler.load_state(state["sampler"], modality.group_from_state)
             self._unfinished = [modality.unfinished_from_state(g) for g in state.get("unfinished", [])]
+            if self._tail is not None:
+                self._tail.load_state(state["tail"])
         self._shared = SharedPrompts(self._loader, ctx.group)
         self._rounds = StepRounds(ctx, report)
         # Whether every trained token must come from the present weights.
@@ -304,11 +159,17 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
         self._wave_groups, self._num_dropped = [], 0
         sampler.surplus = [g for g in before if self._is_fresh(g.oldest_version)]
         num_stale = len(before) - len(sampler.surplus)
+        if self._tail is not None:
+            self._tail.start()
         sampled = await sampler.collect(self.config.train_batch_size, self._sample_wave)
         if self._is_on_policy:
             self._check_versions(sampled.groups)
             # The next step has other weights.
-            num_stale += len(sampler.surplus)
+            if self._tail is not None:
+                surplus = [group.prompt_index for group in sampler.surplus]
+                self._tail.finish([i for part in await self.ctx.group.all_gather(surplus) for i in part])
+            else:
+                num_stale += len(sampler.surplus)
             sampler.surplus = []
         metrics = await self._metrics(sampled, num_stale)
         with self.ctx.timer.stage("prepare"):
@@ -316,6 +177,10 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             groups = await exchange(sampled.groups, costs, balance=modality.balance, group=self.ctx.group)
         left = [group.state() for group in self._unfinished]
         state = {"loader": self._loader.state(), "sampler": sampler.state(lambda g: g.state()), "unfinished": left}
+        if self._tail is not None:
+            state["tail"] = self._tail.state()
+        if self.ctx.rank == 0:
+            state |= modality.sampling_state()
         filtered = [g for g in self._wave_groups if not g.has_signal] if self.config.filter_groups else ()
         return TrainingBatch(
             groups=groups,
@@ -329,7 +194,8 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
     async def _sample_wave(self, count: int) -> list[GroupT]:
         """Sample so many prompts over all controllers; return this controller's groups that are worth keeping."""
         ctx, config = self.ctx, self.config
-        await self._rounds.next_wave(count)
+        planned = self._tail.next_wave(count) if self._tail else TailWave(num_new=count)
+        await self._rounds.next_wave(planned.num_new + len(planned.again))
         if config.partial_rollout:
             groups = [g if self._is_fresh(g.oldest_version) else g.restarted() for g in self._unfinished]
             unfinished = [(group, self._loader.row(group.prompt_index)) for group in groups]
@@ -339,18 +205,29 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             wave = Wave(step=self._step, prompts=prompts, unfinished=unfinished, quota=quota)
             num_prompts = len(unfinished) + len(prompts)
         elif self.modality.takes_prompts(ctx):
-            self._shared.open(count)
-            wave = Wave(step=self._step, take=self._shared.take)
-            # Any controller may take any prompt; the first one counts them all.
-            num_prompts = count if ctx.rank == 0 else 0
+            own = sorted(self._prompts(planned), key=lambda entry: -self.modality.expected_work(entry[1]))
+            await self._shared.open(own)
+            wave = Wave(step=self._step, take=self._shared.take, max_length=planned.max_length)
+            num_prompts = len(own)
         else:
-            wave = Wave(step=self._step, prompts=self._loader.take(count))
+            wave = Wave(step=self._step, prompts=self._prompts(planned), max_length=planned.max_length)
             num_prompts = len(wave.prompts)
         generated = await self.modality.generate(ctx, wave)
         self._unfinished = generated.unfinished
         self._wave_groups += generated.groups
-        self._num_dropped += num_prompts - len(generated.groups) - len(generated.unfinished)
+        # Controllers may have taken prompts from others: the numbers are right over all of them.
+        self._num_dropped += num_prompts - sum(map(len, (generated.groups, generated.unfinished, generated.deferred)))
+        if self._tail is not None:
+            longest = [self.modality.longest(group) for group in generated.groups]
+            parts = await ctx.group.all_gather((generated.deferred, longest))
+            deferred, lengths = ([value for own in column for value in own] for column in zip(*parts, strict=True))
+            self._tail.sampled(planned, deferred, lengths)
         return [g for g in generated.groups if g.has_signal] if config.filter_groups else generated.groups
+
+    def _prompts(self, planned: TailWave) -> list[tuple[int, PromptT]]:
+        """Return this controller's prompts of a wave."""
+        again = planned.again[self.ctx.rank :: self.ctx.world_size]
+        return [*((index, self._loader.row(index)) for index in again), *self._loader.take(planned.num_new)]
 
     def _is_fresh(self, version: int | None) -> bool:
         """Return whether samples are young enough; None: nothing has been generated yet."""
@@ -386,4 +263,6 @@ class BatchProducer(Generic[RolesT, PromptT, GroupT]):
             metrics["sampling/oldest_version"] = float(min((v for v in versions if v is not None), default=0))
             metrics["sampling/dropped_groups"] = float(num_dropped)
             metrics["sampling/unfinished_groups"] = float(num_unfinished)
+        if self._tail is not None:
+            metrics |= self._tail.metrics()
         return metrics | self.modality.sampled_metrics(parts)

@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from gcore_controller.rlhf.batch_producer import permutation
+from gcore_controller.rlhf.prompts import permutation
 
 RowT = TypeVar("RowT")
 

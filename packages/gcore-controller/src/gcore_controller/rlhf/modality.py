@@ -31,8 +31,12 @@ class RLHFConfig:
     """Most waves of sampling per step, with ``filter_groups``."""
     partial_rollout: bool = False
     """Stop sampling when enough groups are complete, and continue the others in the next step."""
+    tail_batching: bool = False
+    """Defer prompts with long samples to a few long steps; see `TailBatching`. Only with the schedule sync."""
+    short_length: int = 0
+    """Length at which a sample defers its prompt, with ``tail_batching``; 0: it follows the lengths of samples."""
     over_sample_rate: float = 0.0
-    """Additional prompts started with ``partial_rollout``, as a fraction of those needed."""
+    """Additional prompts started with ``partial_rollout`` or ``tail_batching``, as a fraction of those needed."""
     max_staleness: int = 1
     """Oldest weights that a trained token may come from, in weight versions, where they may be older at all."""
     shuffle_seed: int = 0
@@ -149,14 +153,18 @@ class Wave(Generic[PromptT]):
     take: Callable[[int], Awaitable[Sequence[tuple[int, PromptT]]]] | None = None
     """Returns at most so many further prompts, to be called whenever the engine has capacity; none: the wave is
     complete. Only where `Modality.takes_prompts`."""
+    max_length: int | None = None
+    """Length at which a sample defers its prompt, with tail batching, in the unit of `Modality.longest`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generated(Generic[GroupT]):
-    """The result of a wave; prompts in neither list were dropped, because a reward gave no score."""
+    """The result of a wave; prompts in no list were dropped, because a reward gave no score."""
 
     groups: list[GroupT]
     unfinished: Sequence[UnfinishedGroup] = ()
+    deferred: Sequence[int] = ()
+    """Prompt indices of groups with a sample that reached `Wave.max_length`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +245,11 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         del ctx
         return False
 
+    def expected_work(self, prompt: PromptT) -> float:
+        """Return how long a prompt is expected to take, in any unit: controllers take the longest of a wave first."""
+        del prompt
+        return 0.0
+
     @abstractmethod
     async def generate(self, ctx: Context[RolesT], wave: Wave[PromptT]) -> Generated[GroupT]:
         """Sample and score the prompts of a wave, in the stages ``gen`` and ``reward``."""
@@ -248,6 +261,10 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
     def unfinished_from_state(self, state: State) -> UnfinishedGroup:
         """Return the group whose `UnfinishedGroup.state` this is; needed only with partial rollout."""
         raise NotImplementedError(f"{type(self).__name__} does not support partial rollout")
+
+    def longest(self, group: GroupT) -> int:
+        """Return the length of a group's longest sample; needed only with tail batching, as `Wave.max_length` is."""
+        raise NotImplementedError(f"{type(self).__name__} does not support tail batching")
 
     async def sampled_part(self, ctx: Context[RolesT], groups: Sequence[GroupT]) -> Any:
         """Return this controller's part of `sampled_metrics`: of all that it sampled for a batch, kept or not."""
@@ -306,10 +323,17 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         del ctx, step
         return None
 
+    def sampling_state(self) -> State:
+        """Return what `generate` has learned until now, which a checkpoint has to hold; the same on every controller.
+
+        With a schedule other than sync it is ahead of what is trained on, and saved with the batch that it belongs to.
+        """
+        return {}
+
     def state(self) -> State:
         """Return what a checkpoint has to hold besides models and groups; the same on every controller."""
         return {}
 
     def load_state(self, state: State) -> None:
-        """Restore `state`, which is part of a controller's whole state."""
+        """Restore `state` and `sampling_state`, which are parts of the first controller's whole state."""
         del state

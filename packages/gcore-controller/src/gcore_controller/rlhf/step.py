@@ -51,7 +51,7 @@ class RLHFLoop(Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         state = None
         if start.controllers is not None:
             state = _resharded(start.controllers, ctx.rank, ctx.world_size)
-            self.modality.load_state(state)
+            self.modality.load_state(start.controllers[0])
         if config.schedule != "sync":
             ctx = replace(ctx, group=ctx.group.channel("sampling"), timer=StageTimer(ctx.clock))
         report = self._report_wave if config.reports_waves and config.schedule == "sync" else None

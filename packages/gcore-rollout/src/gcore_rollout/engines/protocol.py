@@ -100,7 +100,7 @@ class AnyRequest(ABC):
     @property
     @abstractmethod
     def work_per_sample(self) -> int:
-        """Largest number of model steps that a sample takes."""
+        """Number of model steps that a sample is expected to take; where that is unknown, the largest."""
 
     @abstractmethod
     def aborted(self, index: int) -> Any:
@@ -145,6 +145,8 @@ class Request(AnyRequest):
     images: tuple[bytes, ...] = ()
     """Encoded image files (PNG, JPEG, ...) in the order of their places in the prompt, where the model's image token
     stands once for each merged patch of an image (see `VisionProcessor.expand`)."""
+    expected_tokens: int | None = None
+    """Expected length of a completion, for the division of work: no token depends on it. None: unknown."""
     can_continue = True
 
     @property
@@ -153,7 +155,8 @@ class Request(AnyRequest):
 
     @property
     def work_per_sample(self) -> int:
-        return self.sampling.max_tokens
+        expected, most = self.expected_tokens, self.sampling.max_tokens
+        return most if expected is None else min(expected, most)
 
     def aborted(self, index: int) -> "Completion":
         """Return the prefix of this index, or an empty completion."""
@@ -177,6 +180,9 @@ class Request(AnyRequest):
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError(f"request {self.request_id!r} has an empty prompt; expected at least 1 token")
+        if self.expected_tokens is not None and self.expected_tokens < 1:
+            fault = f"expected_tokens of request {self.request_id!r} is {self.expected_tokens}"
+            raise RequestError(f"{fault}; expected at least 1, or None")
         super().__post_init__()
         wanted, max_tokens = self.sample_indices, self.sampling.max_tokens
         indices = [prefix.index for prefix in self.prefixes]

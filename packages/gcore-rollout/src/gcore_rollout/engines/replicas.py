@@ -57,11 +57,12 @@ class _Run(Call[SampleT], Generic[RequestT, SampleT]):
 class EngineReplicas(ReplicaPool[RequestT, SampleT]):
     """Engines of any kind with the same weights, used as one.
 
-    A request goes to the replica with the least outstanding work, counted as ``work_per_sample`` for every unfinished
-    sample. Its samples stay together, because their prompt is then computed once, unless they are more than a fair
-    share of all work. So do the requests of a session, unless their replica has more outstanding work than another one
-    would have with this request, too. A replica that joins takes over requests that wait in the queues of others. With
-    engines whose samples depend on their seeds alone, results do not depend on which replica made them.
+    Requests go, in the caller's order, to the replica with the least outstanding work, counted as ``work_per_sample``
+    for every unfinished sample: with the longest first the tail is short. The samples of a request stay together,
+    because their prompt is then computed once, unless they are more than a fair share of all work. So do the requests
+    of a session, unless their replica has more outstanding work than another one would have with this request, too. A
+    replica that joins takes over requests that wait in the queues of others. With engines whose samples depend on their
+    seeds alone, results do not depend on which replica made them.
 
     A replica that raises `EngineDiedError` is gone: its unfinished samples start again on another one, each exactly
     once. When all are gone, calls raise `EngineDiedError` with what is unfinished.

@@ -1,0 +1,173 @@
+"""Prompts in a resumable order, which controllers share."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache, partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils import data
+from torchdata.nodes import Loader, ParallelMapper, SamplerWrapper
+
+from gcore_controller.collectives.base import Collectives
+from gcore_controller.context import StageTimer
+from gcore_controller.errors import StateError
+from gcore_controller.rlhf.permutation import FeistelPermutation
+
+RowT = TypeVar("RowT")
+
+
+@lru_cache(maxsize=16)
+def permutation(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64] | FeistelPermutation:
+    """Return the order of the rows in an epoch; of more than 2**20 rows it is computed entry by entry."""
+    if num_rows > 2**20:
+        return FeistelPermutation(num_rows, seed=seed, epoch=epoch)
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+def _first_index(start: int, rank: int, world_size: int) -> int:
+    """Return the first prompt index from ``start`` on that belongs to a controller."""
+    return start + (rank - start) % world_size
+
+
+class ShardedSampler(data.Sampler[int]):
+    """Yields one controller's rows in an endless, shuffled order: every ``world_size``-th prompt index.
+
+    Prompt index i stands for entry ``i mod num_rows`` of a permutation of the rows that is drawn for epoch
+    ``i // num_rows``. It belongs to controller ``i mod world_size``.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int, rank: int, world_size: int, start: int = 0) -> None:
+        if num_rows < 1:
+            raise ValueError(f"num_rows is {num_rows}; expected at least 1")
+        self._num_rows, self._seed = num_rows, seed
+        self._indices = partial(itertools.count, _first_index(start, rank, world_size), world_size)
+
+    def row(self, prompt_index: int) -> int:
+        """Return the number of the row that a prompt index stands for."""
+        epoch, entry = divmod(prompt_index, self._num_rows)
+        return int(permutation(self._num_rows, self._seed, epoch)[entry])
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.row, self._indices())
+
+
+@dataclass(eq=False)
+class PromptLoader(Generic[RowT]):
+    """Loads one controller's slice of a data set, prefetched by torchdata and resumed from one number.
+
+    ``rows`` are the data set; indexing may be slow (it happens in ``num_workers`` threads, in order). ``seed`` is that
+    of the shuffle; a `Mixture` has an order of its own. The ``timer`` times the waits for rows as its stage ``data``.
+    """
+
+    rows: Sequence[RowT]
+    _: KW_ONLY
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+    timer: StageTimer = field(default_factory=StageTimer)
+    cursor: int = field(default=0, init=False)
+    """The first prompt index of the next `take` over all controllers."""
+
+    def __post_init__(self) -> None:
+        self._open()
+
+    def _open(self) -> None:
+        own = {"rank": self.rank, "world_size": self.world_size, "start": self.cursor}
+        self._order = ShardedSampler(len(self.rows), seed=self.seed, **own)
+        if order := getattr(self.rows, "order", None):
+            self._order.row = order(self.seed)
+        node: Any = SamplerWrapper(self._order)
+        node = ParallelMapper(node, self.rows.__getitem__, num_workers=self.num_workers, in_order=True)
+        self._iterator: Iterator[RowT] = iter(Loader(node))
+
+    def take(self, count: int) -> list[tuple[int, RowT]]:
+        """Advance by ``count`` rows over all controllers, and return this controller's, each with its prompt index.
+
+        All controllers together get exactly ``count`` rows, whatever their number: a controller gets none if there are
+        fewer rows than controllers.
+        """
+        first = _first_index(self.cursor, self.rank, self.world_size)
+        self.cursor += count
+        with self.timer.stage("data"):
+            return [(index, next(self._iterator)) for index in range(first, self.cursor, self.world_size)]
+
+    def row(self, prompt_index: int) -> RowT:
+        """Return the row that a prompt index stands for."""
+        with self.timer.stage("data"):
+            return self.rows[self._order.row(prompt_index)]
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data set so far."""
+        return self.cursor / len(self.rows)
+
+    def state(self) -> dict[str, int]:
+        """Return the position in the global order, the same on every controller after the same calls of `take`."""
+        return {"cursor": self.cursor, "num_rows": len(self.rows), "seed": self.seed}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Continue where `state` was taken, with any number of controllers.
+
+        Raises:
+            StateError: it was taken on a data set of another size, or another shuffle.
+        """
+        for name in ("num_rows", "seed"):
+            if state[name] != (own := self.state()[name]):
+                raise StateError(f"{name} of the saved position is {state[name]}; expected {own}, as this data set has")
+        self.cursor = state["cursor"]
+        self._open()
+
+
+class SharedPrompts(Generic[RowT]):
+    """Waves of prompts from which a controller takes its own slice first, and then one by one those of others.
+
+    Where response lengths have heavy tails or depend on the prompt, the slowest slice would determine the time of the
+    step. The prompts of a wave do not depend on which controllers take them. Every controller opens the same waves, and
+    meets the others in a collective between two of them.
+    """
+
+    def __init__(self, loader: PromptLoader[RowT], group: Collectives) -> None:
+        self._loader = loader
+        self._group = group
+        self._own: list[tuple[int, RowT]] = []
+        self._slices: list[list[int]] = [[] for _ in range(group.world_size)]
+        """Prompt indices of this wave, by owner."""
+        self._num_earlier = [0] * group.world_size
+        """Prompts of earlier waves, by owner: the tickets of a slice are numbered from the first wave on."""
+        self._others: list[int] = []
+
+    async def open(self, own: list[tuple[int, RowT]]) -> None:
+        """Open the next wave, to which each controller brings its slice, in the order in which prompts are taken."""
+        for owner, indices in enumerate(self._slices):
+            self._num_earlier[owner] += len(indices)
+        self._own = own
+        self._slices = await self._group.all_gather([index for index, _ in own])
+        ranks = range(self._group.world_size)
+        self._others = [*ranks[self._group.rank + 1 :], *ranks[: self._group.rank]]
+
+    async def take(self, count: int) -> list[tuple[int, RowT]]:
+        """Return at most ``count`` further prompts with their prompt indices; none: the wave is complete.
+
+        A call returns prompts of the own slice or of others, so that a controller can start on its own first.
+        """
+        taken = [self._own[place] for place in await self._places(self._group.rank, count)]
+        if taken:
+            return taken
+        while len(taken) < count and self._others:
+            victim = self._others.pop(0)
+            for place in await self._places(victim, 1):
+                index = self._slices[victim][place]
+                taken.append((index, self._loader.row(index)))
+                self._others.append(victim)
+        return taken
+
+    async def _places(self, owner: int, count: int) -> list[int]:
+        """Take places in a slice of this wave, at most those that are left."""
+        before = self._num_earlier[owner]
+        limit = before + len(self._slices[owner])
+        tickets = await self._group.take_tickets(count, counter="prompts", at=owner, limit=limit)
+        return [ticket - before for ticket in tickets]
