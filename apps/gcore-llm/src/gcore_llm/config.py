@@ -244,11 +244,8 @@ class TrainConfig(BaseRLConfig):
         simulated = "runtime 'sim'" if self.runtime == "sim" else ""
         partial, pairwise, turns = "rollout.partial_rollout", "reward_model.judge.pairwise", "rollout.colocated"
         tail, continued = "rollout.tail_batching", f"{partial} true" if rollout.partial_rollout else ""
-        is_set = {
-            partial: rollout.partial_rollout,
-            pairwise: self.reward_model.is_pairwise,
-            tail: rollout.tail_batching,
-        }
+        is_set = {partial: rollout.partial_rollout, pairwise: self.reward_model.is_pairwise}
+        is_set[tail] = rollout.tail_batching
         is_set[turns] = self.takes_turns
         for name, other, reason in (
             (partial, several_turns, "because an environment cannot wait for the next step"),
