@@ -1,14 +1,10 @@
-import atexit
 import gc
 import os
 import runpy
-import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from preloaded_client import FOLDER
 
 # An example that takes long says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,12 +25,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 _STARTUP = Path(__file__).parent / "startup"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])])
 runpy.run_path(str(_STARTUP / "sitecustomize.py"))
-
-if FOLDER not in os.environ:
-    # The servers that fork such processes are this process's, and those of its workers.
-    os.environ[FOLDER] = tempfile.mkdtemp(prefix="gcore-preloaded-")
-    atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
-    Path(os.environ[FOLDER], "owner").write_text(str(os.getpid()))
 
 LONGEST_FIRST = (
     "apps/golden/test_golden.py",

@@ -1,23 +1,19 @@
 """Which processes a process has, for tests that kill some and look for what is left."""
 
-import os
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
-
-from preloaded_client import FOLDER
 
 
 def grandchildren(pid: int) -> list[int]:
     """Engine processes or training ranks of a `gcore-llm`: children of its fork server."""
-    parents = _parents()
+    parents = dict(_parents())
     return sorted(p for p, parent in parents.items() if parents.get(parent) == pid)
 
 
 def descendants(pid: int, title: str) -> list[int]:
     """Processes below another one whose command line begins so, as Ray titles its workers."""
-    parents = _parents()
+    parents = dict(_parents())
     found: list[int] = []
     for process in parents:
         above = process
@@ -52,15 +48,10 @@ def left_after(pids: Iterable[int], timeout_s: float) -> list[int]:
     return left
 
 
-def _parents() -> dict[int, int]:
-    """Each process's parent; forks of a server of `tests/startup` stand where the processes do that asked for them."""
-    parents: dict[int, int] = {}
+def _parents() -> Iterable[tuple[int, int]]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    for note in Path(os.environ[FOLDER]).glob("*.fork"):
-        with suppress(OSError):
-            fork, asking = int(note.read_text()), int(note.stem)
-            if fork in parents and asking in parents:
-                parents[fork] = parents.pop(asking)
-    return parents
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue  # it has just ended
+        yield int(stat.parent.name), int(text.rpartition(")")[2].split()[1])

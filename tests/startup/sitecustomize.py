@@ -6,10 +6,6 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import FrameType
 
-from preloaded_client import hand_over
-
-hand_over()
-
 # Importing torch and transformers makes a million objects, none of which is garbage. With Python's own thresholds the
 # collector walks through them again and again, which is a quarter of such a process's start.
 gc.set_threshold(10_000, 50, 100)
