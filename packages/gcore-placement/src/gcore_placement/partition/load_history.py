@@ -46,6 +46,8 @@ class LoadHistory:
     def __init__(self, config: DynamicPartitionConfig, num_roles: int) -> None:
         self._config, self._num_roles = config, num_roles
         self.rows: list[list[list[float]]] = []
+        """As they are saved; replaced with each round, never changed."""
+        self._array_of: tuple[list[list[list[float]]], Floats] = self.rows, np.empty(0)
 
     def add(self, loads: Sequence[RoleLoad], devices: Sequence[int], size: float) -> None:
         """Add a round, with the devices of each role."""
@@ -70,7 +72,7 @@ class LoadHistory:
 
     def latest(self, size: float | None = None) -> Load:
         """Return the last round's load, scaled to a size; None: the usual one."""
-        last = np.array(self.rows[-1])
+        last = self._array()[-1]
         return last[_WORK] * self.corrections * (size or self._usual_size()), last[_FLOOR]
 
     def trend(self) -> Floats:
@@ -79,7 +81,7 @@ class LoadHistory:
         Evident is a line that rises by much more than noise and that rounds are off by no more than noise: not after a
         jump, nor where the load swings within the last rounds.
         """
-        work, size = np.array(self.rows)[:, _WORK], self._sizes()
+        work, size = self._array()[:, _WORK], self._sizes()
         if len(work) < _TREND_ROUNDS or not work.all():
             return np.zeros(self._num_roles)
         at, noise = (np.cumsum(size) - size / 2) / self._usual_size(), self.noise()
@@ -89,7 +91,7 @@ class LoadHistory:
 
     def noise(self) -> Floats:
         """Return the standard deviation of the logarithm of each role's work, from its changes between rounds: [R]."""
-        rows = np.array(self.rows)
+        rows = self._array()
         work, size = rows[:, _WORK], self._sizes()
         # The error of a model may differ between partitions, and is not noise.
         has_stayed = (np.diff(rows[:, _DEVICES], axis=0) == 0).all(axis=1)
@@ -104,23 +106,29 @@ class LoadHistory:
 
     def error(self) -> float:
         """Return the error of the law in the last rounds in which it can be seen; at least the configured one."""
-        errors, size = np.array(self.rows)[:, _ERROR, 0], self._sizes()
+        errors, size = self._array()[:, _ERROR, 0], self._sizes()
         seen = np.flatnonzero(errors >= 0)[-_ERROR_ROUNDS:]
         least = self._config.law_error
         return max(least, weighted_median(errors[seen], size[seen])) if seen.size else least
 
     def deviation(self) -> float:
         """Return how far the last round's work is off the settled one, in standard deviations; the largest role."""
-        last, settled = np.array(self.rows[-1][_WORK]), self._medians(_WORK)
+        last, settled = self._array()[-1, _WORK], self._medians(_WORK)
         if not (last.all() and settled.all()):
             return float("inf") if (last != settled).any() else 0.0
         noise = self.noise() * np.sqrt(max(1.0, self._usual_size() / self._sizes()[-1]))
         off = np.abs(np.log(last / settled))
         return float(np.divide(off, noise, out=np.where(off > 0, np.inf, 0.0), where=noise > 0).max())
 
+    def _array(self) -> Floats:
+        """Return the rows as an array, made once: [num_rounds, num_entries, R]."""
+        if self._array_of[0] is not self.rows:
+            self._array_of = self.rows, np.array(self.rows)
+        return self._array_of[1]
+
     def _sizes(self) -> Floats:
         """Return the rounds' sizes: [num_rounds]."""
-        return np.array(self.rows)[:, _SIZE, 0]
+        return self._array()[:, _SIZE, 0]
 
     def _usual_size(self) -> float:
         """Return the mean size of rounds, weighted by size."""
@@ -129,7 +137,7 @@ class LoadHistory:
 
     def _medians(self, entry: int, growth: Floats | float = 0.0) -> Floats:
         """Return medians over `window` rounds of usual size, each grown to the next round: [R]."""
-        rows, size, usual = np.array(self.rows[::-1]), self._sizes()[::-1], self._usual_size()
+        rows, size, usual = self._array()[::-1], self._sizes()[::-1], self._usual_size()
         after = np.cumsum(size) - size
         weights = np.clip(self._config.window * usual - after, 0.0, size)
         until_next = (after + size / 2) / usual + 0.5
