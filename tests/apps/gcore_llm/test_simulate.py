@@ -199,7 +199,7 @@ def test_prompts_are_stolen_where_work_is_skewed() -> None:
     )
     assert [s.num_tokens for s in own.steps] == [s.num_tokens for s in stealing.steps]
     own_s, stealing_s = (sum(s.step_s for s in run.steps) for run in (own, stealing))
-    assert stealing_s < 0.8 * own_s
+    assert stealing_s < 0.85 * own_s
 
 
 def test_partial_rollout_cuts_the_tail_and_no_length(alone: tuple[Spy, Simulation]) -> None:
