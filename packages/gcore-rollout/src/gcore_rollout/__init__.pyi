@@ -55,6 +55,7 @@ from .engines.remote.ray_engine import (
     sleep_engine_actor as sleep_engine_actor,
     start_engine_actor as start_engine_actor,
 )
+from .engines.replica import fair_parts as fair_parts
 from .engines.replicas import (
     EngineReplicas as EngineReplicas,
     start_replicas as start_replicas,

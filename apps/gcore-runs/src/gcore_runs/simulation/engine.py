@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 
 from gcore_placement import Replica, ReplicaRequest
-from gcore_rollout import Call, EngineStats, RequestT, RolloutError, SampleT
+from gcore_rollout import Call, EngineStats, RequestT, RolloutError, SampleT, fair_parts
 from gcore_runs.simulation.services import SharedState, now_s
 
 if TYPE_CHECKING:
@@ -144,17 +143,12 @@ class ModelledEngine(Generic[RequestT, SampleT]):
 
     def _submit(self, requests: Sequence[RequestT], call: Call[SampleT]) -> None:
         """Divide requests over replicas; the part of one that a replica takes is at most its fair share of all."""
-        work = sum(len(request.sample_indices) * request.work_per_sample for request in requests)
-        fair_share = (int(self._loads.sum()) + work) / len(self._replicas)
         new: dict[int, list[_Sample[RequestT, SampleT]]] = {}
-        for request in requests:
-            indices = request.sample_indices
-            largest = max(1, int(fair_share / request.work_per_sample))
-            num_parts = min(len(self._replicas), -(-len(indices) // largest))
-            for start, stop in pairwise(len(indices) * i // num_parts for i in range(num_parts + 1)):
-                replica = int(self._loads.argmin())
-                self._loads[replica] += (stop - start) * request.work_per_sample
-                new.setdefault(replica, []).extend(self._samples(request, indices[start:stop], call, replica))
+        outstanding = int(self._loads.sum())
+        for request, indices in fair_parts(requests, outstanding=outstanding, num_replicas=len(self._replicas)):
+            replica = int(self._loads.argmin())
+            self._loads[replica] += len(indices) * request.work_per_sample
+            new.setdefault(replica, []).extend(self._samples(request, indices, call, replica))
         for replica, samples in new.items():
             self._replicas[replica].submit(samples, now_s())
             self._replicas[replica].changed()

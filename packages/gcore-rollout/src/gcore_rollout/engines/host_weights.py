@@ -29,6 +29,7 @@ class HostWeights:
         self._block = _Block(0)
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_away = False
+        self._dropped: dict[torch.nn.Parameter, torch.Size] = {}
 
     @torch.no_grad()
     def leave(self, version: int) -> None:
@@ -55,12 +56,21 @@ class HostWeights:
 
     @torch.no_grad()
     def come(self) -> None:
-        """Copy the tensors back to the device, if they have left it."""
+        """Copy the tensors back to the device, if they have left it; parameters that were dropped get memory again."""
+        for parameter, shape in self._dropped.items():
+            parameter.data = parameter.data.new_empty(shape)
+        self._dropped = {}
         for tensor, copy in self._copies if self._are_away else ():
             tensor.data = copy.to(self._device, non_blocking=True, copy=True)
         self._are_away = False
         # An update on another stream may follow.
         self._synchronize()
+
+    def drop(self) -> None:
+        """Free the memory of the parameters, and their values, which an update sets after `come`."""
+        self._dropped = {parameter: parameter.shape for module in self._modules for parameter in module.parameters()}
+        for parameter in self._dropped:
+            parameter.data = parameter.data.new_empty(0)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}

@@ -1,7 +1,9 @@
-"""One of the engines of a pool, and its outstanding work."""
+"""One of the engines of a pool, and its outstanding work; how requests are divided over such engines."""
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Generic
 
 from gcore_rollout.engines.protocol import Engine, RequestT, SampleT
@@ -38,3 +40,21 @@ class Replica(Generic[RequestT, SampleT]):
         """Return the numbers of prompt and completion tokens since it joined the pool."""
         now, before = self.engine.stats(), self.before
         return now.prompt_tokens - before.prompt_tokens, now.completion_tokens - before.completion_tokens
+
+
+def fair_parts(
+    requests: Sequence[RequestT], *, outstanding: float, num_replicas: int
+) -> Iterator[tuple[RequestT, Sequence[int]]]:
+    """Yield the sample indices of each request, whole or in several parts if it is more than a fair share of all work.
+
+    Args:
+        outstanding: work that the replicas have already, as `AnyRequest.work_per_sample` counts it.
+    """
+    new = sum(len(request.sample_indices) * request.work_per_sample for request in requests)
+    fair_share = (outstanding + new) / num_replicas
+    for request in requests:
+        largest = max(1, int(fair_share / request.work_per_sample))
+        indices = request.sample_indices
+        num_parts = min(num_replicas, -(-len(indices) // largest))
+        for start, stop in pairwise(len(indices) * i // num_parts for i in range(num_parts + 1)):
+            yield request, indices[start:stop]

@@ -6,7 +6,6 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic
 
@@ -14,7 +13,7 @@ from gcore_rollout.engines.protocol import AnySample, Engine, RequestT, SampleT
 from gcore_rollout.engines.queueing import Call
 from gcore_rollout.engines.registry import PRELOAD_HF
 from gcore_rollout.engines.remote.process import EngineProcess
-from gcore_rollout.engines.replica import Replica
+from gcore_rollout.engines.replica import Replica, fair_parts
 from gcore_rollout.engines.replica_pool import ReplicaPool
 from gcore_rollout.errors import EngineDiedError, WrongWeightsError
 
@@ -202,15 +201,9 @@ class EngineReplicas(ReplicaPool[RequestT, SampleT]):
     def _split(self, requests: Sequence[RequestT]) -> Iterator[_Part[RequestT]]:
         """Yield each request as one part, or as several if it is more than a replica's fair share of all work."""
         num_replicas = max(1, sum(r.serves for r in self._replicas))
-        new = sum(len(r.sample_indices) * r.work_per_sample for r in requests)
-        fair_share = (sum(r.work for r in self._replicas) + new) / num_replicas
-        for request in requests:
-            largest = max(1, int(fair_share / request.work_per_sample))
-            indices = request.sample_indices
-            num_parts = min(num_replicas, -(-len(indices) // largest))
-            bounds = [len(indices) * i // num_parts for i in range(num_parts + 1)]
-            for start, stop in pairwise(bounds):
-                yield _Part(request.part(indices[start:stop]), asyncio.get_running_loop().create_future())
+        outstanding = sum(r.work for r in self._replicas)
+        for request, indices in fair_parts(requests, outstanding=outstanding, num_replicas=num_replicas):
+            yield _Part(request.part(indices), asyncio.get_running_loop().create_future())
 
     def _submit(self, part: _Part[RequestT], run: _Run[RequestT, SampleT]) -> None:
         run.parts.add(part)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gcore_rollout.engines.hf import decoding
 from gcore_rollout.engines.hf.decoding import Decode, DecodeMode, Prefill, SlotCache, pack, round_up
-from gcore_rollout.engines.hf.memory import MemoryPlan, drop_weights, restore_weights
+from gcore_rollout.engines.hf.memory import MemoryPlan
 from gcore_rollout.engines.hf.vision import embed_images
 from gcore_rollout.engines.host_weights import HostWeights
 from gcore_rollout.engines.protocol import FinishReason, HeldWeights, Request, SamplingParams
@@ -122,7 +122,8 @@ class HFEngine(InProcessEngine):
         self._eos = np.asarray(eos_token_ids, dtype=np.int64)
         self._cache = SlotCache(num_layers=text_config.num_hidden_layers)
         self._rows = Rows(max_num_seqs)
-        names: list[str] = [] if vision is None else list(model.state_dict())  # of parameters, transformers' own
+        # transformers has names of its own for parameters of these models.
+        names: list[str] = [] if vision is None else list(model.state_dict())
         self._hub_names = {name: checkpoint_name(model, name) for name in names}
         first = {id(parameter): self._published(name) for name, parameter in model.named_parameters()}
         # The first name of each parameter by all of its names: a tied head is the embedding.
@@ -130,7 +131,6 @@ class HFEngine(InProcessEngine):
         self._sources: dict[str, str] = {self._published(name): first[id(p)] for name, p in named}
         # Whether the parameters are memory of the caller, which must not be written to.
         self._is_borrowing = False
-        self._dropped: dict[torch.nn.Parameter, torch.Size] = {}  # Shapes of the parameters without memory.
         self._hosted = HostWeights([self._model], self._device)
 
     @classmethod
@@ -246,13 +246,12 @@ class HFEngine(InProcessEngine):
 
     async def _control(self, name: Control) -> None:
         if name in ("wake", "wake_weights"):
-            restore_weights(self._dropped)
-            self._dropped = {}
             self._hosted.come()
         elif name in ("sleep", "discard"):
             self._drop_cache()
             if name == "discard":
-                self._dropped, self._is_borrowing = drop_weights(self._model), False
+                self._hosted.drop()
+                self._is_borrowing = False
             elif self._device.type != "cpu":
                 self._hosted.leave(self._version)
             if self._device.type != "cpu":

@@ -1,9 +1,7 @@
-"""Memory of the `hf` engine: keys and values, and weights that are dropped while it sleeps."""
+"""Memory of the `hf` engine's keys and values."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
-
-import torch
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +29,3 @@ class MemoryPlan:
                 f"sample of {self.slot_length} tokens"
             )
         return replace(self, num_slots=min(self.num_slots, kv_cache_bytes // per_sample))
-
-
-def drop_weights(model: Any) -> dict[torch.nn.Parameter, torch.Size]:
-    """Free the memory of the parameters, and return their shapes for `restore_weights`."""
-    shapes = {parameter: parameter.shape for parameter in model.parameters()}
-    for parameter in shapes:
-        parameter.data = parameter.data.new_empty(0)
-    return shapes
-
-
-def restore_weights(shapes: dict[torch.nn.Parameter, torch.Size]) -> None:
-    """Allocate parameters again, whose values an update then sets."""
-    for parameter, shape in shapes.items():
-        parameter.data = parameter.data.new_empty(shape)
