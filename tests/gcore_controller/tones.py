@@ -159,7 +159,8 @@ class Tones(Modality[Roles, int, Take, list[tuple[int, int, float]], float]):
 
     def sampled_metrics(self, parts: Sequence[list[float]]) -> dict[str, float]:
         scores = sorted(score for part in parts for score in part)
-        return {"critic/score/mean": float(np.mean(scores)), "perf/num_tones": float(len(scores))}
+        mean = {"critic/score/mean": float(np.mean(scores))} if scores else {}
+        return mean | {"perf/num_tones": float(len(scores))}
 
     async def prepare(self, ctx: Context[Roles], step: int, batch: TrainingBatch[Take]) -> Prepared[Any]:
         del step

@@ -271,7 +271,10 @@ class Modality(ABC, Generic[RolesT, PromptT, GroupT, UpdateT, EvaluationT]):
         del ctx, groups
 
     def sampled_metrics(self, parts: Sequence[Any]) -> dict[str, float]:
-        """Return metrics of everything that was sampled for a batch, from all controllers' parts, by rank."""
+        """Return metrics of everything that was sampled for a batch, from all controllers' parts, by rank.
+
+        If every prompt of the batch failed, no part has a group.
+        """
         del parts
         return {}
 
