@@ -27,7 +27,7 @@ from gcore_controller import (
     run_simulated,
 )
 from gcore_controller.errors import RewardFailuresError
-from gcore_controller.rlhf.exchange import exchange
+from gcore_controller.rlhf.batch_producer import exchange
 
 CONFIG = RLHFConfig(total_steps=12, train_batch_size=6, test_freq=4, filter_groups=True, max_num_gen_batches=8)
 CLOCKS = ("timing_s/", "perf/throughput")

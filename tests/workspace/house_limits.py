@@ -27,4 +27,6 @@ FRAGMENTS: dict[str, int] = {
     "gcore-llm": 0,
     "gcore-runs": 0,
 }
-TRACED_FILES: dict[str, int] = {"start": 53, "step": 37}
+# These two have risen once, from 53 and 37: since then waves are rounds of the placement, responses have expected
+# lengths, engines keep sleeping weights in pinned memory, and ranks take turns on devices that they lend.
+TRACED_FILES: dict[str, int] = {"start": 60, "step": 41}
