@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 # An example that takes long says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
-# CI tries the examples of every other run: a change is not refused for an input that nobody had tried. Whoever runs the
-# tests by hand tries others.
+# CI tries the same examples each time: a change is not refused for an input that no run before it has tried. A run by
+# hand tries new ones.
 settings.register_profile("ci", settings.get_profile("untimed"), derandomize=True)
 
 # Two workers share two cores: with more threads than cores, OpenMP's threads wait for each other longer than they work.
