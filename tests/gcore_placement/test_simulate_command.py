@@ -100,7 +100,7 @@ def test_wrong_use_is_said_in_a_line(arguments: list[str], says: str, capsys: py
 def test_every_scenario_can_be_simulated_with_every_job(job: str) -> None:
     for name in (*SCENARIOS, *PUBLISHED):
         simulator = scenario(name, job, 64, num_steps=2)
-        assert simulator.dynamic().step_s >= simulator.clairvoyant().step_s * (1 - 1e-12)
+        assert simulator.dynamic(lends=False).step_s >= simulator.clairvoyant().step_s * (1 - 1e-12)
 
 
 def test_a_run_of_gcore_llm_is_simulated_and_a_wrong_one_refused(

@@ -169,14 +169,15 @@ def test_steps_take_what_an_obvious_simulation_says(seed: int) -> None:
 
 
 def all_runs(simulator: Simulator) -> list[StrategyRun]:
-    runs = [simulator.colocated(), simulator.dynamic(), simulator.clairvoyant(), simulator.best_split()]
+    runs = [simulator.colocated(), simulator.dynamic(lends=False), simulator.clairvoyant(), simulator.best_split()]
     return runs + [simulator.split(partition) for partition in simulator.space.partitions]
 
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), num_devices=st.integers(3, 12))
 def test_columns_add_up_to_all_device_seconds(seed: int, num_devices: int) -> None:
-    for run in all_runs(Simulator(trace(seed), COSTS, space(num_devices))):
+    simulator = Simulator(trace(seed), COSTS, space(num_devices))
+    for run in (*all_runs(simulator), simulator.dynamic()):
         for step in run.steps:
             assert sum(step.device_s.values()) == pytest.approx(num_devices * step.seconds, rel=1e-12)
             assert min(step.device_s.values()) >= 0
@@ -201,7 +202,7 @@ def test_no_strategy_is_faster_than_the_clairvoyant_in_any_step(seed: int, num_d
 
 def test_devices_that_move_come_late_and_that_is_swap() -> None:
     small = trace(0, num_steps=8, noise=0.0)
-    run = Simulator(small, COSTS, space()).dynamic(space().partitions[0])
+    run = Simulator(small, COSTS, space()).dynamic(space().partitions[0], lends=False)
     assert run.num_moves >= 1
     for step in run.steps:
         assert (step.device_s["swap"] > 11 * 0.6 + 1e-9) == any(step.moved_devices)
@@ -211,12 +212,12 @@ def test_a_move_within_a_step_takes_longer_than_one_between_steps() -> None:
     # A judge that is slow and a policy that is quick, from half of the devices each: all wish to move at once.
     costs = replace(COSTS, policy=replace(COSTS.policy, decode_base_s=1e-4), swap=replace(COSTS.swap, load_s=0.5))
     small = trace(0, num_steps=3, groups=20, noise=0.0)
-    run = Simulator(small, costs, space()).dynamic(space().partitions[-1])
+    run = Simulator(small, costs, space()).dynamic(space().partitions[-1], lends=False)
     first = run.steps[0]
     assert first.moved_devices[0] == 0
     assert first.moved_devices[1] > 0
     one_wave = replace(small, wave=np.zeros_like(small.wave))
-    between = Simulator(one_wave, costs, space()).dynamic(space().partitions[-1]).steps[1]
+    between = Simulator(one_wave, costs, space()).dynamic(space().partitions[-1], lends=False).steps[1]
     assert between.moved_devices[0] > 0
     # Late by the sleep of the old role and the load of the new; else only by what loading takes longer than waking.
     assert first.device_s["swap"] == pytest.approx(11 * 0.6 + late_devices(first, costs) * (0.2 + 0.5))

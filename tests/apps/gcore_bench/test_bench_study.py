@@ -16,6 +16,7 @@ from gcore_bench.placement.simulations.study import (
     STUDY_SIZES,
     break_study,
     drift_study,
+    idle_aim,
     payload_load,
     run_study,
     with_judge_error,
@@ -37,7 +38,8 @@ def small_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study, "STUDY_SIZES", ((64, 3, ("growing", "r1_zero")),))
+    monkeypatch.setattr(study, "STUDY_SIZES", {64: 3})
+    monkeypatch.setattr(study, "STUDY_TRACES", ("growing", "r1_zero"))
     monkeypatch.setattr(study, "ERRORS", (1 / 2, 2.0))
     text = run_study(
         PlacementOptions(study_folder=tmp_path / "study", study_devices=(64,), study_steps=3, study_processes=1)
@@ -56,6 +58,9 @@ def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.Mon
             )
         )
         == 2
+    )
+    assert re.search(
+        r"^aim: dynamic idles at most 3 points .*; most: -?\d+\.\d on (growing|r1_zero) \((not )?met", text, re.M
     )
     assert "<h2>growing, 64 devices, 3 steps</h2>" in (tmp_path / "study" / "study.html").read_text()
 
@@ -96,9 +101,17 @@ def test_the_aim_of_the_sweep_counts_the_worst_seed() -> None:
     assert met.endswith("most: +2.0% on noise with 64 devices (met)")
 
 
+def test_the_aim_of_idle_devices_counts_the_worst_seed() -> None:
+    [seeded] = drift_study([(64, 3, ("judge_swap_back",))], seeds=(1, 2))
+    over = max(100 * (c["dynamic"].idle_share - c["clairvoyant"].idle_share) for c in seeded)
+    found = idle_aim([seeded])
+    assert f"most: {over:.1f} on judge_swap_back (" in found
+    assert found.endswith("(met)" if over <= 3 else "(not met: judge_swap_back)")
+
+
 def test_the_page_has_all_tables_that_the_study_and_the_sweep_write(tmp_path: Path) -> None:
     page = study_tables.PAGE.read_text()
-    drifts = [f"Drift on {devices:,} devices" for devices, *_ in STUDY_SIZES]
+    drifts = [f"Drift on {devices:,} devices" for devices in STUDY_SIZES]
     others = ["Payloads through controllers", "Wrong costs of the judge", "Conditions broken", "The family"]
     assert sorted(study_tables.titles(page)) == sorted([*drifts, *others])
     assert study_tables.updated(page, {}) == page

@@ -54,12 +54,12 @@ def page(
 
 def _comparison(comparison: Comparison) -> str:
     runs = comparison.runs
-    columns = ("strategy", "seconds a step", "against dynamic", "idle, of device-seconds", "moves")
+    columns = ("strategy", "seconds a step", "against dynamic", "idle, of device-seconds", "moves", "waves with loans")
     head = "".join(f"<th>{name}</th>" for name in columns)
     rows = "".join(
         f"<tr><td>{run.strategy}</td><td>{run.step_s:,.1f} s</td>"
         f"<td>{run.seconds / comparison['dynamic'].seconds:.2f} x</td>"
-        f"<td>{run.idle_share:.1%}</td><td>{run.num_moves}</td></tr>"
+        f"<td>{run.idle_share:.1%}</td><td>{run.num_moves}</td><td>{run.num_loans}</td></tr>"
         for run in runs
     )
     key = "".join(

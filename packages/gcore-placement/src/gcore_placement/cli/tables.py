@@ -99,12 +99,21 @@ def print_comparison(comparison: Comparison) -> None:
             f"{comparison['colocated'].seconds / run.seconds:.2f}",
             f"{comparison['split'].seconds / run.seconds:.2f}",
             str(run.num_moves),
+            str(run.num_loans),
             f"{run.idle_share:.1%}",
             *(f"{run.share(cause):.1%}" for cause in causes),
         )
         for run in comparison.runs
     ]
-    names = ("step", "x colocated", "x best split", "moves", "idle", *(cause.replace("_", " ") for cause in causes))
+    names = (
+        "step",
+        "x colocated",
+        "x best split",
+        "moves",
+        "loans",
+        "idle",
+        *(cause.replace("_", " ") for cause in causes),
+    )
     console.print(_table(("strategy", *names), rows, right=names))
 
 

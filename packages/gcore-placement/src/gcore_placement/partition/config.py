@@ -33,7 +33,7 @@ class DynamicPartitionConfig(Checked):
     """Share of each round that following the load may lose to the best fixed partition so far; see `Safeguard`.
     A large number: whatever it loses."""
     is_corrected: bool = True
-    """Measurements correct the work that a cost model predicts."""
+    """Measurements correct the seconds that a cost model predicts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -56,7 +56,7 @@ class DynamicPartition:
 
     @property
     def corrections(self) -> tuple[float, ...]:
-        """The present corrections of the model's work, of each role."""
+        """The present corrections of the law of seconds, of each role."""
         return tuple(self._history.corrections.tolist())
 
     def observe(self, *loads: RoleLoad, size: float = 1.0, is_within_step: bool = False) -> Partition:

@@ -1,7 +1,8 @@
-"""Decisions within a step: an idle device of one role works for another one, which has more to do than it can."""
+"""Decisions within a step: idle devices of one role work for another one, which has more to do than it can."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gcore_placement.quantities import check_amounts, check_positive
 
@@ -24,31 +25,40 @@ class _Queue:
         elif finished > self.finished_before and now_s > self.since_s:
             self.device_rate = (finished - self.finished_before) / (now_s - self.since_s) / serving
 
-    def saved_s(self, now_s: float, waiting: int, finished: int, serving: int) -> float:
-        """Return the seconds until it is empty that another device would save."""
+    def rest_s(self, now_s: float, waiting: int, finished: int, serving: int, arriving: int) -> float:
+        """Return the seconds until it is empty, with the devices that serve it and those on their way."""
         assert self.since_s is not None
         # As long as no sample is finished, the rate is at most that of one now.
         most = 1 / (now_s - self.since_s) if finished == self.finished_before and now_s > self.since_s else float("inf")
-        return waiting / min(self.device_rate * serving, most) / (serving + 1)
+        return waiting / min(self.device_rate * serving, most) * serving / (serving + arriving)
+
+
+class Loan(NamedTuple):
+    """Devices of one role that work for another one from now on. Roles are numbered from 0."""
+
+    giver: int
+    taker: int
+    num_devices: int
 
 
 class LendingRule:
-    """Decides when an idle device of one role is lent to another, by rent or buy.
+    """Decides when idle devices of one role are lent to another, by rent or buy.
 
     A device that idles while samples of other roles wait pays rent: the time that it idles. Once the idle devices of a
-    role have paid as much as a loan takes, one of them is lent to the role whose queue it shortens most, if that is not
-    done before the loan pays: another device saves ``remaining / (devices + 1)`` seconds of a queue, at the rate at
-    which the role's devices have last finished samples. So all loans, each as long as the one before it, take no longer
-    than devices have idled while others had a queue, whatever the load does, and nothing need be known of the work
-    ahead: it is the argument of ski rental (Karlin, Manasse, Rudolph and Sleator, "Competitive snoopy caching",
-    Algorithmica 3, 1988).
+    role have paid as much as a loan takes, one of them is lent to the role whose queue that shortens most, if it pays;
+    of many idle devices several are lent at a time, as many as have paid, also while others are on their way. With k
+    more devices than the n that serve a role, its queue of ``rest`` seconds is done ``(rest - loan) k / (n + k)``
+    seconds earlier, and that must be more than a loan takes: the devices have to return. So all loans, each as long as
+    the one before it, take no longer than devices have idled while others had a queue, whatever the load does, and
+    nothing need be known of the work ahead: it is the argument of ski rental (Karlin, Manasse, Rudolph and Sleator,
+    "Competitive snoopy caching", Algorithmica 3, 1988).
 
     Roles are numbered from 0. Deterministic, given the times of its calls.
 
     Args:
         num_roles: at least 2.
         lending_s: seconds that a loan may take, such as those of a first start, which often takes longer: the first
-            loan, which measures it, need only pay a quarter of it.
+            loan, which measures it, is of one device and need only pay a quarter of it.
     """
 
     def __init__(self, num_roles: int, lending_s: float = 0.0) -> None:
@@ -69,8 +79,9 @@ class LendingRule:
         waiting: Sequence[int],
         finished: Sequence[int],
         serving: Sequence[int],
-    ) -> tuple[int, int] | None:
-        """Observe all roles; return the one that lends a device now and the one that gets it, or None.
+        arriving: Sequence[int] = (),
+    ) -> Loan | None:
+        """Observe all roles; return which devices are lent now, or None.
 
         Args:
             now_s: never falls.
@@ -78,7 +89,9 @@ class LendingRule:
             waiting: samples that wait until a device has a place for them.
             finished: samples that each role has finished so far.
             serving: devices that work for each role, at least 1.
+            arriving: devices that were lent to each role and are on their way; empty: none.
         """
+        arriving = arriving or [0] * len(self._queues)
         for role, queue in enumerate(self._queues):
             queue.observe(now_s, waiting[role], finished[role], serving[role])
         for giver, paid_at_s in enumerate(self._paid_at_s):
@@ -90,18 +103,28 @@ class LendingRule:
             if paid_at_s is None:
                 continue
             self._rent_s[giver] += (now_s - paid_at_s) * idle[giver]
-            saved_s, taker = max(
-                (self._queues[role].saved_s(now_s, waiting[role], finished[role], serving[role]), role)
-                for role in takers
-            )
+            if not (num_paid := self._num_paid(giver, idle[giver], sum(arriving))):
+                continue
             least_s = self.lending_s if self._is_measured else self.lending_s / 4
-            if self._rent_s[giver] >= self.lending_s and saved_s > least_s:
-                self._rent_s[giver] -= self.lending_s
-                return giver, taker
+            found: list[tuple[float, Loan]] = []
+            for role in takers:
+                rest_s = self._queues[role].rest_s(now_s, waiting[role], finished[role], serving[role], arriving[role])
+                count = min(num_paid, waiting[role])
+                saved_s = (rest_s - least_s) * count / (serving[role] + arriving[role] + count)
+                found.append((saved_s, Loan(giver, role, count)))
+            saved_s, loan = max(found)
+            if saved_s > least_s:
+                self._rent_s[giver] -= loan.num_devices * self.lending_s
+                return loan
         return None
 
+    def _num_paid(self, giver: int, num_idle: int, num_arriving: int) -> int:
+        """Return how many of a role's idle devices have paid their loan."""
+        if not self._is_measured:
+            return int(self._rent_s[giver] >= self.lending_s and not num_arriving)
+        return int(min(num_idle, self._rent_s[giver] // self.lending_s)) if self.lending_s else num_idle
+
     def lent(self, seconds: float) -> None:
-        """Take in how long a loan took, during which nothing was observed."""
+        """Take in how long the loan of a device took."""
         check_amounts("seconds", seconds)
         self.lending_s, self._is_measured = seconds, True
-        self._paid_at_s = [None] * len(self._queues)

@@ -56,24 +56,27 @@ class LoadHistory:
             found = [load.correction(d, last) for load, d, last in zip(loads, devices, found, strict=True)]
         corrections = np.clip(found, 1 / _MAX_CORRECTION, _MAX_CORRECTION)
         work_s, floors = np.array([load.work_device_s for load in loads]), [load.floor_s for load in loads]
-        error = measured_error(floors + work_s * corrections / np.array(devices), max(load.finish_s for load in loads))
+        error = -1.0
+        if not any(load.lent_devices for load in loads):
+            seconds = (floors + work_s / np.array(devices)) * corrections
+            error = measured_error(seconds, max(load.finish_s for load in loads))
         row = [(work_s / size).tolist(), floors, corrections.tolist(), list(map(float, devices))]
         self.rows = [*self.rows[1 - NUM_ROUNDS :], [*row, [size] * self._num_roles, [error] * self._num_roles]]
 
     @property
     def corrections(self) -> Floats:
-        """[R], median corrections of the model's work."""
+        """[R], median corrections of the law of seconds."""
         return self._medians(_CORRECTION) if self.rows else np.ones(self._num_roles)
 
     def settled(self) -> Load:
         """Return the load of the next round, were it of usual size, by medians of the last ones and their trend."""
         work = self._medians(_WORK, growth=self.trend())
-        return work * self.corrections * self._usual_size(), self._medians(_FLOOR)
+        return work * self.corrections * self._usual_size(), self._medians(_FLOOR) * self.corrections
 
     def latest(self, size: float | None = None) -> Load:
         """Return the last round's load, scaled to a size; None: the usual one."""
         last = self._array()[-1]
-        return last[_WORK] * self.corrections * (size or self._usual_size()), last[_FLOOR]
+        return last[_WORK] * self.corrections * (size or self._usual_size()), last[_FLOOR] * self.corrections
 
     def trend(self) -> Floats:
         """Return by how much the logarithm of each role's work grows in a round of usual size, where it evidently does.

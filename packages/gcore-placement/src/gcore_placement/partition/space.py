@@ -152,18 +152,23 @@ class RoleLoad(Checked):
     """Seconds until the role was done, as measured."""
     was_waiting: bool
     """Another role held it up: it would not have finished earlier with more devices."""
+    lent_devices: Amount = 0.0
+    """Devices of other roles that worked for it, too, on average until it was done: it had more to do than it could."""
 
     def correction(self, devices: int, last: float) -> float:
-        """Return the factor by which `work_device_s` agrees with the measurement on so many devices.
+        """Return the factor by which the law of seconds agrees with the measurement on so many devices.
 
         A role that was held up has at most the work that kept its devices busy, or the correction that was last known;
-        the work of one that was not follows from the time at which it finished.
+        one that was not takes as long as it did. One that others worked for had full queues, so that its work is what
+        kept all devices busy.
         """
         if not self.work_device_s:
             return last
+        if self.lent_devices:
+            return self.busy_device_s / self.work_device_s
         if self.was_waiting:
             return min(last, self.busy_device_s / self.work_device_s)
-        return max(0.0, self.finish_s - self.floor_s) * devices / self.work_device_s
+        return self.finish_s / (self.floor_s + self.work_device_s / devices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,10 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineRun:
-    """Seconds at which requests were done, and the stretches of time in which replicas had something to do."""
+    """Seconds at which requests started and were done, and the stretches in which replicas had something to do."""
 
     requests: Requests
+    start: Floats
     finish: Floats
     busy_replica: Ints
     busy_from: Floats
@@ -43,8 +44,10 @@ def run_replicas(costs: EngineCosts, num_replicas: int, requests: Requests) -> E
     """
     counts = np.bincount(requests.replica, minlength=num_replicas)
     if not len(requests.replica):
-        nothing = np.empty(0)
-        return EngineRun(requests=requests, finish=nothing, busy_replica=counts[:0], busy_from=nothing, busy_to=nothing)
+        none = np.empty(0)
+        return EngineRun(
+            requests=requests, start=none, finish=none, busy_replica=counts[:0], busy_from=none, busy_to=none
+        )
     order = np.argsort(requests.replica, kind="stable")
     arrival = requests.arrival[order]
     ends = np.cumsum(counts)
@@ -81,7 +84,14 @@ def _run_together(costs: EngineCosts, counts: Ints, requests: Requests) -> Engin
     decoded_s = up_to(costs.decode_s(length - done, running, held))
     finish[order] = arrival + np.repeat(prefill_s, counts[used]) + decoded_s
     busy_to = finish[order[ends - 1]]
-    return EngineRun(requests=requests, finish=finish, busy_replica=used, busy_from=arrival[starts], busy_to=busy_to)
+    return EngineRun(
+        requests=requests,
+        start=requests.arrival,
+        finish=finish,
+        busy_replica=used,
+        busy_from=arrival[starts],
+        busy_to=busy_to,
+    )
 
 
 class _Batch:
@@ -112,7 +122,8 @@ class _Batch:
         self._slot_item = np.zeros((num_replicas, self._num_slots), dtype=np.int32)
         self._first = np.zeros(num_replicas, dtype=np.intp)
         """The slot whose sequence ends next."""
-        self._finish = np.empty(len(order))
+        self._begin, self._finish = np.empty(len(order)), np.empty(len(order))
+        """Seconds at which requests start and are done."""
         self._busy_since = np.zeros(num_replicas)
         self._stretches: list[tuple[Ints, Floats, Floats]] = []
 
@@ -120,10 +131,17 @@ class _Batch:
         """Advance until no request is unfinished."""
         while self._num_unfinished:
             self._advance()
-        finish = np.empty_like(self._finish)
-        finish[self._order] = self._finish
+        start, finish = np.empty_like(self._finish), np.empty_like(self._finish)
+        start[self._order], finish[self._order] = self._begin, self._finish
         replicas, since, until = (np.concatenate(part) for part in zip(*self._stretches, strict=True))
-        return EngineRun(requests=self._requests, finish=finish, busy_replica=replicas, busy_from=since, busy_to=until)
+        return EngineRun(
+            requests=self._requests,
+            start=start,
+            finish=finish,
+            busy_replica=replicas,
+            busy_from=since,
+            busy_to=until,
+        )
 
     def _advance(self) -> None:
         """Advance each replica to its next event: the start or the end of one sequence."""
@@ -180,7 +198,8 @@ class _Batch:
         item = self._next[replicas]
         self._steps[replicas] += steps
         self._held[replicas] = held + running * steps + self._context[item]
-        self._time[replicas] = np.maximum(time, arrival) + self._prefill_s[item]
+        self._begin[item] = np.maximum(time, arrival)
+        self._time[replicas] = self._begin[item] + self._prefill_s[item]
         end = self._steps[replicas] + self._length[item]
         is_first = end < self._slot_end[replicas, self._first[replicas]]
         self._first[replicas[is_first]] = slot[is_first]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -53,27 +54,33 @@ class SimulatedStep:
     """The partitions of its waves; empty: the roles take turns on all devices."""
     moved_devices: tuple[int, ...] = ()
     """Devices that changed their role before each wave."""
+    lent_devices: tuple[float, ...] = ()
+    """Devices of the policy that judged within each wave, on average over it."""
 
 
 def wave_loads(believed: JobCosts, wave: WaveOutcome) -> tuple[RoleLoad, RoleLoad]:
     """Return the loads of a wave that a live run, which believes in these costs, would observe: policy and reward."""
     policy_work, policy_floor_s = engine_load(believed.policy, wave.policy_work)
     reward_work, reward_floor_s = engine_load(reward_costs(believed), wave.reward_work)
+    # Replicas that start late end late, whatever their work.
+    was_late = wave.late_s > 0
+    policy_s, reward_s = (max(0.0, end_s - wave.late_s) for end_s in (wave.uncontended_s, wave.seconds))
     return (
         RoleLoad(
             work_device_s=policy_work,
             # The last response has yet to be judged.
             floor_s=policy_floor_s + wave.uncontended_s - wave.generation_s,
             busy_device_s=wave.device_s["generation"],
-            finish_s=wave.uncontended_s,
-            was_waiting=False,
+            finish_s=policy_s,
+            was_waiting=was_late,
         ),
         RoleLoad(
             work_device_s=reward_work,
             floor_s=reward_floor_s + wave.first_response_s,
             busy_device_s=wave.device_s["reward"],
-            finish_s=wave.seconds,
-            was_waiting=wave.seconds <= wave.uncontended_s * (1 + _HELD_UP),
+            finish_s=reward_s,
+            was_waiting=was_late or wave.seconds <= wave.uncontended_s * (1 + _HELD_UP),
+            lent_devices=wave.lent_devices,
         ),
     )
 
@@ -99,6 +106,11 @@ class StrategyRun:
     def num_moves(self) -> int:
         """Waves before which devices moved."""
         return sum(devices > 0 for step in self.steps for devices in step.moved_devices)
+
+    @property
+    def num_loans(self) -> int:
+        """Waves within which devices were lent."""
+        return sum(devices > 0 for step in self.steps for devices in step.lent_devices)
 
     def share(self, column: str) -> float:
         """Return the share of one of WORK and IDLE in all device-seconds."""
@@ -169,7 +181,7 @@ class Simulator:
     def clairvoyant(self) -> StrategyRun:
         """Simulate the fastest partition of each wave, known in advance, with moves that take no time.
 
-        No strategy that keeps to the space's partitions is faster in any wave.
+        No strategy that keeps to the space's partitions is faster in any wave. Loans within a wave do not keep to them.
         """
         return self._fastest("clairvoyant", lambda: self._least_s.argmin(axis=1).tolist())
 
@@ -179,16 +191,19 @@ class Simulator:
         *,
         config: DynamicPartitionConfig | None = None,
         believed: JobCosts | None = None,
+        lends: bool = True,
     ) -> StrategyRun:
         """Simulate dynamic: `DynamicPartition` decides after each wave.
 
         Devices that move load the weights of their new role and start late: before a step by the time that loading
-        takes longer than waking, within a step by all of it, after the sleep of their old role.
+        takes longer than waking, within a step by all of it, after the sleep of their old role. Engines of the policy
+        that `LendingRule` lends to the judge within a wave return after it, as moves.
 
         Args:
             start: None: half of the devices for each role.
             config: conditions of moves; their seconds are those of the costs.
             believed: the costs that `DynamicPartition` assumes; None: the true ones.
+            lends: whether engines help the other role within a wave.
         """
         swap = self.costs.swap
         config = replace(
@@ -202,15 +217,19 @@ class Simulator:
         is_within_step = False
         for number, wave in enumerate(self._waves):
             partition = policy.partition
-            if not partitions or partition == partitions[-1]:
+            moves: dict[str, Any] = {}
+            if outcomes and outcomes[-1].replicas != partition.replicas:
+                late_s = config.move_within_s if is_within_step else config.move_s
+                moves = {"before": outcomes[-1].replicas, "late_s": late_s}
+                (outcome,) = simulate_waves(self.costs, [wave], partition, **moves)
+                self._progress(1)
+            else:
                 index = self.space.index(partition)
                 # The rest of its step is simulated with it.
                 self._simulate(range(number, next(end for end in self._end if end > number)), index)
                 outcome = self._known[number, index]
-            else:
-                late_s = config.move_within_s if is_within_step else config.move_s
-                (outcome,) = simulate_waves(self.costs, [wave], partition, before=partitions[-1], late_s=late_s)
-                self._progress(1)
+            if lends and outcome.queued_until_s > outcome.spare_s:
+                (outcome,) = simulate_waves(self.costs, [wave], partition, lends=True, **moves)
             outcomes.append(outcome)
             partitions.append(partition)
             is_within_step = number + 1 not in self._end
@@ -277,6 +296,7 @@ class Simulator:
             device_s=device_s,
             partitions=tuple(partitions),
             moved_devices=tuple(moved),
+            lent_devices=tuple(wave.lent_devices for wave in waves),
         )
 
     def _simulate(self, waves: Iterable[int], index: int) -> None:
@@ -336,7 +356,7 @@ def _least_generating_s(costs: EngineCosts, partition: Partition, wave: Wave) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The runs of all planned strategies on one trace, by name, and of the clairvoyant one, which no other beats."""
+    """The runs of all planned strategies on one trace, by name, and of the clairvoyant one."""
 
     name: str
     num_devices: int

@@ -9,6 +9,7 @@ from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.partition.space import EngineWork, Partition
 from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests, run_replicas
+from gcore_placement.simulation.loans import Loan, judge_with_loans, replicas_done_s
 from gcore_placement.workload.traces import Wave
 
 
@@ -84,6 +85,16 @@ class WaveOutcome:
     """Seconds until all would have been judged, had each judgement had a replica to itself."""
     policy_work: EngineWork
     reward_work: EngineWork
+    spare_s: float
+    """Seconds until a first replica of the policy had nothing more to do."""
+    queued_until_s: float
+    """Seconds until no judgement waited any more."""
+    replicas: tuple[int, ...]
+    """The replicas of the policy and of the reward at the end."""
+    lent_devices: float = 0.0
+    """Devices of the policy that judged, on average over the wave."""
+    late_s: float = 0.0
+    """Seconds by which a role's last replicas started late."""
 
 
 def simulate_waves(
@@ -91,23 +102,33 @@ def simulate_waves(
     waves: Sequence[Wave],
     place: Partition | int,
     *,
-    before: Partition | None = None,
+    before: tuple[int, ...] | None = None,
     late_s: float = 0,
+    lends: bool = False,
 ) -> list[WaveOutcome]:
     """Simulate waves: side by side on a partition, or in turns on so many devices.
 
     Side by side, each response is judged once it is done; in turns, all devices generate, swap, and judge. The swap
-    back is not part of the wave. Replicas that a role did not have in the partition `before`, its last ones, start the
-    first wave late.
+    back is not part of the wave.
+
+    Args:
+        before: the replicas of the policy and of the reward so far; those that a role did not have, its last ones,
+            start the first wave late.
+        late_s: seconds by which they are.
+        lends: of one wave side by side: engines become judges within it, as in `judge_with_loans`.
     """
+    assert not lends or (len(waves) == 1 and isinstance(place, Partition)), "loans are those of one wave side by side"
     outcomes: list[WaveOutcome] = []
     policy, reward = costs.policy, reward_costs(costs)
     replicas = _replicas(costs, place)
     for chunk in _chunks(costs, waves, place):
         late = (0, 0)
         if before is not None and not outcomes:
-            late = max(0, replicas[0] - before.replicas[0]), max(0, replicas[1] - before.replicas[1])
+            late = max(0, replicas[0] - before[0]), max(0, replicas[1] - before[1])
         generated, judged = run_waves(costs, chunk, place, late, late_s)
+        loans: list[Loan] = []
+        if lends:
+            judged, loans = judge_with_loans(costs, replicas, generated, judged)
         responses, judgements = generated.requests, judged.requests
         starts = wave_starts(chunk)
         generation_W = np.maximum.reduceat(generated.finish, starts)
@@ -123,7 +144,7 @@ def simulate_waves(
                 "long_tail": generation_W * held[0] - generating_W + judging_s_W * held[1] - judging_W,
                 "unassigned": generation_W * (place - held[0]) + judging_s_W * (place - held[1]),
             }
-            uncontended_W = end_W
+            uncontended_W, lent_devices = end_W, 0.0
         else:
             policy_devices, reward_devices = place.devices
             late_W = np.zeros(len(chunk))
@@ -133,13 +154,23 @@ def simulate_waves(
             late_policy, late_reward = late[0] * policy.devices_per_replica, late[1] * reward.devices_per_replica
             judging_before_W = _busy_s(judged, replicas[1], generation_W) * reward.devices_per_replica
             judging_after_W = judging_W - judging_before_W
+            # Device-seconds on the way to judging, and there, up to the end of generation and to that of the wave.
+            (moving_before, moving), (lent_before, lent) = (
+                [sum(loan.num_devices * loan_s(loan, until) for loan in loans) for until in (generation_W[0], end_W[0])]
+                for loan_s in (Loan.moving_s, Loan.lent_s)
+            )
+            lent_devices = float(lent / end_W[0])
             policy_tail_W = generation_W * policy_devices - generating_W - late_policy * late_before_W
             reward_tail_W = after_W * reward_devices - judging_after_W - late_reward * late_after_W
+            gone_before, gone = moving_before + lent_before, moving + lent
             idle = {
-                "swap": (late_policy + late_reward) * (late_before_W + late_after_W),
-                "long_tail": policy_tail_W + reward_tail_W,
-                "waiting_for_reward": after_W * policy_devices - late_policy * late_after_W,
-                "imbalance": generation_W * reward_devices - judging_before_W - late_reward * late_before_W,
+                "swap": (late_policy + late_reward) * (late_before_W + late_after_W) + moving,
+                "long_tail": policy_tail_W - gone_before + reward_tail_W + lent - lent_before,
+                "waiting_for_reward": after_W * policy_devices - late_policy * late_after_W - (gone - gone_before),
+                "imbalance": generation_W * reward_devices
+                - judging_before_W
+                - late_reward * late_before_W
+                + lent_before,
                 "unassigned": end_W * place.unassigned_devices,
             }
             alone_Q = _judged_alone_s(reward, judgements.prefill, judgements.length)
@@ -148,6 +179,13 @@ def simulate_waves(
         # Values below 0 come from rounding.
         rounded = {name: np.maximum(column_W, 0.0).tolist() for name, column_W in columns.items()}
         policy_work, reward_work = engine_works(responses, starts), engine_works(judgements, starts)
+        spare_W = replicas_done_s(generated, len(chunk) * replicas[0]).reshape(len(chunk), -1).min(axis=1)
+        queued_W = np.maximum.reduceat(np.where(judged.start > judgements.arrival, judged.start, 0.0), starts)
+        num_lent = sum(loan.num_devices for loan in loans)
+        at_end = (
+            replicas[0] - num_lent // policy.devices_per_replica,
+            replicas[1] + num_lent // reward.devices_per_replica,
+        )
         outcomes += [
             WaveOutcome(
                 seconds=float(end_W[wave]),
@@ -157,6 +195,11 @@ def simulate_waves(
                 uncontended_s=float(uncontended_W[wave]),
                 policy_work=policy_work[wave],
                 reward_work=reward_work[wave],
+                spare_s=float(spare_W[wave]),
+                queued_until_s=float(queued_W[wave]),
+                replicas=at_end,
+                lent_devices=lent_devices,
+                late_s=late_s if any(late) and not wave else 0.0,
             )
             for wave in range(len(chunk))
         ]
@@ -243,7 +286,8 @@ def _delay(requests: Requests, num_replicas: int, num_late: int, late_s: float) 
 
 def _busy_s(run: EngineRun, replicas_per_wave: int, until_W: Floats) -> Floats:
     """Return the busy seconds of each wave's replicas up to a moment, summed: [W]."""
-    wave_I = run.busy_replica // replicas_per_wave
+    # Those that are lent are numbered after all others.
+    wave_I = np.minimum(run.busy_replica // replicas_per_wave, len(until_W) - 1)
     seconds_I = np.maximum(np.minimum(run.busy_to, until_W[wave_I]) - run.busy_from, 0.0)
     return np.asarray(np.bincount(wave_I, weights=seconds_I, minlength=len(until_W)), dtype=np.float64)
 

@@ -1,0 +1,233 @@
+"""Loans within a simulated wave: engines of the policy that are done become judges while judgements wait."""
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import lcm
+
+import numpy as np
+
+from gcore_placement.costs import JobCosts
+from gcore_placement.partition.lending import LendingRule
+from gcore_placement.quantities import Floats
+from gcore_placement.simulation.continuous_batching import EngineRun, Requests
+from gcore_placement.simulation.live import Replica, ReplicaRequest
+
+_POLLS_PER_LOAN, _POLLS_PER_WAVE = 8, 64
+"""Observations of the rule in the time that a loan takes, or, where that is rarer, in the time of generation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loan:
+    """Devices that leave the policy within a wave, and judge from some time on."""
+
+    num_devices: int
+    start_s: float
+    arrive_s: float
+
+    def moving_s(self, until_s: float) -> float:
+        """Return the seconds up to a time in which the devices are on their way."""
+        return max(0.0, min(self.arrive_s, until_s) - self.start_s)
+
+    def lent_s(self, until_s: float) -> float:
+        """Return the seconds up to a time in which the devices are those of the judge."""
+        return max(0.0, until_s - self.arrive_s)
+
+
+def replicas_done_s(run: EngineRun, num_replicas: int) -> Floats:
+    """Return the seconds at which each replica has nothing more to do: [num_replicas]."""
+    done_R = np.zeros(num_replicas)
+    np.maximum.at(done_R, run.requests.replica, run.finish)
+    return done_R
+
+
+def judge_with_loans(
+    costs: JobCosts, replicas: tuple[int, ...], generated: EngineRun, judged: EngineRun
+) -> tuple[EngineRun, list[Loan]]:
+    """Simulate the judging of a wave where `LendingRule` lends engines of the policy that are done; one of them stays.
+
+    Once a loan arrives, judgements wait in one queue for a place in any judge. Loans of judges to the policy, and of
+    engines whose last sequences others could continue, are not simulated.
+
+    Args:
+        replicas: the policy's and the judge's.
+        generated: the run of the policy's.
+        judged: that of the judge's without loans.
+
+    Returns:
+        The run of the judge's replicas, after which lent ones are numbered, and the loans.
+    """
+    lender = Lender(costs, replicas, generated)
+    arrival, start, finish = (np.sort(times) for times in (judged.requests.arrival, judged.start, judged.finish))
+    while (now_s := lender.now_s) < start[-1]:
+        arrived, started, finished = (int(np.searchsorted(times, now_s, "right")) for times in (arrival, start, finish))
+        lender.observe(arrived - started, finished)
+        if lender.loans:
+            judges = Judges(costs, judged.requests, replicas[1])
+            return judges.run(Lender(costs, replicas, generated))
+    return judged, []
+
+
+class Lender:
+    """The rule, the loans that it makes, and the time of its next observation."""
+
+    def __init__(self, costs: JobCosts, replicas: tuple[int, ...], generated: EngineRun) -> None:
+        assert costs.reward is not None
+        num_engines, num_judges = replicas
+        per_engine, self._per_judge = costs.policy.devices_per_replica, costs.reward.devices_per_replica
+        self._unit = lcm(per_engine, self._per_judge)
+        self._engines_per_unit = self._unit // per_engine
+        self._most = (num_engines - 1) // self._engines_per_unit
+        self._num_judges = num_judges
+        self._done_s = np.sort(replicas_done_s(generated, num_engines))
+        self._loan_s = costs.swap.sleep_s + costs.swap.load_s
+        self._rule = LendingRule(2, self._loan_s)
+        self._rule.lent(self._loan_s)
+        self._interval_s = max(self._loan_s / _POLLS_PER_LOAN, float(self._done_s[-1]) / _POLLS_PER_WAVE)
+        self.now_s = float(self._done_s[0])
+        self.loans: list[Loan] = []
+
+    def num_judges(self, now_s: float) -> int:
+        """Return the judges of the partition and those that were lent and have arrived."""
+        return self._num_judges + self._num_lent(now_s) * self._unit // self._per_judge
+
+    def observe(self, num_waiting: int, num_finished: int) -> None:
+        """Observe judgements at `now_s`, lend what the rule lends, and set the next time."""
+        now_s, unit = self.now_s, self._unit
+        num_lent, num_arrived = self._num_lent(np.inf), self._num_lent(now_s)
+        num_idle = int(np.searchsorted(self._done_s, now_s, "right")) // self._engines_per_unit
+        found = self._rule.observe(
+            now_s,
+            idle=(max(0, min(self._most, num_idle) - num_lent), 0),
+            waiting=(0, num_waiting),
+            finished=(0, num_finished),
+            serving=(1, max(1, self.num_judges(now_s) * self._per_judge // unit)),
+            arriving=(0, num_lent - num_arrived),
+        )
+        if found is not None:
+            self.loans.append(Loan(num_devices=found.num_devices * unit, start_s=now_s, arrive_s=now_s + self._loan_s))
+        self.now_s = now_s + self._interval_s
+
+    def _num_lent(self, now_s: float) -> int:
+        """Return the units that have arrived."""
+        return sum(loan.num_devices for loan in self.loans if loan.arrive_s <= now_s) // self._unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Judgement(ReplicaRequest):
+    index: int
+
+
+class Judges:
+    """Judges of one wave, advanced from one arrival, end or observation to the next."""
+
+    def __init__(self, costs: JobCosts, requests: Requests, num_judges: int) -> None:
+        assert costs.reward is not None
+        self._costs, self._requests = costs.reward, requests
+        values = zip(requests.length.tolist(), requests.prefill.tolist(), requests.context.tolist(), strict=True)
+        self._judgements = [
+            _Judgement(length=length, prefill_s=tokens * self._costs.prefill_per_token_s, context=context, index=index)
+            for index, (length, tokens, context) in enumerate(values)
+        ]
+        self._start, self._finish = np.empty(len(self._judgements)), np.empty(len(self._judgements))
+        self._num_finished = self._num_waiting = 0
+        self._replicas: list[Replica[_Judgement]] = []
+        self._queues: list[deque[_Judgement]] = []
+        """What waits for each replica; one and the same once loans have arrived."""
+        self._ends: list[tuple[float, int]] = []
+        """A heap of the times at which a replica has its next end; some are outdated."""
+        self._busy_since: list[float] = []
+        self._stretches: list[tuple[int, float, float]] = []
+        self._loads: list[tuple[int, int]] = []
+        """A heap of replicas by running sequences, once loans have arrived; some are outdated."""
+        self._add(num_judges)
+
+    def run(self, lender: Lender) -> tuple[EngineRun, list[Loan]]:
+        order = np.argsort(self._requests.arrival, kind="stable")
+        arrivals = deque(zip(self._requests.arrival[order].tolist(), order.tolist(), strict=True))
+        while arrivals or self._ends:
+            now_s = min(
+                arrivals[0][0] if arrivals else np.inf,
+                self._ends[0][0] if self._ends else np.inf,
+                lender.now_s,
+            )
+            if self._ends and self._ends[0][0] == now_s:
+                self._complete(now_s)
+            elif arrivals and arrivals[0][0] == now_s:
+                self._arrive(arrivals.popleft()[1], now_s)
+            else:
+                lender.observe(self._num_waiting, self._num_finished)
+                if count := lender.num_judges(now_s) - len(self._replicas):
+                    self._join(count, now_s)
+        replicas, since, until = (np.array(column) for column in zip(*self._stretches, strict=True))
+        run = EngineRun(
+            requests=self._requests,
+            start=self._start,
+            finish=self._finish,
+            busy_replica=replicas,
+            busy_from=since,
+            busy_to=until,
+        )
+        return run, lender.loans
+
+    def _add(self, count: int) -> None:
+        self._replicas += [Replica(self._costs) for _ in range(count)]
+        self._queues += [deque() for _ in range(count)]
+        self._busy_since += [0.0] * count
+
+    def _places(self, replica: int) -> int:
+        """Return how many more sequences the replica can run."""
+        return self._costs.max_num_seqs - self._replicas[replica].num_running
+
+    def _complete(self, now_s: float) -> None:
+        """Complete the sequences that end now on the replica that ends first."""
+        _, index = heappop(self._ends)
+        replica = self._replicas[index]
+        if replica.next_end_s != now_s:
+            return  # another sequence has started since
+        ended = replica.complete(now_s)
+        for judgement in ended:
+            self._finish[judgement.index] = now_s
+        self._num_finished += len(ended)
+        if not replica.num_running:
+            self._stretches.append((index, self._busy_since[index], now_s))
+        self._fill(index, now_s)
+
+    def _arrive(self, number: int, now_s: float) -> None:
+        """Queue a judgement for its replica, or, once there are loans, for the one that runs fewest."""
+        index = int(self._requests.replica[number])
+        self._queues[index].append(self._judgements[number])
+        self._num_waiting += 1
+        if self._loads:
+            while self._loads[0][0] != self._replicas[index := self._loads[0][1]].num_running:
+                heappop(self._loads)
+        self._fill(index, now_s)
+
+    def _join(self, count: int, now_s: float) -> None:
+        """Have all replicas and so many new ones share one queue, of which each new one takes an equal part."""
+        queues = {id(queue): queue for queue in self._queues}.values()
+        waiting = [judgement for queue in queues for judgement in queue]
+        shared = deque(sorted(waiting, key=lambda own: float(self._requests.arrival[own.index])))
+        first = len(self._replicas)
+        self._add(count)
+        self._queues = [shared] * len(self._replicas)
+        self._loads = sorted((replica.num_running, index) for index, replica in enumerate(self._replicas))
+        for index in range(first, first + count):
+            self._fill(index, now_s, at_most=-(-len(shared) // (first + count - index)))
+        for index in range(first):
+            self._fill(index, now_s)
+
+    def _fill(self, index: int, now_s: float, at_most: float = np.inf) -> None:
+        """Start waiting judgements on a replica, and note when its next sequence ends."""
+        replica, queue = self._replicas[index], self._queues[index]
+        count = int(min(self._places(index), len(queue), at_most))
+        if count and not replica.num_running:
+            self._busy_since[index] = now_s
+        started = [queue.popleft() for _ in range(count)]
+        self._start[[own.index for own in started]] = now_s
+        self._num_waiting -= count
+        replica.submit(started, now_s)
+        if self._loads:
+            heappush(self._loads, (replica.num_running, index))
+        if (end_s := replica.next_end_s) is not None:
+            heappush(self._ends, (end_s, index))

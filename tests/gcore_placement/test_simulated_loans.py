@@ -1,0 +1,118 @@
+"""Loans within a simulated wave: the same judging where none is made, and less time where many are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from gcore_placement.simulation.loans import Judges, Lender, judge_with_loans, replicas_done_s
+from gcore_placement.simulation.scenarios import scenario
+from gcore_placement.simulation.simulator import wave_loads
+from gcore_placement.simulation.waves import run_waves, simulate_waves
+
+SIMULATOR = scenario("judge_swap_back", "32B", 64, num_steps=6, seed=3)
+"""Judgements are twenty times as long from step 2 to step 4."""
+COSTS = SIMULATOR.costs
+JUMP = next(SIMULATOR.trace.waves(2))
+
+
+class Never(Lender):
+    """No loan."""
+
+    def __init__(self) -> None:
+        self.now_s, self.loans = np.inf, []
+
+    def num_judges(self, now_s: float) -> int:
+        raise AssertionError(now_s)
+
+
+@settings(max_examples=15, deadline=None)
+@given(index=st.integers(0, len(SIMULATOR.space.partitions) - 1), step=st.integers(0, 5))
+def test_judging_without_loans_is_that_of_replicas_with_queues_of_their_own(index: int, step: int) -> None:
+    partition = SIMULATOR.space.partitions[index]
+    _, judged = run_waves(COSTS, [next(SIMULATOR.trace.waves(step))], partition)
+    alone, loans = Judges(COSTS, judged.requests, partition.replicas[1]).run(Never())
+    assert not loans
+    np.testing.assert_allclose(alone.finish, judged.finish, rtol=1e-12)
+    busy_s, least_s = ((run.busy_to - run.busy_from).sum() for run in (alone, judged))
+    assert busy_s == pytest.approx(least_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("policy_devices", [52, 56, 60])
+def test_a_jump_costs_less_where_engines_that_are_done_judge(policy_devices: int) -> None:
+    partition = SIMULATOR.space.nearest(policy_devices)
+    (alone,) = simulate_waves(COSTS, [JUMP], partition)
+    (helped,) = simulate_waves(COSTS, [JUMP], partition, lends=True)
+    (best,) = simulate_waves(COSTS, [JUMP], SIMULATOR.space.nearest(24))
+    assert helped.seconds - best.seconds < 0.6 * (alone.seconds - best.seconds)
+    assert helped.lent_devices > 0
+    assert sum(helped.device_s.values()) == pytest.approx(64 * helped.seconds, rel=1e-12)
+    # The same is generated and judged, and one engine of the policy stays.
+    assert helped.policy_work == alone.policy_work
+    assert sum(helped.replicas) == sum(partition.replicas)
+    assert 1 <= helped.replicas[0] < partition.replicas[0]
+
+
+def test_only_engines_that_are_done_are_lent_and_a_loan_takes_its_time() -> None:
+    partition = SIMULATOR.space.nearest(52)
+    generated, judged = run_waves(COSTS, [JUMP], partition)
+    run, loans = judge_with_loans(COSTS, partition.replicas, generated, judged)
+    done_s = np.sort(replicas_done_s(generated, partition.replicas[0]))
+    num_lent = 0
+    for loan in loans:
+        num_lent += loan.num_devices // COSTS.policy.devices_per_replica
+        assert done_s[num_lent - 1] <= loan.start_s
+        assert loan.arrive_s - loan.start_s == pytest.approx(COSTS.swap.sleep_s + COSTS.swap.load_s)
+    lent_from = run.busy_from[run.busy_replica >= partition.replicas[1]]
+    assert lent_from.min() >= loans[0].arrive_s
+    assert (run.finish >= run.start).all()
+    assert (run.start >= judged.requests.arrival).all()
+
+
+def test_no_engine_is_lent_where_judges_keep_up() -> None:
+    wave = next(SIMULATOR.trace.waves(0))
+    partition = SIMULATOR.space.nearest(32)
+    assert simulate_waves(COSTS, [wave], partition, lends=True) == simulate_waves(COSTS, [wave], partition)
+
+
+def test_a_wave_with_loans_tells_the_work_of_its_judge() -> None:
+    """The correction of exact costs is about 1, whoever judged."""
+    (helped,) = simulate_waves(COSTS, [JUMP], SIMULATOR.space.nearest(56), lends=True)
+    _, reward = wave_loads(COSTS, helped)
+    assert reward.correction(8, 1.0) == pytest.approx(1.0, rel=0.35)
+
+
+def test_lent_engines_come_back_late() -> None:
+    partition, judging = SIMULATOR.space.nearest(56), SIMULATOR.space.nearest(24)
+    (late,) = simulate_waves(COSTS, [JUMP], partition, before=judging.replicas, late_s=50.0)
+    (there,) = simulate_waves(COSTS, [JUMP], partition)
+    assert late.late_s == 50.0
+    assert late.generation_s > there.generation_s
+
+
+def test_dynamic_with_loans_is_faster_over_a_jump_and_says_how_often_it_lent() -> None:
+    with_loans, without = SIMULATOR.dynamic(), SIMULATOR.dynamic(lends=False)
+    assert with_loans.seconds < without.seconds
+    assert with_loans.num_loans > without.num_loans == 0
+    assert any(devices > 0 for devices in with_loans.steps[2].lent_devices)
+
+
+def test_engines_of_other_sizes_are_lent_in_whole_replicas() -> None:
+    simulator = scenario("judge_swap_back", "7B, 32B judge", 64, num_steps=6, seed=3)
+    partition = next(p for p in simulator.space.partitions if p.devices[1] == 8)
+    wave = next(simulator.trace.waves(2))
+    (helped,) = simulate_waves(simulator.costs, [wave], partition, lends=True)
+    assert helped.lent_devices > 0
+    gained = helped.replicas[1] - partition.replicas[1]
+    assert partition.replicas[0] - helped.replicas[0] == 4 * gained
+    assert sum(helped.device_s.values()) == pytest.approx(64 * helped.seconds, rel=1e-12)
+
+
+def test_swaps_that_take_no_time_are_lent_at_once() -> None:
+    costs = replace(COSTS, swap=replace(COSTS.swap, sleep_s=0.0, wake_s=0.0, load_s=0.0))
+    partition = SIMULATOR.space.nearest(56)
+    generated, judged = run_waves(costs, [JUMP], partition)
+    _, loans = judge_with_loans(costs, partition.replicas, generated, judged)
+    assert loans
+    assert all(loan.arrive_s == loan.start_s for loan in loans)
