@@ -60,7 +60,9 @@ def test_the_study_answers_all_questions(tmp_path: Path, monkeypatch: pytest.Mon
         == 2
     )
     assert re.search(
-        r"^aim: dynamic idles at most 3 points .*; most: -?\d+\.\d on (growing|r1_zero) \((not )?met", text, re.M
+        r"^aim: dynamic idles at most 3 points .*; most: -?\d+\.\d on (growing|r1_zero) \((not )?met",
+        text,
+        re.MULTILINE,
     )
     assert "<h2>growing, 64 devices, 3 steps</h2>" in (tmp_path / "study" / "study.html").read_text()
 
