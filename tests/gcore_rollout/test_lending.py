@@ -37,19 +37,24 @@ class Script:
     """A rule that lends whenever it may, but so many times at most."""
 
     num_loans: int
+    at_a_time: int = 1
+    arriving: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     seen: list[int] = field(default_factory=list[int])
     seconds: list[float] = field(default_factory=list[float])
 
     def observe(
-        self, now_s: float, *, idle: Sequence[int], waiting: Sequence[int], **_: object
-    ) -> tuple[int, int] | None:
+        self, now_s: float, *, idle: Sequence[int], waiting: Sequence[int], arriving: Sequence[int], **_: object
+    ) -> tuple[int, int, int] | None:
         del now_s
+        self.arriving.append(tuple(arriving))
         pairs = ((g, t) for g in range(len(idle)) for t in range(len(idle)) if g != t and idle[g] and waiting[t])
         pair = next(pairs, None)
         if pair is None or len(self.seen) == self.num_loans:
             return None
-        self.seen.append(pair[0])
-        return pair
+        giver, taker = pair
+        count = min(self.at_a_time, idle[giver], self.num_loans - len(self.seen))
+        self.seen += [giver] * count
+        return giver, taker, count
 
     def lent(self, seconds: float) -> None:
         self.seconds.append(seconds)
@@ -161,6 +166,30 @@ async def test_idle_engines_help_the_other_model_with_its_weights(tied: TinyMode
     assert tokens(await collect(cluster.judge, *requests)) == await alone(tied, requests, is_new=False)
     assert cluster.rule.seen == [1, 1, 0, 0]
     assert [len(pool.engines) for pool in cluster.pools] == [1, 3]
+    await cluster.close()
+    assert cluster.lines == []
+
+
+async def test_several_engines_are_on_their_way_at_a_time(tied: TinyModel) -> None:
+    cluster = Cluster(tied, (1, 4), num_loans=3)
+    cluster.rule.at_a_time = 2
+    on_their_way, three = 0, asyncio.Event()
+
+    async def wait() -> None:
+        nonlocal on_their_way
+        on_their_way += 1
+        if on_their_way == 3:
+            three.set()
+        await three.wait()
+
+    cluster.before_lending = wait
+    requests = requests_of(24)
+    assert tokens(await collect(cluster.policy, *requests)) == await alone(tied, requests, is_new=False)
+    await cluster.all.settle()
+    assert cluster.rule.seen == [1, 1, 1]
+    assert {(0, 0), (2, 0)} <= set(cluster.rule.arriving), "the rule is asked while two are on their way"
+    assert [len(pool.engines) for pool in cluster.pools] == [4, 1]
+    assert min(cluster.engines[f"judge {i}"].num_finished for i in (1, 2, 3)) > 0
     await cluster.close()
     assert cluster.lines == []
 

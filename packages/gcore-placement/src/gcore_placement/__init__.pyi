@@ -36,7 +36,7 @@ from .ledger import Ledger as Ledger, StepIntervals as StepIntervals, read_spans
 from .partition.config import DynamicPartitionConfig as DynamicPartitionConfig
 from .partition.dynamic_partition import DynamicPartition as DynamicPartition
 from .partition.lend_choice import LendChoice as LendChoice
-from .partition.lending import LendingRule as LendingRule
+from .partition.lending import LendingRule as LendingRule, Loan as Loan
 from .partition.space import (
     EngineWork as EngineWork,
     Partition as Partition,

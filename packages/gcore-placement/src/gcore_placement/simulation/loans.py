@@ -18,7 +18,7 @@ _POLLS_PER_LOAN, _POLLS_PER_WAVE = 8, 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loan:
+class EngineLoan:
     """Devices that leave the policy within a wave, and judge from some time on."""
 
     num_devices: int
@@ -43,7 +43,7 @@ def replicas_done_s(run: EngineRun, num_replicas: int) -> Floats:
 
 def judge_with_loans(
     costs: JobCosts, replicas: tuple[int, ...], generated: EngineRun, judged: EngineRun
-) -> tuple[EngineRun, list[Loan]]:
+) -> tuple[EngineRun, list[EngineLoan]]:
     """Simulate the judging of a wave where `LendingRule` lends engines of the policy that are done; one of them stays.
 
     Once a loan arrives, judgements wait in one queue for a place in any judge. Loans of judges to the policy, and of
@@ -85,7 +85,7 @@ class Lender:
         self._rule.lent(self._loan_s)
         self._interval_s = max(self._loan_s / _POLLS_PER_LOAN, float(self._done_s[-1]) / _POLLS_PER_WAVE)
         self.now_s = float(self._done_s[0])
-        self.loans: list[Loan] = []
+        self.loans: list[EngineLoan] = []
 
     def num_judges(self, now_s: float) -> int:
         """Return the judges of the partition and those that were lent and have arrived."""
@@ -105,7 +105,9 @@ class Lender:
             arriving=(0, num_lent - num_arrived),
         )
         if found is not None:
-            self.loans.append(Loan(num_devices=found.num_devices * unit, start_s=now_s, arrive_s=now_s + self._loan_s))
+            self.loans.append(
+                EngineLoan(num_devices=found.num_devices * unit, start_s=now_s, arrive_s=now_s + self._loan_s)
+            )
         self.now_s = now_s + self._interval_s
 
     def _num_lent(self, now_s: float) -> int:
@@ -142,7 +144,7 @@ class Judges:
         """A heap of replicas by running sequences, once loans have arrived; some are outdated."""
         self._add(num_judges)
 
-    def run(self, lender: Lender) -> tuple[EngineRun, list[Loan]]:
+    def run(self, lender: Lender) -> tuple[EngineRun, list[EngineLoan]]:
         order = np.argsort(self._requests.arrival, kind="stable")
         arrivals = deque(zip(self._requests.arrival[order].tolist(), order.tolist(), strict=True))
         while arrivals or self._ends:

@@ -9,7 +9,7 @@ from gcore_placement.costs import EngineCosts, JobCosts
 from gcore_placement.partition.space import EngineWork, Partition
 from gcore_placement.quantities import Floats, Ints
 from gcore_placement.simulation.continuous_batching import EngineRun, Requests, run_replicas
-from gcore_placement.simulation.loans import Loan, judge_with_loans, replicas_done_s
+from gcore_placement.simulation.loans import EngineLoan, judge_with_loans, replicas_done_s
 from gcore_placement.workload.traces import Wave
 
 
@@ -126,7 +126,7 @@ def simulate_waves(
         if before is not None and not outcomes:
             late = max(0, replicas[0] - before[0]), max(0, replicas[1] - before[1])
         generated, judged = run_waves(costs, chunk, place, late, late_s)
-        loans: list[Loan] = []
+        loans: list[EngineLoan] = []
         if lends:
             judged, loans = judge_with_loans(costs, replicas, generated, judged)
         responses, judgements = generated.requests, judged.requests
@@ -157,7 +157,7 @@ def simulate_waves(
             # Device-seconds on the way to judging, and there, up to the end of generation and to that of the wave.
             (moving_before, moving), (lent_before, lent) = (
                 [sum(loan.num_devices * loan_s(loan, until) for loan in loans) for until in (generation_W[0], end_W[0])]
-                for loan_s in (Loan.moving_s, Loan.lent_s)
+                for loan_s in (EngineLoan.moving_s, EngineLoan.lent_s)
             )
             lent_devices = float(lent / end_W[0])
             policy_tail_W = generation_W * policy_devices - generating_W - late_policy * late_before_W

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 
 class LendingRule(Protocol):
-    """Decides which model gives an engine to which other one; `gcore_placement.LendingRule` is one."""
+    """Decides which model gives engines to which other one; `gcore_placement.LendingRule` is one."""
 
     def observe(
         self,
@@ -27,14 +27,18 @@ class LendingRule(Protocol):
         waiting: Sequence[int],
         finished: Sequence[int],
         serving: Sequence[int],
-    ) -> tuple[int, int] | None:
-        """Return the numbers of the model whose engine is lent now and of the one that gets it; None: none is.
+        arriving: Sequence[int],
+    ) -> tuple[int, int, int] | None:
+        """Return the number of the model whose engines are lent now, that of the one that gets them, and how many.
+
+        None: none is.
 
         Args:
             idle: engines of each model that can be spared: they have nothing to do, or others have places for it.
             waiting: samples that wait for a place in an engine.
             finished: samples that were finished so far.
             serving: engines that samples go to.
+            arriving: engines that are on their way to each model.
         """
         ...
 
@@ -47,7 +51,7 @@ class LendingEngines:
 
     While a call samples, the rule observes them. An engine that it lends leaves its model's replicas, becomes an engine
     of another model, and takes over requests that wait there. It stays until it is lent again, or `arrange` takes it
-    back. Before engines are put to sleep, one that is on its way arrives.
+    back. Several may be on their way at a time; before engines are put to sleep, all arrive.
 
     An engine can be lent if it is idle, or if the others of its model have places for the last samples that it runs,
     which they continue (`EngineReplicas.spare`): so a long tail ends on few engines. Engines whose draws depend on seed
@@ -77,8 +81,9 @@ class LendingEngines:
         self._lend, self._rule, self._announce = lend, rule, announce
         self._num_calls = 0
         self._watch: asyncio.Task[None] | None = None
-        self._loan: asyncio.Task[Any] | None = None
-        """The latest one; it is not cancelled, which would leave an engine half-way."""
+        self._moves: set[asyncio.Task[None]] = set()
+        """Those on their way; they are not cancelled, which would leave engines half-way."""
+        self._arriving = [0] * len(pools)
         self._wanted: Sequence[int] | None = None
         """Engines that each model is to have once all are awake; None: as many as it has."""
         self._has_failed = False
@@ -100,10 +105,10 @@ class LendingEngines:
             self._stop()
 
     async def settle(self) -> None:
-        """Lend no more until a call samples again, and wait for an engine that is on its way."""
+        """Lend no more until a call samples again, and wait for engines that are on their way."""
         self._stop()
-        if self._loan is not None:
-            await asyncio.wait([self._loan])
+        if self._moves:
+            await asyncio.wait(self._moves)
 
     def arrange(self, counts: Sequence[int]) -> None:
         """Have so many engines serve each model, at once or when all are awake.
@@ -116,12 +121,17 @@ class LendingEngines:
     def arrange_if_awake(self) -> None:
         """Do what `arrange` has been asked for and could not do while engines were asleep."""
         if self._wanted is not None and not any(pool.is_asleep for pool in self._pools):
-            self._loan = asyncio.create_task(self._arrange(self._wanted, self._loan))
+            self._start(self._arrange(self._wanted, set(self._moves)))
             self._wanted = None
 
-    async def _arrange(self, counts: Sequence[int], earlier: asyncio.Task[Any] | None) -> None:
-        if earlier is not None:
-            await asyncio.wait([earlier])
+    def _start(self, move: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(move)
+        self._moves.add(task)
+        task.add_done_callback(self._moves.discard)
+
+    async def _arrange(self, counts: Sequence[int], earlier: set[asyncio.Task[None]]) -> None:
+        if earlier:
+            await asyncio.wait(earlier)
         surplus = [pool.num_serving - count for pool, count in zip(self._pools, counts, strict=True)]
         moved: list[tuple[int, Engine[Any, Any]]] = []
         for giver, (source, count) in enumerate(zip(self._pools, surplus, strict=True)):
@@ -142,8 +152,6 @@ class LendingEngines:
     async def _watch_queues(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
-            if self._loan is not None:
-                await asyncio.wait([self._loan])
             if self._has_failed:
                 return
             spare = [pool.spare() for pool in self._pools]
@@ -153,12 +161,21 @@ class LendingEngines:
                 waiting=[pool.stats().num_waiting for pool in self._pools],
                 finished=[pool.num_finished for pool in self._pools],
                 serving=[pool.num_serving for pool in self._pools],
+                arriving=self._arriving,
             )
             if loan is not None:
-                giver, taker = loan
-                self._loan = asyncio.create_task(self._move(spare[giver][0], giver, taker))
+                giver, taker, count = loan
+                for engine in spare[giver][:count]:
+                    self._start(self._move(engine, giver, taker))
 
     async def _move(self, engine: Engine[Any, Any], giver: int, taker: int) -> None:
+        self._arriving[taker] += 1
+        try:
+            await self._move_to(engine, giver, taker)
+        finally:
+            self._arriving[taker] -= 1
+
+    async def _move_to(self, engine: Engine[Any, Any], giver: int, taker: int) -> None:
         source, target, start_s = self._pools[giver], self._pools[taker], time.monotonic()
         name: str = getattr(engine, "name", "an engine")
         try:
