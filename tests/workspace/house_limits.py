@@ -29,4 +29,4 @@ FRAGMENTS: dict[str, int] = {
 }
 # These two have risen once, from 53 and 37: since then waves are rounds of the placement, responses have expected
 # lengths, engines keep sleeping weights in pinned memory, and ranks take turns on devices that they lend.
-TRACED_FILES: dict[str, int] = {"start": 60, "step": 41}
+TRACED_FILES: dict[str, int] = {"start": 58, "step": 41}

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from gcore_controller.collectives.base import Collectives
@@ -138,24 +138,26 @@ class TurnChoice:
     group: Collectives
     devices: DeviceTimers
 
-    def __post_init__(self) -> None:
-        self._rule = self.lending.rule if self.lending is not None else None
-        self._lends = self._rule is None or self._rule.lends
-        self._swap_s = 0.0
+    _lends: bool | None = field(default=None, init=False)
+    """None: before the first turn."""
+    _swap_s: float = field(default=0.0, init=False)
 
     async def chosen(self, turn: Turn, timer: StageTimer) -> Turn:
         """Return the turn to take where the loop is at ``turn``; every controller makes the same calls."""
+        rule = self.lending.rule if self.lending is not None else None
+        if self._lends is None:
+            self._lends = rule is None or rule.lends
         if turn != "training":
             return turn if self._lends else "training"
         if self.lending is not None and self._lends and self.group.rank == 0:
             self.devices.num_lent += self.lending.num_engines
-        if self._rule is not None:
+        if rule is not None:
             if self.group.rank == 0:
                 seconds, generated = timer.seconds("gen"), self.devices.generated["gen"]
-                self._rule.observe(generation_s=seconds, generated=generated, swap_s=self._swap_s)
+                rule.observe(generation_s=seconds, generated=generated, swap_s=self._swap_s)
             self._swap_s = 0.0
             # An update comes before the next turn of sampling: engines that wake then get its weights.
-            self._lends = await self.group.broadcast(self._rule.lends)
+            self._lends = await self.group.broadcast(rule.lends)
         return turn
 
     @contextmanager

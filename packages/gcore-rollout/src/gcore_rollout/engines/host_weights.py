@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -11,25 +12,28 @@ _ALIGNMENT = 64
 """Bytes to whose multiples each tensor's place is rounded up."""
 
 
+@dataclass(eq=False)
 class HostWeights:
     """Moves parameters and buffers of modules from a device to host memory and back.
 
     The host memory is one block, which is kept for the next time: its pages are taken once, and pinned once where the
     device is CUDA, exactly as many as are needed (torch's own pinned memory takes up to twice that). Weights that have
     not changed since are not copied again: to leave then takes no time.
-
-    Args:
-        modules: tensors that several of them share are moved once.
-        device: where they are when they are not in host memory.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
-        self._modules, self._device = modules, device
-        self._version: int | None = None
-        self._block = _Block(0)
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._are_away = False
-        self._dropped: dict[torch.nn.Parameter, torch.Size] = {}
+    modules: Sequence[torch.nn.Module]
+    """Tensors that several of them share are moved once."""
+    device: torch.device
+    """Where they are when they are not in host memory."""
+    _version: int | None = field(default=None, init=False)
+    _block: "_Block | None" = field(default=None, init=False)
+    _copies: list[tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=list[tuple[torch.Tensor, torch.Tensor]], init=False
+    )
+    _are_away: bool = field(default=False, init=False)
+    _dropped: dict[torch.nn.Parameter, torch.Size] = field(
+        default_factory=dict[torch.nn.Parameter, torch.Size], init=False
+    )
 
     @torch.no_grad()
     def leave(self, version: int) -> None:
@@ -42,9 +46,9 @@ class HostWeights:
             self._version = None
             tensors = list(self._tensors())
             needed = sum(_padded_bytes(tensor) for tensor in tensors)
-            if len(self._block) != needed:
-                self._copies, self._block = [], _Block(0)
-                self._block = _Block(needed, is_pinned=self._device.type == "cuda")
+            if self._block is None or len(self._block) != needed:
+                self._copies, self._block = [], None  # freed before as much is taken again
+                self._block = _Block(needed, is_pinned=self.device.type == "cuda")
             self._copies = list(zip(tensors, self._block.split(tensors), strict=True))
             for tensor, copy in self._copies:
                 copy.copy_(tensor.data, non_blocking=True)
@@ -61,27 +65,27 @@ class HostWeights:
             parameter.data = parameter.data.new_empty(shape)
         self._dropped = {}
         for tensor, copy in self._copies if self._are_away else ():
-            tensor.data = copy.to(self._device, non_blocking=True, copy=True)
+            tensor.data = copy.to(self.device, non_blocking=True, copy=True)
         self._are_away = False
         # An update on another stream may follow.
         self._synchronize()
 
     def drop(self) -> None:
         """Free the memory of the parameters, and their values, which an update sets after `come`."""
-        self._dropped = {parameter: parameter.shape for module in self._modules for parameter in module.parameters()}
+        self._dropped = {parameter: parameter.shape for module in self.modules for parameter in module.parameters()}
         for parameter in self._dropped:
             parameter.data = parameter.data.new_empty(0)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
-        for module in self._modules:
+        for module in self.modules:
             for tensor in chain(module.parameters(), module.buffers()):
                 found.setdefault(id(tensor), tensor)
         return iter(found.values())
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class _Block:
