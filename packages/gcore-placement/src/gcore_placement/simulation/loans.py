@@ -111,7 +111,7 @@ class Lender:
         self.now_s = now_s + self._interval_s
 
     def _num_lent(self, now_s: float) -> int:
-        """Return the units that have arrived."""
+        """Return the units, of the devices of whole engines and judges, that have arrived until then."""
         return sum(loan.num_devices for loan in self.loans if loan.arrive_s <= now_s) // self._unit
 
 
@@ -145,6 +145,7 @@ class Judges:
         self._add(num_judges)
 
     def run(self, lender: Lender) -> tuple[EngineRun, list[EngineLoan]]:
+        """Judge everything with the loans that are made; return the run and the loans."""
         order = np.argsort(self._requests.arrival, kind="stable")
         arrivals = deque(zip(self._requests.arrival[order].tolist(), order.tolist(), strict=True))
         while arrivals or self._ends:
@@ -159,7 +160,7 @@ class Judges:
                 self._arrive(arrivals.popleft()[1], now_s)
             else:
                 lender.observe(self._num_waiting, self._num_finished)
-                if count := lender.num_judges(now_s) - len(self._replicas):
+                if (count := lender.num_judges(now_s) - len(self._replicas)) > 0:
                     self._join(count, now_s)
         replicas, since, until = (np.array(column) for column in zip(*self._stretches, strict=True))
         run = EngineRun(
