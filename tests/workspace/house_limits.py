@@ -20,10 +20,10 @@ FRAGMENTS: dict[str, int] = {
     "gcore-ckpt": 0,
     "gcore-controller": 0,
     "gcore-placement": 0,
-    "gcore-rollout": 1,
+    "gcore-rollout": 0,
     "gcore-trainer": 0,
     "gcore-bench": 0,
-    "gcore-diffusion": 1,
+    "gcore-diffusion": 0,
     "gcore-llm": 0,
     "gcore-runs": 0,
 }

@@ -48,7 +48,7 @@ _KIND = Kind(
 )
 
 KINDS = {"diffusion": _KIND, "train": _KIND}
-"""What the report shows of a run, by command."""
+"""The contents of the report of a run, by command."""
 
 
 def train(config: DiffusionConfig, display: "Display | None" = None) -> Result:

@@ -135,7 +135,7 @@ class Judges:
         self._num_finished = self._num_waiting = 0
         self._replicas: list[Replica[_Judgement]] = []
         self._queues: list[deque[_Judgement]] = []
-        """What waits for each replica; one and the same once loans have arrived."""
+        """Judgements that wait for each replica; one queue of all once loans have arrived."""
         self._ends: list[tuple[float, int]] = []
         """A heap of the times at which a replica has its next end; some are outdated."""
         self._busy_since: list[float] = []

@@ -82,7 +82,7 @@ class LendingEngines:
         self._num_calls = 0
         self._watch: asyncio.Task[None] | None = None
         self._moves: set[asyncio.Task[None]] = set()
-        """Those on their way; they are not cancelled, which would leave engines half-way."""
+        """Moves that are in progress; they are not cancelled, which would leave engines half-way."""
         self._arriving = [0] * len(pools)
         self._wanted: Sequence[int] | None = None
         """Engines that each model is to have once all are awake; None: as many as it has."""

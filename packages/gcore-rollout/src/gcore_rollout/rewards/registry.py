@@ -99,7 +99,7 @@ class MultiTurnConfig:
 
     @property
     def is_used(self) -> bool:
-        """Whether responses have several turns."""
+        """True if responses have several turns."""
         return bool(self.environment or self.max_revisions)
 
     def build(
