@@ -77,7 +77,7 @@ def test_no_engine_is_lent_where_judges_keep_up() -> None:
 
 
 def test_a_wave_with_loans_tells_the_work_of_its_judge() -> None:
-    """The correction of exact costs is about 1, whoever judged."""
+    """The correction of exact costs is about 1, with any engines as judges."""
     (helped,) = simulate_waves(COSTS, [JUMP], SIMULATOR.space.nearest(56), lends=True)
     _, reward = wave_loads(COSTS, helped)
     assert reward.correction(8, 1.0) == pytest.approx(1.0, rel=0.35)

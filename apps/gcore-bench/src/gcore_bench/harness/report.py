@@ -162,6 +162,11 @@ def verdict(is_met: bool) -> str:
     return "met" if is_met else "not met"
 
 
+def verdict_on_all(missed: Sequence[str]) -> str:
+    """Return the word for an aim of many cases, and those that miss it."""
+    return verdict(not missed) + (f": {', '.join(missed)}" if missed else "")
+
+
 class Session:
     """Prints what a bench reports and, when it ends without an error, its notes; then writes the figures.
 

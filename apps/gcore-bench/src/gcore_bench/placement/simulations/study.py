@@ -10,7 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
-from gcore_bench.harness.report import verdict
+from gcore_bench.harness.report import verdict_on_all
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.simulations.tables import markdown_table, spread, write_sections
 from gcore_bench.placement.simulations.tasks import run_all
@@ -192,7 +192,7 @@ def idle_aim(comparisons: Sequence[SeededComparison]) -> str:
     missed = [name for name, points in over.items() if points > AIM_IDLE]
     return (
         f"aim: dynamic idles at most {AIM_IDLE:g} points more than the clairvoyant on every trace, with every seed; "
-        f"most: {over[worst]:.1f} on {worst} ({verdict(not missed)}{': ' + ', '.join(missed) if missed else ''})"
+        f"most: {over[worst]:.1f} on {worst} ({verdict_on_all(missed)})"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from gcore_bench.harness.options import BenchError
-from gcore_bench.harness.report import Row, figures_table, verdict
+from gcore_bench.harness.report import Row, figures_table, verdict_on_all
 from gcore_bench.placement.options import PlacementOptions
 from gcore_bench.placement.simulations.tables import markdown_table, spread, write_sections
 from gcore_bench.placement.simulations.tasks import run_all
@@ -90,5 +90,5 @@ def aims(rows: Sequence[Row]) -> list[str]:
     where = f"{max(worst['losses']):+.1%} on {worst['trace']} with {worst['devices']} devices"
     return [
         f"aim: dynamic loses at most {AIM_LOSS:.0%} to the best split on every trace, with every seed; most: {where} "
-        f"({verdict(not missed)}{': ' + ', '.join(missed) if missed else ''})"
+        f"({verdict_on_all(missed)})"
     ]
