@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# An example that takes long says how busy the machine is.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
-# CI tries the same examples each time: a change is not refused for an input that no run before it has tried. A run by
-# hand tries new ones.
-settings.register_profile("ci", settings.get_profile("untimed"), derandomize=True)
+# No deadline: a slow example only shows that the machine is busy. The same examples in each run, for everyone: a change is
+# not refused because of an input that no run before it has tried. `--hypothesis-profile=random` tries new ones.
+settings.register_profile("fixed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("random", settings.get_profile("fixed"), derandomize=False, max_examples=500)
+settings.load_profile("fixed")
 
 # Two workers share two cores: with more threads than cores, OpenMP's threads wait for each other longer than they work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
