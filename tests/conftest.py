@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No deadline: a slow example only shows that the machine is busy. The same examples in each run, for everyone: a change is
+# No deadline: a slow example only shows that the machine is busy. Each run has the same examples, so that a change is
 # not refused because of an input that no run before it has tried. `--hypothesis-profile=random` tries new ones.
 settings.register_profile("fixed", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("random", settings.get_profile("fixed"), derandomize=False, max_examples=500)
