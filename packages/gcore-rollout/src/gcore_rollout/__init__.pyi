@@ -69,14 +69,12 @@ from .engines.time_shared import TimeSharedEngines as TimeSharedEngines
 from .engines.vllm.engine import VLLMEngine as VLLMEngine
 from .engines.vllm.process import TiedHeadWorker as TiedHeadWorker
 from .errors import (
-    CorruptWeightsError as CorruptWeightsError,
     EngineDiedError as EngineDiedError,
     EngineStartError as EngineStartError,
     EpisodeError as EpisodeError,
     MissingExtraError as MissingExtraError,
     NoScoreError as NoScoreError,
     NotApplicableError as NotApplicableError,
-    PeerLostError as PeerLostError,
     RequestError as RequestError,
     RewardConfigError as RewardConfigError,
     RewardError as RewardError,
@@ -85,7 +83,6 @@ from .errors import (
     SandboxError as SandboxError,
     ServerRequestError as ServerRequestError,
     UnsupportedModelError as UnsupportedModelError,
-    WeightSyncError as WeightSyncError,
     WrongBaseError as WrongBaseError,
     WrongWeightsError as WrongWeightsError,
 )
@@ -219,7 +216,6 @@ from .sandbox.sandbox import (
     SandboxLimits as SandboxLimits,
     SandboxResult as SandboxResult,
 )
-from .weight_sync.broadcast import WeightReceiver as WeightReceiver, WeightSender as WeightSender
 from .weight_sync.checked import (
     CheckedEngine as CheckedEngine,
     DigestedWeights as DigestedWeights,
@@ -235,7 +231,6 @@ from .weight_sync.shared_weights import (
     SharedWeights as SharedWeights,
     open_weights as open_weights,
 )
-from .weight_sync.store.versions import WeightPublisher as WeightPublisher, WeightSubscriber as WeightSubscriber
 from .weight_sync.updates import (
     AdapterWeights as AdapterWeights,
     FullWeights as FullWeights,

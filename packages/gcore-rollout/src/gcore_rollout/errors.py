@@ -89,11 +89,7 @@ class WrongWeightsError(RolloutError):
         self.tensors = tensors
 
 
-class WeightSyncError(RolloutError):
-    """New weights could not be sent, received or applied."""
-
-
-class WrongBaseError(WeightSyncError):
+class WrongBaseError(RolloutError):
     """An update changes other weights than the current ones: a full update is needed.
 
     ``version`` is that of the current weights; None: there are none, or they were merged from adapters.
@@ -102,11 +98,3 @@ class WrongBaseError(WeightSyncError):
     def __init__(self, message: str, *, version: int | None) -> None:
         super().__init__(message)
         self.version = version
-
-
-class CorruptWeightsError(WeightSyncError):
-    """Stored weights are damaged or missing."""
-
-
-class PeerLostError(WeightSyncError):
-    """Another rank is gone, or did not do its part in time; the process group is of no more use."""

@@ -133,7 +133,7 @@ def notes(options: RolloutOptions) -> list[str]:
         lines.append(
             "forms: bfloat16 weights; apply: until the mirror has copied them into an engine's memory. Deltas: by "
             "fraction of changed elements. ranks: processes that write their parts to shared memory, with the bytes of "
-            "one; an engine copies them. store: synced files. broadcast: gloo, applied while it is sent."
+            "one; an engine copies them."
         )
     if "sandbox" in options.parts:
         lines.append("sandbox: several at a time: their wall time over the number of calls.")

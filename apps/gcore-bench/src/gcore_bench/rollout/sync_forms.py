@@ -1,17 +1,13 @@
 """The part forms: new bfloat16 weights in every form of weight sync, in turn with a copy of all of them."""
 
 import multiprocessing
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from gcore_bench.harness.options import BenchError
@@ -24,10 +20,6 @@ from gcore_rollout import (
     FullWeights,
     SharedWeights,
     WeightMirror,
-    WeightPublisher,
-    WeightReceiver,
-    WeightSender,
-    WeightSubscriber,
     divide_weights,
     make_delta,
     write_part,
@@ -38,7 +30,6 @@ from gcore_rollout.weight_sync.updates import A_OF, B_OF, WeightUpdate, merged
 _ROWS, _COLUMNS, _RANK = 1024, 512, 16
 _FRACTIONS = {"delta 0.1 %": 0.001, "delta 1 %": 0.01, "delta 10 %": 0.1, "delta 100 %": 1.0}
 _RANKS = {"1 rank": 1, "2 ranks": 2}
-_BUCKET_BYTES = 32 << 20
 _TIMEOUT_S = 120
 
 State = dict[str, torch.Tensor]
@@ -68,7 +59,7 @@ async def measure(options: RolloutOptions, folder: Path, rounds: Rounds) -> None
     """Measure the copy and every form in turn; the engine must then have the weights that were sent."""
     torch.set_num_threads(options.threads)
     forms = _Forms(options, folder)
-    names = (MEMCPY, *_RANKS, "full", *_FRACTIONS, "adapters", "store full", "store delta 1 %", "broadcast")
+    names = (MEMCPY, *_RANKS, "full", *_FRACTIONS, "adapters")
     try:
         for turn in rounds.turns(names):
             row = await forms.measured(turn.contender)
@@ -79,7 +70,7 @@ async def measure(options: RolloutOptions, folder: Path, rounds: Rounds) -> None
 
 
 class _Forms:
-    """The sender's weights, an engine for each way of sending, and a process with the one that gets broadcasts."""
+    """The sender's weights, an engine for each way of sending, and the processes that write parts."""
 
     def __init__(self, options: RolloutOptions, folder: Path) -> None:
         self._folder = folder
@@ -89,10 +80,8 @@ class _Forms:
         self._direct = _Sink(self._state)
         self._far = _Sink(self._state)
         context = multiprocessing.get_context("spawn")
-        self._peer = ProcessPoolExecutor(1, mp_context=context)
         self._ranks = [ProcessPoolExecutor(1, mp_context=context) for _ in range(max(_RANKS.values()))]
         self._shared = SharedWeights()
-        self._sender: WeightSender | None = None
 
     async def measured(self, name: str) -> Figures:
         """Return bytes sent, seconds to encode them, and seconds from then until the engine has them."""
@@ -107,17 +96,6 @@ class _Forms:
             case "adapters":
                 adapters = self._new_adapters()
                 return await self._applied(lambda: adapters, dict(merged(self._state, adapters)))
-            case "store full":
-                self._store = self._folder / f"store-{self._version}"
-                self._publisher = WeightPublisher(f"file://{self._store}")
-                return await self._published()
-            case "store delta 1 %":
-                self._state = self._changed(0.01)
-                figures = await self._published()
-                shutil.rmtree(self._store)
-                return figures
-            case "broadcast":
-                return self._broadcast()
             case "1 rank" | "2 ranks":
                 return await self._written(_RANKS[name])
             case _:
@@ -126,11 +104,8 @@ class _Forms:
                 return await self._applied(lambda: make_delta(old, self._state.items(), **versions), self._state)
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._peer.submit(dist.destroy_process_group)
-            dist.destroy_process_group()
         self._shared.close()
-        for process in (self._peer, *self._ranks):
+        for process in self._ranks:
             process.shutdown()
 
     async def _applied(self, encode: Callable[[], WeightUpdate], expected: State) -> Figures:
@@ -142,17 +117,6 @@ class _Forms:
         self._direct.check(expected)
         sent_bytes = _size_bytes(expected) if isinstance(update, FullWeights) else update.size_bytes
         return {"sent_bytes": sent_bytes, "encode_s": encoded_s - start_s, "apply_s": end_s - encoded_s}
-
-    async def _published(self) -> Figures:
-        """Publish a version and load it."""
-        start_s = time.perf_counter()
-        manifest = self._publisher.publish(self._state.items(), version=self._version)
-        published_s = time.perf_counter()
-        subscriber = WeightSubscriber(f"file://{self._store}")
-        await self._far.mirror.apply(*await subscriber.load(have=self._far.mirror.version))
-        end_s = time.perf_counter()
-        self._far.check(self._state)
-        return {"sent_bytes": manifest.size_bytes, "encode_s": published_s - start_s, "apply_s": end_s - published_s}
 
     async def _written(self, num_ranks: int) -> Figures:
         """Have ranks write their parts to memory, which an engine copies."""
@@ -169,28 +133,6 @@ class _Forms:
         self._far.check(self._state)
         times = {"encode_s": written_s - start_s, "apply_s": end_s - written_s}
         return {"sent_bytes": weights.rank_bytes, **times}
-
-    def _broadcast(self) -> Figures:
-        """Send all weights; the first time, once before, so that memory is allocated and layouts are known."""
-        file = str(self._folder / "rendezvous")
-        is_first = self._sender is None
-        start_s = time.perf_counter()
-        receiving = self._peer.submit(_receive, file)
-        if self._sender is None:
-            self._sender = WeightSender(_join(file, rank=0), bucket_bytes=_BUCKET_BYTES)
-        self._sender.send(self._state.items(), version=self._version)
-        sent_s = time.perf_counter()
-        try:
-            end_s, checksum = receiving.result(_TIMEOUT_S)
-        except TimeoutError:
-            raise BenchError("broadcast: the receiver does not answer") from None
-        if checksum != _checksum(self._state):
-            raise BenchError("broadcast: the engine has other weights than those that were sent")
-        if is_first:
-            self._version += 1
-            return self._broadcast()
-        size_bytes = _size_bytes(self._state)
-        return {"sent_bytes": size_bytes, "encode_s": sent_s - start_s, "apply_s": max(0.0, end_s - sent_s)}
 
     def _new_adapters(self) -> AdapterWeights:
         tensors: State = {}
@@ -245,33 +187,5 @@ def _write_part(path: Path, rank: int, num_ranks: int) -> tuple[tuple[Layout, in
     return write_part(own.items(), path), float(sum(tensor.nbytes for tensor in own.values() if not tensor.is_meta))
 
 
-def _receive(file: str) -> tuple[float, int]:
-    """Receive weights in the other process; return when its engine had all of them, and their checksum."""
-    receiver, own = _receiver(file)
-    for name, tensor in receiver.receive().tensors:
-        if name not in own:
-            own[name] = torch.empty_like(tensor)
-        own[name].copy_(tensor)
-    return time.perf_counter(), _checksum(own)
-
-
-@cache
-def _receiver(file: str) -> tuple[WeightReceiver, State]:
-    torch.set_num_threads(1)
-    return WeightReceiver(_join(file, rank=1), src=0, reuse_buffer=True), {}
-
-
-def _join(file: str, *, rank: int) -> dist.ProcessGroup:
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=timeout)
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def _size_bytes(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
-
-
-def _checksum(state: State) -> int:
-    return sum(int(tensor.view(torch.int16).sum(dtype=torch.int64)) * i for i, tensor in enumerate(state.values(), 1))

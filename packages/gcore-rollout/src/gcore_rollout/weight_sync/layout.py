@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -42,16 +42,6 @@ Layout = Mapping[str, TensorSpec]
 
 def layout_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec.of(tensor) for name, tensor in weights.items()}
-
-
-def to_json(layout: Layout) -> dict[str, Any]:
-    """Return values that JSON can hold."""
-    return {name: (dtype_name(spec.dtype), list(spec.shape)) for name, spec in layout.items()}
-
-
-def from_json(values: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """Return the layout that `to_json` returned these values for."""
-    return {name: TensorSpec(dtype=getattr(torch, dtype), shape=tuple(dims)) for name, (dtype, dims) in values.items()}
 
 
 def aligned(end_bytes: int) -> int:

@@ -1,1 +1,0 @@
-"""Versions of the weights in files or an object store."""
