@@ -67,6 +67,11 @@ LONGEST_FIRST = (
 """The longest files of either command. A worker runs whole files, so the longest must not start last."""
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Slow tests wait for other processes for much of their time: three workers keep two cores busy."""
+    return 3 if config.option.markexpr == "slow" else 2
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     place = {tests / name: i for i, name in enumerate(LONGEST_FIRST)}
