@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
-from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport, raise_uncollected
+from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport, raise_repeated, raise_uncollected, report_at_exit
 from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
 from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
@@ -133,8 +133,8 @@ class Checkpointer:
 
         Raises:
             TypeError, ValueError: `step` or a leaf of `state` cannot be saved; the message has its path.
-            CheckpointWriteError: The step exists; or an earlier save failed and no call has waited for its handle, in
-                which case this step was not saved and `save` may be called again; or another rank refused.
+            CheckpointWriteError: The step exists; or the two saves before it failed and no call has waited for their
+                handles, in which case this step was not saved and `save` may be called again; or another rank refused.
             CheckpointLockedError: Another writer has the path open for saving.
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
                 signal handler called this).
@@ -152,13 +152,15 @@ class Checkpointer:
 
         def check() -> None:
             check_step(step)
-            raise_uncollected(self._handles)
-            if step in (other.step for other in list(self._handles) if other is not handle):
+            raise_repeated(self._handles)
+            others = [other.step for other in list(self._handles) if other is not handle and not other.done()]
+            if step in others:
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
 
         def save(call: Call) -> None:
             pipeline = self._open_pipeline(call)
             self._handles[handle] = None
+            report_at_exit(handle)
             pipeline.save(call, step, state, outcome, handle.report, progress, check)
 
         try:
@@ -306,8 +308,10 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until all saves have ended, and the steps that are not to be kept are deleted.
 
+        A step that cannot be deleted is a warning in the log; it is tried again after the next save.
+
         Raises:
-            CheckpointWriteError: A save failed, and no call has waited for its handle, or a deletion did. Raised once.
+            CheckpointWriteError: A save failed, and no call has waited for its handle. Raised once.
         """
         for handle in [handle for handle in list(self._handles) if not handle.abandoned]:
             handle.join()

@@ -4,6 +4,7 @@ By the plan of a save every element of every tensor is written once, replicas ev
 """
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
+from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.format.boxes import Box, FileLayout, HeldBox, lay_out, overlap
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.handles import SaveReport
@@ -24,6 +25,8 @@ from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.threads import Call, Outcome, Workers
+
+_logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,7 +101,6 @@ class SavePipeline:
         def prepare() -> tuple[HeldBox, ...]:
             with call.working():
                 check()
-                self._raise_failed_deletion()
                 if self._planning.rank == 0:
                     self._acquire()
                     self._check_order(step, self._storage)
@@ -126,6 +128,7 @@ class SavePipeline:
             raise
         staged.put(None)
         report.copy_s = time.perf_counter() - planned_s
+        self._deletions = [deletion for deletion in self._deletions if not deletion.done()]
         self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
@@ -145,13 +148,13 @@ class SavePipeline:
         self._newest = min(self._newest, step)
 
     def wait(self) -> None:
-        """Wait until the steps that retention does not keep are deleted; `CheckpointWriteError` if they cannot be."""
+        """Wait until the steps that retention does not keep are deleted."""
         for deletion in self._deletions:
             deletion.wait()
-        self._raise_failed_deletion()
+        self._deletions.clear()
 
     def close(self) -> None:
-        """Wait until all is written and let the next writer in; it is closed even if old steps cannot be deleted."""
+        """Wait until all is written and let the next writer in."""
         if self._last is not None:
             self._last.wait()
         self._executor.shutdown()
@@ -161,7 +164,6 @@ class SavePipeline:
             self._storage.release()
             self._acquired = False
         self._writing.close()
-        self._raise_failed_deletion()
 
     def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
         outcome = Outcome[T]()
@@ -186,7 +188,11 @@ class SavePipeline:
     ) -> None:
         def write() -> None:
             start_s = time.perf_counter()
-            self._saver.save(step, tree, staged, advance)
+            try:
+                self._saver.save(step, tree, staged, advance)
+            except Exception as error:
+                _logger.error("%s", error)  # now: the caller may wait for the save much later, or never
+                raise
             report.write_s = time.perf_counter() - start_s
 
         outcome.set_by(write)
@@ -205,19 +211,7 @@ class SavePipeline:
 
     def _delete_old_steps(self, step: int, saved: Outcome[None]) -> None:
         if saved.exception() is None and self._planning.rank == 0:
-            try:
-                for old in self._superfluous(self._storage.steps(), step):
-                    self._storage.remove(old)
-            except OSError as error:
-                raise CheckpointWriteError(
-                    f"step {step} is committed to {self._storage}, but deleting older steps failed: {error}"
-                ) from error
-
-    def _raise_failed_deletion(self) -> None:
-        ended = [deletion for deletion in self._deletions if deletion.done()]
-        self._deletions = [deletion for deletion in self._deletions if deletion not in ended]
-        for deletion in ended:
-            deletion.result()
+            delete_superfluous(self._storage, lambda steps: self._superfluous(steps, step))
 
     def _acquire(self) -> None:
         if self._acquired:
@@ -241,6 +235,20 @@ class SavePipeline:
                 f"step is {step}; expected more than {steps[-1]}, the latest step that {storage} holds, which "
                 f"this run has neither saved nor continued from ({remedy})"
             )
+
+
+def delete_superfluous(storage: Storage, superfluous: Callable[[list[int]], list[int]]) -> None:
+    """Delete the committed steps that `superfluous` returns; log a warning for what cannot be deleted."""
+    try:
+        steps = superfluous(storage.steps())
+    except (OSError, CheckpointError) as error:
+        _logger.warning("%s: the steps to delete cannot be listed: %s", storage, error)
+        return
+    for step in steps:
+        try:
+            storage.remove(step)
+        except (OSError, CheckpointError) as error:
+            _logger.warning("%s: step %d cannot be deleted, and is kept: %s", storage, step, error)
 
 
 def _taken_from(queue: "SimpleQueue[StagedFile | Exception | None]") -> Iterator[StagedFile]:

@@ -1,5 +1,6 @@
 """Saves to the first tier that is due, and copies the committed step to the others in the background."""
 
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -7,9 +8,9 @@ from typing import Any, TypeAlias
 
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.format.tree import Node, State
-from gcore_ckpt.handles import SaveReport
+from gcore_ckpt.handles import SaveHandle, SaveReport, raise_repeated, raise_uncollected, report_at_exit
 from gcore_ckpt.ranks.group import Group, all_succeed, root_decides
-from gcore_ckpt.saving.pipeline import SavePipeline
+from gcore_ckpt.saving.pipeline import SavePipeline, delete_superfluous
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage
@@ -17,6 +18,8 @@ from gcore_ckpt.threads import Call, Outcome
 from gcore_ckpt.tiers.copying import copy_step
 from gcore_ckpt.tiers.storage import Place, TieredStorage
 from gcore_ckpt.tiers.transfer import Buffer
+
+_logger = logging.getLogger(__name__)
 
 _Copy: TypeAlias = tuple[int, list[Place], Outcome[None]]  # a step, where it is and goes to, and its save
 
@@ -50,7 +53,7 @@ class TieredPipeline(SavePipeline):
         self._copying = copying
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt-tiers")
         self._buffer = Buffer()
-        self._copies: list[Outcome[None]] = []
+        self._copies: dict[SaveHandle, None] = {}
         self._owed: list[_Copy] = []  # by a run before this one
         self._opened = False
         self._listed = False
@@ -69,21 +72,26 @@ class TieredPipeline(SavePipeline):
         self._open(call)
         due = self._tiers.due(step)
         if due[0] is not self._tiers.places[0] or len(due) > 1:
-            for copy in self._copies:  # a tier that is slower than its `every` slows training, not fills the others
-                copy.wait()
-            self._copies.clear()
+            for copy in list(self._copies):  # a tier slower than its `every` slows training, not fills the others
+                copy.join()
         owed = [*self._owed, *([(step, due, outcome)] if len(due) > 1 else [])]
         self._in_use |= {copied for copied, _, _ in owed}
+
+        def check_copies() -> None:
+            check()
+            raise_repeated(self._copies)
+
         try:
-            super().save(call, step, state, outcome, report, progress, check)
+            super().save(call, step, state, outcome, report, progress, check_copies)
         except BaseException:
             self._in_use -= {copied for copied, _, _ in owed}
             raise
         self._owed = []
         for copy in owed:
             copied = Outcome[None]()
-            self._copies.append(copied)
-            self._deletions.append(copied)
+            handle = SaveHandle(copy[0], copied, SaveReport())
+            self._copies[handle] = None
+            report_at_exit(handle)
             self._copier.submit(copied.set_by, partial(self._copy, *copy))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
@@ -114,9 +122,16 @@ class TieredPipeline(SavePipeline):
         self._owed = [copy for copy in self._owed if copy[0] <= step]
         return later
 
+    def wait(self) -> None:
+        """Wait for the copies and deletions; `CheckpointWriteError` if a copy failed."""
+        super().wait()
+        for copy in list(self._copies):
+            copy.join()
+        raise_uncollected(self._copies)
+
     def close(self) -> None:
-        for copy in self._copies:
-            copy.wait()
+        for copy in list(self._copies):
+            copy.join()
         self._copier.shutdown()
         try:
             super().close()
@@ -124,6 +139,7 @@ class TieredPipeline(SavePipeline):
             if self._tiers.node is not None:
                 self._tiers.node.release()
             self._copying.close()
+        raise_uncollected(self._copies)
 
     def _copy(self, step: int, due: list[Place], saved: Outcome[None]) -> None:
         first, *others = due
@@ -133,9 +149,9 @@ class TieredPipeline(SavePipeline):
                     copy_step(step, first.storage, place.storage, self._copying, self._buffer)
                     self._delete_superfluous(place, step)
         except (OSError, CheckpointError) as error:
-            raise CheckpointWriteError(
-                f"step {step} is committed to {first.storage}, but copying it to the tiers after it failed: {error}"
-            ) from error
+            failure = f"step {step} is committed to {first.storage}, but copying it to the tiers after it failed: {error}"
+            _logger.error("%s", failure)
+            raise CheckpointWriteError(failure) from error
         finally:
             self._in_use.discard(step)
 
@@ -147,15 +163,12 @@ class TieredPipeline(SavePipeline):
         if not self._leads(place):
             return
         node = self._tiers.node if place.storage is self._tiers.node else None
-        try:
-            steps = place.storage.steps() if node is None else node.steps_here()
-            for old in place.tier.retention.superfluous(steps, step):
-                if old not in self._in_use:
-                    place.storage.remove(old)
-        except OSError as error:
-            raise CheckpointWriteError(
-                f"step {step} is committed to {place.storage}, but deleting older steps failed: {error}"
-            ) from error
+
+        def superfluous(steps: list[int]) -> list[int]:
+            here = steps if node is None else node.steps_here()
+            return [old for old in place.tier.retention.superfluous(here, step) if old not in self._in_use]
+
+        delete_superfluous(place.storage, superfluous)
 
     def _open(self, call: Call) -> None:
         """Make ready for writing, once, and note the copies that a run before this one has not made."""
