@@ -167,9 +167,11 @@ class Matcher:
 
     def _match_dict(self, template: dict[Any, State], node: Node | None, path: StatePath) -> dict[Any, State]:
         fields = tree.fields_of(node)
-        if fields is None and template:
+        if fields is None and (template or node is not None):
             raise self._mismatch(path, f"is a dict in the template, {_kind(node)} in the checkpoint")
         fields = fields or {}
+        if not template:
+            return self._load_all(fields, node, path)
         state: dict[Any, State] = {}
         used: set[str | int | None] = set()
         for key, value in template.items():
@@ -183,6 +185,21 @@ class Matcher:
                 state[key] = self.match(value, child, (*path, key))
         self.unused += [(*path, key) for key in fields if key not in used]
         return state
+
+    def _load_all(self, fields: Mapping[str | int, Node], node: Node | None, path: StatePath) -> dict[Any, State]:
+        """Return all that was saved where the template is empty, as the state of an optimizer before its first step."""
+        if not fields:
+            return {}
+        tensors = [self._reader.index.tensors.get(name) for name in tree.references(node)]
+        is_sharded = any(tensor is not None and len(tensor.shards) > 1 for tensor in tensors)
+        if is_sharded and self._group.size > 1:
+            raise self._mismatch(
+                path,
+                f"is an empty dict in the template, and holds sharded tensors under {len(fields)} keys in the "
+                "checkpoint; expected the sharded tensors to fill, as get_state_dict of "
+                "torch.distributed.checkpoint.state_dict returns them, or None, for which each rank loads all of them",
+            )
+        return self.decoded(node)
 
     def _match_enum(self, template: Enum, node: Node | None, path: StatePath) -> Enum:
         try:

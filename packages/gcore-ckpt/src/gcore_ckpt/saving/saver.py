@@ -15,10 +15,10 @@ from gcore_ckpt.format.columns import Tensors
 from gcore_ckpt.format.index import decode_index, encode_index
 from gcore_ckpt.format.merging import Replaced, merge
 from gcore_ckpt.format.stored import DataFile, Index, StoredShard
-from gcore_ckpt.format.tree import Node, describe, references
+from gcore_ckpt.format.tree import Node, decode, describe, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
-from gcore_ckpt.storage import Storage, step_name
+from gcore_ckpt.storage import INDEX_FILE, MAX_INDEX_BYTES, Storage, step_name
 from gcore_ckpt.threads import Workers
 
 _LIVE_SHARE = 0.5
@@ -163,8 +163,10 @@ class Saver:
         links = {name: link for report in reports for name, link in report.links.items()}
         for name, (base_step, file) in links.items():
             self._storage.link_file(attempt, base_step, file, name)
+        data = encode_index(index)
+        _check_readable(data, index.tree)
         sizes = {name: file.size_bytes for name, file in index.files.items()}
-        self._storage.commit(attempt, step, encode_index(index), sizes)
+        self._storage.commit(attempt, step, data, sizes)
         if self._incremental:
             self._base = step, index
 
@@ -239,6 +241,16 @@ def _merged_index(reports: Sequence[_Report]) -> Index:
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         num_ranks=len(reports),
     )
+
+
+def _check_readable(data: bytes, tree: Node) -> None:
+    """Raise `ValueError` for what a load would refuse, before it takes the place of a step that can be read."""
+    if len(data) > MAX_INDEX_BYTES:
+        raise ValueError(
+            f"{INDEX_FILE} has {len(data)} bytes; expected at most {MAX_INDEX_BYTES}: it holds all values of the state "
+            "that are no tensors or arrays, so that large ones (bytes, long lists of numbers) should be made into these"
+        )
+    decode(tree, lambda _kind, name, _view: name, lambda nodes: {"dict": dict(nodes)})
 
 
 def _release_rest(files: Iterable[StagedFile]) -> None:

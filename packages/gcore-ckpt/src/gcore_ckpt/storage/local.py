@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt.errors import CheckpointLockedError
 from gcore_ckpt.format import validation
-from gcore_ckpt.storage import INDEX_FILE, JOURNAL_FILE, Journal, Storage, settled_steps, step_name, step_of
+from gcore_ckpt.storage import (
+    INDEX_FILE,
+    JOURNAL_FILE,
+    MAX_INDEX_BYTES,
+    Journal,
+    Storage,
+    settled_steps,
+    step_name,
+    step_of,
+)
 from gcore_ckpt.threads import Workers
 
 if TYPE_CHECKING:
@@ -39,7 +48,6 @@ _PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
 _WRITE_THREADS = 4
 _MAX_OPEN_FILES = 256
-_MAX_JSON_BYTES = 1 << 31
 
 _locks: weakref.WeakSet[TextIOWrapper] = weakref.WeakSet()
 
@@ -314,8 +322,8 @@ def _read_regular(path: Path) -> bytes:
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         _check_regular(found)
-        if found.st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"has {found.st_size} bytes; expected at most {_MAX_JSON_BYTES}")
+        if found.st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"has {found.st_size} bytes; expected at most {MAX_INDEX_BYTES}")
         return file.read(found.st_size)
 
 
