@@ -151,7 +151,7 @@ def bytes_read_by_load(rank: Rank, path: str, tree: Any, size: int) -> int:
 def save_after_failure(
     rank: Rank, path: str, steps: list[int], trees: list[Any], size: int, failing_disk: int | None = None
 ) -> str:
-    """The error of a save, for which each rank has its own step and tree; then step 9 is saved all the same."""
+    """The error of a save, the same at a second try; each rank has its own step and tree. Then step 9 is saved."""
     disk_full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with checkpointer(rank, path, size) as saver:
         with (
@@ -159,13 +159,16 @@ def save_after_failure(
             if failing_disk == rank.number
             else (nullcontext())
         ):
-            try:
-                saver.save(steps[rank.number], build(trees[rank.number], rank.number)).wait()
-                message = ""
-            except (ValueError, TypeError, CheckpointError) as error:
-                message = f"{type(error).__name__}: {error}"
+            messages: list[str] = []
+            for _ in range(2):
+                try:
+                    saver.save(steps[rank.number], build(trees[rank.number], rank.number)).wait()
+                    messages.append("")
+                except (ValueError, TypeError, CheckpointError) as error:
+                    messages.append(f"{type(error).__name__}: {error}")
         saver.save(9, {"x": torch.arange(4)}).wait()
-    return message
+    assert messages[0] == messages[1]
+    return messages[0]
 
 
 def save_tied(rank: Rank, path: str, kinds: list[str]) -> list[Any]:

@@ -400,6 +400,10 @@ FAILURES: dict[str, tuple[list[Any], tuple[str, ...]]] = {
         [{"w": tensor("w", (3,), ("plain", ALL), dtype=dtype)} for dtype in ("float32", "bfloat16", "float32")],
         ("ValueError", "float32 and shape (3,) on rank 0", "bfloat16 and shape (3,) on rank 1", "PerRank"),
     ),
+    "elements": (
+        [THIRDS | {"rng": tensor(name, (3,), ("plain", ALL))} for name in ("same", "same", "other")],
+        ("ValueError", "plain tensors differ from rank to rank", "'rng' (ranks 0 and 2)", "PerRank"),
+    ),
     "value": (
         [THIRDS | {"seed": seed} for seed in (5, 5, 8)],
         ("CheckpointWriteError", "state['seed'] is 5 on rank 0 and 8 on rank 2", "PerRank"),

@@ -129,6 +129,8 @@ class Holdings(NamedTuple):
     data: tuple[torch.Tensor | NumpyArray, ...]
     devices: frozenset[torch.device]
     """All that the tensors are on."""
+    declared: frozenset[str] = frozenset()
+    """Names of the tensors whose type says what each rank holds: `DTensor`, `Shard` and the like."""
 
 
 def collect(state: State, rank: int = 0) -> Holdings:
@@ -139,7 +141,7 @@ def collect(state: State, rank: int = 0) -> Holdings:
     kept = [i for i in range(len(leaves.boxes)) if i not in views]
     data = tuple(leaves.data[i] for i in kept)
     devices = frozenset(value.device for value in data if isinstance(value, torch.Tensor))
-    return Holdings(tree, tuple(leaves.boxes[i] for i in kept), data, devices)
+    return Holdings(tree, tuple(leaves.boxes[i] for i in kept), data, devices, frozenset(leaves.declared))
 
 
 class _Leaves:
@@ -148,6 +150,8 @@ class _Leaves:
     def __init__(self) -> None:
         self.boxes: list[HeldBox] = []
         self.data: list[torch.Tensor | NumpyArray] = []
+        self.declared: set[str] = set()
+        """Names of tensors that are not plain."""
         self._nodes: dict[str, list[dict[str, Any]]] = {}
         """Nodes of plain tensors, by name."""
         self._names: set[str] = set()
@@ -167,6 +171,7 @@ class _Leaves:
             return Leaf(node=encode(value.data, self.add, path=(*path, "data")).node, key=value.unique_key)
         if isinstance(leaf, Shards):
             name = self._new_name(path)
+            self.declared.add(name)
             for part in leaf.parts:
                 _shard_at(part, path)
                 self._add_shard(replace(part, name=name), path)
@@ -185,6 +190,8 @@ class _Leaves:
         node: dict[str, Any] = {"tensor": name}
         if leaf is shard.tensor:
             self._nodes.setdefault(name, []).append(node)
+        else:
+            self.declared.add(name)
         return Leaf(node=node, key=shard.name)
 
     def tie_views(self) -> set[int]:

@@ -21,6 +21,7 @@ from gcore_ckpt.handles import SaveReport
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.ranks.plain import collect_plain
 from gcore_ckpt.ranks.shards import Holdings, collect
+from gcore_ckpt.saving.replicas import check_same, digest_plain
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
 from gcore_ckpt.storage import Storage
@@ -108,10 +109,14 @@ class SavePipeline:
                 held.append(collect_plain(state, rank, self._planner.boxes) or collect(state, rank))
                 return held[0].boxes
 
+        def digests() -> Mapping[str, str]:
+            with call.working():
+                return digest_plain(held[0], self._copiers)
+
         staged: SimpleQueue[StagedFile | Exception | None] = SimpleQueue()
         try:
             with _collector_paused():
-                files = self._planner.plan(step, prepare)
+                files = self._planner.plan(step, prepare, digests)
             self._newest = max(self._newest, step)
             report.size_bytes = sum(file.size_bytes for file in files)
             planned_s = time.perf_counter()
@@ -268,8 +273,16 @@ class SavePlanner:
         self._files: list[FileLayout] = []
         self._held: dict[int, Sequence[HeldBox]] = {}  # of all ranks, at the root
 
-    def plan(self, step: int, prepare: Callable[[], tuple[HeldBox, ...]]) -> list[FileLayout]:
-        """Return the files that this rank writes, once all ranks are ready to save `step`."""
+    def plan(
+        self,
+        step: int,
+        prepare: Callable[[], tuple[HeldBox, ...]],
+        digests: Callable[[], Mapping[str, str]] = dict[str, str],
+    ) -> list[FileLayout]:
+        """Return the files that this rank writes, once all ranks are ready to save `step`.
+
+        Where the plan is a new one, as at the first save, the ranks compare what `digests` returns of plain tensors.
+        """
         boxes = self.boxes
 
         def prepared() -> Message:
@@ -279,9 +292,23 @@ class SavePlanner:
 
         numbers = exchange(self._group, prepared, self._assign)
         if numbers is not None:
+            if self._group.size > 1:
+                self._compare(digests)
             self.boxes = boxes
             self._files = lay_out({number: boxes[number] for number in numbers}, self._max_file_bytes)
         return self._files
+
+    def _compare(self, digests: Callable[[], Mapping[str, str]]) -> None:
+        def check(messages: Sequence[Mapping[str, str]]) -> Sequence[None]:
+            check_same(messages)
+            return [None] * len(messages)
+
+        try:
+            exchange(self._group, digests, check)
+        except Exception:
+            self.boxes = ()  # so that the next save is planned, and compared, from scratch
+            self._held = {}
+            raise
 
     def _assign(self, messages: Sequence[Message]) -> Sequence[list[int] | None]:
         """Return the numbers of the boxes that each rank writes; None if all write what they wrote before."""
