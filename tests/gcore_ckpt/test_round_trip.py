@@ -360,6 +360,8 @@ def test_what_a_load_would_refuse_is_not_committed(tmp_path: Path, monkeypatch: 
             checkpointer.save(2, {"seen": {1, Level.LOW}}).wait()
         for module in ("saving.saver", "storage.local"):
             monkeypatch.setattr(f"gcore_ckpt.{module}.MAX_INDEX_BYTES", 10_000)
-        with pytest.raises(CheckpointWriteError, match=r"index.json has \d+ bytes; expected at most 10000: it holds all"):
+        with pytest.raises(
+            CheckpointWriteError, match=r"index.json has \d+ bytes; expected at most 10000: it holds all"
+        ):
             checkpointer.save(3, {"blob": bytes(10_000)}).wait()
         assert checkpointer.load() == {"seen": {1, 2}}

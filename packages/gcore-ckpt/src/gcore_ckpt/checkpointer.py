@@ -2,15 +2,22 @@
 
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
-from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport, raise_repeated, raise_uncollected, report_at_exit
+from gcore_ckpt.handles import (
+    LoadHandle,
+    LoadReport,
+    SaveHandle,
+    SaveReport,
+    raise_repeated,
+    raise_uncollected,
+    report_at_exit,
+)
 from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
 from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
@@ -251,17 +258,16 @@ class Checkpointer:
             start_s = time.perf_counter()
             group = self._open_group(call)
 
-            def fill() -> State:
+            def fill(storage: Storage, found: int | None) -> State:
+                report.step = found
                 with call.working(), open_step(storage, found) as reader:
                     report.open_s = time.perf_counter() - start_s
                     wanted = completed(own, reader.index.tree)
                     return load_step(reader, group, wanted, LoadOptions(**options), report, call.check)
 
-            with self._found(call, step) as (storage, found):
-                report.step = found
-                state = all_succeed(group, fill)
-            if found is not None and step != "latest" and self._pipeline is not None:
-                self._pipeline.went_back(found)
+            state = self._read(call, step, fill)
+            if report.step is not None and step != "latest" and self._pipeline is not None:
+                self._pipeline.went_back(report.step)
             return state
 
         return load
@@ -376,10 +382,11 @@ class Checkpointer:
         finally:
             self._inside = None
 
-    @contextmanager
-    def _found(self, call: Call, step: Step) -> Generator[tuple[Storage, int | None]]:
-        """Find a step, on all ranks, and where it is, for as long as any rank reads it."""
-        yield self._storage, root_decides(self._open_group(call), lambda: find_step(self._storage, step))
+    def _read(self, call: Call, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
+        """Find a step, on all ranks, and return what `fill` makes of it here; raise on all ranks if it fails on one."""
+        group = self._open_group(call)
+        found = root_decides(group, lambda: find_step(self._storage, step))
+        return all_succeed(group, lambda: fill(self._storage, found))
 
     def _open_group(self, call: Call) -> Group:
         if self._group is None:

@@ -4,13 +4,23 @@ import logging
 import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from gcore_ckpt.checkpointer import Checkpointer
+from gcore_ckpt.errors import CorruptCheckpointError, LostRankError
 from gcore_ckpt.format.tree import State
 from gcore_ckpt.handles import SaveHandle, SaveReport
 from gcore_ckpt.loading.reader import Step
-from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, TorchGroup, exchange
+from gcore_ckpt.ranks.group import (
+    Group,
+    ProcessGroupArgument,
+    TorchGroup,
+    all_succeed,
+    any_rank,
+    attempt,
+    exchange,
+)
 from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.threads import Call, Outcome
 from gcore_ckpt.tiers.storage import Plan, TieredStorage
@@ -33,7 +43,8 @@ class TieredCheckpointer(Checkpointer):
 
     A save copies the state once, into host memory, and writes it to the first tier for which the step is due; after the
     commit, the files are copied from there to the other tiers that are due, in the background. A save for which no tier
-    is due does nothing. `load` takes the newest step that is whole anywhere, from the first tier that has it.
+    is due does nothing. `load` takes the newest step that is whole anywhere, from the first tier that has it; if that
+    copy is damaged, it logs a warning and takes the next tier's.
 
     On the machines' own disks, each rank's files lie on its machine and on `replicas` others. A save is committed there
     once all copies are made; when the next `save` returns, the machine of any rank may be lost with its disk, at the
@@ -127,12 +138,44 @@ class TieredCheckpointer(Checkpointer):
         if self._tiers.node is not None:
             self._tiers.node.delete_local()
 
-    @contextmanager
-    def _found(self, call: Call, step: Step) -> Generator[tuple[Storage, int]]:
+    def _read(self, call: Call, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
         group = self._open_group(call)
         for handle in list(self._handles):
             handle.join()  # what is written now is on some machines and not yet on others
         plan: Plan = exchange(group, self._report, lambda reports: self._tiers.plan(reports, step))
+        while True:
+            state, error = attempt(partial(self._read_planned, call, plan, fill))
+            if error is None:
+                return state
+            if isinstance(error, LostRankError):
+                raise error
+            # Ranks that could read their parts have another error than the one that could not.
+            if not any_rank(group, isinstance(error, CorruptCheckpointError | OSError)):
+                raise error
+            damaged, found = plan["tier"], plan["step"]
+            plan, _ = attempt(
+                lambda: exchange(
+                    group, self._report, lambda reports: self._tiers.plan(reports, found, above_tier=damaged)
+                )
+            )
+            if plan is None:
+                raise error
+            places = self._tiers.places
+            _logger.warning(
+                "step %d of %s is damaged, and is loaded from %s: %s",
+                found,
+                places[damaged].storage,
+                places[plan["tier"]].storage,
+                error,
+            )
+
+    def _read_planned(self, call: Call, plan: Plan, fill: Callable[[Storage, int | None], State]) -> State:
+        with self._open_planned(call, plan) as (storage, found):
+            return all_succeed(self._open_group(call), lambda: fill(storage, found))
+
+    @contextmanager
+    def _open_planned(self, call: Call, plan: Plan) -> Generator[tuple[Storage, int]]:
+        """Let all ranks read a step, for as long as any of them does."""
         storage, found = self._tiers.places[plan["tier"]].storage, plan["step"]
         newest = {
             str(place.storage): steps[-1:] for place, steps in zip(self._tiers.places, plan["steps"], strict=True)

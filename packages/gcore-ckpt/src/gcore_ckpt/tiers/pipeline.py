@@ -149,7 +149,9 @@ class TieredPipeline(SavePipeline):
                     copy_step(step, first.storage, place.storage, self._copying, self._buffer)
                     self._delete_superfluous(place, step)
         except (OSError, CheckpointError) as error:
-            failure = f"step {step} is committed to {first.storage}, but copying it to the tiers after it failed: {error}"
+            failure = (
+                f"step {step} is committed to {first.storage}, but copying it to the tiers after it failed: {error}"
+            )
             _logger.error("%s", failure)
             raise CheckpointWriteError(failure) from error
         finally:
