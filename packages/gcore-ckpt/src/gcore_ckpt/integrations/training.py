@@ -48,11 +48,8 @@ def state_of_model(model: torch.nn.Module, rank: int) -> "torch.nn.Module | Stat
     if rank == 0:
         return model
     buffers = {name for name, _ in model.named_buffers()}
-    state: dict[str, State] = {}
-    for name, value in model.state_dict().items():
-        if name not in buffers or is_dtensor(value):
-            state[name] = value
-    return state
+    state = model.state_dict()
+    return {name: value for name, value in state.items() if name not in buffers or is_dtensor(value)}
 
 
 def stateful_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "torch.optim.Optimizer | State":

@@ -142,7 +142,7 @@ class TieredCheckpointer(Checkpointer):
         group = self._open_group(call)
         for handle in list(self._handles):
             handle.join()  # what is written now is on some machines and not yet on others
-        plan: Plan = exchange(group, self._report, lambda reports: self._tiers.plan(reports, step))
+        plan = self._plan(call, step)
         while True:
             state, error = attempt(partial(self._read_planned, call, plan, fill))
             if error is None:
@@ -152,22 +152,20 @@ class TieredCheckpointer(Checkpointer):
             # Ranks that could read their parts have another error than the one that could not.
             if not any_rank(group, isinstance(error, CorruptCheckpointError | OSError)):
                 raise error
-            damaged, found = plan["tier"], plan["step"]
-            plan, _ = attempt(
-                lambda: exchange(
-                    group, self._report, lambda reports: self._tiers.plan(reports, found, above_tier=damaged)
-                )
-            )
-            if plan is None:
+            next_plan, _ = attempt(partial(self._plan, call, plan["step"], above_tier=plan["tier"]))
+            if next_plan is None:
                 raise error
-            places = self._tiers.places
-            _logger.warning(
-                "step %d of %s is damaged, and is loaded from %s: %s",
-                found,
-                places[damaged].storage,
-                places[plan["tier"]].storage,
-                error,
-            )
+            damaged = self._tiers.places[plan["tier"]].storage
+            intact = self._tiers.places[next_plan["tier"]].storage
+            _logger.warning("step %d of %s is damaged, and is loaded from %s: %s", plan["step"], damaged, intact, error)
+            plan = next_plan
+
+    def _plan(self, call: Call, step: Step, *, above_tier: int = -1) -> Plan:
+        return exchange(
+            self._open_group(call),
+            self._report,
+            lambda reports: self._tiers.plan(reports, step, above_tier=above_tier),
+        )
 
     def _read_planned(self, call: Call, plan: Plan, fill: Callable[[Storage, int | None], State]) -> State:
         with self._open_planned(call, plan) as (storage, found):
