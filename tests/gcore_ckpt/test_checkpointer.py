@@ -1,7 +1,10 @@
 """Saving in the background, errors, retention and the lock, in one process."""
 
 import errno
+import os
+import resource
 import shutil
+import stat
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -300,20 +303,85 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "file" / "checkpoints").save(1, {})
 
 
-def test_leftover_that_cannot_be_removed_does_not_keep_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_leftover_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / ".tmp-step-00000001-0123456789ab").mkdir()
+    leftover = tmp_path / ".tmp-step-00000001-0123456789ab"
+    leftover.mkdir()
 
     def fail(path: Path) -> None:
         raise PermissionError(f"no way to remove {path.name}")
 
     with Checkpointer(tmp_path) as checkpointer:
         monkeypatch.setattr("gcore_ckpt.storage.local.shutil.rmtree", fail)
-        with pytest.raises(CheckpointWriteError, match=r"cannot be opened for saving: no way to remove \.tmp-step"):
-            checkpointer.save(1, {})
-        monkeypatch.undo()
         checkpointer.save(1, {}).wait()
+    problem = f"cannot be removed: no way to remove {leftover.name}"
+    assert caplog.messages == [f"{leftover}, which a dead writer has left, {problem}"]
+
+
+def test_a_full_disk_keeps_no_lock_and_lets_steps_be_deleted(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {})
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    storage = LocalStorage(tmp_path)
+    checkpointer = Checkpointer(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard_limit))  # no byte can be written
+    try:
+        storage.acquire()
+        storage.remove(1)
+        storage.release()
+        with pytest.raises(CheckpointWriteError, match="File too large"):
+            checkpointer.save(2, {}).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
+    checkpointer.save(3, {}).wait()
+    checkpointer.close()
+    assert checkpointer.steps() == [3]
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("run") as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        monkeypatch.chdir("elsewhere")
+        checkpointer.save(2, {"x": 2}).wait()
+        assert checkpointer.steps() == [1, 2]
+        assert checkpointer.load() == {"x": 2}
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_file_system_without_locks_links_and_syncs_of_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fsync = os.fsync
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def sync_files(fd: int) -> None:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            refuse()
+        fsync(fd)
+
+    monkeypatch.setattr("gcore_ckpt.storage.local.fcntl.flock", refuse)
+    monkeypatch.setattr("gcore_ckpt.storage.local.os.fsync", sync_files)
+    monkeypatch.setattr("gcore_ckpt.storage.local.os.posix_fadvise", refuse)
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    first = Checkpointer(tmp_path, incremental=True)
+    state = {"frozen": torch.ones(50_000)}
+    for step in (1, 2):
+        first.save(step, state | {"x": step}).wait()
+    assert torch.equal(first.load()["frozen"], state["frozen"])
+    assert f"{tmp_path} is on a file system without locks ([Errno 38] Function not implemented)" in caplog.text
+    assert "cannot sync folders ([Errno 38] Function not implemented): a commit may not survive" in caplog.text
+    with Checkpointer(tmp_path) as second:
+        second.save(3, state).wait()
+        with pytest.raises(CheckpointWriteError, match="or has another writer on a file system without locks"):
+            first.save(4, state).wait()
+        second.save(5, state)
+    first.close()
+    assert second.steps() == [1, 2, 3, 5]
 
 
 def test_opening_for_saving_leaves_what_others_have_put_there(tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def test_what_a_load_would_refuse_is_not_committed(tmp_path: Path, monkeypatch: 
 
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(1, {"seen": {1, 2}}).wait()
-        with pytest.raises(CheckpointWriteError, match="saving step 2 .* a set holds an item twice"):
+        with pytest.raises(CheckpointWriteError, match=r"saving step 2 .* a set holds an item twice"):
             checkpointer.save(2, {"seen": {1, Level.LOW}}).wait()
         for module in ("saving.saver", "storage.local"):
             monkeypatch.setattr(f"gcore_ckpt.{module}.MAX_INDEX_BYTES", 10_000)

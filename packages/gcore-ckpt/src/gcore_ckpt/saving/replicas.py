@@ -40,8 +40,8 @@ def check_same(digests: Sequence[Mapping[str, str]]) -> None:
     more = f" and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
     raise ValueError(
         f"plain tensors differ from rank to rank, and one copy is saved for all: {', '.join(named)}{more}; expected "
-        "the same on all ranks that have them: wrap what each rank has of its own in PerRank, broadcast what should be the "
-        "same, or leave it out of the state on all ranks but one"
+        "the same on all ranks that have them: wrap what each rank has of its own in PerRank, broadcast what should "
+        "be the same, or leave it out of the state on all ranks but one"
     )
 
 
