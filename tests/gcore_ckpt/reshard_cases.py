@@ -15,6 +15,7 @@ A description is a tree of dict, list and tuple whose leaves are small values or
 import errno
 import math
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,8 @@ import torch
 import torch._dynamo
 import transformers.models.qwen3.modeling_qwen3
 from rank import Rank, mesh
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -312,6 +315,30 @@ def load_megatron(rank: Rank, path: str, size: int) -> list[bool]:
     expected = megatron_state(rank.number, size, empty=False)
     assert found["iteration"] == 7
     return [torch.equal(template["model"][key].data, part.data) for key, part in expected["model"].items()]
+
+
+def save_fsdp1(rank: Rank, path: str, size: int) -> None:
+    with checkpointer(rank, path, size) as saver:
+        saver.save(1, {"w": _sharded_tensor(rank, size, 1.0)})
+
+
+def load_fsdp1(rank: Rank, path: str, size: int) -> bool:
+    """Whether this rank's rows are what was saved; the memory of the template is what was filled."""
+    template = {"w": _sharded_tensor(rank, size, 0.0)}
+    found = checkpointer(rank, path, size).load(template)
+    expected = _sharded_tensor(rank, size, 1.0).local_shards()[0].tensor
+    return found["w"] is template["w"] and torch.equal(template["w"].local_shards()[0].tensor, expected)
+
+
+def _sharded_tensor(rank: Rank, size: int, factor: float) -> Any:
+    """A tensor as in state dicts of the first FSDP, of six rows, of which each rank has as many."""
+    rows = 6 // size
+    first = rank.number * rows
+    local = torch.arange(first * 4.0, (first + rows) * 4.0).view(rows, 4) * factor
+    metadata = ShardMetadata([first, 0], [rows, 4], f"rank:{rank.number}/cpu")
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        parts = [sharded_tensor.Shard(local, metadata)]
+        return sharded_tensor.init_from_local_shards(parts, (6, 4), process_group=rank.groups[size])
 
 
 def build(tree: Any, rank: int, *, empty: bool = False) -> Any:

@@ -385,6 +385,14 @@ def test_megatron_sharded_tensors(ranks: RankPool, tmp_path: Path, size: int) ->
     assert torch.equal(whole["model"]["layers.weight"], torch.arange(96.0).view(2, 12, 4))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_sharded_tensors_of_the_first_fsdp(ranks: RankPool, tmp_path: Path, size: int) -> None:
+    ranks.run("save_fsdp1", str(tmp_path), 3, size=3)
+    [whole] = ranks.run("load_plain", str(tmp_path), 1, size=1)
+    assert torch.equal(whole["w"], torch.arange(24.0).view(6, 4))
+    assert ranks.run("load_fsdp1", str(tmp_path), size, size=size) == [True] * size
+
+
 def box(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
     """What each of three ranks holds of a tensor of shape (6, 4)."""
     return {"w": tensor("w", (6, 4), ("box", [[box] for box in boxes]))}

@@ -28,6 +28,7 @@ from gcore_ckpt.ranks.shards import (
     is_megatron,
     is_wrapper,
     parts_of_wrapper,
+    shards_of_fsdp1,
 )
 from gcore_ckpt.storage.local import LocalFiles
 
@@ -163,6 +164,10 @@ class Matcher:
                     self._match_leaf(part, node, path)
                 return template
             case _:
+                sharded = shards_of_fsdp1(template)
+                if sharded is not None:
+                    self.match(sharded, node, path)
+                    return template
                 return self._match_leaf(template, node, path)
 
     def _match_dict(self, template: dict[Any, State], node: Node | None, path: StatePath) -> dict[Any, State]:
@@ -232,8 +237,9 @@ class Matcher:
             for key, value in cast("dict[str | int, State]", template).items():
                 self._miss(value, (*path, key))
         else:
-            is_tensor = isinstance(template, torch.Tensor) and not template.is_meta and not is_wrapper(template)
-            shard = as_shard(template) if is_tensor else None
+            has_memory = isinstance(template, torch.Tensor) and shards_of_fsdp1(template) is None
+            has_memory = has_memory and not template.is_meta and not is_wrapper(template)
+            shard = as_shard(template) if has_memory else None
             self._missing.append((path, None if shard is None else _memory(shard.tensor)))
 
     def _match_leaf(self, template: State, node: Node | None, path: StatePath) -> State:

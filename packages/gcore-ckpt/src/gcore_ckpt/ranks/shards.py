@@ -87,6 +87,19 @@ def as_shard(leaf: object) -> Shard | None:
     return _shard_of_megatron(leaf) if is_megatron(leaf, "ShardedTensor") else None
 
 
+def shards_of_fsdp1(leaf: Any) -> Shards | None:
+    """Return what this rank holds of torch's `ShardedTensor`, of which state dicts of the first FSDP are made."""
+    kind = type(leaf)
+    if kind.__name__ != "ShardedTensor" or not kind.__module__.startswith("torch.distributed._shard"):
+        return None
+    global_shape = tuple(leaf.metadata().size)
+    parts: list[Shard] = []
+    for part in leaf.local_shards():
+        offset = tuple(part.metadata.shard_offsets)
+        parts.append(Shard(global_shape=global_shape, offset=offset, tensor=part.tensor))
+    return Shards(parts)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether this is a `DTensor`, without importing its module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -160,6 +173,9 @@ class _Leaves:
 
     def add(self, leaf: object, path: StatePath) -> Leaf | None:
         """Encode a tensor or an array; None for anything else."""
+        sharded = shards_of_fsdp1(leaf)
+        if sharded is not None:
+            leaf = sharded
         if isinstance(leaf, np.ndarray):
             return Leaf(node={"array": self._add_array(cast("NumpyArray", leaf), path)})
         if isinstance(leaf, np.generic) and leaf.dtype.kind in NUMPY_SCALARS:
