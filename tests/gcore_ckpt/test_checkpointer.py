@@ -1,6 +1,7 @@
 """Saving in the background, errors, retention and the lock, in one process."""
 
 import errno
+import math
 import os
 import resource
 import shutil
@@ -8,6 +9,7 @@ import stat
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -201,6 +203,34 @@ def test_keep_every_keeps_multiples_for_good(tmp_path: Path) -> None:
             checkpointer.save(step, step)
         checkpointer.wait()
         assert checkpointer.steps() == [100, 200, 300, 350]
+
+
+@pytest.mark.parametrize(("best_mode", "expected"), [("max", [2, 5, 7]), ("min", [3, 5, 7])])
+def test_the_best_steps_stay(tmp_path: Path, best_mode: Literal["max", "min"], expected: list[int]) -> None:
+    metrics = {1: 0.5, 2: 0.9, 3: 0.1, 4: math.nan, 5: None}
+    options: dict[str, Any] = {"keep": 2, "keep_every": 5, "keep_best": 1, "best_mode": best_mode}
+    with Checkpointer(tmp_path, **options) as checkpointer:
+        for step, metric in metrics.items():
+            checkpointer.save(step, step, metric=metric)
+    with Checkpointer(tmp_path, **options) as checkpointer:  # which reads the metrics of the steps that are there
+        for step in (6, 7):
+            checkpointer.save(step, step, metric=0.5)
+    assert checkpointer.steps() == [*expected[:2], 6, *expected[2:]]
+
+
+def test_delete(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, step)
+        checkpointer.delete(2)
+        assert checkpointer.steps() == [1, 3]
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"no step 2 to delete; the committed steps are \[1, 3\]"
+        ):
+            checkpointer.delete(2)
+        checkpointer.delete(3)
+        checkpointer.save(2, "again").wait()
+        assert checkpointer.load() == "again"
 
 
 def test_steps_are_committed_folders_in_numeric_order(tmp_path: Path) -> None:
@@ -408,6 +438,10 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         Checkpointer(tmp_path, keep=1, keep_every=0)
     with pytest.raises(ValueError, match="keep_every is 10 and keep is None, which keeps all steps"):
         Checkpointer(tmp_path, keep_every=10)
+    with pytest.raises(ValueError, match="keep_best is 3 and keep is None, which keeps all steps; expected a keep"):
+        Checkpointer(tmp_path, keep_best=3)
+    with pytest.raises(ValueError, match="best_mode is 'low'; expected 'max' or 'min'"):
+        Checkpointer(tmp_path, best_mode="low")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="max_in_flight is 0; expected 1 or more"):
         Checkpointer(tmp_path, max_in_flight=0)
     with pytest.raises(ValueError, match="staging is 'half'; expected 'full' or 'chunked'"):

@@ -346,3 +346,17 @@ def flip_last_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-2] ^= 1
     path.write_bytes(data)
+
+
+def test_the_best_steps_stay_in_a_tier_and_delete_is_for_all(tmp_path: Path) -> None:
+    tiers = [Tier(tmp_path / "fast", keep=1, replicas=0), Tier(tmp_path / "slow", keep=1, keep_best=1, best_mode="min")]
+    with TieredCheckpointer(tiers, process_group=None) as checkpointer:
+        for step, metric in enumerate((0.5, 0.1, 0.7, 0.9)):
+            checkpointer.save(step, step, metric=metric)
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 3]
+        assert Checkpointer(tmp_path / "fast", process_group=None).steps() == [3]
+        checkpointer.delete(3)
+        assert checkpointer.steps() == [1]
+        with pytest.raises(CheckpointNotFoundError, match="holds no step 3 to delete"):
+            checkpointer.delete(3)

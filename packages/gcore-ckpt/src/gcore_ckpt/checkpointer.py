@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -20,6 +19,7 @@ from gcore_ckpt.handles import (
 )
 from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
+from gcore_ckpt.retention import BestMode, Retention, finite_metric
 from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage import Storage, check_step
@@ -32,32 +32,6 @@ if TYPE_CHECKING:
     from gcore_ckpt.saving.pipeline import SavePipeline
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """Steps to keep after a commit: `keep` of the latest (None for all), and multiples of `keep_every` for good."""
-
-    keep: int | None = None
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(f"keep is {self.keep}; expected None (keep all steps) or 1 or more")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every is {self.keep_every}; expected None or 1 or more")
-        if self.keep_every is not None and self.keep is None:
-            found = f"keep_every is {self.keep_every} and keep is None"
-            raise ValueError(f"{found}, which keeps all steps; expected a keep")
-
-    def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
-        """Return those of `steps` (ascending) that may go, never the one just committed."""
-        if self.keep is None:
-            return []
-        others = [step for step in steps if step != committed]
-        kept = self.keep - (0 if committed is None else 1)
-        lowest = others[: max(0, len(others) - kept)]
-        return [step for step in lowest if self.keep_every is None or step % self.keep_every != 0]
 
 
 class Checkpointer:
@@ -73,6 +47,8 @@ class Checkpointer:
         keep: After each commit, delete the lowest committed steps until this many are left, never the one just
             committed. None keeps all.
         keep_every: Steps that are multiples of this stay for good.
+        keep_best: As many steps with the best `metric` of `save` stay, next to those that `keep` and `keep_every` keep.
+        best_mode: Whether the highest metric is the best, or the lowest: `"max"` or `"min"`.
         max_in_flight: Saves that may be waiting to be written. When there are that many, `save` waits for the oldest.
         staging: `"full"`: a save returns once all is copied, and holds host memory of the size of what this rank
             writes, which is kept for the next. `"chunked"`: two buffers of 128 MiB in all, and a save returns when
@@ -92,6 +68,8 @@ class Checkpointer:
         *,
         keep: int | None = None,
         keep_every: int | None = None,
+        keep_best: int | None = None,
+        best_mode: BestMode = "max",
         max_in_flight: int = 1,
         staging: Literal["full", "chunked"] = "full",
         incremental: bool = False,
@@ -109,7 +87,7 @@ class Checkpointer:
         self._storage = open_storage(path)
         self._max_in_flight = max_in_flight
         self._options: dict[str, Any] = {
-            "superfluous": Retention(keep=keep, keep_every=keep_every).superfluous,
+            "retention": Retention(keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode),
             "max_in_flight": max_in_flight,
             "staging": staging,
             "incremental": incremental,
@@ -124,7 +102,14 @@ class Checkpointer:
         self._inside: str | None = None
         self._stops: list[StopSignals] = []
 
-    def save(self, step: int, state: State, *, progress: Callable[[int, int], None] | None = None) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        metric: float | None = None,
+    ) -> SaveHandle:
         """Start to save `state`; on return it is copied out of live memory, and the caller may change it.
 
         Args:
@@ -137,6 +122,8 @@ class Checkpointer:
                 values; `PerRank` wraps what is not.
             progress: Is called in another thread with the bytes that this rank has written since the last call, file
                 by file, and with those that it writes in all.
+            metric: How good the step is, for `keep_best`; in a group, that of the root. Without one, or with one that
+                is not finite, a step is none of the best.
 
         Raises:
             TypeError, ValueError: `step` or a leaf of `state` cannot be saved; the message has its path.
@@ -146,9 +133,11 @@ class Checkpointer:
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
                 signal handler called this).
         """
-        return self._use("save", lambda: self._save(step, with_state_dicts(state), progress))
+        return self._use("save", lambda: self._save(step, with_state_dicts(state), progress, metric))
 
-    def _save(self, step: int, state: State, progress: Callable[[int, int], None] | None) -> SaveHandle:
+    def _save(
+        self, step: int, state: State, progress: Callable[[int, int], None] | None, metric: float | None
+    ) -> SaveHandle:
         start_s = time.perf_counter()
         for handle in [handle for handle in list(self._handles) if handle.abandoned]:
             handle.join()
@@ -168,7 +157,7 @@ class Checkpointer:
             pipeline = self._open_pipeline(call)
             self._handles[handle] = None
             report_at_exit(handle)
-            pipeline.save(call, step, state, outcome, handle.report, progress, check)
+            pipeline.save(call, step, state, outcome, handle.report, progress, check, finite_metric(step, metric))
 
         try:
             self._calls.run(save)
@@ -295,6 +284,26 @@ class Checkpointer:
             return self._calls.run(lambda call: self._open_pipeline(call).roll_back(call, step))
 
         return self._use("rollback", roll_back)
+
+    def delete(self, step: int) -> None:
+        """Delete a committed step, after the saves in flight. In a group, all ranks call this.
+
+        Args:
+            step: Number of the step; it stops being one before its first byte goes.
+
+        Raises:
+            CheckpointNotFoundError: The step is not committed.
+            CheckpointWriteError: It could not be deleted, or an earlier save failed.
+            CheckpointLockedError: Another writer has the path open for saving.
+            CheckpointError: As in `save`.
+        """
+        check_step(step)
+
+        def delete() -> None:
+            self.wait()
+            self._calls.run(lambda call: self._open_pipeline(call).delete(call, step))
+
+        self._use("delete", delete)
 
     def stop_on(self, *signals: int) -> StopSignals:
         """Take note of signals instead of ending at once, and return what says whether one has come."""

@@ -18,9 +18,11 @@ from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, Checkpoi
 from gcore_ckpt.format.boxes import Box, FileLayout, HeldBox, lay_out, overlap
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.handles import SaveReport
+from gcore_ckpt.loading.reader import read_metric
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.ranks.plain import collect_plain
 from gcore_ckpt.ranks.shards import Holdings, collect
+from gcore_ckpt.retention import Retention
 from gcore_ckpt.saving.replicas import check_same, digest_plain
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
@@ -51,7 +53,7 @@ class SavePipeline:
     """Copies states in the thread of the calls and writes them, in order, in another.
 
     `planning` are the ranks that save together, for the thread of the calls; `writing` the same for the other.
-    `superfluous` returns those of the committed steps that may go once a step is committed.
+    `retention` says which of the committed steps may go once a step is committed.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class SavePipeline:
         planning: Group,
         writing: Group,
         *,
-        superfluous: Callable[[list[int], int], list[int]],
+        retention: Retention,
         max_in_flight: int,
         staging: Staging,
         incremental: bool,
@@ -74,7 +76,8 @@ class SavePipeline:
         limits = filter(None, (storage.max_file_bytes, self._stager.max_file_bytes))
         self._planner = SavePlanner(planning, min(limits, default=None))
         self._saver = Saver(storage, writing, self._hashers, incremental=incremental)
-        self._superfluous = superfluous
+        self._retention = retention
+        self._metrics: dict[int, float | None] = {}
         self._deletions: list[Outcome[None]] = []
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
         self._last: Outcome[Any] | None = None
@@ -90,6 +93,7 @@ class SavePipeline:
         report: SaveReport,
         progress: Callable[[int, int], None] | None,
         check: Callable[[], None],
+        metric: float | None,
     ) -> None:
         """Copy `state` and start to write it."""
         start_s, held = time.perf_counter(), list[Holdings]()
@@ -121,7 +125,7 @@ class SavePipeline:
             report.size_bytes = sum(file.size_bytes for file in files)
             planned_s = time.perf_counter()
             report.plan_s = planned_s - start_s
-            self._submit(self._write, outcome, report, step, held[0].tree, _taken_from(staged), advance)
+            self._submit(self._write, outcome, report, step, held[0].tree, _taken_from(staged), advance, metric)
         except Exception as error:
             outcome.set_exception(error)
             raise
@@ -147,6 +151,16 @@ class SavePipeline:
         later = root_decides(self._planning, set_aside)
         self._newest = step
         return later
+
+    def delete(self, call: Call, step: int) -> None:
+        """Delete a committed step, after what is in flight."""
+
+        def delete() -> None:
+            with call.working():
+                self._acquire()
+                self._submit(self._delete, step).result()
+
+        root_decides(self._planning, delete)
 
     def went_back(self, step: int) -> None:
         """Record that a step was loaded: steps saved above it no longer belong to this run's past."""
@@ -190,23 +204,38 @@ class SavePipeline:
         tree: Node,
         staged: Iterator[StagedFile],
         advance: Callable[[int], None],
+        metric: float | None,
     ) -> None:
         def write() -> None:
             start_s = time.perf_counter()
             try:
-                self._saver.save(step, tree, staged, advance)
+                self._saver.save(step, tree, staged, advance, metric)
             except Exception as error:
                 _logger.error("%s", error)  # now: the caller may wait for the save much later, or never
                 raise
+            if self._writing.rank == 0:  # the others read it, so that all ranks have the root's
+                self._metrics[step] = metric
             report.write_s = time.perf_counter() - start_s
 
         outcome.set_by(write)
 
-    def _set_aside_above(self, step: int) -> list[int]:
+    def _delete(self, step: int) -> None:
+        self._check_exists(step, "delete")
+        try:
+            self._storage.remove(step)
+        except OSError as error:
+            raise CheckpointWriteError(f"deleting step {step} from {self._storage} failed: {error}") from error
+
+    def _check_exists(self, step: int, purpose: str) -> list[int]:
+        """Return the committed steps, of which this must be one."""
         steps = self._storage.steps()
         if step not in steps:
-            missing = f"{self._storage} holds no step {step!r} to roll back to"
-            raise CheckpointNotFoundError(f"{missing}; its committed steps are {steps}")
+            missing = f"{self._storage} holds no step {step!r} to {purpose}"
+            raise CheckpointNotFoundError(f"{missing}; the committed steps are {steps}")
+        return steps
+
+    def _set_aside_above(self, step: int) -> list[int]:
+        steps = self._check_exists(step, "roll back to")
         later = [other for other in steps if other > step]
         try:
             self._storage.set_aside(later)
@@ -216,7 +245,21 @@ class SavePipeline:
 
     def _delete_old_steps(self, step: int, saved: Outcome[None]) -> None:
         if saved.exception() is None and self._planning.rank == 0:
-            delete_superfluous(self._storage, lambda steps: self._superfluous(steps, step))
+            delete_superfluous(
+                self._storage, lambda steps: self._find_superfluous(self._storage, self._retention, steps, step)
+            )
+
+    def _find_superfluous(self, storage: Storage, retention: Retention, steps: list[int], committed: int) -> list[int]:
+        if retention.keep_best is None:
+            return retention.superfluous(steps, committed)
+        found: dict[int, float] = {}
+        for step in steps:
+            if step not in self._metrics:
+                self._metrics[step] = read_metric(storage, step)
+            metric = self._metrics[step]
+            if metric is not None:
+                found[step] = metric
+        return retention.superfluous(steps, committed, found)
 
     def _acquire(self) -> None:
         if self._acquired:

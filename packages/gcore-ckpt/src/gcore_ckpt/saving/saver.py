@@ -36,6 +36,7 @@ class _Report:
     shards: dict[str, list[_Columns]] = field(default_factory=dict[str, list[_Columns]])  # by file
     links: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     error: str | None = None
+    metric: float | None = None
 
 
 _Base: TypeAlias = tuple[int, Index]  # the committed step that an incremental save builds on
@@ -52,13 +53,18 @@ class Saver:
         self._base: _Base | None = None
 
     def save(
-        self, step: int, tree: Node, staged: Iterable[StagedFile], advance: Callable[[int], None] = lambda _: None
+        self,
+        step: int,
+        tree: Node,
+        staged: Iterable[StagedFile],
+        advance: Callable[[int], None] = lambda _: None,
+        metric: float | None = None,
     ) -> None:
         """Commit a step from this rank's encoded state and staged files, or raise the same error on every rank.
 
-        ``advance`` is called with the bytes of each file that is written, or found unchanged.
+        ``advance`` is called with the bytes of each file that is written, or found unchanged; ``metric`` is the root's.
         """
-        report = _Report(tree=tree)
+        report = _Report(tree=tree, metric=metric)
         try:
             attempt = self._begin(step)
         except Exception as error:
@@ -240,6 +246,7 @@ def _merged_index(reports: Sequence[_Report]) -> Index:
         files=files,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         num_ranks=len(reports),
+        metric=reports[0].metric,
     )
 
 

@@ -96,6 +96,7 @@ class TieredCheckpointer(Checkpointer):
         state: State,
         *,
         progress: Callable[[int, int], None] | None = None,
+        metric: float | None = None,
         to_all: bool = False,
     ) -> SaveHandle:
         """Start to save `state` to the tiers for which `step` is due; see `Checkpointer.save`.
@@ -107,13 +108,14 @@ class TieredCheckpointer(Checkpointer):
             step: Number of the step.
             state: As for `Checkpointer.save`.
             progress: As for `Checkpointer.save`.
+            metric: As for `Checkpointer.save`.
             to_all: Whether the step goes to every tier, as when the job is to end.
         """
         check_step(step)
         if to_all:
             self._tiers.forced.add(step)
         if self._closed or self._tiers.due(step):
-            return super().save(step, state, progress=progress)
+            return super().save(step, state, progress=progress, metric=metric)
         nothing = Outcome[None]()
         nothing.set_result(None)
         return SaveHandle(step, nothing, SaveReport())

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
-from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
+from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.handles import SaveHandle, SaveReport, raise_repeated, raise_uncollected, report_at_exit
 from gcore_ckpt.ranks.group import Group, all_succeed, root_decides
@@ -30,11 +30,16 @@ class _TieredSaver(Saver):
     _storage: TieredStorage
 
     def save(
-        self, step: int, tree: Node, staged: Iterable[StagedFile], advance: Callable[[int], None] = lambda _: None
+        self,
+        step: int,
+        tree: Node,
+        staged: Iterable[StagedFile],
+        advance: Callable[[int], None] = lambda _: None,
+        metric: float | None = None,
     ) -> None:
         node = self._storage.node if self._storage.due(step)[0] is self._storage.places[0] else None
         try:
-            super().save(step, tree, staged, advance)
+            super().save(step, tree, staged, advance, metric)
             if node is not None:
                 node.settle(step, self._group)
         except Exception as error:
@@ -68,6 +73,7 @@ class TieredPipeline(SavePipeline):
         report: SaveReport,
         progress: Callable[[int, int], None] | None,
         check: Callable[[], None],
+        metric: float | None,
     ) -> None:
         self._open(call)
         due = self._tiers.due(step)
@@ -82,7 +88,7 @@ class TieredPipeline(SavePipeline):
             raise_repeated(self._copies)
 
         try:
-            super().save(call, step, state, outcome, report, progress, check_copies)
+            super().save(call, step, state, outcome, report, progress, check_copies, metric)
         except BaseException:
             self._in_use -= {copied for copied, _, _ in owed}
             raise
@@ -100,10 +106,7 @@ class TieredPipeline(SavePipeline):
         def later_steps() -> list[int]:
             with call.working():
                 self._acquire()
-                steps = self._tiers.steps()
-            if step not in steps:
-                missing = f"{self._tiers} hold no step {step!r} to roll back to"
-                raise CheckpointNotFoundError(f"{missing}; their committed steps are {steps}")
+                steps = self._check_exists(step, "roll back to")
             return [other for other in steps if other > step]
 
         def set_aside() -> None:
@@ -121,6 +124,29 @@ class TieredPipeline(SavePipeline):
         self._newest = step
         self._owed = [copy for copy in self._owed if copy[0] <= step]
         return later
+
+    def delete(self, call: Call, step: int) -> None:
+        self._open(call)
+
+        def check() -> None:
+            with call.working():
+                self._acquire()
+                self._check_exists(step, "delete")
+
+        def remove() -> None:
+            try:
+                with call.working():
+                    for place in self._tiers.places:
+                        node = self._tiers.node if place.storage is self._tiers.node else None
+                        here = place.storage.steps() if node is None else node.steps_here()
+                        if self._leads(place) and step in here:
+                            place.storage.remove(step)
+            except OSError as error:
+                raise CheckpointWriteError(f"deleting step {step} from {self._tiers} failed: {error}") from error
+
+        root_decides(self._planning, check)
+        all_succeed(self._planning, remove)
+        self._owed = [copy for copy in self._owed if copy[0] != step]
 
     def wait(self) -> None:
         """Wait for the copies and deletions; `CheckpointWriteError` if a copy failed."""
@@ -168,7 +194,8 @@ class TieredPipeline(SavePipeline):
 
         def superfluous(steps: list[int]) -> list[int]:
             here = steps if node is None else node.steps_here()
-            return [old for old in place.tier.retention.superfluous(here, step) if old not in self._in_use]
+            old_steps = self._find_superfluous(place.storage, place.tier.retention, here, step)
+            return [old for old in old_steps if old not in self._in_use]
 
         delete_superfluous(place.storage, superfluous)
 
