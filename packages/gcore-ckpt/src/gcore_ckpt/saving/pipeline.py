@@ -231,7 +231,7 @@ class SavePipeline:
         steps = self._storage.steps()
         if step not in steps:
             missing = f"{self._storage} holds no step {step!r} to {purpose}"
-            raise CheckpointNotFoundError(f"{missing}; the committed steps are {steps}")
+            raise CheckpointNotFoundError(f"{missing}; its committed steps are {steps}")
         return steps
 
     def _set_aside_above(self, step: int) -> list[int]:
