@@ -31,7 +31,8 @@ import torch._dynamo
 import transformers.models.qwen3.modeling_qwen3
 from rank import Rank, mesh
 from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.shard import Shard as PartOfShardedTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -337,7 +338,7 @@ def _sharded_tensor(rank: Rank, size: int, factor: float) -> Any:
     local = torch.arange(first * 4.0, (first + rows) * 4.0).view(rows, 4) * factor
     metadata = ShardMetadata([first, 0], [rows, 4], f"rank:{rank.number}/cpu")
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
-        parts = [sharded_tensor.Shard(local, metadata)]
+        parts = [PartOfShardedTensor(local, metadata)]
         return sharded_tensor.init_from_local_shards(parts, (6, 4), process_group=rank.groups[size])
 
 

@@ -224,9 +224,7 @@ def test_delete(tmp_path: Path) -> None:
             checkpointer.save(step, step)
         checkpointer.delete(2)
         assert checkpointer.steps() == [1, 3]
-        with pytest.raises(
-            CheckpointNotFoundError, match=r"no step 2 to delete; its committed steps are \[1, 3\]"
-        ):
+        with pytest.raises(CheckpointNotFoundError, match=r"no step 2 to delete; its committed steps are \[1, 3\]"):
             checkpointer.delete(2)
         checkpointer.delete(3)
         checkpointer.save(2, "again").wait()

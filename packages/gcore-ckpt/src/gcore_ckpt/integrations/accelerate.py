@@ -39,7 +39,7 @@ def save_state(accelerator: Accelerator, checkpointer: Checkpointer, step: int) 
         CheckpointError: As `Checkpointer.save` does.
     """
     position = {"step": step, "accumulation_step": accelerator.step}
-    parts = _parts(accelerator) | position
+    parts: dict[str, State] = {**_parts(accelerator), **position}
     parts["models"] = [state_of_model(model, accelerator.process_index) for model in parts["models"]]
     parts["dataloaders"] = [_loader_state(loader) for loader in _prepared(accelerator, "dataloaders")]
     parts["rng"] = random_states()

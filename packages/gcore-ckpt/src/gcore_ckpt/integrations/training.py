@@ -39,7 +39,7 @@ def set_random_states(states: Mapping[str, State] | None) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def state_of_model(model: torch.nn.Module, rank: int) -> "torch.nn.Module | State":
+def state_of_model(model: torch.nn.Module, rank: int) -> State:
     """Return what this rank saves of a model: its buffers are taken from rank 0.
 
     Under DDP each rank has buffers of its own (the statistics of batch normalisation), and DDP itself broadcasts those

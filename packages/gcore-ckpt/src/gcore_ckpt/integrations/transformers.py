@@ -140,7 +140,7 @@ class CheckpointCallback(TrainerCallback):
         if not self._is_due:
             return
         self._is_due = False
-        parts = _parts(**kwargs) | {"rng": random_states()}
+        parts: dict[str, State] = {**_parts(**kwargs), "rng": random_states()}
         parts["model"] = state_of_model(parts["model"], args.process_index)
         if state.is_world_process_zero:  # other ranks' times and logs are not the same
             parts["trainer"] = dataclasses.asdict(state)

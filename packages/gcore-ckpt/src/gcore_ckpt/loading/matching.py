@@ -237,10 +237,7 @@ class Matcher:
             for key, value in cast("dict[str | int, State]", template).items():
                 self._miss(value, (*path, key))
         else:
-            has_memory = isinstance(template, torch.Tensor) and shards_of_fsdp1(template) is None
-            has_memory = has_memory and not template.is_meta and not is_wrapper(template)
-            shard = as_shard(template) if has_memory else None
-            self._missing.append((path, None if shard is None else _memory(shard.tensor)))
+            self._missing.append((path, _memory_of(template)))
 
     def _match_leaf(self, template: State, node: Node | None, path: StatePath) -> State:
         name = tree.name_of(node)
@@ -328,6 +325,16 @@ def _own_name(template: State) -> str | None:
     if isinstance(template, Shard):
         return template.name
     return template.key if is_megatron(template, "ShardedTensor") else None
+
+
+def _memory_of(template: State) -> tuple[object, ...] | None:
+    """Return the memory of a tensor of a template; None for what has none or several."""
+    if not isinstance(template, torch.Tensor) or shards_of_fsdp1(template) is not None:
+        return None
+    if template.is_meta or is_wrapper(template):
+        return None
+    shard = as_shard(template)
+    return None if shard is None else _memory(shard.tensor)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
