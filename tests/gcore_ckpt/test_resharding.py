@@ -463,3 +463,5 @@ def test_all_ranks_hear_that_a_template_does_not_fit(ranks: RankPool, tmp_path: 
     assert messages[rank].startswith("CheckpointMismatchError: ")
     assert messages[1 - rank].startswith(f"CheckpointError: rank {rank}: ")
     assert ranks.run("load_own", str(tmp_path), [fits, fits], 2, size=2) == [[], []]
+    for message in ranks.errors("load_own", str(tmp_path), [{}, {}], 2, size=2):
+        assert "state is an empty dict in the template, and holds sharded tensors under 1 keys" in message

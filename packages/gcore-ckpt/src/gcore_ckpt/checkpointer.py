@@ -40,7 +40,7 @@ class Checkpointer:
     The first `save` creates the folder, takes its lock and removes what a dead writer left half done; reading needs no
     lock and changes nothing. In a group, every rank makes the same calls in the same order. Use it from one thread;
     close it, or use it as a context manager, to let the next writer in. A program that ends without closing it still
-    finishes the saves in flight.
+    finishes the saves in flight; if one of them fails, it logs the error and its exit code is 120.
 
     Args:
         path: A folder that all ranks see, or a URL such as `s3://bucket/folder`.
@@ -182,7 +182,7 @@ class Checkpointer:
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
                 dtype and device, are filled in place; tensors on the meta device are created on `device`; small
-                values and None are replaced by what was saved; an object's `load_state_dict` gets all that was saved
+                values, None and empty dicts are replaced by what was saved; an object's `load_state_dict` gets all that was saved
                 for it, after its own tensors are filled. Named tuples, dataclasses and members of an Enum come back as
                 such. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.

@@ -102,7 +102,8 @@ class TieredCheckpointer(Checkpointer):
         """Start to save `state` to the tiers for which `step` is due; see `Checkpointer.save`.
 
         The handle waits for the first of them. `wait` and `close` wait for the copies to the others too, and the next
-        save to one of the others for the copies before it; an error of a copy is raised by the next call of these.
+        save to one of the others for the copies before it. An error of a copy is logged, and raised by `wait` and
+        `close`; by `save` only after a second one.
 
         Args:
             step: Number of the step.
