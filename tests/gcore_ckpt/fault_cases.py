@@ -254,18 +254,19 @@ def fill_the_disk(rank: Rank, path: str, ballast: str | None) -> dict[str, str]:
         except CheckpointError as error:
             heard["handle"] = str(error)
         checkpointer.save(3, large).join()
+        checkpointer.save(4, large).join()
         try:
-            checkpointer.save(4, small)
+            checkpointer.save(5, small)
         except CheckpointError as error:
-            heard["next save"] = str(error)
-        checkpointer.save(4, small).wait()
+            heard["third save"] = str(error)
+        checkpointer.save(5, small).wait()
         dist.barrier()
         if ballast is None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         elif rank.number == 0:
             Path(ballast).unlink()
         dist.barrier()
-        checkpointer.save(5, large).wait()
+        checkpointer.save(6, large).wait()
     return heard
 
 

@@ -124,16 +124,34 @@ def fill_the_disk(path: Path, log: IO[str]) -> None:
     except CheckpointWriteError as error:
         print("handle:", error, file=log)
     checkpointer.save(3, large)
+    checkpointer.save(4, large)
     try:
-        checkpointer.save(4, small)
+        checkpointer.save(5, small)
     except CheckpointWriteError as error:
-        print("next save:", error, file=log)
+        print("third save:", error, file=log)
     checkpointer.save(5, small).wait()
     checkpointer.save(6, large)
+    checkpointer.save(7, small)
     try:
         checkpointer.close()
     except CheckpointWriteError as error:
         print("close:", error, file=log)
+
+
+def lose_the_last_save(path: Path, log: IO[str]) -> None:
+    """Ends a process that has not closed its Checkpointer and whose last save fails; logs its output and exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+        checkpointer = Checkpointer(path)
+        checkpointer.save(1, {"x": torch.ones(10)})
+        checkpointer.save(2, {"x": torch.ones(1_000_000)})
+        sys.exit(0)
+    _, status = os.waitpid(pid, 0)
+    print("exit code", os.waitstatus_to_exitcode(status), file=log, flush=True)
 
 
 def serve() -> None:

@@ -15,6 +15,7 @@ A description is a tree of dict, list and tuple whose leaves are small values or
 import errno
 import math
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,9 @@ import torch
 import torch._dynamo
 import transformers.models.qwen3.modeling_qwen3
 from rank import Rank, mesh
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.shard import Shard as PartOfShardedTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -151,7 +155,7 @@ def bytes_read_by_load(rank: Rank, path: str, tree: Any, size: int) -> int:
 def save_after_failure(
     rank: Rank, path: str, steps: list[int], trees: list[Any], size: int, failing_disk: int | None = None
 ) -> str:
-    """The error of a save, for which each rank has its own step and tree; then step 9 is saved all the same."""
+    """The error of a save, the same at a second try; each rank has its own step and tree. Then step 9 is saved."""
     disk_full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with checkpointer(rank, path, size) as saver:
         with (
@@ -159,13 +163,16 @@ def save_after_failure(
             if failing_disk == rank.number
             else (nullcontext())
         ):
-            try:
-                saver.save(steps[rank.number], build(trees[rank.number], rank.number)).wait()
-                message = ""
-            except (ValueError, TypeError, CheckpointError) as error:
-                message = f"{type(error).__name__}: {error}"
+            messages: list[str] = []
+            for _ in range(2):
+                try:
+                    saver.save(steps[rank.number], build(trees[rank.number], rank.number)).wait()
+                    messages.append("")
+                except (ValueError, TypeError, CheckpointError) as error:
+                    messages.append(f"{type(error).__name__}: {error}")
         saver.save(9, {"x": torch.arange(4)}).wait()
-    return message
+    assert messages[0] == messages[1]
+    return messages[0]
 
 
 def save_tied(rank: Rank, path: str, kinds: list[str]) -> list[Any]:
@@ -309,6 +316,30 @@ def load_megatron(rank: Rank, path: str, size: int) -> list[bool]:
     expected = megatron_state(rank.number, size, empty=False)
     assert found["iteration"] == 7
     return [torch.equal(template["model"][key].data, part.data) for key, part in expected["model"].items()]
+
+
+def save_fsdp1(rank: Rank, path: str, size: int) -> None:
+    with checkpointer(rank, path, size) as saver:
+        saver.save(1, {"w": _sharded_tensor(rank, size, 1.0)})
+
+
+def load_fsdp1(rank: Rank, path: str, size: int) -> bool:
+    """Whether this rank's rows are what was saved; the memory of the template is what was filled."""
+    template = {"w": _sharded_tensor(rank, size, 0.0)}
+    found = checkpointer(rank, path, size).load(template)
+    expected = _sharded_tensor(rank, size, 1.0).local_shards()[0].tensor
+    return found["w"] is template["w"] and torch.equal(template["w"].local_shards()[0].tensor, expected)
+
+
+def _sharded_tensor(rank: Rank, size: int, factor: float) -> Any:
+    """A tensor as in state dicts of the first FSDP, of six rows, of which each rank has as many."""
+    rows = 6 // size
+    first = rank.number * rows
+    local = torch.arange(first * 4.0, (first + rows) * 4.0).view(rows, 4) * factor
+    metadata = ShardMetadata([first, 0], [rows, 4], f"rank:{rank.number}/cpu")
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        parts = [PartOfShardedTensor(local, metadata)]
+        return sharded_tensor.init_from_local_shards(parts, (6, 4), process_group=rank.groups[size])
 
 
 def build(tree: Any, rank: int, *, empty: bool = False) -> Any:

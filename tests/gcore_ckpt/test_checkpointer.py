@@ -1,10 +1,15 @@
 """Saving in the background, errors, retention and the lock, in one process."""
 
 import errno
+import math
+import os
+import resource
 import shutil
+import stat
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -105,6 +110,30 @@ def test_uncollected_error_is_raised_once_by_what_comes_next(tmp_path: Path, gat
     assert list(tmp_path.glob("step-*")) == []
 
 
+def test_one_failed_save_costs_one_step_and_two_in_a_row_are_raised(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.opened.set()
+    checkpointer = Checkpointer(tmp_path)
+    for step in range(1, 6):
+        gate.failing = {2, 4}
+        checkpointer.save(step, {})
+    with pytest.raises(CheckpointWriteError, match="saving step 2 ") as caught:
+        checkpointer.wait()
+    assert caught.value.__notes__ == [f"and saving step 4 to {tmp_path} failed: no space for 4"]
+    assert checkpointer.steps() == [1, 3, 5]
+    failures = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert failures == [f"saving step {step} to {tmp_path} failed: no space for {step}" for step in (2, 4)]
+    gate.failing = {6, 7}
+    checkpointer.save(6, {})
+    checkpointer.save(7, {})
+    with pytest.raises(CheckpointWriteError, match="saving step 6 "):
+        checkpointer.save(8, {})
+    checkpointer.save(7, {})
+    with pytest.raises(CheckpointWriteError, match="saving step 7 "):
+        checkpointer.close()
+
+
 def test_lost_checkpoint_does_not_hide_the_error_of_the_training_loop(tmp_path: Path, gate: Gate) -> None:
     gate.opened.set()
     gate.failing = {1}
@@ -147,8 +176,8 @@ def test_keep_deletes_the_lowest_steps_but_never_the_new_one(tmp_path: Path) -> 
         assert checkpointer.steps() == [5, 30, 40, 50, 60]
 
 
-def test_a_step_that_cannot_be_deleted_is_reported_and_the_new_one_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_cannot_be_deleted_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(storage: LocalStorage, step: int) -> None:
         raise OSError(f"no way to delete {step}")
@@ -156,14 +185,16 @@ def test_a_step_that_cannot_be_deleted_is_reported_and_the_new_one_stands(
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(1, {}).wait()
         monkeypatch.setattr(LocalStorage, "remove", fail)
-        checkpointer.save(2, {}).wait()
-        with pytest.raises(CheckpointWriteError, match=f"step 2 is committed to {tmp_path}, but .* no way to delete 1"):
-            checkpointer.wait()
-        assert checkpointer.steps() == [1, 2]
-        monkeypatch.undo()
+        checkpointer.save(2, {})
         checkpointer.save(3, {})
         checkpointer.wait()
-        assert checkpointer.steps() == [3]
+        assert checkpointer.steps() == [1, 2, 3]
+        expected = f"{tmp_path}: step 1 cannot be deleted, and is kept: no way to delete 1"
+        assert caplog.messages.count(expected) == 2
+        monkeypatch.undo()
+        checkpointer.save(4, {})
+        checkpointer.wait()
+        assert checkpointer.steps() == [4]
 
 
 def test_keep_every_keeps_multiples_for_good(tmp_path: Path) -> None:
@@ -172,6 +203,32 @@ def test_keep_every_keeps_multiples_for_good(tmp_path: Path) -> None:
             checkpointer.save(step, step)
         checkpointer.wait()
         assert checkpointer.steps() == [100, 200, 300, 350]
+
+
+@pytest.mark.parametrize(("best_mode", "expected"), [("max", [2, 5, 7]), ("min", [3, 5, 7])])
+def test_the_best_steps_stay(tmp_path: Path, best_mode: Literal["max", "min"], expected: list[int]) -> None:
+    metrics = {1: 0.5, 2: 0.9, 3: 0.1, 4: math.nan, 5: None}
+    options: dict[str, Any] = {"keep": 2, "keep_every": 5, "keep_best": 1, "best_mode": best_mode}
+    with Checkpointer(tmp_path, **options) as checkpointer:
+        for step, metric in metrics.items():
+            checkpointer.save(step, step, metric=metric)
+    with Checkpointer(tmp_path, **options) as checkpointer:  # which reads the metrics of the steps that are there
+        for step in (6, 7):
+            checkpointer.save(step, step, metric=0.5)
+    assert checkpointer.steps() == [*expected[:2], 6, *expected[2:]]
+
+
+def test_delete(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, step)
+        checkpointer.delete(2)
+        assert checkpointer.steps() == [1, 3]
+        with pytest.raises(CheckpointNotFoundError, match=r"no step 2 to delete; its committed steps are \[1, 3\]"):
+            checkpointer.delete(2)
+        checkpointer.delete(3)
+        checkpointer.save(2, "again").wait()
+        assert checkpointer.load() == "again"
 
 
 def test_steps_are_committed_folders_in_numeric_order(tmp_path: Path) -> None:
@@ -274,20 +331,85 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "file" / "checkpoints").save(1, {})
 
 
-def test_leftover_that_cannot_be_removed_does_not_keep_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_leftover_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / ".tmp-step-00000001-0123456789ab").mkdir()
+    leftover = tmp_path / ".tmp-step-00000001-0123456789ab"
+    leftover.mkdir()
 
     def fail(path: Path) -> None:
         raise PermissionError(f"no way to remove {path.name}")
 
     with Checkpointer(tmp_path) as checkpointer:
         monkeypatch.setattr("gcore_ckpt.storage.local.shutil.rmtree", fail)
-        with pytest.raises(CheckpointWriteError, match=r"cannot be opened for saving: no way to remove \.tmp-step"):
-            checkpointer.save(1, {})
-        monkeypatch.undo()
         checkpointer.save(1, {}).wait()
+    problem = f"cannot be removed: no way to remove {leftover.name}"
+    assert caplog.messages == [f"{leftover}, which a dead writer has left, {problem}"]
+
+
+def test_a_full_disk_keeps_no_lock_and_lets_steps_be_deleted(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {})
+    limit, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    storage = LocalStorage(tmp_path)
+    checkpointer = Checkpointer(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard_limit))  # no byte can be written
+    try:
+        storage.acquire()
+        storage.remove(1)
+        storage.release()
+        with pytest.raises(CheckpointWriteError, match="File too large"):
+            checkpointer.save(2, {}).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard_limit))
+    checkpointer.save(3, {}).wait()
+    checkpointer.close()
+    assert checkpointer.steps() == [3]
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer("run") as checkpointer:
+        checkpointer.save(1, {"x": 1})
+        monkeypatch.chdir("elsewhere")
+        checkpointer.save(2, {"x": 2}).wait()
+        assert checkpointer.steps() == [1, 2]
+        assert checkpointer.load() == {"x": 2}
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_file_system_without_locks_links_and_syncs_of_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fsync = os.fsync
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def sync_files(fd: int) -> None:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            refuse()
+        fsync(fd)
+
+    monkeypatch.setattr("gcore_ckpt.storage.local.fcntl.flock", refuse)
+    monkeypatch.setattr("gcore_ckpt.storage.local.os.fsync", sync_files)
+    monkeypatch.setattr("gcore_ckpt.storage.local.os.posix_fadvise", refuse)
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    first = Checkpointer(tmp_path, incremental=True)
+    state = {"frozen": torch.ones(50_000)}
+    for step in (1, 2):
+        first.save(step, state | {"x": step}).wait()
+    assert torch.equal(first.load()["frozen"], state["frozen"])
+    assert f"{tmp_path} is on a file system without locks ([Errno 38] Function not implemented)" in caplog.text
+    assert "cannot sync folders ([Errno 38] Function not implemented): a commit may not survive" in caplog.text
+    with Checkpointer(tmp_path) as second:
+        second.save(3, state).wait()
+        with pytest.raises(CheckpointWriteError, match="or has another writer on a file system without locks"):
+            first.save(4, state).wait()
+        second.save(5, state)
+    first.close()
+    assert second.steps() == [1, 2, 3, 5]
 
 
 def test_opening_for_saving_leaves_what_others_have_put_there(tmp_path: Path) -> None:
@@ -314,6 +436,10 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         Checkpointer(tmp_path, keep=1, keep_every=0)
     with pytest.raises(ValueError, match="keep_every is 10 and keep is None, which keeps all steps"):
         Checkpointer(tmp_path, keep_every=10)
+    with pytest.raises(ValueError, match="keep_best is 3 and keep is None, which keeps all steps; expected a keep"):
+        Checkpointer(tmp_path, keep_best=3)
+    with pytest.raises(ValueError, match="best_mode is 'low'; expected 'max' or 'min'"):
+        Checkpointer(tmp_path, best_mode="low")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="max_in_flight is 0; expected 1 or more"):
         Checkpointer(tmp_path, max_in_flight=0)
     with pytest.raises(ValueError, match="staging is 'half'; expected 'full' or 'chunked'"):

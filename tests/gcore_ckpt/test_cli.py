@@ -1,7 +1,10 @@
 """The `gcore-ckpt` command: what it prints, and its exit codes."""
 
 import itertools
+import json
 import os
+import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gcore_ckpt import Checkpointer, PerRank, Shard
+from gcore_ckpt import Checkpointer, CheckpointNotFoundError, PerRank, Shard
 from gcore_ckpt.format.boxes import DTYPES
 from gcore_ckpt.tools.cli import main
 
@@ -310,3 +313,72 @@ def test_a_process_of_its_own_prints_dtypes_without_torch(tmp_path: Path) -> Non
     )  # fmt: skip
     assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr == f"gcore-ckpt: error: {tmp_path} holds no committed step\n"
+
+
+def test_ls_as_json(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "ckpt"
+    with Checkpointer(path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"x": torch.zeros(3)}, metric=0.5 * step)
+        checkpointer.rollback(2)
+    flip_last_byte(path, 1)
+    (path / "step-00000001" / "index.json").write_text("{}")
+    listed = json.loads(assert_fine(capsys, "ls", path, "--json"))
+    damaged, whole = listed["steps"]
+    assert damaged["step"] == 1
+    assert "index.json" in damaged["damaged"]
+    size = sum(file.stat().st_size for file in (path / "step-00000002").glob("*.safetensors"))
+    saved_at = whole.pop("saved_at")
+    assert saved_at.startswith("20")
+    assert whole == {"step": 2, "size_bytes": size, "tensors": 1, "ranks": 1, "metric": 1.0}
+    assert listed["set_aside"] == [3]
+    assert table(assert_fine(capsys, "ls", path))[1][-1] == "1.0"
+
+
+def test_import_pt(tmp_path: Path, capsys: Captured) -> None:
+    model = torch.nn.Linear(2, 3)
+    source, path = tmp_path / "model.pt", tmp_path / "ckpt"
+    torch.save({"model": model.state_dict(), "epoch": 3}, source)
+    assert assert_fine(capsys, "import-pt", source, path, "--step", 7) == f"saved step 7 to {path}\n"
+    saved = Checkpointer(path).load(step=7)
+    assert saved["epoch"] == 3
+    assert torch.equal(saved["model"]["weight"], model.weight)
+    assert_error(capsys, "already holds step 7", "import-pt", source, path, "--step", 7)
+    ran = tmp_path / "ran"
+    source.write_bytes(pickle.dumps(Bomb(ran)))
+    assert_error(capsys, "torch.load(weights_only=True) refuses it", "import-pt", source, path)
+    assert not ran.exists()
+    assert_error(capsys, "is no file; expected one that torch.save wrote", "import-pt", tmp_path / "none.pt", path)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_path_that_is_something_else_is_explained(path: Path, tmp_path: Path, capsys: Captured) -> None:
+    step_folder = path / "step-00000002"
+    dcp = tmp_path / "step-100"
+    dcp.mkdir()
+    (dcp / ".metadata").touch()
+    models = tmp_path / "models"
+    models.mkdir()
+    file = models / "model.pt"
+    file.touch()
+    hints = {
+        step_folder: f"is named like the folder of one step; expected the path '{path}' with step 2",
+        path / "step-2": f"expected the path '{path}' with step 2",
+        dcp: f"gcore-ckpt import-dcp {dcp} NEW_PATH",
+        file: f"it is a file; if torch.save wrote it, import it: gcore-ckpt import-pt {file} NEW_PATH",
+        models: f"it holds files of torch.save; import one: gcore-ckpt import-pt {file} NEW_PATH",
+        tmp_path / "none": "there is no such folder",
+    }
+    for place, hint in hints.items():
+        assert_error(capsys, f"{place} holds no committed step: ", "show", place)
+        with pytest.raises(CheckpointNotFoundError, match=re.escape(hint)):
+            Checkpointer(place).load()

@@ -95,8 +95,19 @@ def test_full_disk_is_reported_and_leaves_the_last_step(fork_server: ForkServer,
     writer.join()
     assert writer.log() == [
         f"{where}: saving step {step} to {path} failed: [Errno 27] File too large"
-        for where, step in (("handle", 2), ("next save", 3), ("close", 6))
+        for where, step in (("handle", 2), ("third save", 3), ("close", 6))
     ]
-    assert Checkpointer(path).steps() == [1, 5]
+    assert Checkpointer(path).steps() == [1, 5, 7]
     assert torch.equal(Checkpointer(path).load()["x"], torch.ones(10))
     assert leftovers(path) == []
+
+
+def test_a_lost_last_save_is_no_silent_success(fork_server: ForkServer, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoints"
+    writer = fork_server.fork("lose_the_last_save", path, tmp_path / "log")
+    writer.join()
+    failure = f"saving step 2 to {path} failed: [Errno 27] File too large"
+    log = writer.log()
+    assert log[:2] == [failure, f"the process ends, and no call has raised this error: {failure}"]
+    assert log[-1] == "exit code 120"
+    assert Checkpointer(path).steps() == [1]

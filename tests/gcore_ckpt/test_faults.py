@@ -117,12 +117,12 @@ def test_full_disk(rank_server: RankServer, tmp_path: Path) -> None:
         heard = pool.run("fill_the_disk", str(path), ballast and str(ballast), size=3)
         problem = "[Errno 28] No space left on device" if mounted else "[Errno 27] File too large"
         assert heard == [heard[0]] * 3
-        assert list(heard[0]) == ["handle", "next save"]
+        assert list(heard[0]) == ["handle", "third save"]
         for step, message in zip((2, 3), heard[0].values(), strict=True):
             assert message.startswith(f"saving step {step} to {path} failed: rank ")
             assert problem in message
-        assert Checkpointer(path).steps() == [1, 4, 5]
-        for step, expected in ((1, torch.arange(10)), (4, torch.arange(10)), (5, torch.ones(300_000))):
+        assert Checkpointer(path).steps() == [1, 5, 6]
+        for step, expected in ((1, torch.arange(10)), (5, torch.arange(10)), (6, torch.ones(300_000))):
             verify(path, step)
             assert torch.equal(Checkpointer(path).load(step=step)["x"], expected)
         assert list(path.glob(".tmp-*")) == []

@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 
 from gcore_ckpt import Checkpointer, verify
 from gcore_ckpt.integrations.accelerate import load_state, save_state
+from gcore_ckpt.integrations.training import state_of_model
 
 
 class Steps:
@@ -88,6 +89,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from gcore_ckpt import Checkpointer
 from gcore_ckpt.integrations.accelerate import load_state, save_state
+from gcore_ckpt.integrations.training import state_of_model
 
 path, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 accelerator = Accelerator(cpu=True)
@@ -130,3 +132,9 @@ def test_ranks_of_fsdp2_resume_in_another_number(tmp_path: Path) -> None:
     expected = run(2, "whole", 1, 6)
     assert len(expected) == 6
     assert run(2, "parts", 1, 3) + run(3, "parts", 4, 6) == expected
+
+
+def test_buffers_are_those_of_the_first_rank() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    assert state_of_model(model, 0) is model
+    assert list(state_of_model(model, 1)) == ["0.weight", "0.bias", "1.weight", "1.bias"]

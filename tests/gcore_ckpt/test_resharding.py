@@ -385,6 +385,14 @@ def test_megatron_sharded_tensors(ranks: RankPool, tmp_path: Path, size: int) ->
     assert torch.equal(whole["model"]["layers.weight"], torch.arange(96.0).view(2, 12, 4))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_sharded_tensors_of_the_first_fsdp(ranks: RankPool, tmp_path: Path, size: int) -> None:
+    ranks.run("save_fsdp1", str(tmp_path), 3, size=3)
+    [whole] = ranks.run("load_plain", str(tmp_path), 1, size=1)
+    assert torch.equal(whole["w"], torch.arange(24.0).view(6, 4))
+    assert ranks.run("load_fsdp1", str(tmp_path), size, size=size) == [True] * size
+
+
 def box(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> dict[str, Any]:
     """What each of three ranks holds of a tensor of shape (6, 4)."""
     return {"w": tensor("w", (6, 4), ("box", [[box] for box in boxes]))}
@@ -399,6 +407,10 @@ FAILURES: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "dtype": (
         [{"w": tensor("w", (3,), ("plain", ALL), dtype=dtype)} for dtype in ("float32", "bfloat16", "float32")],
         ("ValueError", "float32 and shape (3,) on rank 0", "bfloat16 and shape (3,) on rank 1", "PerRank"),
+    ),
+    "elements": (
+        [THIRDS | {"rng": tensor(name, (3,), ("plain", ALL))} for name in ("same", "same", "other")],
+        ("ValueError", "plain tensors differ from rank to rank", "'rng' (ranks 0 and 2)", "PerRank"),
     ),
     "value": (
         [THIRDS | {"seed": seed} for seed in (5, 5, 8)],
@@ -451,3 +463,5 @@ def test_all_ranks_hear_that_a_template_does_not_fit(ranks: RankPool, tmp_path: 
     assert messages[rank].startswith("CheckpointMismatchError: ")
     assert messages[1 - rank].startswith(f"CheckpointError: rank {rank}: ")
     assert ranks.run("load_own", str(tmp_path), [fits, fits], 2, size=2) == [[], []]
+    for message in ranks.errors("load_own", str(tmp_path), [{}, {}], 2, size=2):
+        assert "state is an empty dict in the template, and holds sharded tensors under 1 keys" in message

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from gcore_ckpt import Checkpointer, Shard, verify
+from gcore_ckpt import Checkpointer, CheckpointWriteError, Shard, verify
 from gcore_ckpt.format.boxes import DTYPES
 
 NUMPY_DTYPES = [name for name, dtype in DTYPES.items() if dtype.in_numpy]
@@ -348,3 +348,20 @@ def test_tensors_on_a_cuda_device(tmp_path: Path) -> None:
         tensor.zero_()
         checkpointer.wait()
         assert_same(checkpointer.load(), expected)
+
+
+def test_what_a_load_would_refuse_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Level(enum.Enum):
+        LOW = 1
+
+    with Checkpointer(tmp_path, keep=1) as checkpointer:
+        checkpointer.save(1, {"seen": {1, 2}}).wait()
+        with pytest.raises(CheckpointWriteError, match=r"saving step 2 .* a set holds an item twice"):
+            checkpointer.save(2, {"seen": {1, Level.LOW}}).wait()
+        for module in ("saving.saver", "storage.local"):
+            monkeypatch.setattr(f"gcore_ckpt.{module}.MAX_INDEX_BYTES", 10_000)
+        with pytest.raises(
+            CheckpointWriteError, match=r"index.json has \d+ bytes; expected at most 10000: it holds all"
+        ):
+            checkpointer.save(3, {"blob": bytes(10_000)}).wait()
+        assert checkpointer.load() == {"seen": {1, 2}}

@@ -302,3 +302,26 @@ def test_ranks_that_tie_other_tensors_are_refused(
     errors = ranks.errors("save_tied", str(tmp_path), kinds, size=2)
     assert all(message in error for error in errors), errors
     assert Checkpointer(tmp_path).steps() == []
+
+
+def test_an_empty_dict_loads_what_was_saved_there(tmp_path: Path) -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 2, bias=False)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optim = make()
+    model(torch.ones(3)).sum().backward()
+    optim.step()
+    gcore_ckpt.save(tmp_path, {"model": model.state_dict(), "optim": optim.state_dict(), "empty": {}, "x": 1})
+    other_model, other_optim = make()
+    template = {"model": other_model.state_dict(), "optim": other_optim.state_dict(), "empty": {}}
+    saved = gcore_ckpt.load(tmp_path, template)
+    assert saved["empty"] == {}
+    other_optim.load_state_dict(saved["optim"])
+    for one, one_optim in ((model, optim), (other_model, other_optim)):
+        one_optim.zero_grad()
+        one(torch.ones(3)).sum().backward()
+        one_optim.step()
+    assert torch.equal(other_optim.state_dict()["state"][0]["exp_avg"], optim.state_dict()["state"][0]["exp_avg"])
+    with pytest.raises(CheckpointMismatchError, match=r"state\['x'\] is a dict in the template, int in the checkpoint"):
+        gcore_ckpt.load(tmp_path, {"x": {}})

@@ -14,7 +14,15 @@ import torch
 from rank_pool import RankServer
 from waiting import wait_until
 
-from gcore_ckpt import Checkpointer, CheckpointNotFoundError, CheckpointWriteError, Tier, TieredCheckpointer, verify
+from gcore_ckpt import (
+    Checkpointer,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    Tier,
+    TieredCheckpointer,
+    verify,
+)
 from gcore_ckpt.tiers.machines import Machines
 from gcore_ckpt.tiers.survey import whole_steps
 
@@ -308,3 +316,47 @@ def test_parts_of_two_attempts_are_no_step() -> None:
     }
     assert whole_steps(both)[7].index == "second"
     assert whole_steps(both)[7].files == {"a": (1, [1]), "b": (1, [1])}
+
+
+@pytest.mark.parametrize("file", ["data-00000.safetensors", "index.json"])
+def test_a_damaged_copy_is_replaced_by_that_of_the_next_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    tiers = [Tier(fast), Tier(slow, every=2)]
+    with TieredCheckpointer(tiers, process_group=None) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": torch.arange(1000) * step})
+    for step in (1, 2):
+        flip_last_bit(fast / f"step-0000000{step}" / file)
+    loading = TieredCheckpointer(tiers, process_group=None)
+    template = {"x": torch.zeros(1000, dtype=torch.int64)}
+    loading.load(template)
+    assert torch.equal(template["x"], torch.arange(1000) * 2)
+    warning = caplog.messages[-1]
+    assert f"step 2 of {fast} is damaged, and is loaded from {slow}: {fast}/step-00000002/{file}" in warning
+    with pytest.raises(CorruptCheckpointError, match=f"{fast}/step-00000001/{file}"):
+        loading.load(step=1)
+    flip_last_bit(slow / "step-00000002" / file)
+    with pytest.raises(CorruptCheckpointError, match=f"{slow}/step-00000002/{file}"):
+        loading.load()
+
+
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_best_steps_stay_in_a_tier_and_delete_is_for_all(tmp_path: Path) -> None:
+    tiers = [Tier(tmp_path / "fast", keep=1, replicas=0), Tier(tmp_path / "slow", keep=1, keep_best=1, best_mode="min")]
+    with TieredCheckpointer(tiers, process_group=None) as checkpointer:
+        for step, metric in enumerate((0.5, 0.1, 0.7, 0.9)):
+            checkpointer.save(step, step, metric=metric)
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 3]
+        assert Checkpointer(tmp_path / "fast", process_group=None).steps() == [3]
+        checkpointer.delete(3)
+        assert checkpointer.steps() == [1]
+        with pytest.raises(CheckpointNotFoundError, match="holds no step 3 to delete"):
+            checkpointer.delete(3)

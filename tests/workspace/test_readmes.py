@@ -93,6 +93,7 @@ CHECKED_ELSEWHERE = {
     ),
     r"uv run python examples/\w+\.py": "tests/apps/test_examples.py::test_a_quick_example_runs",
     r"gcore-ckpt import-dcp .*": "tests/gcore_ckpt/test_cli.py::test_import_dcp",
+    r"gcore-ckpt import-pt .*": "tests/gcore_ckpt/test_cli.py::test_import_pt",
     r"(uv run )?gcore-bench grpo( --.*)?": f"{BENCH}/test_bench.py::test_bench_measures_gcore_and_trl",
     r"gcore-bench ckpt --part convergence .*": (
         f"{BENCH}/test_bench_convergence.py::test_asynchronous_checkpoints_do_not_change_a_run"

@@ -24,3 +24,4 @@ from .tiers.checkpointer import TieredCheckpointer as TieredCheckpointer
 from .tiers.tier import Tier as Tier
 from .tools.dcp import import_dcp as import_dcp
 from .tools.hugging_face import export_hf as export_hf
+from .tools.torch_file import import_pt as import_pt

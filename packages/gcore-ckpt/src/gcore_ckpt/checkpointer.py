@@ -2,17 +2,24 @@
 
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import State
-from gcore_ckpt.handles import LoadHandle, LoadReport, SaveHandle, SaveReport, raise_uncollected
+from gcore_ckpt.handles import (
+    LoadHandle,
+    LoadReport,
+    SaveHandle,
+    SaveReport,
+    raise_repeated,
+    raise_uncollected,
+    report_at_exit,
+)
 from gcore_ckpt.loading.reader import Step, find_step, open_step
 from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, all_succeed, any_rank, attempt, open_group, root_decides
+from gcore_ckpt.retention import BestMode, Retention, finite_metric
 from gcore_ckpt.stateful import completed, load_state_dicts, template_of, with_state_dicts
 from gcore_ckpt.stopping import StopSignals
 from gcore_ckpt.storage import Storage, check_step
@@ -27,45 +34,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retention:
-    """Steps to keep after a commit: `keep` of the latest (None for all), and multiples of `keep_every` for good."""
-
-    keep: int | None = None
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ValueError(f"keep is {self.keep}; expected None (keep all steps) or 1 or more")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ValueError(f"keep_every is {self.keep_every}; expected None or 1 or more")
-        if self.keep_every is not None and self.keep is None:
-            found = f"keep_every is {self.keep_every} and keep is None"
-            raise ValueError(f"{found}, which keeps all steps; expected a keep")
-
-    def superfluous(self, steps: list[int], committed: int | None = None) -> list[int]:
-        """Return those of `steps` (ascending) that may go, never the one just committed."""
-        if self.keep is None:
-            return []
-        others = [step for step in steps if step != committed]
-        kept = self.keep - (0 if committed is None else 1)
-        lowest = others[: max(0, len(others) - kept)]
-        return [step for step in lowest if self.keep_every is None or step % self.keep_every != 0]
-
-
 class Checkpointer:
     """The checkpoints under one path: one process group at a time saves to it, any number of processes read from it.
 
     The first `save` creates the folder, takes its lock and removes what a dead writer left half done; reading needs no
     lock and changes nothing. In a group, every rank makes the same calls in the same order. Use it from one thread;
     close it, or use it as a context manager, to let the next writer in. A program that ends without closing it still
-    finishes the saves in flight.
+    finishes the saves in flight; if one of them fails, it logs the error and its exit code is 120.
 
     Args:
         path: A folder that all ranks see, or a URL such as `s3://bucket/folder`.
         keep: After each commit, delete the lowest committed steps until this many are left, never the one just
             committed. None keeps all.
         keep_every: Steps that are multiples of this stay for good.
+        keep_best: As many steps with the best `metric` of `save` stay, next to those that `keep` and `keep_every` keep.
+        best_mode: Whether the highest metric is the best, or the lowest: `"max"` or `"min"`.
         max_in_flight: Saves that may be waiting to be written. When there are that many, `save` waits for the oldest.
         staging: `"full"`: a save returns once all is copied, and holds host memory of the size of what this rank
             writes, which is kept for the next. `"chunked"`: two buffers of 128 MiB in all, and a save returns when
@@ -85,6 +68,8 @@ class Checkpointer:
         *,
         keep: int | None = None,
         keep_every: int | None = None,
+        keep_best: int | None = None,
+        best_mode: BestMode = "max",
         max_in_flight: int = 1,
         staging: Literal["full", "chunked"] = "full",
         incremental: bool = False,
@@ -102,7 +87,7 @@ class Checkpointer:
         self._storage = open_storage(path)
         self._max_in_flight = max_in_flight
         self._options: dict[str, Any] = {
-            "superfluous": Retention(keep=keep, keep_every=keep_every).superfluous,
+            "retention": Retention(keep=keep, keep_every=keep_every, keep_best=keep_best, best_mode=best_mode),
             "max_in_flight": max_in_flight,
             "staging": staging,
             "incremental": incremental,
@@ -117,7 +102,14 @@ class Checkpointer:
         self._inside: str | None = None
         self._stops: list[StopSignals] = []
 
-    def save(self, step: int, state: State, *, progress: Callable[[int, int], None] | None = None) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        metric: float | None = None,
+    ) -> SaveHandle:
         """Start to save `state`; on return it is copied out of live memory, and the caller may change it.
 
         Args:
@@ -130,18 +122,22 @@ class Checkpointer:
                 values; `PerRank` wraps what is not.
             progress: Is called in another thread with the bytes that this rank has written since the last call, file
                 by file, and with those that it writes in all.
+            metric: How good the step is, for `keep_best`; in a group, that of the root. Without one, or with one that
+                is not finite, a step is none of the best.
 
         Raises:
             TypeError, ValueError: `step` or a leaf of `state` cannot be saved; the message has its path.
-            CheckpointWriteError: The step exists; or an earlier save failed and no call has waited for its handle, in
-                which case this step was not saved and `save` may be called again; or another rank refused.
+            CheckpointWriteError: The step exists; or the two saves before it failed and no call has waited for their
+                handles, in which case this step was not saved and `save` may be called again; or another rank refused.
             CheckpointLockedError: Another writer has the path open for saving.
             CheckpointError: The checkpointer is closed, was used before a fork, or is saving or loading already (a
                 signal handler called this).
         """
-        return self._use("save", lambda: self._save(step, with_state_dicts(state), progress))
+        return self._use("save", lambda: self._save(step, with_state_dicts(state), progress, metric))
 
-    def _save(self, step: int, state: State, progress: Callable[[int, int], None] | None) -> SaveHandle:
+    def _save(
+        self, step: int, state: State, progress: Callable[[int, int], None] | None, metric: float | None
+    ) -> SaveHandle:
         start_s = time.perf_counter()
         for handle in [handle for handle in list(self._handles) if handle.abandoned]:
             handle.join()
@@ -152,14 +148,16 @@ class Checkpointer:
 
         def check() -> None:
             check_step(step)
-            raise_uncollected(self._handles)
-            if step in (other.step for other in list(self._handles) if other is not handle):
+            raise_repeated(self._handles)
+            others = [other.step for other in list(self._handles) if other is not handle and not other.done()]
+            if step in others:
                 raise CheckpointWriteError(f"step {step} is being saved to {self._storage} already")
 
         def save(call: Call) -> None:
             pipeline = self._open_pipeline(call)
             self._handles[handle] = None
-            pipeline.save(call, step, state, outcome, handle.report, progress, check)
+            report_at_exit(handle)
+            pipeline.save(call, step, state, outcome, handle.report, progress, check, finite_metric(step, metric))
 
         try:
             self._calls.run(save)
@@ -184,7 +182,7 @@ class Checkpointer:
         Args:
             template: What to fill: a tree like the saved one, or of a part of its dicts. Its tensors, of any sharding,
                 dtype and device, are filled in place; tensors on the meta device are created on `device`; small
-                values and None are replaced by what was saved; an object's `load_state_dict` gets all that was saved
+                values, None and empty dicts are replaced by what was saved; an object's `load_state_dict` gets all that was saved
                 for it, after its own tensors are filled. Named tuples, dataclasses and members of an Enum come back as
                 such. None loads everything, every tensor whole.
             step: Number of the step; `"latest"` is the highest committed one.
@@ -249,17 +247,16 @@ class Checkpointer:
             start_s = time.perf_counter()
             group = self._open_group(call)
 
-            def fill() -> State:
+            def fill(storage: Storage, found: int | None) -> State:
+                report.step = found
                 with call.working(), open_step(storage, found) as reader:
                     report.open_s = time.perf_counter() - start_s
                     wanted = completed(own, reader.index.tree)
                     return load_step(reader, group, wanted, LoadOptions(**options), report, call.check)
 
-            with self._found(call, step) as (storage, found):
-                report.step = found
-                state = all_succeed(group, fill)
-            if found is not None and step != "latest" and self._pipeline is not None:
-                self._pipeline.went_back(found)
+            state = self._read(call, step, fill)
+            if report.step is not None and step != "latest" and self._pipeline is not None:
+                self._pipeline.went_back(report.step)
             return state
 
         return load
@@ -288,6 +285,26 @@ class Checkpointer:
 
         return self._use("rollback", roll_back)
 
+    def delete(self, step: int) -> None:
+        """Delete a committed step, after the saves in flight. In a group, all ranks call this.
+
+        Args:
+            step: Number of the step; it stops being one before its first byte goes.
+
+        Raises:
+            CheckpointNotFoundError: The step is not committed.
+            CheckpointWriteError: It could not be deleted, or an earlier save failed.
+            CheckpointLockedError: Another writer has the path open for saving.
+            CheckpointError: As in `save`.
+        """
+        check_step(step)
+
+        def delete() -> None:
+            self.wait()
+            self._calls.run(lambda call: self._open_pipeline(call).delete(call, step))
+
+        self._use("delete", delete)
+
     def stop_on(self, *signals: int) -> StopSignals:
         """Take note of signals instead of ending at once, and return what says whether one has come."""
 
@@ -306,8 +323,10 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until all saves have ended, and the steps that are not to be kept are deleted.
 
+        A step that cannot be deleted is a warning in the log; it is tried again after the next save.
+
         Raises:
-            CheckpointWriteError: A save failed, and no call has waited for its handle, or a deletion did. Raised once.
+            CheckpointWriteError: A save failed, and no call has waited for its handle. Raised once.
         """
         for handle in [handle for handle in list(self._handles) if not handle.abandoned]:
             handle.join()
@@ -372,10 +391,11 @@ class Checkpointer:
         finally:
             self._inside = None
 
-    @contextmanager
-    def _found(self, call: Call, step: Step) -> Generator[tuple[Storage, int | None]]:
-        """Find a step, on all ranks, and where it is, for as long as any rank reads it."""
-        yield self._storage, root_decides(self._open_group(call), lambda: find_step(self._storage, step))
+    def _read(self, call: Call, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
+        """Find a step, on all ranks, and return what `fill` makes of it here; raise on all ranks if it fails on one."""
+        group = self._open_group(call)
+        found = root_decides(group, lambda: find_step(self._storage, step))
+        return all_succeed(group, lambda: fill(self._storage, found))
 
     def _open_group(self, call: Call) -> Group:
         if self._group is None:

@@ -1,12 +1,21 @@
 """Handles of saves and loads in the background, and what each did: bytes, and where its seconds went."""
 
+import atexit
+import logging
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gcore_ckpt.threads import Outcome
 
 StateT = TypeVar("StateT")
+
+_logger = logging.getLogger(__name__)
+
+_MAX_FAILURES = 2
+"""Saves in a row that may fail without a call of the caller raising an error."""
 
 
 @dataclass(kw_only=True)
@@ -101,8 +110,16 @@ class SaveHandle:
             TimeoutError: It is still being written after `timeout_s` seconds.
         """
         self.join(timeout_s)
-        self._collected = True
+        self.collect()
         self._outcome.result()
+
+    def collect(self) -> None:
+        """Note that the caller gets to know the error of the save, if there is one."""
+        self._collected = True
+
+    def is_committed(self) -> bool:
+        """Return whether the save has ended well."""
+        return self._outcome.done() and self._outcome.exception() is None
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait until the save has ended, well or not."""
@@ -118,11 +135,85 @@ class SaveHandle:
 
 def raise_uncollected(handles: dict[SaveHandle, None]) -> None:
     """Remove the saves that have ended, and raise the errors that no call has waited for as one."""
-    ended = [handle for handle in list(handles) if handle.done()]
-    for handle in ended:
+    errors: list[BaseException] = []
+    for handle in list(handles):
+        if not handle.done():
+            continue
+        error = handle.uncollected_error()
+        if error is not None:
+            handle.collect()
+            errors.append(error)
         handles.pop(handle, None)
-    errors = [error for handle in ended if (error := handle.uncollected_error()) is not None]
     if errors:
         for error in errors[1:]:
             errors[0].add_note(f"and {error}")
         raise errors[0]
+
+
+def raise_repeated(handles: dict[SaveHandle, None]) -> None:
+    """Raise the errors that no call has waited for if several saves in a row have failed.
+
+    A single one was logged, and the next save may succeed.
+    """
+    failures = 0
+    last_committed: SaveHandle | None = None
+    for handle in list(handles):
+        if handle.uncollected_error() is not None:
+            failures += 1
+        elif handle.is_committed():
+            failures = 0
+            if last_committed is not None:
+                handles.pop(last_committed, None)
+            last_committed = handle
+        elif handle.done():
+            handles.pop(handle, None)
+    if failures >= _MAX_FAILURES:
+        raise_uncollected(handles)
+
+
+_unreported: dict[SaveHandle, None] = {}
+"""Saves that are in flight, or have failed and no call has raised their error."""
+
+
+def report_at_exit(handle: SaveHandle) -> None:
+    """Log the error of a save at exit, and end the process with exit code 120, if no call raises it before."""
+    for other in list(_unreported):
+        if other.done() and other.uncollected_error() is None:
+            _unreported.pop(other, None)
+    _unreported[handle] = None
+
+
+def _report_lost_saves() -> None:
+    errors: list[BaseException] = []
+    for handle in list(_unreported):
+        handle.join()
+        error = handle.uncollected_error()
+        if error is not None:
+            _logger.error("the process ends, and no call has raised this error: %s", error)
+            errors.append(error)
+    if errors:
+        sys.stdout = _FailingOutput(sys.stdout, errors[-1])
+
+
+class _FailingOutput:
+    """Standard output whose last flush fails, for which the interpreter ends with exit code 120.
+
+    An exit handler has no other way to change the exit code, unless it keeps those of other libraries from running.
+    """
+
+    def __init__(self, output: Any, error: BaseException) -> None:
+        self._output = output
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)
+
+    def flush(self) -> None:
+        if self._output is not None:
+            self._output.flush()
+        if sys.is_finalizing():
+            raise self._error
+
+
+atexit.register(_report_lost_saves)
+os.register_at_fork(after_in_child=_unreported.clear)

@@ -56,6 +56,8 @@ def load_state_dicts(template: State, state: State) -> State:
     if _is_stateful(template):
         template.load_state_dict(state)
         return template
+    if isinstance(template, dict) and not template:  # all that was saved in its place
+        return state
     if isinstance(template, dict):
         items = cast("dict[str | int, State]", template).items()
         return {key: load_state_dicts(value, state[key]) for key, value in items}

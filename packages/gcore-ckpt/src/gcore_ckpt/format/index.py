@@ -5,6 +5,7 @@ Versions 1 and 2, which have an object for each tensor and for each shard, are r
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ def encode_index(index: Index) -> bytes:
     content = {
         "saved_at": index.saved_at,
         "num_ranks": index.num_ranks,
+        **({} if index.metric is None else {"metric": index.metric}),
         "checksum_block_bytes": BLOCK_BYTES,
         **encode_columns(index),
     }
@@ -61,7 +63,17 @@ def decode_index(data: bytes, where: str) -> Index:
             files=files,
             saved_at=str(content.get("saved_at", "")),
             num_ranks=validation.size(content["num_ranks"], "num_ranks") if version > 1 else 1,
+            metric=_metric(content.get("metric")),
         )
+
+
+def _metric(value: object) -> float | None:
+    if value is None:
+        return None
+    metric = validation.expect(float, value, "metric")
+    if not math.isfinite(metric):
+        raise ValueError(f"metric is {metric}; expected a finite number")
+    return metric
 
 
 def _check_first_line(content: Mapping[str, Any], data: bytes) -> int:

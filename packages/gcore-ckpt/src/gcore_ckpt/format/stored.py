@@ -53,13 +53,17 @@ class DataFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """Everything in a step but the tensors' bytes. `saved_at` is when the save started, ISO 8601 in UTC."""
+    """Everything in a step but the tensors' bytes.
+
+    `saved_at` is when the save started, ISO 8601 in UTC; `metric` what `keep_best` compares, if it was given.
+    """
 
     tree: Node
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, DataFile]
     saved_at: str = ""
     num_ranks: int = 1
+    metric: float | None = None
 
 
 def checked_tensor(name: str, dtype: str, shape: tuple[int, ...], shards: Sequence[StoredShard]) -> StoredTensor:

@@ -6,7 +6,13 @@ from gcore_ckpt.checkpointer import Checkpointer
 from gcore_ckpt.errors import MissingExtraError
 from gcore_ckpt.format.tree import PerRank, State
 from gcore_ckpt.handles import SaveHandle
-from gcore_ckpt.integrations.training import RANDOM_STATES, random_states, set_random_states, stateful_optimizer
+from gcore_ckpt.integrations.training import (
+    RANDOM_STATES,
+    random_states,
+    set_random_states,
+    state_of_model,
+    stateful_optimizer,
+)
 from gcore_ckpt.loading.reader import Step
 
 try:
@@ -33,8 +39,11 @@ def save_state(accelerator: Accelerator, checkpointer: Checkpointer, step: int) 
         CheckpointError: As `Checkpointer.save` does.
     """
     position = {"step": step, "accumulation_step": accelerator.step}
-    loaders = [_loader_state(loader) for loader in _prepared(accelerator, "dataloaders")]
-    return checkpointer.save(step, _parts(accelerator) | position | {"dataloaders": loaders, "rng": random_states()})
+    parts: dict[str, State] = {**_parts(accelerator), **position}
+    parts["models"] = [state_of_model(model, accelerator.process_index) for model in parts["models"]]
+    parts["dataloaders"] = [_loader_state(loader) for loader in _prepared(accelerator, "dataloaders")]
+    parts["rng"] = random_states()
+    return checkpointer.save(step, parts)
 
 
 def load_state(accelerator: Accelerator, checkpointer: Checkpointer, *, step: Step = "latest") -> int:

@@ -39,6 +39,19 @@ def set_random_states(states: Mapping[str, State] | None) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def state_of_model(model: torch.nn.Module, rank: int) -> State:
+    """Return what this rank saves of a model: its buffers are taken from rank 0.
+
+    Under DDP each rank has buffers of its own (the statistics of batch normalisation), and DDP itself broadcasts those
+    of rank 0.
+    """
+    if rank == 0:
+        return model
+    buffers = {name for name, _ in model.named_buffers()}
+    state = model.state_dict()
+    return {name: value for name, value in state.items() if name not in buffers or is_dtensor(value)}
+
+
 def stateful_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "torch.optim.Optimizer | State":
     """Return what saves and loads the optimizer: itself, or by the names of the parameters where they are sharded."""
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):

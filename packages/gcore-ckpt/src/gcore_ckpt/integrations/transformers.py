@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 from gcore_ckpt.checkpointer import Checkpointer
 from gcore_ckpt.errors import MissingExtraError
 from gcore_ckpt.format.tree import State
-from gcore_ckpt.integrations.training import RANDOM_STATES, random_states, set_random_states, stateful_optimizer
+from gcore_ckpt.integrations.training import (
+    RANDOM_STATES,
+    random_states,
+    set_random_states,
+    state_of_model,
+    stateful_optimizer,
+)
 from gcore_ckpt.loading.reader import Step
 
 try:
@@ -109,7 +115,7 @@ class CheckpointCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._save_if_due(state, control, kwargs)
+        self._save_if_due(args, state, control, kwargs)
         # In the middle of an epoch, generators continue once the batches before are skipped.
         set_random_states(self._random_states)
         self._random_states = None
@@ -117,7 +123,7 @@ class CheckpointCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._save_if_due(state, control, kwargs)
+        self._save_if_due(args, state, control, kwargs)
         if float(state.epoch or 0).is_integer():
             set_random_states(self._random_states)
             self._random_states = None
@@ -125,14 +131,17 @@ class CheckpointCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._save_if_due(state, control, kwargs)
+        self._save_if_due(args, state, control, kwargs)
         self._checkpointer.wait()
 
-    def _save_if_due(self, state: TrainerState, control: TrainerControl, kwargs: dict[str, Any]) -> None:
+    def _save_if_due(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, kwargs: dict[str, Any]
+    ) -> None:
         if not self._is_due:
             return
         self._is_due = False
-        parts = _parts(**kwargs) | {"rng": random_states()}
+        parts: dict[str, State] = {**_parts(**kwargs), "rng": random_states()}
+        parts["model"] = state_of_model(parts["model"], args.process_index)
         if state.is_world_process_zero:  # other ranks' times and logs are not the same
             parts["trainer"] = dataclasses.asdict(state)
             parts["trainer"]["stateful_callbacks"]["TrainerControl"] = control.state()

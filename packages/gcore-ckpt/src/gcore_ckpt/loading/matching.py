@@ -28,6 +28,7 @@ from gcore_ckpt.ranks.shards import (
     is_megatron,
     is_wrapper,
     parts_of_wrapper,
+    shards_of_fsdp1,
 )
 from gcore_ckpt.storage.local import LocalFiles
 
@@ -163,13 +164,19 @@ class Matcher:
                     self._match_leaf(part, node, path)
                 return template
             case _:
+                sharded = shards_of_fsdp1(template)
+                if sharded is not None:
+                    self.match(sharded, node, path)
+                    return template
                 return self._match_leaf(template, node, path)
 
     def _match_dict(self, template: dict[Any, State], node: Node | None, path: StatePath) -> dict[Any, State]:
         fields = tree.fields_of(node)
-        if fields is None and template:
+        if fields is None and (template or node is not None):
             raise self._mismatch(path, f"is a dict in the template, {_kind(node)} in the checkpoint")
         fields = fields or {}
+        if not template:
+            return self._load_all(fields, node, path)
         state: dict[Any, State] = {}
         used: set[str | int | None] = set()
         for key, value in template.items():
@@ -183,6 +190,21 @@ class Matcher:
                 state[key] = self.match(value, child, (*path, key))
         self.unused += [(*path, key) for key in fields if key not in used]
         return state
+
+    def _load_all(self, fields: Mapping[str | int, Node], node: Node | None, path: StatePath) -> dict[Any, State]:
+        """Return all that was saved where the template is empty, as the state of an optimizer before its first step."""
+        if not fields:
+            return {}
+        tensors = [self._reader.index.tensors.get(name) for name in tree.references(node)]
+        is_sharded = any(tensor is not None and len(tensor.shards) > 1 for tensor in tensors)
+        if is_sharded and self._group.size > 1:
+            raise self._mismatch(
+                path,
+                f"is an empty dict in the template, and holds sharded tensors under {len(fields)} keys in the "
+                "checkpoint; expected the sharded tensors to fill, as get_state_dict of "
+                "torch.distributed.checkpoint.state_dict returns them, or None, for which each rank loads all of them",
+            )
+        return self.decoded(node)
 
     def _match_enum(self, template: Enum, node: Node | None, path: StatePath) -> Enum:
         try:
@@ -215,9 +237,7 @@ class Matcher:
             for key, value in cast("dict[str | int, State]", template).items():
                 self._miss(value, (*path, key))
         else:
-            is_tensor = isinstance(template, torch.Tensor) and not template.is_meta and not is_wrapper(template)
-            shard = as_shard(template) if is_tensor else None
-            self._missing.append((path, None if shard is None else _memory(shard.tensor)))
+            self._missing.append((path, _memory_of(template)))
 
     def _match_leaf(self, template: State, node: Node | None, path: StatePath) -> State:
         name = tree.name_of(node)
@@ -305,6 +325,16 @@ def _own_name(template: State) -> str | None:
     if isinstance(template, Shard):
         return template.name
     return template.key if is_megatron(template, "ShardedTensor") else None
+
+
+def _memory_of(template: State) -> tuple[object, ...] | None:
+    """Return the memory of a tensor of a template; None for what has none or several."""
+    if not isinstance(template, torch.Tensor) or shards_of_fsdp1(template) is not None:
+        return None
+    if template.is_meta or is_wrapper(template):
+        return None
+    shard = as_shard(template)
+    return None if shard is None else _memory(shard.tensor)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:

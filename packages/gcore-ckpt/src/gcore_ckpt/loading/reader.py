@@ -1,5 +1,6 @@
 """Opens a committed step, reads its shards with every block checked, and lists its leaves. Needs no torch."""
 
+import logging
 import math
 import os
 import threading
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
-from gcore_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format import tree, validation
 from gcore_ckpt.format.boxes import (
     DIGITS,
@@ -24,12 +25,15 @@ from gcore_ckpt.format.boxes import (
 from gcore_ckpt.format.index import decode_index
 from gcore_ckpt.format.stored import DataFile, Index, StoredShard, StoredTensor
 from gcore_ckpt.format.tree import ArrayKind, Node, State, StatePath, View
+from gcore_ckpt.loading.hints import describe_foreign
 from gcore_ckpt.storage import StepFiles, Storage, step_name
 from gcore_ckpt.storage.local import open_storage
 from gcore_ckpt.storage.safetensors_folder import find_weights, open_weights
 from gcore_ckpt.threads import Workers
 
 Step: TypeAlias = int | Literal["latest"]
+
+_logger = logging.getLogger(__name__)
 
 _READ_BYTES = 16 << 20
 _THREADS = 4
@@ -166,7 +170,7 @@ def find_step(storage: Storage, step: Step) -> int | None:
             return None
         raise CheckpointNotFoundError(f"{storage} holds safetensors files and no step {step!r}; expected 'latest'")
     if not steps:
-        raise CheckpointNotFoundError(f"{storage} holds no committed step")
+        raise CheckpointNotFoundError(f"{storage} holds no committed step{describe_foreign(storage)}")
     if step == "latest":
         return steps[-1]
     if step not in steps:
@@ -194,6 +198,17 @@ def open_step(storage: Storage, step: int | None) -> Generator[StepReader]:
         if step not in storage.steps():
             raise CheckpointNotFoundError(f"{where} was deleted while it was being read") from error
         raise CorruptCheckpointError(f"{error.filename or error}: the file is missing") from error
+
+
+def read_metric(storage: Storage, step: int) -> float | None:
+    """Return the metric that a committed step was saved with; None, too, for one that cannot be read."""
+    where = f"{storage}/{step_name(step)}/index.json"
+    try:
+        with storage.open_step(step) as files:
+            return decode_index(files.read_index(), where).metric
+    except (OSError, CheckpointError) as error:
+        _logger.warning("the metric of %s cannot be read: %s", where, error)
+        return None
 
 
 def _open(files: StepFiles, where: str, name: str, expected: DataFile) -> None:

@@ -87,6 +87,19 @@ def as_shard(leaf: object) -> Shard | None:
     return _shard_of_megatron(leaf) if is_megatron(leaf, "ShardedTensor") else None
 
 
+def shards_of_fsdp1(leaf: Any) -> Shards | None:
+    """Return what this rank holds of torch's `ShardedTensor`, of which state dicts of the first FSDP are made."""
+    kind = type(leaf)
+    if kind.__name__ != "ShardedTensor" or not kind.__module__.startswith("torch.distributed._shard"):
+        return None
+    global_shape = tuple(leaf.metadata().size)
+    parts: list[Shard] = []
+    for part in leaf.local_shards():
+        offset = tuple(part.metadata.shard_offsets)
+        parts.append(Shard(global_shape=global_shape, offset=offset, tensor=part.tensor))
+    return Shards(parts)
+
+
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return whether this is a `DTensor`, without importing its module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -129,6 +142,8 @@ class Holdings(NamedTuple):
     data: tuple[torch.Tensor | NumpyArray, ...]
     devices: frozenset[torch.device]
     """All that the tensors are on."""
+    declared: frozenset[str] = frozenset()
+    """Names of the tensors whose type says what each rank holds: `DTensor`, `Shard` and the like."""
 
 
 def collect(state: State, rank: int = 0) -> Holdings:
@@ -139,7 +154,7 @@ def collect(state: State, rank: int = 0) -> Holdings:
     kept = [i for i in range(len(leaves.boxes)) if i not in views]
     data = tuple(leaves.data[i] for i in kept)
     devices = frozenset(value.device for value in data if isinstance(value, torch.Tensor))
-    return Holdings(tree, tuple(leaves.boxes[i] for i in kept), data, devices)
+    return Holdings(tree, tuple(leaves.boxes[i] for i in kept), data, devices, frozenset(leaves.declared))
 
 
 class _Leaves:
@@ -148,6 +163,8 @@ class _Leaves:
     def __init__(self) -> None:
         self.boxes: list[HeldBox] = []
         self.data: list[torch.Tensor | NumpyArray] = []
+        self.declared: set[str] = set()
+        """Names of tensors that are not plain."""
         self._nodes: dict[str, list[dict[str, Any]]] = {}
         """Nodes of plain tensors, by name."""
         self._names: set[str] = set()
@@ -156,6 +173,9 @@ class _Leaves:
 
     def add(self, leaf: object, path: StatePath) -> Leaf | None:
         """Encode a tensor or an array; None for anything else."""
+        sharded = shards_of_fsdp1(leaf)
+        if sharded is not None:
+            leaf = sharded
         if isinstance(leaf, np.ndarray):
             return Leaf(node={"array": self._add_array(cast("NumpyArray", leaf), path)})
         if isinstance(leaf, np.generic) and leaf.dtype.kind in NUMPY_SCALARS:
@@ -167,6 +187,7 @@ class _Leaves:
             return Leaf(node=encode(value.data, self.add, path=(*path, "data")).node, key=value.unique_key)
         if isinstance(leaf, Shards):
             name = self._new_name(path)
+            self.declared.add(name)
             for part in leaf.parts:
                 _shard_at(part, path)
                 self._add_shard(replace(part, name=name), path)
@@ -185,6 +206,8 @@ class _Leaves:
         node: dict[str, Any] = {"tensor": name}
         if leaf is shard.tensor:
             self._nodes.setdefault(name, []).append(node)
+        else:
+            self.declared.add(name)
         return Leaf(node=node, key=shard.name)
 
     def tie_views(self) -> set[int]:

@@ -4,6 +4,7 @@ By the plan of a save every element of every tensor is written once, replicas ev
 """
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -13,17 +14,22 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
+from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
 from gcore_ckpt.format.boxes import Box, FileLayout, HeldBox, lay_out, overlap
 from gcore_ckpt.format.tree import Node, State
 from gcore_ckpt.handles import SaveReport
+from gcore_ckpt.loading.reader import read_metric
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.ranks.plain import collect_plain
 from gcore_ckpt.ranks.shards import Holdings, collect
+from gcore_ckpt.retention import Retention
+from gcore_ckpt.saving.replicas import check_same, digest_plain
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile, Stager, Staging
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.threads import Call, Outcome, Workers
+
+_logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,7 +53,7 @@ class SavePipeline:
     """Copies states in the thread of the calls and writes them, in order, in another.
 
     `planning` are the ranks that save together, for the thread of the calls; `writing` the same for the other.
-    `superfluous` returns those of the committed steps that may go once a step is committed.
+    `retention` says which of the committed steps may go once a step is committed.
     """
 
     def __init__(
@@ -56,7 +62,7 @@ class SavePipeline:
         planning: Group,
         writing: Group,
         *,
-        superfluous: Callable[[list[int], int], list[int]],
+        retention: Retention,
         max_in_flight: int,
         staging: Staging,
         incremental: bool,
@@ -70,7 +76,8 @@ class SavePipeline:
         limits = filter(None, (storage.max_file_bytes, self._stager.max_file_bytes))
         self._planner = SavePlanner(planning, min(limits, default=None))
         self._saver = Saver(storage, writing, self._hashers, incremental=incremental)
-        self._superfluous = superfluous
+        self._retention = retention
+        self._metrics: dict[int, float | None] = {}
         self._deletions: list[Outcome[None]] = []
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt")  # so steps commit in order
         self._last: Outcome[Any] | None = None
@@ -86,6 +93,7 @@ class SavePipeline:
         report: SaveReport,
         progress: Callable[[int, int], None] | None,
         check: Callable[[], None],
+        metric: float | None,
     ) -> None:
         """Copy `state` and start to write it."""
         start_s, held = time.perf_counter(), list[Holdings]()
@@ -98,7 +106,6 @@ class SavePipeline:
         def prepare() -> tuple[HeldBox, ...]:
             with call.working():
                 check()
-                self._raise_failed_deletion()
                 if self._planning.rank == 0:
                     self._acquire()
                     self._check_order(step, self._storage)
@@ -106,15 +113,19 @@ class SavePipeline:
                 held.append(collect_plain(state, rank, self._planner.boxes) or collect(state, rank))
                 return held[0].boxes
 
+        def digests() -> Mapping[str, str]:
+            with call.working():
+                return digest_plain(held[0], self._copiers)
+
         staged: SimpleQueue[StagedFile | Exception | None] = SimpleQueue()
         try:
             with _collector_paused():
-                files = self._planner.plan(step, prepare)
+                files = self._planner.plan(step, prepare, digests)
             self._newest = max(self._newest, step)
             report.size_bytes = sum(file.size_bytes for file in files)
             planned_s = time.perf_counter()
             report.plan_s = planned_s - start_s
-            self._submit(self._write, outcome, report, step, held[0].tree, _taken_from(staged), advance)
+            self._submit(self._write, outcome, report, step, held[0].tree, _taken_from(staged), advance, metric)
         except Exception as error:
             outcome.set_exception(error)
             raise
@@ -126,6 +137,7 @@ class SavePipeline:
             raise
         staged.put(None)
         report.copy_s = time.perf_counter() - planned_s
+        self._deletions = [deletion for deletion in self._deletions if not deletion.done()]
         self._deletions.append(self._submit(self._delete_old_steps, step, outcome))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
@@ -140,18 +152,28 @@ class SavePipeline:
         self._newest = step
         return later
 
+    def delete(self, call: Call, step: int) -> None:
+        """Delete a committed step, after what is in flight."""
+
+        def delete() -> None:
+            with call.working():
+                self._acquire()
+                self._submit(self._delete, step).result()
+
+        root_decides(self._planning, delete)
+
     def went_back(self, step: int) -> None:
         """Record that a step was loaded: steps saved above it no longer belong to this run's past."""
         self._newest = min(self._newest, step)
 
     def wait(self) -> None:
-        """Wait until the steps that retention does not keep are deleted; `CheckpointWriteError` if they cannot be."""
+        """Wait until the steps that retention does not keep are deleted."""
         for deletion in self._deletions:
             deletion.wait()
-        self._raise_failed_deletion()
+        self._deletions.clear()
 
     def close(self) -> None:
-        """Wait until all is written and let the next writer in; it is closed even if old steps cannot be deleted."""
+        """Wait until all is written and let the next writer in."""
         if self._last is not None:
             self._last.wait()
         self._executor.shutdown()
@@ -161,7 +183,6 @@ class SavePipeline:
             self._storage.release()
             self._acquired = False
         self._writing.close()
-        self._raise_failed_deletion()
 
     def _submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
         outcome = Outcome[T]()
@@ -183,19 +204,38 @@ class SavePipeline:
         tree: Node,
         staged: Iterator[StagedFile],
         advance: Callable[[int], None],
+        metric: float | None,
     ) -> None:
         def write() -> None:
             start_s = time.perf_counter()
-            self._saver.save(step, tree, staged, advance)
+            try:
+                self._saver.save(step, tree, staged, advance, metric)
+            except Exception as error:
+                _logger.error("%s", error)  # now: the caller may wait for the save much later, or never
+                raise
+            if self._writing.rank == 0:  # the others read it, so that all ranks have the root's
+                self._metrics[step] = metric
             report.write_s = time.perf_counter() - start_s
 
         outcome.set_by(write)
 
-    def _set_aside_above(self, step: int) -> list[int]:
+    def _delete(self, step: int) -> None:
+        self._check_exists(step, "delete")
+        try:
+            self._storage.remove(step)
+        except OSError as error:
+            raise CheckpointWriteError(f"deleting step {step} from {self._storage} failed: {error}") from error
+
+    def _check_exists(self, step: int, purpose: str) -> list[int]:
+        """Return the committed steps, of which this must be one."""
         steps = self._storage.steps()
         if step not in steps:
-            missing = f"{self._storage} holds no step {step!r} to roll back to"
+            missing = f"{self._storage} holds no step {step!r} to {purpose}"
             raise CheckpointNotFoundError(f"{missing}; its committed steps are {steps}")
+        return steps
+
+    def _set_aside_above(self, step: int) -> list[int]:
+        steps = self._check_exists(step, "roll back to")
         later = [other for other in steps if other > step]
         try:
             self._storage.set_aside(later)
@@ -205,19 +245,21 @@ class SavePipeline:
 
     def _delete_old_steps(self, step: int, saved: Outcome[None]) -> None:
         if saved.exception() is None and self._planning.rank == 0:
-            try:
-                for old in self._superfluous(self._storage.steps(), step):
-                    self._storage.remove(old)
-            except OSError as error:
-                raise CheckpointWriteError(
-                    f"step {step} is committed to {self._storage}, but deleting older steps failed: {error}"
-                ) from error
+            delete_superfluous(
+                self._storage, lambda steps: self._find_superfluous(self._storage, self._retention, steps, step)
+            )
 
-    def _raise_failed_deletion(self) -> None:
-        ended = [deletion for deletion in self._deletions if deletion.done()]
-        self._deletions = [deletion for deletion in self._deletions if deletion not in ended]
-        for deletion in ended:
-            deletion.result()
+    def _find_superfluous(self, storage: Storage, retention: Retention, steps: list[int], committed: int) -> list[int]:
+        if retention.keep_best is None:
+            return retention.superfluous(steps, committed)
+        found: dict[int, float] = {}
+        for step in steps:
+            if step not in self._metrics:
+                self._metrics[step] = read_metric(storage, step)
+            metric = self._metrics[step]
+            if metric is not None:
+                found[step] = metric
+        return retention.superfluous(steps, committed, found)
 
     def _acquire(self) -> None:
         if self._acquired:
@@ -243,6 +285,20 @@ class SavePipeline:
             )
 
 
+def delete_superfluous(storage: Storage, superfluous: Callable[[list[int]], list[int]]) -> None:
+    """Delete the committed steps that `superfluous` returns; log a warning for what cannot be deleted."""
+    try:
+        steps = superfluous(storage.steps())
+    except (OSError, CheckpointError) as error:
+        _logger.warning("%s: the steps to delete cannot be listed: %s", storage, error)
+        return
+    for step in steps:
+        try:
+            storage.remove(step)
+        except (OSError, CheckpointError) as error:
+            _logger.warning("%s: step %d cannot be deleted, and is kept: %s", storage, step, error)
+
+
 def _taken_from(queue: "SimpleQueue[StagedFile | Exception | None]") -> Iterator[StagedFile]:
     while (item := queue.get()) is not None:
         if isinstance(item, Exception):
@@ -260,8 +316,16 @@ class SavePlanner:
         self._files: list[FileLayout] = []
         self._held: dict[int, Sequence[HeldBox]] = {}  # of all ranks, at the root
 
-    def plan(self, step: int, prepare: Callable[[], tuple[HeldBox, ...]]) -> list[FileLayout]:
-        """Return the files that this rank writes, once all ranks are ready to save `step`."""
+    def plan(
+        self,
+        step: int,
+        prepare: Callable[[], tuple[HeldBox, ...]],
+        digests: Callable[[], Mapping[str, str]] = dict[str, str],
+    ) -> list[FileLayout]:
+        """Return the files that this rank writes, once all ranks are ready to save `step`.
+
+        Where the plan is a new one, as at the first save, the ranks compare what `digests` returns of plain tensors.
+        """
         boxes = self.boxes
 
         def prepared() -> Message:
@@ -271,9 +335,23 @@ class SavePlanner:
 
         numbers = exchange(self._group, prepared, self._assign)
         if numbers is not None:
+            if self._group.size > 1:
+                self._compare(digests)
             self.boxes = boxes
             self._files = lay_out({number: boxes[number] for number in numbers}, self._max_file_bytes)
         return self._files
+
+    def _compare(self, digests: Callable[[], Mapping[str, str]]) -> None:
+        def check(messages: Sequence[Mapping[str, str]]) -> Sequence[None]:
+            check_same(messages)
+            return [None] * len(messages)
+
+        try:
+            exchange(self._group, digests, check)
+        except Exception:
+            self.boxes = ()  # so that the next save is planned, and compared, from scratch
+            self._held = {}
+            raise
 
     def _assign(self, messages: Sequence[Message]) -> Sequence[list[int] | None]:
         """Return the numbers of the boxes that each rank writes; None if all write what they wrote before."""

@@ -15,10 +15,10 @@ from gcore_ckpt.format.columns import Tensors
 from gcore_ckpt.format.index import decode_index, encode_index
 from gcore_ckpt.format.merging import Replaced, merge
 from gcore_ckpt.format.stored import DataFile, Index, StoredShard
-from gcore_ckpt.format.tree import Node, describe, references
+from gcore_ckpt.format.tree import Node, decode, describe, references
 from gcore_ckpt.ranks.group import Group, Message, exchange, root_decides
 from gcore_ckpt.saving.staging import StagedFile
-from gcore_ckpt.storage import Storage, step_name
+from gcore_ckpt.storage import INDEX_FILE, MAX_INDEX_BYTES, Storage, step_name
 from gcore_ckpt.threads import Workers
 
 _LIVE_SHARE = 0.5
@@ -36,6 +36,7 @@ class _Report:
     shards: dict[str, list[_Columns]] = field(default_factory=dict[str, list[_Columns]])  # by file
     links: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     error: str | None = None
+    metric: float | None = None
 
 
 _Base: TypeAlias = tuple[int, Index]  # the committed step that an incremental save builds on
@@ -52,13 +53,18 @@ class Saver:
         self._base: _Base | None = None
 
     def save(
-        self, step: int, tree: Node, staged: Iterable[StagedFile], advance: Callable[[int], None] = lambda _: None
+        self,
+        step: int,
+        tree: Node,
+        staged: Iterable[StagedFile],
+        advance: Callable[[int], None] = lambda _: None,
+        metric: float | None = None,
     ) -> None:
         """Commit a step from this rank's encoded state and staged files, or raise the same error on every rank.
 
-        ``advance`` is called with the bytes of each file that is written, or found unchanged.
+        ``advance`` is called with the bytes of each file that is written, or found unchanged; ``metric`` is the root's.
         """
-        report = _Report(tree=tree)
+        report = _Report(tree=tree, metric=metric)
         try:
             attempt = self._begin(step)
         except Exception as error:
@@ -163,8 +169,10 @@ class Saver:
         links = {name: link for report in reports for name, link in report.links.items()}
         for name, (base_step, file) in links.items():
             self._storage.link_file(attempt, base_step, file, name)
+        data = encode_index(index)
+        _check_readable(data, index.tree)
         sizes = {name: file.size_bytes for name, file in index.files.items()}
-        self._storage.commit(attempt, step, encode_index(index), sizes)
+        self._storage.commit(attempt, step, data, sizes)
         if self._incremental:
             self._base = step, index
 
@@ -238,7 +246,18 @@ def _merged_index(reports: Sequence[_Report]) -> Index:
         files=files,
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         num_ranks=len(reports),
+        metric=reports[0].metric,
     )
+
+
+def _check_readable(data: bytes, tree: Node) -> None:
+    """Raise `ValueError` for what a load would refuse, before it takes the place of a step that can be read."""
+    if len(data) > MAX_INDEX_BYTES:
+        raise ValueError(
+            f"{INDEX_FILE} has {len(data)} bytes; expected at most {MAX_INDEX_BYTES}: it holds all values of the state "
+            "that are no tensors or arrays, so that large ones (bytes, long lists of numbers) should be made into these"
+        )
+    decode(tree, lambda _kind, name, _view: name, lambda nodes: {"dict": dict(nodes)})
 
 
 def _release_rest(files: Iterable[StagedFile]) -> None:

@@ -15,6 +15,8 @@ from gcore_ckpt.format import validation
 
 STEP_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
 INDEX_FILE = "index.json"
+MAX_INDEX_BYTES = 1 << 31
+"""Size of the largest `index.json` that is written and read."""
 JOURNAL_FILE = "rollback.json"
 _JOURNAL_FORMAT = "gcore-ckpt rollback"
 

@@ -7,6 +7,7 @@ aside are folders `set-aside-00000012-<id>`; `Journal` says how several become t
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -15,19 +16,30 @@ import stat
 import uuid
 import weakref
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cached_property
-from io import TextIOWrapper
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, cached_property
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcore_ckpt.errors import CheckpointLockedError
 from gcore_ckpt.format import validation
-from gcore_ckpt.storage import INDEX_FILE, JOURNAL_FILE, Journal, Storage, settled_steps, step_name, step_of
+from gcore_ckpt.storage import (
+    INDEX_FILE,
+    JOURNAL_FILE,
+    MAX_INDEX_BYTES,
+    Journal,
+    Storage,
+    settled_steps,
+    step_name,
+    step_of,
+)
 from gcore_ckpt.threads import Workers
 
 if TYPE_CHECKING:
     import numpy as np
+
+_logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 
@@ -39,9 +51,11 @@ _PAGE_BYTES = 4096
 _CHUNK_BYTES = 16 << 20
 _WRITE_THREADS = 4
 _MAX_OPEN_FILES = 256
-_MAX_JSON_BYTES = 1 << 31
+_NOT_SUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.ENOTTY)
+"""Errors of a file system that does not have a call: networks and FUSE."""
+_NO_HARD_LINKS = (*_NOT_SUPPORTED, errno.EPERM, errno.EMLINK, errno.EXDEV)
 
-_locks: weakref.WeakSet[TextIOWrapper] = weakref.WeakSet()
+_locks: weakref.WeakSet[FileIO] = weakref.WeakSet()
 
 
 def _close_locks() -> None:
@@ -63,16 +77,21 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
 
 
 class LocalStorage:
-    """The steps in one folder, `path`; every process of a group must see it under the same path."""
+    """The steps in one folder, `path`; every process of a group must see it under the same path.
+
+    On a file system without locks (some networks and FUSE) a warning is logged, and the last writer that comes has the
+    folder: the one before it fails at its next save. Without a sync of folders a commit may not survive a power cut.
+    """
 
     max_file_bytes = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._lock: TextIOWrapper | None = None
+        self._written_path = str(path)
+        self.path = Path(path).absolute()  # also after a change of the working directory
+        self._lock: FileIO | None = None
 
     def __str__(self) -> str:
-        return str(self.path)
+        return self._written_path
 
     @cached_property
     def _workers(self) -> Workers:
@@ -117,7 +136,14 @@ class LocalStorage:
             write_synced(path, *parts)
 
     def link_file(self, attempt: str, step: int, file: str, name: str) -> None:
-        (self.path / attempt / name).hardlink_to(self.path / step_name(step) / file)
+        source, target = self.path / step_name(step) / file, self.path / attempt / name
+        try:
+            target.hardlink_to(source)
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            shutil.copyfile(source, target)
+            _sync_file(target)
 
     def commit(self, attempt: str, step: int, index: bytes, sizes: Mapping[str, int]) -> None:
         """Write and sync the index, sync the folder, rename it, and sync its parent."""
@@ -166,13 +192,14 @@ class LocalStorage:
     def _check_lock(self) -> None:
         """Refuse to write where the lock file is no longer the one that was locked: another writer may have come."""
         try:
-            is_own = (self.path / LOCK_FILE).read_text() == self._lock_text
+            is_own = (self.path / LOCK_FILE).read_bytes() == self._lock_text
         except FileNotFoundError:
             is_own = False
         if not is_own:
             raise CheckpointLockedError(
                 f"{self.path / LOCK_FILE} is not the file that this writer has locked: {self.path} was deleted or "
-                "replaced meanwhile; expected a new Checkpointer for what is there now"
+                "replaced meanwhile, or has another writer on a file system without locks; expected one writer, and a "
+                "new Checkpointer for what is there now"
             )
 
     def _list_steps(self) -> set[int]:
@@ -187,10 +214,13 @@ class LocalStorage:
     def _remove_leftovers(self) -> None:
         """Remove what dead writers left: exactly what this class names so, and nothing else that is hidden here."""
         for entry in self.path.iterdir():
-            if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif _TEMP_JOURNAL.fullmatch(entry.name) and entry.is_file():
-                entry.unlink()
+            try:
+                if _TEMP_FOLDER.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif _TEMP_JOURNAL.fullmatch(entry.name) and entry.is_file():
+                    entry.unlink()
+            except OSError as error:
+                _logger.warning("%s, which a dead writer has left, cannot be removed: %s", entry, error)
 
     def _finish_setting_aside(self) -> None:
         journal = self._read_journal()
@@ -314,8 +344,8 @@ def _read_regular(path: Path) -> bytes:
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         _check_regular(found)
-        if found.st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"has {found.st_size} bytes; expected at most {_MAX_JSON_BYTES}")
+        if found.st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"has {found.st_size} bytes; expected at most {MAX_INDEX_BYTES}")
         return file.read(found.st_size)
 
 
@@ -326,8 +356,9 @@ def _check_regular(found: os.stat_result) -> None:
 
 def _read_fully(fd: int, offset_bytes: int, buffer: memoryview) -> int:
     size_bytes = 0
-    # Else the kernel reads ahead by so little that a disk with any latency is mostly idle.
-    os.posix_fadvise(fd, offset_bytes, len(buffer), os.POSIX_FADV_WILLNEED)
+    with suppress(OSError):  # a file system without it
+        # Else the kernel reads ahead by so little that a disk with any latency is mostly idle.
+        os.posix_fadvise(fd, offset_bytes, len(buffer), os.POSIX_FADV_WILLNEED)
     while size_bytes < len(buffer):
         count = os.preadv(fd, [buffer[size_bytes:]], offset_bytes + size_bytes)
         if not count:
@@ -356,26 +387,37 @@ def _pwrite_fully(fd: int, data: memoryview, offset: int) -> None:
         written += os.pwrite(fd, data[written:], offset + written)
 
 
-def _lock(path: Path) -> tuple[TextIOWrapper, str]:
-    """Lock a folder until the file is closed or the process ends; `kill -9` leaves nothing. Also return its text."""
+def _lock(path: Path) -> tuple[FileIO, bytes]:
+    """Lock a folder until the file is closed or the process ends; `kill -9` leaves nothing. Also return its content."""
     # The file is never removed: a writer that has opened it would lock a name that no other process can see.
-    file = (path / LOCK_FILE).open("a+")
+    file = FileIO(path / LOCK_FILE, "a+")
+    try:
+        _flock(file, path)
+        file.truncate(0)
+    except BaseException:
+        file.close()
+        raise
+    text = f"process {os.getpid()} on {socket.gethostname()}\n{_new_id()}\n".encode()
+    try:
+        text = text[: file.write(text)]
+    except OSError as error:  # a full disk, on which steps can be deleted all the same
+        _logger.warning("%s cannot be written to, and does not name its holder: %s", path / LOCK_FILE, error)
+        text = b""
+    _locks.add(file)
+    return file, text
+
+
+def _flock(file: FileIO, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        holder = file.readline().strip() or "another writer"
-        file.close()
+        holder = file.readline().decode(errors="replace").strip() or "another writer"
         raise CheckpointLockedError(f"{path} is being written to by {holder}; one writer per path") from None
-    except OSError:
-        file.close()
-        raise
-    file.truncate(0)
-    text = f"process {os.getpid()} on {socket.gethostname()}\n{_new_id()}\n"
-    file.write(text)
-    file.flush()
-    _locks.add(file)
-    return file, text
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        _logger.warning("%s is on a file system without locks (%s): expected no other process that saves", path, error)
 
 
 def write_synced(path: Path, *parts: bytes | memoryview) -> None:
@@ -391,5 +433,22 @@ def sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        _warn_once(f"the file system cannot sync folders ({error}): a commit may not survive a power cut")
     finally:
         os.close(fd)
+
+
+def _sync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _logger.warning("%s", message)

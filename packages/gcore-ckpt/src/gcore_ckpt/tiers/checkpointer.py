@@ -4,13 +4,23 @@ import logging
 import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from gcore_ckpt.checkpointer import Checkpointer
+from gcore_ckpt.errors import CorruptCheckpointError, LostRankError
 from gcore_ckpt.format.tree import State
 from gcore_ckpt.handles import SaveHandle, SaveReport
 from gcore_ckpt.loading.reader import Step
-from gcore_ckpt.ranks.group import Group, ProcessGroupArgument, TorchGroup, exchange
+from gcore_ckpt.ranks.group import (
+    Group,
+    ProcessGroupArgument,
+    TorchGroup,
+    all_succeed,
+    any_rank,
+    attempt,
+    exchange,
+)
 from gcore_ckpt.storage import Storage, check_step
 from gcore_ckpt.threads import Call, Outcome
 from gcore_ckpt.tiers.storage import Plan, TieredStorage
@@ -33,7 +43,8 @@ class TieredCheckpointer(Checkpointer):
 
     A save copies the state once, into host memory, and writes it to the first tier for which the step is due; after the
     commit, the files are copied from there to the other tiers that are due, in the background. A save for which no tier
-    is due does nothing. `load` takes the newest step that is whole anywhere, from the first tier that has it.
+    is due does nothing. `load` takes the newest step that is whole anywhere, from the first tier that has it; if that
+    copy is damaged, it logs a warning and takes the next tier's.
 
     On the machines' own disks, each rank's files lie on its machine and on `replicas` others. A save is committed there
     once all copies are made; when the next `save` returns, the machine of any rank may be lost with its disk, at the
@@ -85,24 +96,27 @@ class TieredCheckpointer(Checkpointer):
         state: State,
         *,
         progress: Callable[[int, int], None] | None = None,
+        metric: float | None = None,
         to_all: bool = False,
     ) -> SaveHandle:
         """Start to save `state` to the tiers for which `step` is due; see `Checkpointer.save`.
 
         The handle waits for the first of them. `wait` and `close` wait for the copies to the others too, and the next
-        save to one of the others for the copies before it; an error of a copy is raised by the next call of these.
+        save to one of the others for the copies before it. An error of a copy is logged, and raised by `wait` and
+        `close`; by `save` only after a second one.
 
         Args:
             step: Number of the step.
             state: As for `Checkpointer.save`.
             progress: As for `Checkpointer.save`.
+            metric: As for `Checkpointer.save`.
             to_all: Whether the step goes to every tier, as when the job is to end.
         """
         check_step(step)
         if to_all:
             self._tiers.forced.add(step)
         if self._closed or self._tiers.due(step):
-            return super().save(step, state, progress=progress)
+            return super().save(step, state, progress=progress, metric=metric)
         nothing = Outcome[None]()
         nothing.set_result(None)
         return SaveHandle(step, nothing, SaveReport())
@@ -127,12 +141,42 @@ class TieredCheckpointer(Checkpointer):
         if self._tiers.node is not None:
             self._tiers.node.delete_local()
 
-    @contextmanager
-    def _found(self, call: Call, step: Step) -> Generator[tuple[Storage, int]]:
+    def _read(self, call: Call, step: Step, fill: Callable[[Storage, int | None], State]) -> State:
         group = self._open_group(call)
         for handle in list(self._handles):
             handle.join()  # what is written now is on some machines and not yet on others
-        plan: Plan = exchange(group, self._report, lambda reports: self._tiers.plan(reports, step))
+        plan = self._plan(call, step)
+        while True:
+            state, error = attempt(partial(self._read_planned, call, plan, fill))
+            if error is None:
+                return state
+            if isinstance(error, LostRankError):
+                raise error
+            # Ranks that could read their parts have another error than the one that could not.
+            if not any_rank(group, isinstance(error, CorruptCheckpointError | OSError)):
+                raise error
+            next_plan, _ = attempt(partial(self._plan, call, plan["step"], above_tier=plan["tier"]))
+            if next_plan is None:
+                raise error
+            damaged = self._tiers.places[plan["tier"]].storage
+            intact = self._tiers.places[next_plan["tier"]].storage
+            _logger.warning("step %d of %s is damaged, and is loaded from %s: %s", plan["step"], damaged, intact, error)
+            plan = next_plan
+
+    def _plan(self, call: Call, step: Step, *, above_tier: int = -1) -> Plan:
+        return exchange(
+            self._open_group(call),
+            self._report,
+            lambda reports: self._tiers.plan(reports, step, above_tier=above_tier),
+        )
+
+    def _read_planned(self, call: Call, plan: Plan, fill: Callable[[Storage, int | None], State]) -> State:
+        with self._open_planned(call, plan) as (storage, found):
+            return all_succeed(self._open_group(call), lambda: fill(storage, found))
+
+    @contextmanager
+    def _open_planned(self, call: Call, plan: Plan) -> Generator[tuple[Storage, int]]:
+        """Let all ranks read a step, for as long as any of them does."""
         storage, found = self._tiers.places[plan["tier"]].storage, plan["step"]
         newest = {
             str(place.storage): steps[-1:] for place, steps in zip(self._tiers.places, plan["steps"], strict=True)

@@ -86,7 +86,7 @@ class NodeStorage:
                 for step in self.local.steps() if self.leads else []:
                     part = held.get(str(step))
                     if part is None or part["index"] != kept.get(str(step)):
-                        self.local.remove(step)
+                        self._remove_part(step)
 
         kept.update(exchange(group, lock, whole))
         if group.rank == 0 and len(self._machines.ranks) <= self._replicas:
@@ -97,6 +97,12 @@ class NodeStorage:
                 len(self._machines.ranks),
             )
         all_succeed(group, remove_parts)
+
+    def _remove_part(self, step: int) -> None:
+        try:
+            self.local.remove(step)
+        except OSError as error:
+            _logger.warning("%s: the part of step %d cannot be deleted: %s", self, step, error)
 
     def release(self) -> None:
         self.local.release()

@@ -1,15 +1,16 @@
 """Saves to the first tier that is due, and copies the committed step to the others in the background."""
 
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
-from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError
+from gcore_ckpt.errors import CheckpointError, CheckpointWriteError
 from gcore_ckpt.format.tree import Node, State
-from gcore_ckpt.handles import SaveReport
+from gcore_ckpt.handles import SaveHandle, SaveReport, raise_repeated, raise_uncollected, report_at_exit
 from gcore_ckpt.ranks.group import Group, all_succeed, root_decides
-from gcore_ckpt.saving.pipeline import SavePipeline
+from gcore_ckpt.saving.pipeline import SavePipeline, delete_superfluous
 from gcore_ckpt.saving.saver import Saver
 from gcore_ckpt.saving.staging import StagedFile
 from gcore_ckpt.storage import Storage
@@ -17,6 +18,8 @@ from gcore_ckpt.threads import Call, Outcome
 from gcore_ckpt.tiers.copying import copy_step
 from gcore_ckpt.tiers.storage import Place, TieredStorage
 from gcore_ckpt.tiers.transfer import Buffer
+
+_logger = logging.getLogger(__name__)
 
 _Copy: TypeAlias = tuple[int, list[Place], Outcome[None]]  # a step, where it is and goes to, and its save
 
@@ -27,11 +30,16 @@ class _TieredSaver(Saver):
     _storage: TieredStorage
 
     def save(
-        self, step: int, tree: Node, staged: Iterable[StagedFile], advance: Callable[[int], None] = lambda _: None
+        self,
+        step: int,
+        tree: Node,
+        staged: Iterable[StagedFile],
+        advance: Callable[[int], None] = lambda _: None,
+        metric: float | None = None,
     ) -> None:
         node = self._storage.node if self._storage.due(step)[0] is self._storage.places[0] else None
         try:
-            super().save(step, tree, staged, advance)
+            super().save(step, tree, staged, advance, metric)
             if node is not None:
                 node.settle(step, self._group)
         except Exception as error:
@@ -50,7 +58,7 @@ class TieredPipeline(SavePipeline):
         self._copying = copying
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gcore-ckpt-tiers")
         self._buffer = Buffer()
-        self._copies: list[Outcome[None]] = []
+        self._copies: dict[SaveHandle, None] = {}
         self._owed: list[_Copy] = []  # by a run before this one
         self._opened = False
         self._listed = False
@@ -65,25 +73,31 @@ class TieredPipeline(SavePipeline):
         report: SaveReport,
         progress: Callable[[int, int], None] | None,
         check: Callable[[], None],
+        metric: float | None,
     ) -> None:
         self._open(call)
         due = self._tiers.due(step)
         if due[0] is not self._tiers.places[0] or len(due) > 1:
-            for copy in self._copies:  # a tier that is slower than its `every` slows training, not fills the others
-                copy.wait()
-            self._copies.clear()
+            for copy in list(self._copies):  # a tier slower than its `every` slows training, not fills the others
+                copy.join()
         owed = [*self._owed, *([(step, due, outcome)] if len(due) > 1 else [])]
         self._in_use |= {copied for copied, _, _ in owed}
+
+        def check_copies() -> None:
+            check()
+            raise_repeated(self._copies)
+
         try:
-            super().save(call, step, state, outcome, report, progress, check)
+            super().save(call, step, state, outcome, report, progress, check_copies, metric)
         except BaseException:
             self._in_use -= {copied for copied, _, _ in owed}
             raise
         self._owed = []
         for copy in owed:
             copied = Outcome[None]()
-            self._copies.append(copied)
-            self._deletions.append(copied)
+            handle = SaveHandle(copy[0], copied, SaveReport())
+            self._copies[handle] = None
+            report_at_exit(handle)
             self._copier.submit(copied.set_by, partial(self._copy, *copy))
 
     def roll_back(self, call: Call, step: int) -> list[int]:
@@ -92,10 +106,7 @@ class TieredPipeline(SavePipeline):
         def later_steps() -> list[int]:
             with call.working():
                 self._acquire()
-                steps = self._tiers.steps()
-            if step not in steps:
-                missing = f"{self._tiers} hold no step {step!r} to roll back to"
-                raise CheckpointNotFoundError(f"{missing}; their committed steps are {steps}")
+                steps = self._check_exists(step, "roll back to")
             return [other for other in steps if other > step]
 
         def set_aside() -> None:
@@ -114,9 +125,39 @@ class TieredPipeline(SavePipeline):
         self._owed = [copy for copy in self._owed if copy[0] <= step]
         return later
 
+    def delete(self, call: Call, step: int) -> None:
+        self._open(call)
+
+        def check() -> None:
+            with call.working():
+                self._acquire()
+                self._check_exists(step, "delete")
+
+        def remove() -> None:
+            try:
+                with call.working():
+                    for place in self._tiers.places:
+                        node = self._tiers.node if place.storage is self._tiers.node else None
+                        here = place.storage.steps() if node is None else node.steps_here()
+                        if self._leads(place) and step in here:
+                            place.storage.remove(step)
+            except OSError as error:
+                raise CheckpointWriteError(f"deleting step {step} from {self._tiers} failed: {error}") from error
+
+        root_decides(self._planning, check)
+        all_succeed(self._planning, remove)
+        self._owed = [copy for copy in self._owed if copy[0] != step]
+
+    def wait(self) -> None:
+        """Wait for the copies and deletions; `CheckpointWriteError` if a copy failed."""
+        super().wait()
+        for copy in list(self._copies):
+            copy.join()
+        raise_uncollected(self._copies)
+
     def close(self) -> None:
-        for copy in self._copies:
-            copy.wait()
+        for copy in list(self._copies):
+            copy.join()
         self._copier.shutdown()
         try:
             super().close()
@@ -124,6 +165,7 @@ class TieredPipeline(SavePipeline):
             if self._tiers.node is not None:
                 self._tiers.node.release()
             self._copying.close()
+        raise_uncollected(self._copies)
 
     def _copy(self, step: int, due: list[Place], saved: Outcome[None]) -> None:
         first, *others = due
@@ -133,9 +175,11 @@ class TieredPipeline(SavePipeline):
                     copy_step(step, first.storage, place.storage, self._copying, self._buffer)
                     self._delete_superfluous(place, step)
         except (OSError, CheckpointError) as error:
-            raise CheckpointWriteError(
+            failure = (
                 f"step {step} is committed to {first.storage}, but copying it to the tiers after it failed: {error}"
-            ) from error
+            )
+            _logger.error("%s", failure)
+            raise CheckpointWriteError(failure) from error
         finally:
             self._in_use.discard(step)
 
@@ -147,15 +191,13 @@ class TieredPipeline(SavePipeline):
         if not self._leads(place):
             return
         node = self._tiers.node if place.storage is self._tiers.node else None
-        try:
-            steps = place.storage.steps() if node is None else node.steps_here()
-            for old in place.tier.retention.superfluous(steps, step):
-                if old not in self._in_use:
-                    place.storage.remove(old)
-        except OSError as error:
-            raise CheckpointWriteError(
-                f"step {step} is committed to {place.storage}, but deleting older steps failed: {error}"
-            ) from error
+
+        def superfluous(steps: list[int]) -> list[int]:
+            here = steps if node is None else node.steps_here()
+            old_steps = self._find_superfluous(place.storage, place.tier.retention, here, step)
+            return [old for old in old_steps if old not in self._in_use]
+
+        delete_superfluous(place.storage, superfluous)
 
     def _open(self, call: Call) -> None:
         """Make ready for writing, once, and note the copies that a run before this one has not made."""

@@ -57,14 +57,15 @@ class TieredStorage:
             for place in self.places
         ]
 
-    def plan(self, reports: Sequence[Report], step: int | str) -> list[Plan]:
-        """Return, for each rank, where to load a step from: the first tier that has it (root)."""
+    def plan(self, reports: Sequence[Report], step: int | str, *, above_tier: int = -1) -> list[Plan]:
+        """Return, for each rank, where to load a step from: the first tier above a number that has it (root)."""
         steps = self.reported_steps(reports)
         known = sorted({step for numbers in steps for step in numbers})
         if not known:
             raise CheckpointNotFoundError(f"{self} hold no committed step")
         found = known[-1] if step == "latest" else step
-        tier = next((number for number, numbers in enumerate(steps) if found in numbers), None)
+        holders = [number for number, numbers in enumerate(steps) if found in numbers and number > above_tier]
+        tier = holders[0] if holders else None
         if tier is None or not isinstance(found, int):
             raise CheckpointNotFoundError(f"{self} hold no step {step!r}; their committed steps are {known}")
         plan = {"tier": tier, "step": found, "steps": steps, "places": None}

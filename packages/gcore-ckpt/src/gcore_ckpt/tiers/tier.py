@@ -3,7 +3,7 @@
 import os
 from dataclasses import KW_ONLY, dataclass
 
-from gcore_ckpt.checkpointer import Retention
+from gcore_ckpt.retention import BestMode, Retention
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,8 @@ class Tier:
         every: The steps to save there are the multiples of this.
         keep: After each commit, delete the lowest steps there until this many are left. None keeps all.
         keep_every: Steps that are multiples of this stay there for good.
+        keep_best: As many steps with the best metric of `save` stay there, too.
+        best_mode: Whether the highest metric is the best, or the lowest: `"max"` or `"min"`.
         replicas: Number of other machines that get a copy of what a machine's ranks write. 0 survives the death of
             processes, 1 the loss of any one machine with its disk. None: the place is not on the machines.
 
@@ -28,6 +30,8 @@ class Tier:
     every: int = 1
     keep: int | None = None
     keep_every: int | None = None
+    keep_best: int | None = None
+    best_mode: BestMode = "max"
     replicas: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,4 +46,4 @@ class Tier:
     @property
     def retention(self) -> Retention:
         """Which steps stay there."""
-        return Retention(keep=self.keep, keep_every=self.keep_every)
+        return Retention(keep=self.keep, keep_every=self.keep_every, keep_best=self.keep_best, best_mode=self.best_mode)

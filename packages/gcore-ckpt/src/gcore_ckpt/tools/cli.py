@@ -4,6 +4,7 @@ Exit code 0: fine. 1: `diff` found a difference, `verify` damage. 2: wrong use, 
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -16,10 +17,10 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from gcore_ckpt.checkpointer import Retention
 from gcore_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from gcore_ckpt.format.stored import Index, StoredTensor
 from gcore_ckpt.loading.reader import Step, StepReader, find_step, open_step, step_leaves, verify
+from gcore_ckpt.retention import Retention
 from gcore_ckpt.storage import Storage
 from gcore_ckpt.storage.local import open_storage
 
@@ -42,26 +43,58 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_ERROR
 
 
-def _ls(path: str) -> int:
+def _ls(path: str, *, as_json: bool) -> int:
     storage = open_storage(path)
-    rows: list[Sequence[str]] = []
+    entries: list[dict[str, Any]] = []
     for step in storage.steps() or [find_step(storage, "latest")]:
-        label = "-" if step is None else str(step)
         try:
             with open_step(storage, step) as reader:
-                index = reader.index
+                entries.append({"step": step, **_summary(reader.index)})
         except CorruptCheckpointError as error:
-            rows.append((label, "-", "-", f"damaged: {error}", "-"))
+            entries.append({"step": step, "damaged": str(error)})
         except CheckpointNotFoundError:  # a writer has just deleted it
             continue
-        else:
-            size = decimal(_size_bytes(index))
-            rows.append((label, size, str(len(index.tensors)), index.saved_at or "-", str(index.num_ranks)))
-    _print_table(("step", "size", "tensors", "saved at", "ranks"), rows, right=("step", "size", "tensors"))
-    if set_aside := storage.steps_set_aside():
+    set_aside = storage.steps_set_aside()
+    if as_json:
+        print(json.dumps({"steps": entries, "set_aside": set_aside}))
+        return 0
+    columns = ("step", "size", "tensors", "saved at", "ranks", "metric")
+    rows = [_row_of(entry) for entry in entries]
+    if not any("metric" in entry for entry in entries):
+        columns = columns[:-1]
+        rows = [row[:-1] for row in rows]
+    _print_table(columns, rows, right=("step", "size", "tensors"))
+    if set_aside:
         _say("")
         _say(f"set aside by rollback: {_listed(set_aside)}")
     return 0
+
+
+def _summary(index: Index) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "size_bytes": _size_bytes(index),
+        "tensors": len(index.tensors),
+        "saved_at": index.saved_at,
+        "ranks": index.num_ranks,
+    }
+    if index.metric is not None:
+        summary["metric"] = index.metric
+    return summary
+
+
+def _row_of(entry: dict[str, Any]) -> Sequence[str]:
+    label = "-" if entry["step"] is None else str(entry["step"])
+    if "damaged" in entry:
+        return label, "-", "-", f"damaged: {entry['damaged']}", "-", "-"
+    size = decimal(entry["size_bytes"])
+    return (
+        label,
+        size,
+        str(entry["tensors"]),
+        entry["saved_at"] or "-",
+        str(entry["ranks"]),
+        str(entry.get("metric", "-")),
+    )
 
 
 def _show(path: str, step: Step, tensors: str) -> int:
@@ -157,6 +190,14 @@ def _import_dcp(source: str, path: str, step: int) -> int:
     from gcore_ckpt.tools.dcp import import_dcp
 
     import_dcp(source, path, step=step)
+    _say(f"saved step {step} to {path}")
+    return 0
+
+
+def _import_pt(source: str, path: str, step: int) -> int:
+    from gcore_ckpt.tools.torch_file import import_pt
+
+    import_pt(source, path, step=step)
     _say(f"saved step {step} to {path}")
     return 0
 
@@ -300,7 +341,8 @@ def _parser() -> argparse.ArgumentParser:
     step: dict[str, Any] = {"type": _step, "metavar": "N", "default": "latest", "help": "number (default: the latest)"}
     number: dict[str, Any] = {"type": _number, "metavar": "N"}
 
-    command(_ls, "ls runs/a", "Lists the steps of a path.", "path")
+    listing = command(_ls, "ls runs/a", "Lists the steps of a path.", "path")
+    listing.add_argument("--json", dest="as_json", action="store_true", help="as one JSON object, for programs")
 
     show = command(_show, "show runs/a --step 100 --tensors model", "Shows what a step holds.", "path")
     show.add_argument("--step", **step)
@@ -331,8 +373,13 @@ def _parser() -> argparse.ArgumentParser:
     text = "Saves a checkpoint of torch.distributed.checkpoint as a step."
     dcp = command(_import_dcp, "import-dcp old/step-100 runs/a --step 100", text)
     dcp.add_argument("source", metavar="SOURCE", help="the folder that holds .metadata")
-    dcp.add_argument("path", metavar="PATH")
-    dcp.add_argument("--step", **number, default=0, help="number of the step (default: %(default)s)")
+
+    text = "Saves a file of torch.save as a step; nothing in the file is called, as with weights_only=True."
+    pt = command(_import_pt, "import-pt old/model.pt runs/a --step 100", text)
+    pt.add_argument("source", metavar="SOURCE", help="the file")
+    for importer in (dcp, pt):
+        importer.add_argument("path", metavar="PATH")
+        importer.add_argument("--step", **number, default=0, help="number of the step (default: %(default)s)")
 
     text = (
         "Deletes steps: all but the latest, all above one, or those that were set aside. It does not ask; refused "

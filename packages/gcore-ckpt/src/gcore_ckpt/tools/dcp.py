@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from gcore_ckpt.checkpointer import Checkpointer
-from gcore_ckpt.errors import CheckpointNotFoundError, CheckpointWriteError
+from gcore_ckpt.errors import CheckpointNotFoundError
 from gcore_ckpt.format import validation
 from gcore_ckpt.format.boxes import Box, overlap
 from gcore_ckpt.format.nested import NestedState
 from gcore_ckpt.format.tree import MAX_DEPTH, State
+from gcore_ckpt.tools.importing import save_imported
 
 _METADATA_FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -51,14 +51,7 @@ def import_dcp(source: str | os.PathLike[str], path: str | os.PathLike[str], *, 
             does not load with `weights_only=True`, or files that an extension has transformed.
         CheckpointWriteError, CheckpointLockedError: It could not be saved.
     """
-    with Checkpointer(path, process_group=None) as checkpointer:
-        if step in checkpointer.steps():
-            raise CheckpointWriteError(f"{path} already holds step {step}; a committed step is never overwritten")
-        state = _read(Path(source))
-        try:
-            checkpointer.save(step, state).wait()
-        except TypeError as error:
-            raise CheckpointWriteError(f"{source} holds what cannot be saved: {error}") from error
+    save_imported(source, path, step, _read)
 
 
 class _Record:

@@ -1,0 +1,74 @@
+"""Which steps stay after a commit."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+_logger = logging.getLogger(__name__)
+
+BestMode: TypeAlias = Literal["max", "min"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Steps to keep after a commit.
+
+    Attributes:
+        keep: How many of the latest; None for all.
+        keep_every: Multiples of this stay for good.
+        keep_best: How many of those with the best metrics stay, too.
+        best_mode: Whether the highest or the lowest metric is the best.
+    """
+
+    keep: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    best_mode: BestMode = "max"
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"keep is {self.keep}; expected None (keep all steps) or 1 or more")
+        for name, value in (("keep_every", self.keep_every), ("keep_best", self.keep_best)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected None or 1 or more")
+            if value is not None and self.keep is None:
+                raise ValueError(f"{name} is {value} and keep is None, which keeps all steps; expected a keep")
+        if self.best_mode not in ("max", "min"):
+            raise ValueError(f"best_mode is {self.best_mode!r}; expected 'max' or 'min'")
+
+    def superfluous(
+        self, steps: list[int], committed: int | None = None, metrics: Mapping[int, float] | None = None
+    ) -> list[int]:
+        """Return those of `steps` (ascending) that may go, never the one just committed."""
+        if self.keep is None:
+            return []
+        others = [step for step in steps if step != committed]
+        kept = self.keep - (0 if committed is None else 1)
+        lowest = others[: max(0, len(others) - kept)]
+        best = self._best(steps, metrics or {})
+        return [step for step in lowest if not (step in best or self._is_for_good(step))]
+
+    def _is_for_good(self, step: int) -> bool:
+        return self.keep_every is not None and step % self.keep_every == 0
+
+    def _best(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
+        """Return the steps with the best metrics; of equal ones the later."""
+        if self.keep_best is None:
+            return []
+        sign = 1 if self.best_mode == "max" else -1
+        measured = [step for step in steps if step in metrics]
+        measured.sort(key=lambda step: (sign * metrics[step], step), reverse=True)
+        return measured[: self.keep_best]
+
+
+def finite_metric(step: int, metric: float | None) -> float | None:
+    """Return a metric as it is stored; None, after a warning, for one that is not finite."""
+    if metric is None:
+        return None
+    value = float(metric)
+    if not math.isfinite(value):
+        _logger.warning("metric of step %d is %s: the step is none of the best", step, value)
+        return None
+    return value
