@@ -72,7 +72,7 @@ class RunFolder:
     def opened(cls, path: str | Path, kind: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":
         """Return the folder of an existing run, and its settings on this machine; see `load_config`."""
         folder = cls.existing(path)
-        return folder, resolve(folder.load_config(kind))
+        return folder, resolve(folder.load_config(kind), is_local=True)
 
     def lock(self) -> None:
         """Keep other processes from writing this run while this object lives; `UserError` if one does already."""
