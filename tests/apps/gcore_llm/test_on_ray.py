@@ -197,10 +197,9 @@ def own_cluster() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_cluster")
 def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None:
-    """While the other one, which is asked first, waits for it."""
-    config = TrainConfig(
-        device="cpu", dtype="float32", threads=2, runtime="ray", trainer=TrainerConfig(num_processes=2)
-    )
+    """While the other one, which is asked first, waits for it; so is one that is stopped for good."""
+    ranks = TrainerConfig(num_processes=2, heartbeat_timeout_s=3.0)
+    config = TrainConfig(device="cpu", dtype="float32", threads=2, runtime="ray", trainer=ranks)
     spec = ray_trainer_spec(config, tiny, tmp_path / "checkpoints")
     learner = RayTrainerGroup()
 
@@ -220,6 +219,12 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
         killer.join()
         start()
     learner.save(1, {"step": 1, "controllers": []})
+    place = learner.ranks.places[1]
+    os.kill(int(place.split()[1]), signal.SIGSTOP)
+    with pytest.raises(RankError, match=re.escape(f"training rank 1, {place}, gave no sign of life for 3 s: ")):
+        learner.save(2, {"step": 2, "controllers": []})
+    # Its place on the cluster is free again.
+    start()
     learner.close()
     assert Checkpointer(tmp_path / "checkpoints").steps() == [1]
 

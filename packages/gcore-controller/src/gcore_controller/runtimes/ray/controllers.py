@@ -69,8 +69,9 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._begin(peers, run_number)
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
+    @ray.method(concurrency_group="news")
     async def is_alive(self) -> None:
-        """Return at once, unless the program blocks the event loop."""
+        """Return at once, even if the program blocks its event loop."""
 
     async def run(self, packed: tuple[Program[RolesT, ResultT], RolesT]) -> ResultT:
         program, roles = packed
@@ -333,7 +334,8 @@ class RayControllers:
 
     def _started(self, rank: int) -> Any:
         """Start a controller; an error shows when it is introduced to the others."""
-        make: Any = ray.remote(ControllerActor)
+        remote: Any = ray.remote
+        make = remote(concurrency_groups={"news": 1})(ControllerActor)
         place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
         others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
         num_cpus, num_gpus = self._bundle["CPU"], self._bundle.get("GPU", 0)
