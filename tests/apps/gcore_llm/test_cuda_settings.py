@@ -117,11 +117,17 @@ def test_engines_follow_the_load_by_default_on_clusters_with_gpus(tiny: Path) ->
     assert resolve(config(tiny, runtime="ray", rollout=on_gpus.rollout, reward_model=judge)).strategy == "dynamic"
 
 
-def test_metrics_of_the_gpu() -> None:
+def test_metrics_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = Device.matching(GPU).flops_per_s
     found = speed(peak, 4.0, num_devices=1, device="cuda")
     assert found == pytest.approx({"perf/tflops/actor": peak / 4e12, "perf/mfu/actor": 0.25})
     assert speed(peak, 4.0, num_devices=1, device="cpu").keys() == {"perf/tflops/actor"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # A controller on Ray sees no GPU, and reports the ranks' speed.
+    assert speed(peak, 4.0, num_devices=1, device="cuda").keys() == {"perf/tflops/actor"}
+
+
+def test_memory_of_the_gpu() -> None:
     found = memory("cuda")
     assert (found["perf/max_memory_allocated_gb"], found["perf/max_memory_reserved_gb"]) == (3.0, 4.0)
     assert memory("cpu").keys() == {"perf/max_rss_gb"}

@@ -219,6 +219,9 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
         killer.join()
         start()
     learner.save(1, {"step": 1, "controllers": []})
+    learner.close()
+    assert Checkpointer(tmp_path / "checkpoints").steps() == [1]
+    start()
     place = learner.ranks.places[1]
     os.kill(int(place.split()[1]), signal.SIGSTOP)
     with pytest.raises(RankError, match=re.escape(f"training rank 1, {place}, gave no sign of life for 3 s: ")):
@@ -226,7 +229,6 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
     # Its place on the cluster is free again.
     start()
     learner.close()
-    assert Checkpointer(tmp_path / "checkpoints").steps() == [1]
 
 
 BROKEN = """
@@ -261,6 +263,11 @@ def test_a_cluster_that_is_not_there(cli: Cli, own_args: list[str]) -> None:
     error = cli.refused(*own_args, "--runtime", "ray", "--ray.address", "127.0.0.1:1")
     assert "ray.address is '127.0.0.1:1': no Ray cluster answers there" in error
     assert not (cli.cwd / "runs").exists()
+
+
+def test_a_variable_that_is_not_set(cli: Cli, own_args: list[str]) -> None:
+    error = cli.refused(*own_args, "--runtime", "ray", "--ray.env", "NO_SUCH_KEY")
+    assert "ray.env holds 'NO_SUCH_KEY'; expected names of variables that are set for this command" in error
 
 
 def test_fewer_engines_than_controllers(cli: Cli, own_args: list[str]) -> None:

@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from gcore_runs.errors import UserError
+from gcore_runs.settings.fingerprints import take_fingerprints
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 
 if TYPE_CHECKING:
@@ -392,6 +393,11 @@ def _resumed(config: BaseRunConfig) -> dict[str, Any]:
     if config.resume == "never" or not is_resumed or not (folder / "config.toml").is_file():
         return {}
     return read_toml(folder / "config.toml")
+
+
+def content_fingerprints(config: BaseRunConfig) -> dict[str, str]:
+    """Return a hash of the files that each setting names; see `take_fingerprints`."""
+    return take_fingerprints(dict(_flat(dataclasses.asdict(config))), _models(config))
 
 
 def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:

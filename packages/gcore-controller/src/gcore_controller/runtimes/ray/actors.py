@@ -117,7 +117,7 @@ class Heartbeats:
     def __init__(self, group: ActorGroup) -> None:
         self._group = group
         self._calls = [actor.is_alive.remote().future() for actor in group.actors]
-        self._has_started = [False] * len(group.actors)
+        self._has_started = [bool(group.places)] * len(group.actors)
         self._num_silent = [0] * len(group.actors)
 
     def check(self) -> None:
