@@ -195,6 +195,14 @@ def test_a_run_is_refused_before_anything_is_made(head: Head, tmp_path: Path) ->
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_token_of_a_new_cluster_is_for_its_user_alone(tmp_path: Path) -> None:
+    """Ray by itself writes it to a file that all users can read."""
+    assert run("", HOME=str(tmp_path)) == "[[0, 1], [0, 1]]"
+    token = tmp_path / ".ray/auth_token"
+    assert len(token.read_text()) == 64
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
 def test_variables_reach_processes_and_no_log(head: Head) -> None:
     secret = "the key of a reward's service"
     found = run(head.address, ENVIRONMENT, HOME=str(head.home), REWARD_KEY=secret, OTHER_KEY="stays here")

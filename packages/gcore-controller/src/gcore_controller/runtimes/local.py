@@ -259,7 +259,7 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         Calls are counted, and not time: this process may have been stopped together with the ranks.
         """
         for rank, counter in enumerate(self._heartbeats):
-            # A rank that has not begun waits for imports.
+            # A rank that has not started waits for imports.
             is_silent = counter.value == last[rank] and counter.value > 0
             num_silent[rank] = num_silent[rank] + 1 if is_silent else 0
             last[rank] = counter.value

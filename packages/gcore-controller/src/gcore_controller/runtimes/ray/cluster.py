@@ -8,8 +8,10 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -54,7 +56,8 @@ def connect(address: str | None = None, **options: Any) -> None:
     """
     check_token(address)
     try:
-        ray.init(address=address, **options)
+        with _private_token_file():
+            ray.init(address=address, **options)
     except RuntimeError as error:
         if (versions := _VERSIONS.search(str(error))) is None:
             raise
@@ -113,6 +116,22 @@ def check_token(address: str | None = None) -> None:
         raise ClusterError(f"the Ray cluster at {address!r} does not accept this process: {_token(error)}") from None
     except RayError as error:
         raise ConnectionError(f"what answers at {address!r} is no Ray cluster: {error}") from error
+
+
+@contextmanager
+def _private_token_file() -> Generator[None]:
+    """Let no other user read the token that Ray writes to a file for a new cluster on this machine."""
+    file = Path.home() / ".ray" / "auth_token"
+    with suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        # Ray keeps the mode of a file that is there.
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if not file.stat().st_size:
+                file.unlink()
 
 
 def _token(error: AuthenticationError) -> str:
