@@ -76,7 +76,7 @@ def _trial_device(config: DiffusionConfig) -> str:
     return "cpu" if config.runtime == "ray" else config.device
 
 
-def _tried_settings(config: DiffusionConfig) -> DiffusionConfig:
+def tried_settings(config: DiffusionConfig) -> DiffusionConfig:
     """Return the settings of an engine in this process; on Ray its machine may have no GPU."""
     import torch
 
@@ -96,7 +96,7 @@ async def start(
     devices, is_on_ray = device_timers(config), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     async with AsyncExitStack() as engines:
-        tried = _tried_settings(config)
+        tried = tried_settings(config)
         policy, judge = await start_engines(tried, model, instrumentation, engines, is_trial=is_on_ray)
         rewards = rewards or build_rewards(config, judge=judge, device=_trial_device(config))
         sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
