@@ -40,7 +40,7 @@ from gcore_runs.actor_engines import ActorEngines, lend, role_shares
 from gcore_runs.engines import Instrumentation, allocator_variables, engines_in_turns, lending_of
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.node_logs import NodeLogs
-from gcore_runs.settings.cluster import cluster_address, refusals_named, variables
+from gcore_runs.settings.cluster import cluster_address, read_variables, translate_refusals
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
@@ -72,8 +72,8 @@ def _connect_to_cluster(config: BaseRLConfig) -> None:
     """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine that is large enough."""
     address = cluster_address(config.ray)
     if address:
-        with refusals_named(address):
-            connect_quietly(address, variables=variables(config.ray))
+        with translate_refusals(address):
+            connect_quietly(address, variables=read_variables(config.ray))
     else:
         num_cpus = max(os.cpu_count() or 1, round(config.sizes.num_reserved * config.ray.cpus_per_process + 0.5))
         connect_quietly("local", num_cpus=num_cpus, include_dashboard=False)

@@ -19,7 +19,7 @@ def cluster_address(settings: RayConfig) -> str:
 
 def check_cluster(settings: RayConfig) -> None:
     """Check the address and the token before anything is started; `UserError` if no cluster accepts them."""
-    variables(settings)
+    read_variables(settings)
     address = cluster_address(settings)
     parts = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)
     if parts is None:
@@ -33,7 +33,7 @@ def check_cluster(settings: RayConfig) -> None:
         ) from error
     # Ray's own messages about processes that die: a run reports each in one line.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with refusals_named(address):
+    with translate_refusals(address):
         check_token(address)
 
 
@@ -45,11 +45,11 @@ def resolve_device(device: str, settings: RayConfig) -> str:
     address = cluster_address(settings)
     if device != "auto":
         return device
-    with refusals_named(address):
+    with translate_refusals(address):
         return "cuda" if count_cluster_gpus(address) > 0 else "cpu"
 
 
-def variables(settings: RayConfig) -> dict[str, str]:
+def read_variables(settings: RayConfig) -> dict[str, str]:
     """Return the variables of the environment that the processes of the cluster get; `UserError` if one is not set."""
     missing = [name for name in settings.env if name not in os.environ]
     if missing:
@@ -58,7 +58,7 @@ def variables(settings: RayConfig) -> dict[str, str]:
 
 
 @contextmanager
-def refusals_named(address: str) -> Generator[None]:
+def translate_refusals(address: str) -> Generator[None]:
     """Raise `UserError` where a cluster does not accept this process, or where none answers."""
     try:
         yield
