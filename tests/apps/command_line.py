@@ -195,13 +195,20 @@ def val_rows(run: Path) -> list[dict[str, float]]:
     return [row for row in read_rows(run / "metrics.jsonl") if "val/greedy/score/mean" in row]
 
 
-def kill_a_rank(command: Command, run: Path) -> None:
-    """Kill the second of two local training ranks after some steps: the command ends, and names it."""
+def signal_a_rank(command: Command, run: Path, number: signal.Signals) -> list[int]:
+    """Send a signal to the second of two local training ranks after some steps; return their processes."""
     metrics = run / "metrics.jsonl"
-    command.wait_until(lambda: len(read_rows(metrics) if metrics.exists() else []) >= 4)
+    before = len(read_rows(metrics)) if metrics.exists() else 0
+    command.wait_until(lambda: len(read_rows(metrics) if metrics.exists() else []) >= before + 4)
     ranks = grandchildren(command.pid)
     assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(ranks[1], number)
+    return ranks
+
+
+def kill_a_rank(command: Command, run: Path) -> None:
+    """Kill the second of two local training ranks after some steps: the command ends, and names it."""
+    ranks = signal_a_rank(command, run, signal.SIGKILL)
     finished = command.wait()
     assert finished.code == 2, finished
     assert f"training rank 1 (process {ranks[1]}) was killed by SIGKILL" in finished.err

@@ -1,9 +1,10 @@
-"""A program of `test_rank_errors.py`: prints the errors of calls of a group of which a rank is killed, as JSON."""
+"""A program of `test_rank_errors.py`: prints the errors of calls of a group of which a rank gets a signal, as JSON."""
 
 import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,11 +43,12 @@ def main() -> None:
         enter_process=program.enter,
         write_weights=program.write,
         open_memory=program.open_memory,
+        heartbeat_timeout_s=2.0,
         preload=[program.__name__],
     )
     group = LocalTrainerGroup[list[int]](spec, cost_of=lambda _: 1.0)
     pid = group.num_updates
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, signal.Signals[sys.argv[1]])
     errors: list[str] = []
     for call in (
         lambda: group.num_updates,

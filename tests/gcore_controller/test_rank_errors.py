@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import ObjectLostError
 from torch.distributed import DistBackendError, DistNetworkError
 
-from gcore_controller import RankCodeError, RankError
-from gcore_controller.trainer_group import rank_failure
+from gcore_controller import ClusterError, RankCodeError, RankError, TrainerSpec
+from gcore_controller.trainer_group import join_ranks, rank_failure
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:38475"
 
@@ -51,10 +51,26 @@ def test_an_error_of_code_is_none(error: Exception) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_is_named_by_every_later_call() -> None:
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        ("SIGKILL", "was killed by SIGKILL"),
+        ("SIGSTOP", "gave no sign of life for 2 s: it was stopped, or is stuck"),
+    ],
+)
+def test_a_loss_is_named_by_every_later_call(number: str, how: str) -> None:
     """Of local ranks: the caller that met it may have carried on."""
     program = Path(__file__).with_name("ranks_that_are_killed.py")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, program, number], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["errors"] == [f"training rank 0 (process {found['pid']}) was killed by SIGKILL"] * 4
+    assert found["errors"] == [f"training rank 0 (process {found['pid']}) {how}"] * 4
+
+
+def test_a_network_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any rank waits for another one; callers get the error as it is."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth77")
+    spec = TrainerSpec(make_worker=int, num_ranks=2, device="cpu", num_threads=1, enter_process=int)
+    with pytest.raises(ClusterError, match=r"GLOO_SOCKET_IFNAME is 'eth77'; expected an interface of .+: lo") as info:
+        join_ranks(spec, 0, None, "cpu")
+    assert rank_failure(info.value, "training rank 0 failed", ()) is info.value

@@ -172,19 +172,31 @@ async def test_what_a_listener_raises_ends_the_run() -> None:
         await run_ray(program, roles=list[str](), reported=reported)
 
 
-async def test_a_lost_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
+async def test_controllers_of_a_lost_node_start_on_another(cluster: Cluster, tmp_path: Path) -> None:
+    """The error names one of them; the node that takes over is there already."""
     node = cluster.add_node(num_cpus=4, resources={"lost": 2}, object_store_memory=100 << 20)
 
     async def program(ctx: Ctx) -> None:
         (tmp_path / str(ctx.rank)).touch()
         await asyncio.sleep(600)
 
-    running = asyncio.create_task(run_ray(program, roles=list[str](), world_size=2, resources={"lost": 1}))
-    while len(list(tmp_path.iterdir())) < 2:
-        await asyncio.sleep(0.01)
-    await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
-    with pytest.raises(ControllerDiedError, match=r"controller [01], process \d+ on [\d.]+, died: (it|its node) "):
-        await asyncio.wait_for(running, 60)
+    async def later(ctx: Ctx) -> tuple[str, list[int]]:
+        return ray.get_runtime_context().get_node_id(), await ctx.group.all_gather(ctx.rank)
+
+    controllers = await RayControllers.start(world_size=2, resources={"lost": 1})
+    spare = cluster.add_node(num_cpus=4, resources={"lost": 2}, object_store_memory=100 << 20)
+    try:
+        running = asyncio.create_task(controllers.run(program, roles=list[str]()))
+        while len(list(tmp_path.iterdir())) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+        with pytest.raises(ControllerDiedError, match=r"controller [01], process \d+ on [\d.]+, died: (it|its node) "):
+            await asyncio.wait_for(running, 60)
+        found = await asyncio.wait_for(controllers.run(later, roles=list[str]()), 60)
+    finally:
+        await controllers.close()
+    assert found == [(spare.node_id, [0, 1])] * 2
+    await asyncio.to_thread(cluster.remove_node, spare)
     while ray.cluster_resources()["CPU"] > 4 * NUM_NODES:
         await asyncio.sleep(0.1)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from command_line import Cli, option_set, step_rows
+from command_line import Cli, option_set, step_rows, write_rows
+from tiny_jobs import EVENS
 
 
 def write(cli: Cli, name: str, text: str) -> str:
@@ -322,6 +323,33 @@ def test_changed_settings_on_resume(cli: Cli, own_args: list[str]) -> None:
     assert snapshot(cli.cwd) == before
     longer = cli.ok(*own_args, "--trainer.total-training-steps", "3", "--trainer.save-freq", "2")
     assert "resuming after step 2 of 3" in longer
+
+
+def test_changed_files_on_resume(cli: Cli, own_args: list[str], tiny: Path) -> None:
+    """Rows of the same number and size, another reward under the same name, and other weights of the same shapes."""
+    write(cli, "mine.py", EVENS)
+    shutil.copytree(tiny, cli.cwd / "model")
+    rows = write_rows(cli.cwd / "rows.jsonl", ({"prompt": f"{i}+1=", "answer": i + 1} for i in range(10, 50)))
+    args = option_set(option_set(own_args, "--reward", "mine.py:reward"), "--model", "model")
+    args = option_set(args, "--data.train-files", "rows.jsonl")
+    cli.ok(*args)
+    longer = [*args, "--trainer.total-training-steps", "3"]
+    weights = cli.cwd / "model/model.safetensors"
+    for setting, file, old, new in (
+        ("data.train_files", rows, b"10+1=", b"99+1="),
+        ("reward", cli.cwd / "mine.py", b"% 2 == 0", b"% 3 == 0"),
+        ("model", weights, weights.read_bytes()[-64:], bytes(64)),
+    ):
+        before = file.read_bytes()
+        assert before.count(old) >= 1
+        file.write_bytes(before.replace(old, new))
+        error = cli.refused(*longer)
+        assert (
+            f"runs/default was started with other settings ({setting}: the content of its files has changed)" in error
+        )
+        assert "without runs/default/fingerprints.json contents are not compared" in error
+        file.write_bytes(before)
+    assert "resuming after step 2 of 3" in cli.ok(*longer)
 
 
 def test_run_folder_in_use(cli: Cli, own_args: list[str]) -> None:

@@ -115,6 +115,32 @@ def test_losses_of_each_kind_cost_no_sample(cli: Cli, own_args: list[str], clust
     assert not left_after(workers, 10.0)
 
 
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_spare_takes_over_from_a_node_with_a_controller(
+    cli: Cli, own_args: list[str], cluster: Cluster, elastic: bool
+) -> None:
+    """Ray still reserves the lost node for the controller when its death is known. Two nodes are left."""
+    (cli.cwd / "holding.py").write_text(HOLDING)
+    args = option_set(own_args, "--reward", "holding.py:reward")
+    args = option_set(args, "--trainer.total-training-steps", "4")
+    args = [*args, "--trainer.test-freq", "1000", "--trainer.tensorboard", "False"]
+    cluster.add_node(**NODE)
+    sizes = ["--controllers", "2", "--trainer.num-processes", "2", "--ray.elastic", str(elastic)]
+    command = cli.start(*args, "--runtime", "ray", "--ray.address", cluster.address, *sizes)
+    watched = Watched(command, cli.cwd / "runs/default", cluster)
+    watched.wait_for_a_step()
+    hold = cli.cwd / "hold"
+    hold.touch()
+    lost = next(node for node in cluster.worker_nodes if descendants(raylet_of(node), "ray::ControllerActor"))
+    cluster.remove_node(lost, allow_graceful=False)
+    command.wait_until(lambda: "another one takes over its share" in command.out)
+    hold.unlink()
+    finished = command.wait()
+    assert finished.code == 0, finished
+    assert len(step_rows(watched.run)) == 4
+    assert "the run has" not in finished.out
+
+
 def raylet_of(node: Any) -> int:
     """The process of a node's raylet, whose children are the node's actors."""
     [raylet] = node.all_processes["raylet"]

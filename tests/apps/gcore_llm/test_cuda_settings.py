@@ -14,7 +14,7 @@ from gcore_llm.learning.device_plan import planned
 from gcore_llm.learning.preparation import memory, speed
 from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
 from gcore_llm.sampling import engine_factory
-from gcore_placement import Device
+from gcore_placement import Device, PlacementError
 from gcore_runs import PlacementConfig, UserError, resolve
 
 GPU = "NVIDIA H100 80GB HBM3"
@@ -117,18 +117,24 @@ def test_engines_follow_the_load_by_default_on_clusters_with_gpus(tiny: Path) ->
     assert resolve(config(tiny, runtime="ray", rollout=on_gpus.rollout, reward_model=judge)).strategy == "dynamic"
 
 
-def test_metrics_of_the_gpu() -> None:
+def test_metrics_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     peak = Device.matching(GPU).flops_per_s
     found = speed(peak, 4.0, num_devices=1, device="cuda")
     assert found == pytest.approx({"perf/tflops/actor": peak / 4e12, "perf/mfu/actor": 0.25})
     assert speed(peak, 4.0, num_devices=1, device="cpu").keys() == {"perf/tflops/actor"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # A controller on Ray sees no GPU, and reports the ranks' speed.
+    assert speed(peak, 4.0, num_devices=1, device="cuda").keys() == {"perf/tflops/actor"}
+
+
+def test_memory_of_the_gpu() -> None:
     found = memory("cuda")
     assert (found["perf/max_memory_allocated_gb"], found["perf/max_memory_reserved_gb"]) == (3.0, 4.0)
     assert memory("cpu").keys() == {"perf/max_rss_gb"}
 
 
-def test_a_forecast_is_of_the_present_gpu(tiny: Path, tmp_path: Path) -> None:
-    """The same steps are predicted to take less than on a core."""
+def test_a_forecast_is_of_the_present_gpu(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same steps are predicted to take less than on a core; the head of a cluster may have no GPU."""
     steps = {"sampling/groups": 32.0, "response_length/mean": 100.0, "response_length/max": 200.0}
     metrics = {**steps, "sampling/acceptance": 1.0, "prompt_length/mean": 20.0, "timing_s/gen": 1.0}
     found = [
@@ -136,3 +142,6 @@ def test_a_forecast_is_of_the_present_gpu(tiny: Path, tmp_path: Path) -> None:
         for device in ("cuda", "cpu")
     ]
     assert 0 < found[0] < found[1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlacementError, match="the GPUs are those of a cluster's nodes"):
+        run_forecast(config(tiny, device="cuda", runtime="ray"), tiny, tmp_path / "head")

@@ -15,6 +15,7 @@ from gcore_controller.errors import ClusterError
 from gcore_controller.runtimes.ray.cluster import has_capacity, largest
 from gcore_llm.config import RolloutConfig, TrainConfig, TrainerConfig
 from gcore_llm.reward_config import JudgeConfig, RewardModelConfig
+from gcore_runs import UserError, resolve
 from gcore_runs.settings.cluster_config import RayConfig
 from gcore_trainer import ParallelConfig
 
@@ -72,6 +73,22 @@ def test_a_run_may_ask_for_all_of_its_room(cli: Cli, own_args: list[str], cluste
     refused = cli(*own_args, "--runtime", "ray", *options)
     assert refused.code == 2
     assert "gcore-llm: error: 5 controllers need 5 CPU: the cluster has 4" in refused.err
+
+
+@pytest.mark.slow
+def test_the_device_is_that_of_the_nodes(cluster: Cluster) -> None:
+    """Whatever this machine has, also where the settings of a run are read again to load its models here."""
+    here = resolve(TrainConfig()).device
+    on_cluster = TrainConfig(runtime="ray", ray=RayConfig(address=cluster.address))
+    assert resolve(on_cluster).device == "cpu"
+    node = cluster.add_node(num_cpus=1, num_gpus=2, object_store_memory=100 << 20)
+    assert resolve(on_cluster).device == "cuda"
+    assert resolve(replace(on_cluster, device="cuda")).device == "cuda"
+    assert resolve(replace(on_cluster, device="cpu")).device == "cpu"
+    assert resolve(replace(on_cluster, device="cuda"), is_local=True).device == here
+    with pytest.raises(UserError, match="device is 'gpu'; expected cpu, cuda, cuda:NUMBER or auto"):
+        resolve(replace(on_cluster, device="gpu"))
+    cluster.remove_node(node)
 
 
 CONFIG = TrainConfig(

@@ -1,9 +1,11 @@
 """Training on ranks of their own, over gloo: the same run as in one process, and what happens when a rank dies."""
 
+import signal
 from pathlib import Path
 
 import pytest
-from command_line import Cli, kill_a_rank, option_set, step_rows
+from command_line import Cli, kill_a_rank, option_set, signal_a_rank, step_rows
+from process_tree import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +90,23 @@ def test_a_killed_rank_is_named_and_the_run_continues(cli: Cli, own_args: list[s
     done = max(row["step"] for row in step_rows(cli.cwd / "runs/default"))
     out = cli.ok(*option_set(many, "--trainer.total-training-steps", str(int(done) + 1)), "--trainer.save-freq", "1")
     assert "resuming after step" in out
+
+
+def test_a_stopped_rank_is_named_and_two_interrupts_end_the_run(cli: Cli, own_args: list[str]) -> None:
+    """The second one does not wait for the rank."""
+    args = [*option_set(own_args, "--trainer.total-training-steps", "500"), "--trainer.save-freq", "1", *RANKS]
+    command = cli.start(*args, "--trainer.heartbeat-timeout-s", "3")
+    stopped = signal_a_rank(command, cli.cwd / "runs/default", signal.SIGSTOP)
+    finished = command.wait()
+    assert finished.code == 2, finished
+    message = f"training rank 1 (process {stopped[1]}) gave no sign of life for 3 s: it was stopped, or is stuck"
+    assert finished.err == f"gcore-llm: error: {message}\n"
+
+    command = cli.start(*args)
+    stopped += signal_a_rank(command, cli.cwd / "runs/default", signal.SIGSTOP)
+    command.send(signal.SIGINT)
+    assert not command.has_ended(1.0)
+    command.send(signal.SIGINT)
+    assert command.has_ended(10.0)
+    assert command.wait().code == 130
+    assert not any(is_running(pid) for pid in stopped)

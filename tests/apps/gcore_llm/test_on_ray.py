@@ -197,10 +197,9 @@ def own_cluster() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_cluster")
 def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None:
-    """While the other one, which is asked first, waits for it."""
-    config = TrainConfig(
-        device="cpu", dtype="float32", threads=2, runtime="ray", trainer=TrainerConfig(num_processes=2)
-    )
+    """While the other one, which is asked first, waits for it; so is one that is stopped for good."""
+    ranks = TrainerConfig(num_processes=2, heartbeat_timeout_s=3.0)
+    config = TrainConfig(device="cpu", dtype="float32", threads=2, runtime="ray", trainer=ranks)
     spec = ray_trainer_spec(config, tiny, tmp_path / "checkpoints")
     learner = RayTrainerGroup()
 
@@ -222,6 +221,14 @@ def test_a_rank_that_dies_in_a_save_is_named(tiny: Path, tmp_path: Path) -> None
     learner.save(1, {"step": 1, "controllers": []})
     learner.close()
     assert Checkpointer(tmp_path / "checkpoints").steps() == [1]
+    start()
+    place = learner.ranks.places[1]
+    os.kill(int(place.split()[1]), signal.SIGSTOP)
+    with pytest.raises(RankError, match=re.escape(f"training rank 1, {place}, gave no sign of life for 3 s: ")):
+        learner.save(2, {"step": 2, "controllers": []})
+    # Its place on the cluster is free again.
+    start()
+    learner.close()
 
 
 BROKEN = """
@@ -256,6 +263,11 @@ def test_a_cluster_that_is_not_there(cli: Cli, own_args: list[str]) -> None:
     error = cli.refused(*own_args, "--runtime", "ray", "--ray.address", "127.0.0.1:1")
     assert "ray.address is '127.0.0.1:1': no Ray cluster answers there" in error
     assert not (cli.cwd / "runs").exists()
+
+
+def test_a_variable_that_is_not_set(cli: Cli, own_args: list[str]) -> None:
+    error = cli.refused(*own_args, "--runtime", "ray", "--ray.env", "NO_SUCH_KEY")
+    assert "ray.env holds 'NO_SUCH_KEY'; expected names of variables that are set for this command" in error
 
 
 def test_fewer_engines_than_controllers(cli: Cli, own_args: list[str]) -> None:

@@ -1,6 +1,7 @@
-"""A cluster that `ray start` has made, with token authentication: who is accepted, and the error that others get."""
+"""A cluster that `ray start` has made, with a token: who is accepted, what others get, and what its processes get."""
 
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +33,40 @@ try:
     print(asyncio.run(run_ray(program, roles=None, world_size=2, num_cpus=0.5, address=address)))
 except ClusterError as error:
     print("refused:", error)
+"""
+
+ENVIRONMENT = """
+import os, sys
+import ray
+from gcore_controller.runtimes.ray import connect_quietly
+
+@ray.remote
+def variables():
+    return [os.environ.get(name) for name in ("REWARD_KEY", "OTHER_KEY")]
+
+connect_quietly(sys.argv[1], variables={"REWARD_KEY": os.environ["REWARD_KEY"]})
+print(ray.get(variables.remote()))
+"""
+
+OTHER_VERSION = """
+import json, sys
+import ray
+from ray._raylet import GcsClient
+from gcore_controller.errors import ClusterError
+from gcore_controller.runtimes.ray import connect
+
+connect(sys.argv[1])
+ray.shutdown()
+client = GcsClient(address=sys.argv[1])
+known = client.internal_kv_get(b"CLUSTER_METADATA", b"cluster")
+other = json.loads(known) | {"ray_version": "2.1.0"}
+client.internal_kv_put(b"CLUSTER_METADATA", json.dumps(other).encode(), True, b"cluster")
+try:
+    connect(sys.argv[1])
+except ClusterError as error:
+    print(error)
+finally:
+    client.internal_kv_put(b"CLUSTER_METADATA", known, True, b"cluster")
 """
 
 
@@ -92,9 +128,9 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | changes
 
 
-def run(address: str, **changes: str) -> str:
-    """The last line that a program of two controllers prints."""
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, address]
+def run(address: str, program: str = PROGRAM, **changes: str) -> str:
+    """The last line that a program prints; without one, that of two controllers."""
+    command = [sys.executable, "-W", "ignore", "-c", program, address]
     done = subprocess.run(command, env=environment(**changes), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().rpartition("\n")[2]
@@ -157,3 +193,26 @@ def test_a_run_is_refused_before_anything_is_made(head: Head, tmp_path: Path) ->
     assert done.returncode == 2, done.stderr
     assert f"ray.address: the Ray cluster at {head.address!r} does not accept this process: the token" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_token_of_a_new_cluster_is_for_its_user_alone(tmp_path: Path) -> None:
+    """Ray by itself writes it to a file that all users can read."""
+    assert run("", HOME=str(tmp_path)) == "[[0, 1], [0, 1]]"
+    token = tmp_path / ".ray/auth_token"
+    assert len(token.read_text()) == 64
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
+def test_variables_reach_processes_and_no_log(head: Head) -> None:
+    secret = "the key of a reward's service"
+    found = run(head.address, ENVIRONMENT, HOME=str(head.home), REWARD_KEY=secret, OTHER_KEY="stays here")
+    assert found == repr([secret, None])
+    logs = [file for file in head.home.parent.glob("ray/session_*/logs/**/*") if file.is_file()]
+    assert len(logs) > 5
+    assert not [file for file in logs if secret.encode() in file.read_bytes()]
+
+
+def test_another_version_on_the_cluster_is_one_line(head: Head) -> None:
+    version = f"Python {platform.python_version()}"
+    expected = f"the cluster runs Ray 2.1.0 with {version}; expected those of this process: Ray {ray.__version__} with"
+    assert run(head.address, OTHER_VERSION, HOME=str(head.home)) == f"{expected} {version}"

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +76,14 @@ def _trial_device(config: DiffusionConfig) -> str:
     return "cpu" if config.runtime == "ray" else config.device
 
 
+def tried_settings(config: DiffusionConfig) -> DiffusionConfig:
+    """Return the settings of an engine in this process; on Ray its machine may have no GPU."""
+    import torch
+
+    is_without = config.runtime == "ray" and not torch.cuda.is_available()
+    return replace(config, device="cpu") if is_without else config
+
+
 async def start(
     config: DiffusionConfig,
     model: Path,
@@ -87,7 +96,8 @@ async def start(
     devices, is_on_ray = device_timers(config), config.runtime == "ray"
     instrumentation = Instrumentation(devices=devices, logs=logs_of(checkpoints), announce=display.say)
     async with AsyncExitStack() as engines:
-        policy, judge = await start_engines(config, model, instrumentation, engines, is_trial=is_on_ray)
+        tried = tried_settings(config)
+        policy, judge = await start_engines(tried, model, instrumentation, engines, is_trial=is_on_ray)
         rewards = rewards or build_rewards(config, judge=judge, device=_trial_device(config))
         sampler = SamplingRoles(policy=policy, rewards=rewards, devices=devices)
         await _try(config, sampler, prompts)

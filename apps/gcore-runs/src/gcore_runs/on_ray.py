@@ -1,10 +1,7 @@
 """A run on Ray: gcore-controller's backend with a run's engines, their placement from step to step, and its logs."""
 
 import asyncio
-import logging
 import os
-import re
-import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +13,6 @@ from gcore_controller import (
     LENT,
     ActorRole,
     Announcer,
-    ClusterError,
     Context,
     DeviceTimers,
     Handles,
@@ -26,7 +22,6 @@ from gcore_controller import (
     RoleActors,
     Sizes,
     TrainerSpec,
-    check_token,
     connect_quietly,
 )
 from gcore_placement import STRATEGIES
@@ -40,11 +35,12 @@ from gcore_rollout import (
     sleep_engine_actor,
     start_engine_actor,
 )
-from gcore_runs import BaseRLConfig, RunJob, UserError, log_to, logged, logs_of
+from gcore_runs import BaseRLConfig, RunJob, log_to, logged, logs_of
 from gcore_runs.actor_engines import ActorEngines, lend, role_shares
 from gcore_runs.engines import Instrumentation, allocator_variables, engines_in_turns, lending_of
 from gcore_runs.live_placement import LivePlacement
 from gcore_runs.node_logs import NodeLogs
+from gcore_runs.settings.cluster import cluster_address, read_variables, translate_refusals
 
 JobT = TypeVar("JobT", bound=RunJob[Any])
 ConfigT = TypeVar("ConfigT", bound=BaseRLConfig)
@@ -72,36 +68,12 @@ RunController = Callable[[JobT, Context[Handles], ControllerServices, Recorder],
 """Runs the program of a job on one controller, with the services that it is connected to."""
 
 
-def check_cluster(config: BaseRLConfig) -> None:
-    """Check the address and the token before anything is started; `UserError` if no cluster accepts them."""
-    address = config.ray.address or os.environ.get("RAY_ADDRESS", "")
-    found = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address)
-    if found is None:
-        return
-    try:
-        socket.create_connection((found[1], int(found[2])), timeout=10.0).close()
-    except OSError as error:
-        raise UserError(
-            f"ray.address is {address!r}: no Ray cluster answers there ({error}); expected HOST:PORT of its head, or "
-            "an empty address for a new cluster on this machine"
-        ) from error
-    # Ray's own messages about processes that die: a run reports each in one line.
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    try:
-        check_token(address)
-    except (ClusterError, ConnectionError) as error:
-        raise UserError(f"ray.address: {error}") from error
-
-
 def _connect_to_cluster(config: BaseRLConfig) -> None:
     """Connect to the cluster of the config or of RAY_ADDRESS, or start one on this machine that is large enough."""
-    if address := config.ray.address or os.environ.get("RAY_ADDRESS", ""):
-        try:
-            connect_quietly(address)
-        except ClusterError as error:
-            raise UserError(f"ray.address: {error}") from None
-        except (ConnectionError, ValueError) as error:
-            raise UserError(f"ray.address is {address!r}: no Ray cluster answers there ({error})") from error
+    address = cluster_address(config.ray)
+    if address:
+        with translate_refusals(address):
+            connect_quietly(address, variables=read_variables(config.ray))
     else:
         num_cpus = max(os.cpu_count() or 1, round(config.sizes.num_reserved * config.ray.cpus_per_process + 0.5))
         connect_quietly("local", num_cpus=num_cpus, include_dashboard=False)

@@ -19,7 +19,7 @@ from gcore_ckpt import Checkpointer
 from gcore_controller import Span
 from gcore_placement import StepIntervals
 from gcore_runs.errors import UserError, said
-from gcore_runs.settings.parsing import ConfigT, differences, merge, read_toml, resolve, to_toml
+from gcore_runs.settings.parsing import ConfigT, content_fingerprints, differences, merge, read_toml, resolve, to_toml
 from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
 from gcore_runs.trackers.base import Images, Rows, TensorBoard, Tracker, images_of
 
@@ -36,6 +36,7 @@ class RunFolder:
         self.is_new = not path.exists()
         """Whether the folder did not exist when this object was made."""
         self.config = path / "config.toml"
+        self.fingerprints = path / "fingerprints.json"
         self.metrics = path / "metrics.jsonl"
         self.spans = path / "spans.jsonl"
         self.placement = path / "placement.json"
@@ -72,7 +73,7 @@ class RunFolder:
     def opened(cls, path: str | Path, kind: type[ConfigT]) -> "tuple[RunFolder, ConfigT]":
         """Return the folder of an existing run, and its settings on this machine; see `load_config`."""
         folder = cls.existing(path)
-        return folder, resolve(folder.load_config(kind))
+        return folder, resolve(folder.load_config(kind), is_local=True)
 
     def lock(self) -> None:
         """Keep other processes from writing this run while this object lives; `UserError` if one does already."""
@@ -98,20 +99,38 @@ def open_run(config: BaseRunConfig) -> RunFolder:
     while config.resume == "never" and folder.path.exists():
         folder = RunFolder(Path(config.runs_dir) / f"{config.name}-{next(numbers)}")
     folder.lock()
+    fingerprints = content_fingerprints(config)
     if folder.config.is_file() and (folder.model.is_dir() or Checkpointer(folder.checkpoints).steps()):
-        found = differences(folder.load_config(type(config)), config)
-        may_change = [f"{name}*" for name in (*config.may_change, "dtype: auto ->")]
-        changed = [line for line in found if not any(fnmatchcase(line, name) for name in may_change)]
-        if changed:
-            raise UserError(
-                f"{folder.path} was started with other settings ({'; '.join(changed)}); expected the same "
-                "to resume it, or --resume never, or another --name"
-            )
+        _check_unchanged(folder, config, fingerprints)
     write_atomically(folder.config, lambda path: path.write_text(to_toml(config)))
+    write_atomically(folder.fingerprints, lambda path: path.write_text(json.dumps(fingerprints, indent=2)))
     identity, is_local = folder.path / _ID, isinstance(config, BaseRLConfig) and config.local_checkpoints.folder
     if (is_local or config.trainer.trackers) and not identity.exists():
         write_atomically(identity, lambda path: path.write_text(uuid4().hex[:12]))
     return folder
+
+
+def _check_unchanged(folder: RunFolder, config: BaseRunConfig, fingerprints: Mapping[str, str]) -> None:
+    """Raise `UserError` if a run was started with other settings, or other contents of the files that they name."""
+    found = differences(folder.load_config(type(config)), config)
+    before: dict[str, str] = {}
+    if folder.fingerprints.is_file():
+        before = json_object(folder.fingerprints.read_text(), str(folder.fingerprints))
+    for name, fingerprint in fingerprints.items():
+        is_same_name = not any(line.startswith(f"{name}: ") for line in found)
+        if is_same_name and before.get(name, fingerprint) != fingerprint:
+            found.append(f"{name}: the content of its files has changed")
+    may_change = [f"{name}*" for name in (*config.may_change, "dtype: auto ->")]
+    changed = [line for line in found if not any(fnmatchcase(line, name) for name in may_change)]
+    if not changed:
+        return
+    hint = ""
+    if all(line.endswith("has changed") for line in changed):
+        hint = f"; without {folder.fingerprints} contents are not compared"
+    raise UserError(
+        f"{folder.path} was started with other settings ({'; '.join(changed)}); expected the same "
+        f"to resume it, or --resume never, or another --name{hint}"
+    )
 
 
 def run_id(folder: Path) -> str:

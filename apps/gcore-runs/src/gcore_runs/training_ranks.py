@@ -190,6 +190,7 @@ class BaseTrainerWorker(ABC, Generic[BatchT]):
             write_weights=_write_weights,
             open_memory=_open_memory,
             expected_errors=(CheckpointError, TrainerError, UserError),
+            heartbeat_timeout_s=config.trainer.heartbeat_timeout_s,
             preload=[cls.__module__, *preload],
         )
 

@@ -82,6 +82,7 @@ from .runtimes.ray import (
     check_token as check_token,
     connect as connect,
     connect_quietly as connect_quietly,
+    count_cluster_gpus as count_cluster_gpus,
     run_ray as run_ray,
 )
 from .runtimes.simulated import VirtualTimeLoop as VirtualTimeLoop, run_simulated as run_simulated

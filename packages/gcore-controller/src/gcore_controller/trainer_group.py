@@ -5,7 +5,9 @@ the run holds, and a `TrainerClient` for each controller: `runtimes.inline` in t
 processes, and `runtimes.ray` on Ray actors. Ranks in processes of their own answer the messages of this module.
 """
 
+import os
 import re
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gcore_controller.context import StageTimer
-from gcore_controller.errors import RankCodeError, RankError
+from gcore_controller.errors import ClusterError, RankCodeError, RankError
 from gcore_controller.turns import Turn
 
 if TYPE_CHECKING:
@@ -311,6 +313,8 @@ class TrainerSpec:
     layout that is returned; needed by local ranks."""
     expected_errors: tuple[type[Exception], ...] = ()
     """Errors that callers get as they were raised; any other becomes what `rank_failure` says, with its traceback."""
+    heartbeat_timeout_s: float = 120.0
+    """How long a rank's process may show no sign of life, whatever the rank computes, until the rank counts as lost."""
     preload: Sequence[str] = ()
     """Modules that all local processes need; they are imported once."""
 
@@ -320,12 +324,24 @@ def rank_failure(error: BaseException, message: str, expected: tuple[type[Except
 
     That is a `RankError` if the rank says that it has lost another one, and else a `RankCodeError`.
     """
-    if isinstance(error, (RankError, *expected)):
+    if isinstance(error, (RankError, ClusterError, *expected)):
         return error
     kinds = {kind.__name__ for kind in type(error).__mro__}
     is_loss = isinstance(error, ConnectionError) or not kinds.isdisjoint(_LOSSES)
     is_loss = is_loss or (isinstance(error, RuntimeError) and _LOSS.search(str(error)) is not None)
     return RankError(message) if is_loss else RankCodeError(message)
+
+
+def _check_interfaces() -> None:
+    """Raise `ClusterError` unless this machine has the network interfaces that gloo is to use."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        if name not in interfaces:
+            raise ClusterError(
+                f"GLOO_SOCKET_IFNAME is {name!r}; expected an interface of {socket.gethostname()}: "
+                f"{', '.join(interfaces)}"
+            )
 
 
 def join_ranks(spec: TrainerSpec, rank: int, store: Any, device: str) -> tuple[TrainerWorker[Any], dict[str, Replica]]:
@@ -338,6 +354,8 @@ def join_ranks(spec: TrainerSpec, rank: int, store: Any, device: str) -> tuple[T
 
     torch.set_num_threads(spec.num_threads)
     backend = "nccl" if device.startswith("cuda") else "gloo"
+    if backend == "gloo":
+        _check_interfaces()
     dist.init_process_group(backend, store=store, rank=rank, world_size=spec.num_ranks)
     worker = spec.make_worker(device)
     return worker, {role: worker.replica(role) for role in worker.roles}

@@ -129,7 +129,9 @@ def _on(config: TrainConfig, on: Sequence[str]) -> TrainConfig:
     own, names = config.rollout.val_kwargs, {source.name for source in val_sources(on, setting="on")}
     own = replace(own, sets={name: values for name, values in own.sets.items() if name in names})
     data = replace(config.data, val_files=with_sources(on))
-    return resolve(replace(config, data=data, rollout=replace(config.rollout, val_kwargs=own), resume="never"))
+    return resolve(
+        replace(config, data=data, rollout=replace(config.rollout, val_kwargs=own), resume="never"), is_local=True
+    )
 
 
 def _prompts(args: EvalArgs, config: TrainConfig, tokenizer: Any) -> PromptSets:

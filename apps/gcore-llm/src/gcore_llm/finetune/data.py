@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -33,15 +32,6 @@ class ExampleSets:
     val: list[Example]
     notices: list[str]
     """Lines about rows that were left out."""
-
-    @property
-    def digest(self) -> str:
-        """Hash of the training tokens, which must be the same when a run is resumed."""
-        hashed = blake2b(digest_size=16)
-        for sample in (s for example in self.train for s in example):
-            for array in (sample.prompt_ids, sample.response_ids, sample.mask):
-                hashed.update(array.size.to_bytes(8, "little") + array.tobytes())
-        return hashed.hexdigest()
 
 
 def load_examples(config: FineTuneConfig, encoder: Encoder, rows: tuple[list[Row], list[Row]] | None) -> ExampleSets:

@@ -26,7 +26,7 @@ from gcore_llm.report import KINDS
 from gcore_llm.tiny_model import tiny_tokenizer
 from gcore_runs import Result, Stop, Supervisor, mixed, model_folder
 from gcore_runs.errors import UserError
-from gcore_runs.run_folder import MetricsWriter, RunFolder, write_atomically
+from gcore_runs.run_folder import MetricsWriter, write_atomically
 from gcore_runs.settings.parsing import resolve
 from gcore_trainer import MicroBatch, TokenScores, check_extras
 
@@ -116,7 +116,7 @@ class _Loop:
         from gcore_llm.learning.trainer_worker import start_ranks
 
         config, run = self._config, self._supervisor.run
-        is_resumed = self._check_data(run)
+        is_resumed = bool(Checkpointer(run.checkpoints).steps())
         first_step = self._supervisor.resume(self._total)
         if first_step is None:
             return
@@ -144,18 +144,6 @@ class _Loop:
             return train
         rest = iter(train)
         return mixed([list(islice(rest, size)) for size in self._sets.sizes], self._config.data)
-
-    def _check_data(self, run: RunFolder) -> bool:
-        """Return whether there is a checkpoint; raise `UserError` if it is of other training rows."""
-        with Checkpointer(run.checkpoints) as checkpointer:
-            if not checkpointer.steps():
-                return False
-            if checkpointer.load(only=["digest"])["digest"] != self._sets.digest:
-                raise UserError(
-                    f"the training rows are not those that {run.path} was started with; expected the same data to "
-                    "resume it, or --resume never, or another --name"
-                )
-            return True
 
     def _export(self, path: Path) -> None:
         """Write a Hugging Face folder."""
@@ -221,7 +209,7 @@ class _Loop:
         step = saved_step = first_step
 
         def save() -> None:
-            self._learner.save(step, {"step": step, "loader": loader.state(), "digest": self._sets.digest})
+            self._learner.save(step, {"step": step, "loader": loader.state()})
 
         try:
             if not self._supervisor.is_evaluated(step, total):

@@ -25,7 +25,7 @@ class FineTuneWorker(BaseTrainerWorker[MicroBatch]):
     The config's ``trainer.total_training_steps`` are those of the run.
     """
 
-    rest: ClassVar = ("step", "loader", "digest")
+    rest: ClassVar = ("step", "loader")
 
     def __init__(self, config: FineTuneConfig, model: Path, checkpoints: Path) -> None:
         super().__init__(config, model, checkpoints)

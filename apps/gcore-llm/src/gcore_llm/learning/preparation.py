@@ -347,9 +347,12 @@ def speed(flops: float, seconds: float, *, num_devices: int, device: str) -> dic
     """Return the model FLOPs, of forward and backward passes, per second and device, and MFU for a known device."""
     achieved = flops / max(seconds, 1e-9) / num_devices
     metrics = {"perf/tflops/actor": achieved / 1e12}
-    if device.startswith("cuda"):
-        import torch
+    if not device.startswith("cuda"):
+        return metrics
+    import torch
 
+    # On Ray a controller may see no GPU.
+    if torch.cuda.is_available():
         with suppress(PlacementError):
             metrics["perf/mfu/actor"] = achieved / Device.matching(torch.cuda.get_device_name(device)).flops_per_s
     return metrics

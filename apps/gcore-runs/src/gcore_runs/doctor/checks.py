@@ -242,7 +242,7 @@ def check_token(own: Readings) -> Iterator[Finding]:
         advice = "write the token into it, or unset RAY_AUTH_TOKEN_PATH"
         yield finding("error", f"RAY_AUTH_TOKEN_PATH is {token.missing_file!r}, which holds no token", advice)
     elif not token.source:
-        advice = "ray get-auth-token --generate on the head, then the same ~/.ray/auth_token on all nodes"
+        advice = "(umask 077; ray get-auth-token --generate) on the head, then the same ~/.ray/auth_token on all nodes"
         verdict = "error" if token.mode else "warning"
         yield finding(verdict, "there is none: a cluster from here accepts anyone who reaches its ports", advice)
     elif token.readable_by_others:

@@ -75,7 +75,7 @@ def _findings(address: str, folder: Path, *, expected: int, parameters: int) -> 
 
         nodes = read_cluster(address, folder, expected=expected)
     except (ClusterError, ConnectionError) as error:
-        advice = "start the head (ray start --head), or give this process its token"
+        advice = "start the head (ray start --head), or give this process its token, or its versions"
         yield "", Finding(check="cluster", verdict="error", found=one_line(error), advice=advice)
         for finding in check_machine(read_machine(folder), parameters=parameters):
             yield "", finding

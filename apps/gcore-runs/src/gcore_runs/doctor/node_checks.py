@@ -166,7 +166,8 @@ def check_tokens(nodes: Sequence[Node]) -> Iterator[Finding]:
     open_nodes = [node.name for node in nodes if node.readings and node.readings.token.mode != "token"]
     if open_nodes:
         found = "the cluster requires none: anyone who reaches its ports can run programs on it"
-        advice = "ray get-auth-token --generate on the head, the same ~/.ray/auth_token on all nodes, ray start again"
+        make = "(umask 077; ray get-auth-token --generate) on the head"
+        advice = f"{make}, the same ~/.ray/auth_token on all nodes, ray start again"
         yield Finding(check="ray token", verdict="warning", found=found, advice=advice)
         return
     readable = sorted({n.readings.token.source for n in nodes if n.readings and n.readings.token.readable_by_others})

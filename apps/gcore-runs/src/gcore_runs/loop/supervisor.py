@@ -100,7 +100,7 @@ class Supervisor:
         display: where progress is shown; None: nowhere, but it is logged.
 
     Raises:
-        UserError: the metrics cannot be served where ``trainer.prometheus_port`` says, or no Ray cluster answers.
+        UserError: the metrics cannot be served where ``trainer.prometheus_port`` says.
     """
 
     run: RunFolder
@@ -133,10 +133,6 @@ class Supervisor:
 
                 check_trackers(trainer.trackers)
             runtime = self._config.runtime if isinstance(self._config, BaseRLConfig) else "inline"
-            if isinstance(self._config, BaseRLConfig) and runtime == "ray":
-                from gcore_runs.on_ray import check_cluster
-
-                check_cluster(self._config)
             if trainer.prometheus_port:
                 from gcore_runs.trackers.prometheus import PrometheusExporter
 
@@ -178,7 +174,10 @@ class Supervisor:
         self.run = open_run(self._config)
         self._is_new = self.run.is_new
         self._stack.enter_context(log_to(self.run.logs, "main"))
-        for line in (f"run folder: {self.run.path}", *notices):
+        lines = [f"run folder: {self.run.path}", *notices]
+        if isinstance(self._config, BaseRLConfig) and self._config.runtime == "ray":
+            lines.append(f"device of engines and ranks on the cluster: {self._config.device}")
+        for line in lines:
             self.display.say(line)
         return self.run
 

@@ -29,6 +29,9 @@ class RayConfig(Checked, section="ray"):
     """full: ranks send all new weights. delta: what has changed, where that is less, as in bfloat16 at small learning
     rates; ranks and engines then keep a copy of what they send and have in the host's memory. With actor.lora-rank
     delta sends the adapters alone, after the frozen weights; engines keep these, and ranks keep no copy."""
+    env: tuple[str, ...] = ()
+    """Names of variables of this command's environment that the processes of a cluster which runs already get, such as
+    the key of a reward's service; their values are not written to a log."""
     timeout_s: Annotated[float, above(0, "above 0")] = 600.0
     """Seconds until the cluster has capacity for the processes of a role, and they have started."""
 

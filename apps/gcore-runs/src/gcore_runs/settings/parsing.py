@@ -10,13 +10,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from gcore_runs.errors import UserError
-from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_runs.settings.fingerprints import take_fingerprints
+from gcore_runs.settings.run_config import BaseRLConfig, BaseRunConfig
+
+if TYPE_CHECKING:
+    import torch
 
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
@@ -298,31 +302,24 @@ def to_toml(config: BaseRunConfig) -> str:
     return tomli_w.dumps(_nested({name: v for name, v in _flat(dataclasses.asdict(config)) if v is not None}))
 
 
-def resolve(config: ConfigT) -> ConfigT:
+def resolve(config: ConfigT, *, is_local: bool = False) -> ConfigT:
     """Return the settings with ``threads``, ``device`` and ``dtype`` of this machine in place of 0 and auto.
+
+    On a Ray cluster the device is that of its nodes, unless ``is_local``: then models are loaded in this process.
 
     Models and data on the Hugging Face Hub get the commit that they have now. A run that is resumed keeps its commits,
     and its data type, whatever auto was when it began. `UserError` for a name that the Hub does not have.
     """
-    import torch
-
     if config.threads > _MAX_THREADS:
         raise UserError(f"threads is {config.threads}; expected at most {_MAX_THREADS}, or 0 for one a core")
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        parsed = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"device is {device!r}; expected cpu, cuda, cuda:NUMBER or auto") from None
-    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"device is {device!r}; expected one of this machine's {torch.cuda.device_count()} CUDA devices"
-        )
+    if isinstance(config, BaseRLConfig) and config.runtime == "ray":
+        device = _resolve_device("auto") if is_local else _resolve_device_on_cluster(config)
+    else:
+        device = _resolve_device(config.device)
     changes: dict[str, Any] = {"threads": config.threads or len(os.sched_getaffinity(0)), "device": device}
     if getattr(config, "dtype", "") == "auto":
         before = str(_resumed(config).get("dtype", "auto"))
-        changes["dtype"] = before if before != "auto" else "bfloat16" if parsed.type == "cuda" else "float32"
+        changes["dtype"] = before if before != "auto" else "bfloat16" if device.startswith("cuda") else "float32"
     resolved = dataclasses.replace(config, **changes)
     models = _models(config)
     names = [name for value in models.values() for name in ((value,) if isinstance(value, str) else value)]
@@ -333,6 +330,43 @@ def resolve(config: ConfigT) -> ConfigT:
 
         return merge(resolved, _nested(pinned(models, sources, _resumed(config), is_hub_model)))
     return resolved
+
+
+def _resolve_device(device: str) -> str:
+    """Return a device of this machine, as torch names it; `UserError` if it has none of this name."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    index = _parse_device(device).index or 0
+    if device.startswith("cuda") and index >= torch.cuda.device_count():
+        raise UserError(
+            f"device is {device!r}; expected one of this machine's {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def _resolve_device_on_cluster(config: BaseRLConfig) -> str:
+    """Check the cluster, and return the device of its nodes, as torch names it."""
+    from gcore_runs.settings.cluster import check_cluster, cluster_address, resolve_device
+
+    check_cluster(config.ray)
+    if not cluster_address(config.ray):
+        # The cluster is going to be this machine.
+        return _resolve_device(config.device)
+    device = resolve_device(config.device, config.ray)
+    _parse_device(device)
+    return device
+
+
+def _parse_device(device: str) -> "torch.device":
+    """Return a device as torch has it; `UserError` if it is none."""
+    import torch
+
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device is {device!r}; expected cpu, cuda, cuda:NUMBER or auto") from None
 
 
 def _models(config: BaseRunConfig) -> dict[str, str | Sequence[str]]:
@@ -359,6 +393,11 @@ def _resumed(config: BaseRunConfig) -> dict[str, Any]:
     if config.resume == "never" or not is_resumed or not (folder / "config.toml").is_file():
         return {}
     return read_toml(folder / "config.toml")
+
+
+def content_fingerprints(config: BaseRunConfig) -> dict[str, str]:
+    """Return a hash of the files that each setting names; see `take_fingerprints`."""
+    return take_fingerprints(dict(_flat(dataclasses.asdict(config))), _models(config))
 
 
 def differences(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:

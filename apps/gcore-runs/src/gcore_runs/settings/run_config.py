@@ -10,7 +10,7 @@ from gcore_controller import RLHFConfig, Sizes
 from gcore_placement import STRATEGIES, Strategy
 from gcore_runs.errors import UserError
 from gcore_runs.settings.adapters import AdapterSettings
-from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative
+from gcore_runs.settings.bounds import Amount, Bound, Checked, Count, NonNegative, above
 from gcore_runs.settings.cluster_config import LocalCheckpointsConfig, RayConfig
 from gcore_runs.settings.data_config import BaseDataConfig
 from gcore_runs.settings.sections import JudgeReplicas, PolicyReplicas, Simulated
@@ -48,6 +48,9 @@ class BaseTrainerConfig(Checked, section="trainer"):
     """Serve the metrics for Prometheus at http://PROMETHEUS-HOST:PORT/metrics; 0: do not."""
     prometheus_host: str = "127.0.0.1"
     """Address to serve them at; 127.0.0.1: to this machine alone."""
+    heartbeat_timeout_s: Annotated[float, above(0, "above 0")] = 120.0
+    """Seconds without a sign of life of a training rank's process, whatever the rank computes, after which the rank
+    counts as lost: it was stopped, or its machine hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,7 @@ class BaseRunConfig(Checked):
         "trainer.project_name",
         "trainer.prometheus_port",
         "trainer.prometheus_host",
+        "trainer.heartbeat_timeout_s",
         "resume",
         "threads",
         "device",

@@ -13,6 +13,7 @@ from gcore_placement import (
     Forecast,
     Job,
     ModelShape,
+    PlacementError,
     plan,
     predict_step,
 )
@@ -74,4 +75,6 @@ def _device(name: str) -> Device:
         return _CORE
     import torch
 
+    if not torch.cuda.is_available():
+        raise PlacementError("the GPUs are those of a cluster's nodes; this machine has none to read their name from")
     return replace(Device.matching(torch.cuda.get_device_name()), memory_bytes=1e12)

@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,7 +41,10 @@ if TYPE_CHECKING:
 
 _DEATH_S = 0.5
 """How long a rank's error waits for news of another rank's death."""
-
+_HEARTBEAT_EVERY_S = 0.5
+"""Time between two heartbeats of a rank."""
+_POLL_EVERY_S = 1.0
+"""Time between two looks at the heartbeats of all ranks."""
 
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With 1, ``torch.cuda.is_available()``, which modules call at import, asks the driver's management library.
@@ -75,11 +80,19 @@ def _start_fork_server(preload: list[str]) -> None:
             os.environ[_CUDA_CHECK] = before
 
 
-def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection) -> None:
+def _count_heartbeats(counter: Any) -> None:
+    """Count up while the process runs; started in a thread."""
+    while True:
+        counter.value += 1
+        time.sleep(_HEARTBEAT_EVERY_S)
+
+
+def _run_rank(rank: int, spec: TrainerSpec, store: Path, connection: Connection, heartbeats: Any) -> None:
     """Answer messages until the pipe is closed: with an error, or None, and a value.
 
     The first answer, to no message, holds the rank's replica in each role.
     """
+    threading.Thread(target=_count_heartbeats, args=[heartbeats], daemon=True).start()
     spec.enter_process(rank)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the main process decides
     os.environ["OMP_NUM_THREADS"] = str(spec.num_threads)
@@ -130,16 +143,26 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         self._turn = asyncio.Lock()
         self._processes: list[BaseProcess] = []
         self._connections: list[Any] = []
+        self._heartbeats: list[Any] = []
+        self._heartbeat_timeout_s = spec.heartbeat_timeout_s
+        self._is_asking = False
+        """Whether answers of the ranks are due, also after an interrupt."""
         self._how_it_ended = "the training ranks have ended"
         for rank in range(spec.num_ranks):
             ours, theirs = context.Pipe()
-            arguments = rank, spec, self._folder / "store", theirs
+            heartbeats = context.RawValue("Q")
+            self._heartbeats.append(heartbeats)
+            arguments = rank, spec, self._folder / "store", theirs, heartbeats
             process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
-        found = self._collect()
+        try:
+            found = self._collect()
+        except KeyboardInterrupt:
+            self._end(kill=True)
+            raise
         self._replicas = {role: [replicas[role] for replicas in found] for role in found[0]}
 
     @property
@@ -163,6 +186,9 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         return _RankWeights(partial(self._write_weights, averaged), self._open_memory)
 
     def close(self) -> None:
+        if self._is_asking:
+            # An interrupt cut a call short, and a rank may be stopped.
+            self._end(kill=True)
         if self._connections:
             self._ask_all(close)
             self._end()
@@ -189,8 +215,16 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
         if not self._connections:
             # An earlier call met the loss, and its caller carried on.
             raise RankError(self._how_it_ended)
+        if self._is_asking:
+            # The next answers of the ranks are those to a call that was interrupted.
+            self._how_it_ended = "the training ranks were ended, because a call of them was interrupted"
+            self._end(kill=True)
+            raise RankError(self._how_it_ended)
+        self._is_asking = True
         self._send(messages)
-        return self._collect()
+        answers = self._collect()
+        self._is_asking = False
+        return answers
 
     def _write_weights(self, averaged: bool, path: Path) -> tuple[Any, dict[str, Any]]:
         """Have all ranks write their parts of the weights to a file; return its layout, and the digests of all."""
@@ -207,11 +241,36 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     def _collect(self) -> list[Any]:
         """Receive an answer from every rank, in whatever order they come."""
         answers: dict[int, Any] = {}
-        while waiting := [rank for rank in range(len(self._connections)) if rank not in answers]:
-            for connection in wait([self._connections[rank] for rank in waiting]):
+        last_heartbeats = [0] * len(self._connections)
+        num_silent = [0] * len(self._connections)
+        while len(answers) < len(self._connections):
+            waiting = [own for rank, own in enumerate(self._connections) if rank not in answers]
+            ready = wait(waiting, timeout=_POLL_EVERY_S)
+            for connection in ready:
                 rank = self._connections.index(connection)
                 answers[rank] = self._receive(rank)
+            if not ready:
+                self._check_heartbeats(last_heartbeats, num_silent)
         return [answers[rank] for rank in sorted(answers)]
+
+    def _check_heartbeats(self, last: list[int], num_silent: list[int]) -> None:
+        """Raise `RankError` if a rank has been silent for too many calls of this, and update both lists.
+
+        Calls are counted, and not time: this process may have been stopped together with the ranks.
+        """
+        for rank, counter in enumerate(self._heartbeats):
+            # A rank that has not started waits for imports.
+            is_silent = counter.value == last[rank] and counter.value > 0
+            num_silent[rank] = num_silent[rank] + 1 if is_silent else 0
+            last[rank] = counter.value
+            if num_silent[rank] * _POLL_EVERY_S >= self._heartbeat_timeout_s:
+                pid = self._processes[rank].pid
+                self._how_it_ended = (
+                    f"training rank {rank} (process {pid}) gave no sign of life for {self._heartbeat_timeout_s:g} s: "
+                    "it was stopped, or is stuck"
+                )
+                self._end(kill=True)
+                raise RankError(self._how_it_ended)
 
     def _receive(self, rank: int) -> Any:
         """Return a rank's next answer; if there is none, end all ranks: others may wait for it in a collective."""
@@ -237,10 +296,15 @@ class LocalTrainerGroup(MessageTrainerGroup, Generic[BatchT]):
     def _end(self, *, kill: bool = False) -> None:
         """End all ranks: at once, or as they see that their pipes are closed."""
         connections, self._connections = self._connections, []
-        for connection, process in zip(connections, self._processes, strict=True):
-            connection.close()
-            if kill:
+        self._is_asking = False
+        if kill:
+            # Before the pipes are closed: another thread may wait for answers.
+            for process in self._processes:
                 process.kill()
+            for process in self._processes:
+                process.join()
+        for connection in connections:
+            connection.close()
         for process in self._processes:
             process.join()
         shutil.rmtree(self._folder, ignore_errors=True)

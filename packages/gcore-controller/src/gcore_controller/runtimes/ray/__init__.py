@@ -15,6 +15,7 @@ try:
         check_token as check_token,
         connect as connect,
         connect_quietly as connect_quietly,
+        count_cluster_gpus as count_cluster_gpus,
         put as put,
     )
     from gcore_controller.runtimes.ray.controllers import RayControllers as RayControllers, run_ray as run_ray

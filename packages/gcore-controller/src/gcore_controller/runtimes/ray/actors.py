@@ -6,7 +6,7 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,6 +18,8 @@ from gcore_controller.runtimes.backend import LENT, SizedConfig, Sizes
 from gcore_controller.runtimes.ray.devices import Device
 
 _ANSWER_TIMEOUT_S = 10.0
+HEARTBEAT_EVERY_S = 1.0
+"""Time between two looks at the heartbeats of actors."""
 _NEWS_S = 5.0
 """How long an actor's error waits for news of another one's death."""
 _DEATH_NEWS_S = 120.0
@@ -45,6 +47,8 @@ class ActorGroup(ABC):
     """The word for one of them."""
     death_error: ClassVar[type[ControllerError]]
 
+    heartbeat_timeout_s: float = field(default=120.0, kw_only=True)
+    """How long an actor may leave ``is_alive`` unanswered, once it has started, until it counts as lost."""
     actors: Sequence[Any] = ()
     places: Sequence[str] = ()
     """Process and node of each actor, in words; empty: they have not started."""
@@ -61,15 +65,20 @@ class ActorGroup(ABC):
         """Return the error that says how an actor died."""
         return self.death_error(f"{self.name(rank)} died: {_reason_of(error)}")
 
+    def silence(self, rank: int) -> ControllerError:
+        """Return the error that says that an actor shows no sign of life."""
+        return self.death_error(
+            f"{self.name(rank)} gave no sign of life for {self.heartbeat_timeout_s:g} s: it was stopped, or is stuck"
+        )
+
     async def answers(self, calls: Mapping[int, Any]) -> dict[int, Any]:
         """Wait for the answers to calls of some actors, by rank.
 
         Raises:
-            Exception: the first cause of an error: the `death` of an actor, or else the first `failure`.
+            Exception: the first cause of an error: the `death` or `silence` of an actor, or else the first `failure`.
         """
         asked = {rank: future_of(call) for rank, call in calls.items()}
-        if asked:
-            await asyncio.wait(asked.values(), return_when=asyncio.FIRST_EXCEPTION)
+        await self._wait(asked.values())
         if errors := _errors(asked):
             rank, error = next(iter(errors.items()))
             for dead, death in {**errors, **await self._news(errors)}.items():
@@ -77,6 +86,19 @@ class ActorGroup(ABC):
                     raise self.death(dead, death) from None
             raise self.failure(rank, error) from None
         return {rank: reply.result() for rank, reply in asked.items()}
+
+    async def _wait(self, asked: "Iterable[asyncio.Future[Any]]") -> None:
+        """Wait for all answers, or for one that is an error; raise `silence` if an actor shows no sign of life."""
+        pending = set(asked)
+        heartbeats: Heartbeats | None = None
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=HEARTBEAT_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
+            if any(reply.exception() is not None for reply in done):
+                return
+            if pending:
+                # Most calls are answered before the first one is due.
+                heartbeats = heartbeats or Heartbeats(self)
+                heartbeats.check()
 
     async def _news(self, errors: Mapping[int, BaseException]) -> Mapping[int, BaseException]:
         """Return deaths of actors; one that misses another may report it before that one's death is known."""
@@ -87,6 +109,32 @@ class ActorGroup(ABC):
         timeout_s = _DEATH_NEWS_S if misses_actor else _NEWS_S
         await asyncio.wait(news.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         return _errors(news)
+
+
+class Heartbeats:
+    """The signs of life of a group's actors, while their answers to calls are waited for."""
+
+    def __init__(self, group: ActorGroup) -> None:
+        self._group = group
+        self._calls = [actor.is_alive.remote().future() for actor in group.actors]
+        self._has_started = [bool(group.places)] * len(group.actors)
+        self._num_silent = [0] * len(group.actors)
+
+    def check(self) -> None:
+        """Raise the group's error if an actor was silent for too many calls of this, one every `HEARTBEAT_EVERY_S`.
+
+        Calls are counted, and not time: this process may have been stopped meanwhile.
+        """
+        for rank, actor in enumerate(self._group.actors):
+            if self._calls[rank].done():
+                self._calls[rank] = actor.is_alive.remote().future()
+                self._has_started[rank] = True
+                self._num_silent[rank] = 0
+            elif self._has_started[rank]:
+                # An actor that has not started may wait for capacity.
+                self._num_silent[rank] += 1
+            if self._num_silent[rank] * HEARTBEAT_EVERY_S >= self._group.heartbeat_timeout_s:
+                raise self._group.silence(rank)
 
 
 def future_of(call: Any) -> "asyncio.Future[Any]":

@@ -269,6 +269,8 @@ class RayBackend(Generic[JobT, ConfigT]):
         await self.engines.resize(config.sizes, config)
         if self._controllers is None:
             await self._start_controllers(config)
+        else:
+            await self._controllers.restore()
         if self._placement is not None and self._placement.swap_s is None:
             self._placement.swap_s = await self.engines.swap_seconds(config)
         devices: Sequence[Device] = []

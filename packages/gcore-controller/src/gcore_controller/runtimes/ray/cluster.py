@@ -8,8 +8,10 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -34,6 +36,8 @@ Node = Mapping[str, float]
 """The amount of each resource that a node has, by Ray's names."""
 
 _CONNECT_TIMEOUT_S = 10.0
+_VERSIONS = re.compile(r"Version mismatch:.*Ray: (\S+)\s+Python: (\S+).*Ray: (\S+)\s+Python: (\S+)", re.DOTALL)
+"""The versions of a cluster and of this process, in the error that Ray raises where they differ."""
 _POLL_EVERY_S = 1.0
 _SETTLED_S = 3.0
 """Nodes that join together are at most a few seconds apart."""
@@ -46,17 +50,46 @@ def connect(address: str | None = None, **options: Any) -> None:
     Without an address it is what RAY_ADDRESS names, or a new cluster on this machine.
 
     Raises:
-        ClusterError: The cluster requires a token and this process has none, or a wrong one.
+        ClusterError: The cluster requires a token and this process has none, or a wrong one; or it runs another
+            version of Ray or Python.
         ConnectionError: No cluster answers at the address.
     """
     check_token(address)
-    ray.init(address=address, **options)
+    try:
+        with _private_token_file():
+            ray.init(address=address, **options)
+    except RuntimeError as error:
+        if (versions := _VERSIONS.search(str(error))) is None:
+            raise
+        raise ClusterError(
+            f"the cluster runs Ray {versions[1]} with Python {versions[2]}; expected those of this process: "
+            f"Ray {versions[3]} with Python {versions[4]}"
+        ) from None
 
 
-def connect_quietly(address: str | None = None, **options: Any) -> None:
-    """Connect as `connect` does, and keep what Ray and the processes of the cluster log off the screen."""
+def connect_quietly(address: str | None = None, *, variables: Mapping[str, str] | None = None, **options: Any) -> None:
+    """Connect as `connect` does, and keep what Ray and the processes of the cluster log off the screen.
+
+    All processes that Ray starts for this one get the ``variables`` of the environment.
+    """
     setattr(ray_worker, "_worker_logs_enabled", False)  # noqa: B010 - private, and Ray has no other way
+    if variables:
+
+        def set_variables() -> None:
+            os.environ.update(variables)
+
+        # Not ``env_vars``, which Ray writes to its logs: values may be secret.
+        options["runtime_env"] = {"worker_process_setup_hook": set_variables}
     connect(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def count_cluster_gpus(address: str) -> float:
+    """Return the number of GPUs of all nodes of a cluster; raises as `connect`. Disconnects again."""
+    connect_quietly(address)
+    try:
+        return ray.cluster_resources().get("GPU", 0.0)
+    finally:
+        ray.shutdown()
 
 
 def check_token(address: str | None = None) -> None:
@@ -83,6 +116,22 @@ def check_token(address: str | None = None) -> None:
         raise ClusterError(f"the Ray cluster at {address!r} does not accept this process: {_token(error)}") from None
     except RayError as error:
         raise ConnectionError(f"what answers at {address!r} is no Ray cluster: {error}") from error
+
+
+@contextmanager
+def _private_token_file() -> Generator[None]:
+    """Let no other user read the token that Ray writes to a file for a new cluster on this machine."""
+    file = Path.home() / ".ray" / "auth_token"
+    with suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        # Ray keeps the mode of a file that is there.
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if not file.stat().st_size:
+                file.unlink()
 
 
 def _token(error: AuthenticationError) -> str:

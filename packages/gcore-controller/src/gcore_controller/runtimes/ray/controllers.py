@@ -38,6 +38,9 @@ from gcore_controller.runtimes.ray.cluster import check_capacity, connect, free_
 
 T = TypeVar("T")
 
+_MAX_RESTARTS = 3
+"""How many times controllers are started on other nodes because one of them died as it started."""
+
 
 class ControllerActor(Generic[RolesT, ResultT]):
     """Runs a program, and carries messages between it and the other controllers."""
@@ -66,8 +69,9 @@ class ControllerActor(Generic[RolesT, ResultT]):
         self._begin(peers, run_number)
         return f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
 
+    @ray.method(concurrency_group="news")
     async def is_alive(self) -> None:
-        """Return at once, unless the program blocks the event loop."""
+        """Return at once, even if the program blocks its event loop."""
 
     async def run(self, packed: tuple[Program[RolesT, ResultT], RolesT]) -> ResultT:
         program, roles = packed
@@ -189,6 +193,8 @@ class RayControllers:
         self._placement: Any = None
         self._controllers: list[Any] = []
         self._num_runs = 0
+        self._has_replaced = False
+        """Whether controllers were replaced since all had started."""
         self._turn = asyncio.Lock()
         self._disconnects = not ray.is_initialized()
 
@@ -222,10 +228,7 @@ class RayControllers:
             connect(address)
         try:
             check_capacity(bundle, world_size)
-            controllers._placement = placement_group([bundle] * world_size, strategy="SPREAD")
-            what = f"{world_size} controllers, each with {bundle}, found no capacity"
-            await _in_time(controllers._placement.ready(), start_timeout_s, what)
-            controllers._controllers = [controllers._started(rank) for rank in range(world_size)]
+            await controllers._reserve()
         except BaseException:
             await controllers.close()
             raise
@@ -259,6 +262,7 @@ class RayControllers:
         if self._turn.locked():
             raise ClusterError("these controllers run another program; wait for it, or start others")
         async with self._turn:
+            await self.restore()
             self._num_runs += 1
             group = await self._introduced()
             packed = ray.put((program, roles))
@@ -279,18 +283,59 @@ class RayControllers:
         """Return the stage that each controller is in; None: it is in none, or does not answer."""
         return [where and where.stage for where in await self._whereabouts()]
 
+    async def restore(self) -> None:
+        """Wait until controllers that replace lost ones have started; called by `run`, too.
+
+        If the node of one is lost, all start again on other nodes: Ray reserves the lost place for a while.
+
+        Raises:
+            ClusterError: the cluster lacks the capacity.
+            ControllerDiedError: a controller died again and again as it started.
+        """
+        num_restarts = 0
+        while self._has_replaced:
+            try:
+                await self._wait_until_started()
+                self._has_replaced = False
+            except ControllerDiedError:
+                if num_restarts == _MAX_RESTARTS:
+                    raise
+                num_restarts += 1
+                await asyncio.sleep(2.0**num_restarts)
+                await self._reserve()
+
     async def close(self) -> None:
         """End all processes."""
-        for controller in self._controllers:
-            ray.kill(controller)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
+        self._release()
         if self._disconnects:
             ray.shutdown()
 
+    async def _reserve(self) -> None:
+        """Reserve resources for all controllers, and start them there; end those of before."""
+        self._release()
+        self._placement = placement_group([self._bundle] * self._world_size, strategy="SPREAD")
+        what = f"{self._world_size} controllers, each with {self._bundle}, found no capacity"
+        await _in_time(self._placement.ready(), self._start_timeout_s, what)
+        self._controllers = [self._started(rank) for rank in range(self._world_size)]
+
+    def _release(self) -> None:
+        """End all controllers, and give their resources back."""
+        for controller in self._controllers:
+            ray.kill(controller)
+        self._controllers = []
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+    async def _wait_until_started(self) -> None:
+        calls = {rank: actor.is_alive.remote() for rank, actor in enumerate(self._controllers)}
+        what = f"{self._world_size} controllers did not all start"
+        await _in_time(_Controllers(self._controllers).answers(calls), self._start_timeout_s, what)
+
     def _started(self, rank: int) -> Any:
         """Start a controller; an error shows when it is introduced to the others."""
-        make: Any = ray.remote(ControllerActor)
+        remote: Any = ray.remote
+        make = remote(concurrency_groups={"news": 1})(ControllerActor)
         place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
         others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
         num_cpus, num_gpus = self._bundle["CPU"], self._bundle.get("GPU", 0)
@@ -320,6 +365,7 @@ class RayControllers:
             if not has_ended:
                 ray.kill(self._controllers[rank])
                 self._controllers[rank] = self._started(rank)
+                self._has_replaced = True
 
 
 async def _forward_reports(controller: Any, rank: int, reported: Reported) -> None:

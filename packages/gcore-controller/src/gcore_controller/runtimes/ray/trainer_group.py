@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from gcore_controller.collectives.base import Collectives
 from gcore_controller.context import DeviceTimers, StageTimer, rank_name
 from gcore_controller.errors import ClusterError, RankCodeError, RankError
-from gcore_controller.runtimes.ray.actors import ActorGroup, cause_of
+from gcore_controller.runtimes.ray.actors import HEARTBEAT_EVERY_S, ActorGroup, Heartbeats, cause_of
 from gcore_controller.runtimes.ray.cluster import free_resources, put
 from gcore_controller.runtimes.ray.devices import Device
 from gcore_controller.trainer_group import (
@@ -150,7 +150,9 @@ class RayTrainerGroup(MessageTrainerGroup):
             if device is not None:
                 options, gpus = device.options, device.gpus
             actors.append(make.options(**options).remote(spec, rank, Path.cwd(), gpus))
-        self.ranks = RankHandles(actors, expected_errors=spec.expected_errors)
+        self.ranks = RankHandles(
+            actors, expected_errors=spec.expected_errors, heartbeat_timeout_s=spec.heartbeat_timeout_s
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 found = await self.ranks.answers({rank: actor.place.remote() for rank, actor in enumerate(actors)})
@@ -176,9 +178,15 @@ class RayTrainerGroup(MessageTrainerGroup):
         answers: dict[int, Any] = {}
         failure: BaseException | None = None
         waiting = list(ranks)
+        heartbeats: Heartbeats | None = None
         while waiting:
             # In the order in which they come: a rank that waits for a dead one may never answer.
-            (call, *_), waiting = ray.wait(waiting, num_returns=1)
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=HEARTBEAT_EVERY_S)
+            if not ready:
+                heartbeats = heartbeats or Heartbeats(self.ranks)
+                heartbeats.check()
+                continue
+            [call] = ready
             try:
                 answers[ranks[call]] = ray.get(call)
             except RayTaskError as error:

@@ -1,0 +1,91 @@
+"""Fingerprints of the files that settings name, which a resumed run compares with those that it was started with."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from glob import glob
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+_ROWS = ("data.train_files", "data.val_files")
+_CODE = re.compile(r"(.+\.py)(:\w+)?")
+"""A file with a function of the user, such as a reward."""
+_NAMED_SET = re.compile(r"[\w.-]+=(.+)")
+_MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".txt", ".model", ".jinja")
+_BLOCK_BYTES = 1 << 16
+_WHOLE_BYTES = 1 << 28
+"""Files of rows and of code are read whole up to this size; of larger ones so much is read."""
+_WHOLE_MODEL_BYTES = 1 << 20
+"""The same of each file of a model, whose weights may be hundreds of GB."""
+
+
+def take_fingerprints(values: Mapping[str, Any], models: Collection[str]) -> dict[str, str]:
+    """Return a hash of the files that each setting names, by the setting's dotted name.
+
+    Of large files the size is hashed, and blocks at even distances. What a file refers to, such as images or imported
+    modules, is not read. Names on the Hugging Face Hub are no files: they hold a commit.
+
+    Args:
+        values: the settings, by dotted name.
+        models: names of the settings that are folders of models.
+    """
+    fingerprints: dict[str, str] = {}
+    for name, value in values.items():
+        is_model = name in models or name.endswith("lora_adapter_path")
+        files: list[Path] = []
+        for text in _texts(value):
+            if is_model:
+                files.extend(_model_files(text))
+            elif name in _ROWS:
+                files.extend(_row_files(text))
+            else:
+                files.extend(_code_files(text))
+        if files:
+            fingerprints[name] = _hash(files, _WHOLE_MODEL_BYTES if is_model else _WHOLE_BYTES)
+    return fingerprints
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the texts of a setting that is one, or a list."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    return [entry for entry in entries if isinstance(entry, str) and entry]
+
+
+def _model_files(folder: str) -> list[Path]:
+    return sorted(file for file in Path(folder).rglob("*") if file.suffix in _MODEL_SUFFIXES)
+
+
+def _row_files(source: str) -> list[Path]:
+    """Return the files of a source of rows: a file, a pattern, or NAME= and one of both."""
+    named = _NAMED_SET.fullmatch(source)
+    if named is not None and not Path(source).exists():
+        source = named[1]
+    if "*" in source and not Path(source).exists():
+        return [Path(path) for path in sorted(glob(source, recursive=True))]  # noqa: PTH207 (it may be absolute)
+    return [Path(source)] if Path(source).is_file() else []
+
+
+def _code_files(text: str) -> list[Path]:
+    code = _CODE.fullmatch(text)
+    return [Path(code[1])] if code is not None and Path(code[1]).is_file() else []
+
+
+def _hash(files: list[Path], max_bytes: int) -> str:
+    digest = blake2b(digest_size=16)
+    for file in files:
+        digest.update(file.stat().st_size.to_bytes(8, "little"))
+        for block in _sample(file, max_bytes):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sample(file: Path, max_bytes: int) -> Iterator[bytes]:
+    """Yield a file's blocks: all of them, or as many as ``max_bytes`` hold, from the first one to the last."""
+    size = file.stat().st_size
+    num_blocks = -(-min(size, max_bytes) // _BLOCK_BYTES)
+    last = max(0, size - _BLOCK_BYTES)
+    with file.open("rb") as opened:
+        for index in range(num_blocks):
+            if size > max_bytes:
+                opened.seek(last * index // (num_blocks - 1))
+            yield opened.read(_BLOCK_BYTES)
