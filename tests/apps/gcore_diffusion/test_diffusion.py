@@ -428,7 +428,7 @@ BAD: dict[str, tuple[Callable[[str], list[str]], str]] = {
     ),
     "no role to share devices with": (
         lambda _: ["--placement.strategy", "dynamic"],
-        "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'inline')",
+        "placement.strategy is 'dynamic'; expected 'split' with runtime 'inline'; others need runtime 'ray'",
     ),
     "model": (lambda _: ["--model", "nowhere"], "model is 'nowhere'; expected a folder of a diffusers pipeline"),
     "ranks that do not divide": (
@@ -701,6 +701,10 @@ def test_the_best_step_is_exported(cli: Cli, own_args: list[str]) -> None:
         report = (cli.cwd / f"runs/{export}/report.html").read_text()
         assert "while the reward that is not trained on fell" in report
         assert ("Before training, exported" in report) == (export == "best")
+        last_step = 0 if export == "best" else 6
+        assert f"after, step {last_step}" in out
+        assert ("step 0, which is exported" in report) == (export == "best")
+        assert ("step 0 → step 6" in report) == (export == "last")
         exported = load_file(next((cli.cwd / f"runs/{export}/export/transformer").glob("*.safetensors")))
         is_initial = [torch.equal(exported[name], tensor) for name, tensor in initial.items()]
         assert all(is_initial) == (export == "best")

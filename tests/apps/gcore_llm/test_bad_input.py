@@ -78,7 +78,7 @@ def write(cli: Cli, name: str, text: str) -> str:
         (["--actor.optim.min-lr-ratio", "2"], "min_lr_ratio is 2.0; expected a number in [0, 1]"),
         (
             ["--placement.strategy", "dynamic"],
-            "placement.strategy is 'dynamic'; expected 'split', or runtime 'ray' (now 'inline') and",
+            "placement.strategy is 'dynamic'; expected 'split' with runtime 'inline'; others need runtime 'ray'",
         ),
         (["--device", "cuda:99"], "device is 'cuda:99'; expected one of this machine's "),
         (["--device", "gpu"], "device is 'gpu'; expected cpu, cuda, cuda:NUMBER or auto"),

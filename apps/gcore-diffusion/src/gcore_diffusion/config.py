@@ -88,10 +88,11 @@ class RolloutConfig(Checked, section="rollout"):
     window_size: NonNegative = 0
     """Number of steps with noise, which are those trained on: Flow-GRPO-Fast's one or two; 0: all."""
     window_range: tuple[int, int] = (0, 0)
-    """First step and the one after the last that a window may have; (0, 0): the first half of the steps."""
+    """First step and the one after the last that a window may have; (0, 0): with window-schedule random the first half
+    of the steps (Flow-GRPO-Fast), with sliding all of them (MixGRPO)."""
     window_schedule: Literal["random", "sliding"] = "random"
     """random: each prompt has a window of its own, drawn for each step (Flow-GRPO-Fast); sliding: all have the same,
-    which moves from the first steps to the last (MixGRPO)."""
+    which moves from the first steps to the last, and then starts again (MixGRPO, arXiv 2507.21802)."""
     window_steps: Count = 25
     """Training steps after which a sliding window moves by one."""
     size: tuple[int, int] = (0, 0)
@@ -145,6 +146,8 @@ class RolloutConfig(Checked, section="rollout"):
         """First step and the one after the last that a window may have."""
         if self.window_range != (0, 0):
             return self.window_range
+        if self.window_schedule == "sliding":
+            return 0, self.num_inference_steps
         return 0, max(self.window_size, -(-self.num_inference_steps // 2))
 
 

@@ -362,10 +362,16 @@ class BaseRLConfig(BaseRunConfig, ABC):
         return replace(self, controllers=sizes.controllers, placement=placement, **sections)
 
     def _check_placement(self) -> None:
-        own_engines = f"a policy and a judge in {self.judge[0]} that are not on servers, whose engines share devices"
-        expected = f"'split', or runtime 'ray' (now {self.runtime!r}) and {own_engines}"
-        can_share = self.runtime == "ray" and self.judges and self.num_engines > 0
-        self.require("placement.strategy", can_share, expected)
+        section = self.judge[0]
+        for holds, reason in (
+            (
+                self.runtime == "ray",
+                f"runtime {self.runtime!r}; others need runtime 'ray', whose engines share devices",
+            ),
+            (self.judges, f"no judge of the run's own in {section}; others divide devices between policy and judge"),
+            (self.num_engines > 0, "a policy on servers; others need engines of the run's own"),
+        ):
+            self.require("placement.strategy", holds, f"'split' with {reason}")
         engines, in_turns = self.sizes.engines, self.sizes.in_turns
         for role, judge in self.judges.items():
             if in_turns and judge.num_processes not in (0, engines):
