@@ -96,7 +96,8 @@ class Conversion:
 
     def result(self) -> BaseRunConfig:
         """Return the settings as the command's own; `UserError` if it refuses them."""
-        return merge(self.config, self.settings, source=f"converted from {self.library}")
+        # The other library's scripts set, for all algorithms, what only some of them read.
+        return merge(self.config, self.settings, source=f"converted from {self.library}", keep=())
 
     def written(self) -> dict[str, Any]:
         """Return the settings to write: those that were given, and defaults of the other library that differ."""
