@@ -64,11 +64,11 @@ def write(cli: Cli, name: str, text: str) -> str:
             ["--trainer.backend", "megatron", "--device", "cpu", "--trainer.megatron.transformer-engine", "True"],
             "trainer.megatron.transformer_engine is true; expected auto or false with device cpu",
         ),
-        (["--algorithm.kl-ctrl.kl-coef", "0.1"], "or gae or reinforce_plus_plus"),
+        (["--algorithm.kl-ctrl.kl-coef", "0.1"], "it is read with algorithm.adv_estimator gae, reinforce_plus_plus"),
         (["--algorithm.lam", "1.5"], "algorithm.lam is 1.5; expected a number in [0, 1]"),
         (
             ["--algorithm.rollout-correction.rollout-is", "token"],
-            "algorithm.old_log_probs is 'rollout'; expected 'trainer'",
+            "algorithm.rollout_correction.rollout_is is 'token'; expected None with algorithm.old_log_probs 'rollout'",
         ),
         (
             ["--actor.router-replay", "R2"],

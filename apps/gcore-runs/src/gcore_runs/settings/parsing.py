@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from gcore_runs.errors import UserError
 from gcore_runs.settings.readers import conditional_settings, default_settings
 from gcore_runs.settings.run_config import BaseRunConfig
+from gcore_trainer import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=BaseRunConfig)
 SettingsT = TypeVar("SettingsT")
@@ -207,14 +208,15 @@ def _reset_unread(kind: type, values: dict[str, Any], keep: Collection[str]) -> 
     """Give settings that nothing reads their defaults, unless they are to be kept; values may still be text."""
     known, defaults = setting_types(kind), default_settings(kind)
     for name, entry in conditional_settings(kind):
-        if name in keep:
+        if name in keep or values[name] == defaults[name]:
             continue
         try:
             chosen = {chooser: converted(chooser, values[chooser], known[chooser]) for chooser in entry.chosen_by}
-        except UserError:
+            is_read = entry.is_read(chosen)
+        except (UserError, ConfigError):
             # The settings are refused for this value.
             continue
-        if not entry.is_read(chosen):
+        if not is_read:
             values[name] = defaults[name]
 
 
