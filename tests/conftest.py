@@ -67,6 +67,12 @@ LONGEST_FIRST = (
 """The longest files of either command. A worker runs whole files, so the longest must not start last."""
 
 
+@pytest.fixture(autouse=True)
+def empty_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the folder that pytest is called in: a user's runs/default may be there."""
+    monkeypatch.chdir(tmp_path)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     place = {tests / name: i for i, name in enumerate(LONGEST_FIRST)}

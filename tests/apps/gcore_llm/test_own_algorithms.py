@@ -135,7 +135,7 @@ def test_a_loss_of_one_line_on_several_controllers(cli: Cli, own_args: list[str]
         (["--actor.loss.loss-mode", "loss.py:f"], "expected one of PolicyLoss, policy_loss_function, ppo, "),
         (
             ["--actor.loss.loss-mode", "loss.py:reinforce", "--actor.loss.clip-ratio-c", "3"],
-            "actor.loss.clip_ratio_c is 3.0; expected None with actor.loss.loss_mode 'loss.py:reinforce': it is read with ",
+            "actor.loss.clip_ratio_c is 3.0; expected None with actor.loss.loss_mode 'loss.py:reinforce'",
         ),
         (["--actor.loss.loss-mode", "loss.py:wrong"], "the policy loss has shape (); expected that of its tokens"),
     ],

@@ -85,6 +85,8 @@ def unread_choices(kind: type, entry: ReadWith) -> Iterator[dict[str, Any]]:
             is_read = entry.is_read(chosen)
         except TypeError:
             continue
+        if chosen.get("reward_model.kind", "none") != "none":
+            chosen["reward_model.path"] = "x"
         if not is_read:
             yield chosen
 
