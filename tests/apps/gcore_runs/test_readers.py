@@ -41,6 +41,7 @@ REFUSED_ANYWAY = {
     "algorithm.rollout_correction.rollout_rs_threshold",
     "algorithm.rollout_correction.rollout_rs_threshold_lower",
     "reward_model.judge.engine",
+    "reward_model.judge.tensor_parallel_size",
     "reward_model.judge.urls",
     "reward_model.judge.server_python",
     "reward_model.judge.server_args",
